@@ -52,15 +52,19 @@ class WriteStatus(Enum):
 
 @frozen
 class Written:
-    """Outcome of writing one key: after STORED or PRESENT the chunk is complete, otherwise it is absent."""
+    """Outcome of writing one key: after STORED or PRESENT the chunk is complete, otherwise it is absent.
+
+    `lacking`: bytes that must be deleted first where it was REJECTED; 0 if that is unknown, None if it would not help.
+    """
 
     status: WriteStatus
     reason: str = ""
     error: BackendError | None = None
+    lacking: int | None = 0
 
     @classmethod
-    def rejected(cls, reason: str) -> Written:
-        return cls(WriteStatus.REJECTED, reason)
+    def rejected(cls, reason: str, lacking: int | None = 0) -> Written:
+        return cls(WriteStatus.REJECTED, reason, lacking=lacking)
 
     @classmethod
     def failed(cls, error: BackendError) -> Written:

@@ -121,7 +121,7 @@ class CPUPinnedBackend:
                 return PRESENT
             nbytes = len(chunk.payload)
             if nbytes > self._slab.slot_bytes:
-                return Written.rejected(f"{nbytes} bytes do not fit a slot of {self._slab.slot_bytes} bytes")
+                return Written.rejected(f"{nbytes} bytes do not fit a slot of {self._slab.slot_bytes} bytes", None)
             slot = self._slab.allocate()
             if slot is None:
                 return Written.rejected("no slot is free")

@@ -50,7 +50,7 @@ class NullBackend:
 
     def write(self, chunk: Chunk) -> Written:
         self._check_open()
-        return Written.rejected("null")
+        return Written.rejected("null", None)
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         self._check_open()

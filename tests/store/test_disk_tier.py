@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,30 @@ def test_a_disk_that_is_full_before_the_capacity_is_keeps_the_newest(medium: Pat
     store_one_by_one(store, KEYS[100:130])
     assert served(store, KEYS[120:130]) >= 9
     assert on_disk(medium) == store.stats().tiers[1].used_bytes
+    store.close()
+
+
+def test_a_full_disk_whose_deletions_free_nothing_keeps_the_chunks_that_it_has(
+    medium: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others have the files open, so that their bytes stay: one is deleted in vain, and one after each pause."""
+    clock = ManualClock()
+    store = open_store(str(medium / "kv"), 1, 100 * COST, clock)
+    store_one_by_one(store, KEYS[:20])
+    with ExitStack() as others:
+        for path in medium.rglob("*.kv1"):
+            others.enter_context(path.open("rb"))
+        free = os.statvfs(medium)
+        (medium / "other").write_bytes(bytes(free.f_bavail * free.f_frsize))
+        store_one_by_one(store, KEYS[100:140])
+        assert len(list(medium.rglob("*.kv1"))) == 19
+        clock.advance(1)
+        store_one_by_one(store, KEYS[140:150])
+        assert served(store, KEYS[:20]) == 18
+    said = [each for each in caplog.messages if "No space left" in each]
+    assert len(said) == 1, "once a minute"
+    (medium / "other").unlink()
+    in_time(clock, lambda: stores_again(store, KEYS[200:205]))
     store.close()
 
 

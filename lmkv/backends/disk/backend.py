@@ -299,8 +299,8 @@ class LocalDiskBackend:
             if replaced is None:
                 return PRESENT
             nbytes = self.stored_bytes(len(chunk.payload))
-            if not self._space.take(nbytes):
-                return Written.rejected("min_free")
+            if lacking := self._space.take(nbytes):
+                return Written.rejected(f"{lacking:,} bytes are lacking to min_free", lacking)
             self._files.write(chunk, folder, name, replace=replaced > 0)
         self._unreadable.discard(chunk.key)
         self._usage.wrote(nbytes)

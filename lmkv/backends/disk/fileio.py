@@ -340,16 +340,16 @@ class FreeSpace:
     _free: int = field(default=0, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False, repr=False)
 
-    def take(self, nbytes: int) -> bool:
-        """Whether `nbytes` more leave `min_free`. If so, they count as used until the kernel is asked again."""
+    def take(self, nbytes: int) -> int:
+        """How many bytes are lacking for `nbytes` more to leave `min_free`. If none, they count as used from now on."""
         if not self.min_free:
-            return True
+            return 0
         with self._lock:
             self._refresh()
-            if self._free - nbytes < self.min_free:
-                return False
-            self._free -= nbytes
-            return True
+            lacking = max(0, self.min_free + nbytes - self._free)
+            if not lacking:
+                self._free -= nbytes
+            return lacking
 
     def give_back(self, nbytes: int) -> None:
         """Count `nbytes` that were deleted."""

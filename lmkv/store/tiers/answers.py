@@ -12,15 +12,23 @@ from lmkv.protocols import ChunkKey
 T = TypeVar("T")
 
 
-def tier_answers(result: Read) -> bool:
-    """Whether the tier works, as far as this read can tell."""
-    return result.status is not ReadStatus.FAILED or isinstance(result.error, CorruptChunkError)
+def read_works(result: Read) -> bool | None:
+    """Whether the tier can be read. None: no bytes came, so that the answer does not tell."""
+    if result.status is ReadStatus.MISS:
+        return None
+    return result.status is ReadStatus.HIT or isinstance(result.error, CorruptChunkError)
+
+
+def write_works(result: Written) -> bool | None:
+    """Whether the tier takes writes. None: none was needed, or it was refused for want of room."""
+    return {WriteStatus.STORED: True, WriteStatus.FAILED: False}.get(result.status)
 
 
 def is_full(result: Written) -> bool:
     """Whether a deletion would help: the medium is full, rather than refusing all writes."""
     code = getattr(result.error.__cause__, "errno", None) if isinstance(result.error, NoSpaceError) else None
-    return result.status is WriteStatus.REJECTED or code in (errno.ENOSPC, errno.EDQUOT)
+    rejected = result.status is WriteStatus.REJECTED and result.lacking is not None
+    return rejected or code in (errno.ENOSPC, errno.EDQUOT)
 
 
 def checked(result: object, kind: type[T]) -> T:

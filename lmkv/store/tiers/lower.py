@@ -5,7 +5,6 @@ Methods without `@locked` run on I/O threads, and take the lock to plan and to n
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -17,10 +16,11 @@ import attrs
 from lmkv.errors import BackendUnavailable, CorruptChunkError
 from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
 from lmkv.protocols import Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
-from lmkv.store.tiers.answers import as_backend_error, checked, is_full, tier_answers
+from lmkv.store.tiers.answers import as_backend_error, checked, is_full, read_works, write_works
 from lmkv.store.tiers.attempt import attempt
 from lmkv.store.tiers.breaker import Breaker
 from lmkv.store.tiers.changes import Changes
+from lmkv.store.tiers.complaints import Complaints
 from lmkv.store.tiers.guests import GuardedAdmission
 from lmkv.store.tiers.index import TierIndex, Victims
 from lmkv.store.tiers.jobs import Priority
@@ -28,13 +28,13 @@ from lmkv.store.tiers.locking import locked
 from lmkv.store.tiers.observer import StoreObserver
 from lmkv.store.tiers.stats import TierCounters, TierStats
 
-logger = logging.getLogger(__name__)
-
 Operation = Literal["read", "write"]
 T = TypeVar("T")
 
 _MAX_TIMES = 1000
 _FIRST_BATCH, _BATCH_GROWTH = 4, 8
+_MAX_PAUSE = 600.0
+"""Seconds without an eviction, at most, for a medium that stays full all the same."""
 
 
 class LowerTier:
@@ -64,9 +64,13 @@ class LowerTier:
         self._clock = clock
         self._counters = TierCounters()
         self.times: deque[tuple[Operation, float]] = deque(maxlen=_MAX_TIMES)
-        self._reads, self._writes = Breaker(clock), Breaker(clock)
+        # Each for itself, as a call that costs little may work where others fail: a lookup is no read.
+        self._lookups, self._reads, self._writes, self._clears = (Breaker(clock) for _ in range(4))
         # Deletions, and questions about sizes. Failures do not open it: each deletion has to be tried.
         self._others = Breaker(clock)
+        # Evictions for the sake of a medium that is full: one that does not help fails.
+        self._relief = Breaker(clock, threshold=1, longest_delay=_MAX_PAUSE, quick_delay=_MAX_PAUSE)
+        self._complaints = Complaints(tier.name, clock)
         self._failed_once: set[ChunkKey] = set()
         self._clearing = False
         self._closed = False
@@ -74,19 +78,19 @@ class LowerTier:
     @property
     def usable(self) -> bool:
         """Whether its chunks can be read now."""
-        return self._reads.usable and not self._closed
+        return self._reads.usable and not self._lookups.hangs and not self._closed
 
     @property
     def writable(self) -> bool:
         """Whether a write may succeed now."""
-        return self.usable and self._writes.usable and not self._others.hangs
+        return self.usable and self._writes.usable and not self._others.hangs and not self._clears.hangs
 
     @property
     def hangs(self) -> Priority | None:
         """From which priority on nothing should wait, because calls of the backend hang."""
-        if self._reads.hangs:
+        if self._reads.hangs or self._lookups.hangs:
             return Priority.LOAD
-        return Priority.DELETION if self._writes.hangs or self._others.hangs else None
+        return Priority.DELETION if any(each.hangs for each in (self._writes, self._others, self._clears)) else None
 
     @locked
     def has(self, key: ChunkKey) -> bool:
@@ -123,9 +127,9 @@ class LowerTier:
             chunks=len(self.index) - self.index.other_namespace,
             used_bytes=self.index.used,
             capacity_bytes=self.index.capacity,
-            hung_reads=self._reads.hanging,
-            hung_writes=self._writes.hanging + self._others.hanging,
-            breaker=self._reads.state,
+            hung_reads=self._reads.hanging + self._lookups.hanging,
+            hung_writes=self._writes.hanging + self._others.hanging + self._clears.hanging,
+            breaker=self._lookups.state if self._reads.state == "closed" else self._reads.state,
             write_breaker=self._writes.state,
         )
 
@@ -173,7 +177,7 @@ class LowerTier:
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """The backend's answer for each key; empty when it fails to answer."""
         with self._lock:
-            call = self._reads.begin()
+            call = self._lookups.begin()
         if call is None:
             return []
         answer: list[bool] = []
@@ -182,7 +186,7 @@ class LowerTier:
             ok = self._tried("contains", lambda: answer.extend(self.backend.contains(keys)))
         finally:
             with self._lock:
-                self._reads.end(call, ok)
+                self._lookups.end(call, ok)
         return answer
 
     # -- reading ------------------------------------------------------------------------------------------
@@ -196,11 +200,10 @@ class LowerTier:
         started = self._clock()
         result = attempt(lambda: checked(self.backend.read(key, into), Read), self._failed_read(key))
         with self._lock, self._changes:
-            self._reads.end(call, ok=tier_answers(result))
+            self._reads.end(call, read_works(result))
             self.count_read(result, len(into), self._clock() - started)
             deleted = self.judge(key, result)
-        if result.error is not None:
-            logger.warning("lmkv: %s", result.error)
+        self._complaints.failed(result.error)
         if deleted:
             self.reclaim()
         return result.status is ReadStatus.HIT
@@ -261,19 +264,18 @@ class LowerTier:
         victims, call = begun
         started = self._clock()
         result = attempt(
-            lambda: self._make_room(victims, cost, protect) or self._write(chunk, cost, protect),
+            lambda: self._make_room(chunk.key, victims, cost, protect) or self._write(chunk, cost, protect),
             lambda error: Written.failed(as_backend_error(self.name, "write", chunk.key, error)),
         )
         if result.status is not WriteStatus.STORED:
             self._release_bytes(cost)
         with self._lock, self._changes:
-            self._writes.end(call, ok=result.status is not WriteStatus.FAILED)
+            self._writes.end(call, write_works(result))
             self._count_write(result, len(chunk.payload), self._clock() - started)
             wanted = is_wanted()
             stored = self._is_stored(chunk.key, result, wanted=wanted)
             self.index.end_write(chunk.key, cost, stored=stored, wanted=wanted, parent=chunk.parent)
-        if result.error is not None:
-            logger.warning("lmkv: %s", result.error)
+        self._complaints.wrote(result, self._until_deleted)
         if not wanted:
             self.reclaim()
 
@@ -304,12 +306,18 @@ class LowerTier:
         self._counters.write_rejects += 1
         return None
 
-    def _make_room(self, victims: Victims, cost: int, protect: Callable[[], frozenset[ChunkKey]]) -> Written | None:
+    def _make_room(
+        self, key: ChunkKey, victims: Victims, cost: int, protect: Callable[[], frozenset[ChunkKey]]
+    ) -> Written | None:
         """Delete the victims, and more where others fill the medium, too; or say why nothing can be written.
 
         A writer that reserves bytes beyond the capacity first frees as many, not counting chunks that another
         process has deleted before. So all processes together keep to the capacity.
         """
+        if self.index.capacity is None:
+            # Nobody needs their room: where they cannot be deleted, other chunks are written all the same.
+            deleted = self._tried("delete", lambda: self._reclaim(victims), then=self._until_deleted)
+            return None if deleted or key not in victims else Written.rejected("what is there cannot be deleted")
         owed = self._reserve_bytes(cost)
         freed = self._reclaim(victims)
         while freed < owed:
@@ -329,7 +337,7 @@ class LowerTier:
     def _release_bytes(self, cost: int) -> None:
         backend = self.backend
         if isinstance(backend, SharesRoom) and self.index.capacity is not None:
-            attempt(lambda: backend.release_bytes(cost), lambda error: logger.warning("lmkv: %r", error))
+            self._tried("release", lambda: backend.release_bytes(cost))
 
     def _evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
         stored = len(self.index)
@@ -338,16 +346,32 @@ class LowerTier:
         return victims
 
     def _write(self, chunk: Chunk, cost: int, protect: Callable[[], frozenset[ChunkKey]]) -> Written:
-        """Write it; where the medium is full although the tier is not, evict once and try again."""
+        """Write it; where the medium is full although the tier is not, evict once and try again.
+
+        Where that did not help, as others fill what it frees, nothing is evicted for a while.
+        """
         written = checked(self.backend.write(chunk), Written)
-        if not is_full(written):
-            return written
         with self._lock, self._changes:
-            victims = self._evict_more(cost, protect)
-        if not victims:
+            if written.status is WriteStatus.STORED:
+                self._relief.close()
+            lacking = max(cost, written.lacking or 0)
+            # Who deletes more than its chunk takes does it for the others, too.
+            call = self._relief.begin() if is_full(written) and (lacking <= cost or not self._relief.busy) else None
+        if call is None:
             return written
-        self._reclaim(victims)
-        return checked(self.backend.write(chunk), Written)
+        helped: bool | None = None
+        try:
+            with self._lock, self._changes:
+                victims = self._evict_more(lacking, protect)
+            if victims:
+                helped = False
+                self._reclaim(victims)
+                written = checked(self.backend.write(chunk), Written)
+                helped = not is_full(written) and write_works(written)
+        finally:
+            with self._lock:
+                self._relief.end(call, helped)
+        return written
 
     @locked
     def _count_write(self, result: Written, nbytes: int, seconds: float) -> None:
@@ -367,34 +391,41 @@ class LowerTier:
         while self._unless_hanging(self._reclaim_once, False):
             pass
 
+    @property
+    def _until_deleted(self) -> str:
+        """What follows when a chunk cannot be deleted."""
+        return f"{'such chunks are not' if self.index.capacity is None else 'nothing is'} written here until that works"
+
     def _reclaim_once(self) -> bool:
         with self._lock, self._changes:
             victims = self.index.take_tombstones()
-        return bool(victims) and self._tried("delete", lambda: self._reclaim(victims))
+        return bool(victims) and self._tried("delete", lambda: self._reclaim(victims), then=self._until_deleted)
 
     def delete_all(self) -> None:
         """Delete everything, listed or not; until that has worked nothing is written."""
         with self._lock:
-            call = None if self._clearing else self._writes.begin()
+            call = None if self._clearing else self._clears.begin()
             if call is None:
                 return
             self._clearing = True
             victims = self.index.take_tombstones()
-        ok = self._tried("clear", lambda: self._reclaim(victims)) and self._tried("clear", self._delete_unlisted)
+        what = "it was cleared, and nothing is written here until that has worked"
+        ok = self._tried("clear", lambda: self._reclaim(victims), then=what)
+        ok = ok and self._tried("clear", self._delete_unlisted, then=what)
         with self._lock:
-            self._writes.end(call, ok)
+            self._clears.end(call, ok)
             self.index.clearing = not ok
             self._clearing = False
 
-    def _tried(self, action: str, call: Callable[[], object]) -> bool:
-        """Make a call and log its failure; returns whether it succeeded."""
+    def _tried(self, action: str, call: Callable[[], object], *, then: str = "") -> bool:
+        """Make a call and log its failure, with what follows from it; returns whether it succeeded."""
 
         def run() -> bool:
             call()
             return True
 
         def failed(error: Exception) -> bool:
-            logger.warning("lmkv: %s", as_backend_error(self.name, action, b"", error))
+            self._complaints.failed(as_backend_error(self.name, action, b"", error), then=then)
             return False
 
         return attempt(run, failed)

@@ -19,10 +19,12 @@ def breaker(clock: ManualClock) -> Breaker:
     return Breaker(clock)
 
 
-def call(breaker: Breaker, ok: bool) -> bool:
-    """Make a call if it is let through; whether it was."""
+def call(breaker: Breaker, ok: bool | None, seconds: float = 0.0) -> bool:
+    """Make a call of so many seconds if it is let through; whether it was."""
     number = breaker.begin()
     if number is not None:
+        assert isinstance(breaker.clock, ManualClock)
+        breaker.clock.advance(seconds)
         breaker.end(number, ok)
     return number is not None
 
@@ -56,7 +58,11 @@ def test_one_call_tries_and_its_success_closes(breaker: Breaker, clock: ManualCl
     assert breaker.state == "closed", "it has forgotten the failures of before"
 
 
-def test_the_delay_doubles_up_to_a_minute_and_starts_anew_after_a_success(breaker: Breaker, clock: ManualClock) -> None:
+@pytest.mark.parametrize(("seconds", "longest"), [(0.0, 4), (0.1, 10), (1.0, 60)])
+def test_the_delay_doubles_up_to_a_minute_and_starts_anew_after_a_success(
+    breaker: Breaker, clock: ManualClock, seconds: float, longest: float
+) -> None:
+    """To less than a minute where the tries take less than a hundredth of the time all the same."""
     fail(breaker, 5)
     delays = []
     for _ in range(9):
@@ -65,13 +71,25 @@ def test_the_delay_doubles_up_to_a_minute_and_starts_anew_after_a_success(breake
             waited += 0.5
             clock.advance(0.5)
         delays.append(waited)
-        assert call(breaker, False)
-    assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+        assert call(breaker, False, seconds)
+    assert delays == [min(each, longest) for each in (1, 2, 4, 8, 16, 32, 60, 60, 60)]
     clock.advance(60)
     assert call(breaker, True)
     fail(breaker, 5)
     clock.advance(1)
     assert breaker.state == "half-open"
+
+
+def test_an_end_that_tells_nothing_neither_opens_nor_closes(breaker: Breaker, clock: ManualClock) -> None:
+    fail(breaker, 4)
+    assert call(breaker, None)
+    fail(breaker, 1)
+    assert not breaker.usable
+    clock.advance(1)
+    assert call(breaker, None)
+    assert (breaker.state, breaker.usable) == ("half-open", True), "the next one tries"
+    assert call(breaker, True)
+    assert (breaker.state, breaker.usable) == ("closed", True)
 
 
 def test_failures_that_were_under_way_when_it_opened_do_not_prolong_it(breaker: Breaker, clock: ManualClock) -> None:
