@@ -6,22 +6,25 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from redis import Redis
 
 import lmkv
 from lmkv import Config, Engine, Namespace, PagedMemory, Tier, TieredStore, Variant
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.remote.redis import RedisBackend
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.errors import ClosedError, UsageError
 from lmkv.policies import LRU, MinTokens
 from lmkv.testing.clocks import ManualClock
-from tests.kit import LIMIT, Gated, assert_idle, eventually
+from tests.kit import LIMIT, Gated, assert_idle, eventually, listing_every
+from tests.servers import PROGRAMS, redis_server
 
 BLOCK = 4
 CHUNK = 16
@@ -305,6 +308,36 @@ def test_stats_count_tokens_and_chunks(model: Model, tmp_path: Path) -> None:
 
 
 # -- lower tiers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [False, True], ids=["at once", "layer by layer"])
+@pytest.mark.parametrize("lost", ["FLUSHALL", "expiry"])
+def test_what_a_store_has_lost_is_written_again_from_host_memory(
+    model: Model, tmp_path: Path, lost: str, layers: bool
+) -> None:
+    """A pinned part included: the hotter a prompt, the longer it is in host memory alone."""
+    kind = next((kind for kind in ("redis", "valkey") if PROGRAMS[kind]()), "redis")
+    with redis_server(kind, tmp_path) as server, closing(Redis(port=server.port)) as client, listing_every(0.05):
+        tier = Tier(RedisBackend(server.url, namespace().digest), LRU())
+        with closing(open_engine(model, 64, tier)) as engine:
+            prompt = tokens(4 * CHUNK)
+            blocks = stored(engine, model, prompt)
+            drain(engine)
+            assert client.dbsize() == 4
+            engine.pin(prompt[: 2 * CHUNK])
+            if lost == "FLUSHALL":
+                client.flushall()
+            else:
+                for name in list(client.scan_iter()):
+                    client.pexpire(name, 1)
+            eventually(lambda: engine.stats().store.tiers[1].chunks == 0, "a listing has missed them")
+            if layers:
+                with engine.store_layers(prompt, blocks) as writer:
+                    assert writer.tokens == 4 * CHUNK
+            else:
+                assert engine.store(prompt, blocks) == 4 * CHUNK
+            drain(engine)
+            assert client.dbsize() == 4
 
 
 @pytest.mark.parametrize("write", ["through", "back"])

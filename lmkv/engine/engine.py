@@ -161,7 +161,8 @@ class Engine:
     def store(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN, wait: float = 0.0) -> int:
         """Store the KV of a prompt from `blocks`, the first of which holds its first token.
 
-        Only whole chunks that `blocks` covers are stored; chunks that some tier has are not copied again. Returns
+        Only whole chunks that `blocks` covers are stored; chunks that some tier has are not copied again, but from host
+        memory to stores that have lost them. Returns
         how many leading tokens are stored now: fewer if there is no room, or another thread still stores some.
 
         Without `wait` it copies into host memory and returns; lower tiers that are too slow miss some chunks. With
@@ -171,7 +172,7 @@ class Engine:
         request = self._request(tokens, blocks, variant)
         keys = request.keys
         deadline = time.monotonic() + seconds(wait, "wait")
-        done = self._store.count_prefix(keys)[1]
+        done = self._found(keys)
         try:
             if wait and not self._pace_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 return self._store.count_stored(keys[:done]) * self.chunk_size
@@ -273,7 +274,7 @@ class Engine:
         """
         copier, request = self._check_copies(), self._request(tokens, blocks, variant)
         keys = request.keys
-        first = self._store.count_prefix(keys)[1]
+        first = self._found(keys)
         with request.reserve(self._store, first, len(keys)) as reservation:
             copies = request.copies_to_slots(reservation.slots, first, len(keys))
             tokens_stored = (first + reservation.accepted) * self.chunk_size
@@ -293,6 +294,12 @@ class Engine:
     def _request(self, tokens: Tokens, blocks: Sequence[int], variant: Variant) -> Request:
         self._check_copies()
         return Request(self._chain(tokens, variant), blocks, self.chunk_size, self._pages)
+
+    def _found(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks some tier has. Those in host memory are written to stores that have lost them."""
+        found = self._store.count_prefix(keys)[1]
+        self._store.write_lost(keys[:found])
+        return found
 
     def _note_retrieved(self, keys: Sequence[ChunkKey], start: int, done: int) -> None:
         """Count chunks [start, done) as loaded, and note a use of every chunk before `done`."""

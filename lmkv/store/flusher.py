@@ -61,10 +61,25 @@ class Flusher:
     def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: AfterLock) -> None:
         """Plan the copies that write-through tiers want of entries that were just stored."""
         for tier in self._tiers:
-            copies = self._wanted(tier, entries, "through")
-            for entry in copies:
-                self._primary.ref(entry)
-            self._plan(tier, copies, chain, after)
+            self._write_through(tier, entries, chain, after)
+
+    @locked
+    def _write_through(
+        self, tier: LowerTier, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: AfterLock
+    ) -> None:
+        copies = self._wanted(tier, entries, "through")
+        for entry in copies:
+            self._primary.ref(entry)
+        self._plan(tier, copies, chain, after)
+
+    @locked
+    def write_lost(self, chain: Sequence[ChunkKey], after: AfterLock) -> None:
+        """Plan copies of chunks in host memory for stores that have lost them; tiers with a capacity evict on purpose."""
+        ready = [entry for key in chain if (entry := self._primary.entries.get(key)) is not None and entry.ready]
+        for tier in self._tiers:
+            if tier.index.capacity is None and tier.writable:
+                planned = {entry for flush in self._flushes if flush.tier is tier for entry in flush.copies}
+                self._write_through(tier, [entry for entry in ready if entry not in planned], chain, after)
 
     @locked
     def write_to_shared(self, keys: Sequence[ChunkKey], after: AfterLock) -> int:

@@ -252,6 +252,13 @@ class TieredStore:
         self._run(after)
         return count
 
+    def write_lost(self, keys: Sequence[ChunkKey]) -> None:
+        """Write chunks of a chain that are in host memory to stores without a capacity that lack them."""
+        after = AfterLock()
+        with self._lock, self._changes:
+            self._flusher.write_lost(() if self._closed else keys, after)
+        self._run(after)
+
     # -- pins ---------------------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes = b"") -> int:
