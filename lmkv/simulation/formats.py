@@ -16,10 +16,10 @@ from lmkv.simulation.trace import REQUEST_BLOCKS, KeyTable, Room, Trace, TraceRe
 _MOONCAKE_BLOCK, _SESSION_BLOCK, _RAG_BLOCK = 512, 64, 64
 _MAX_LINE = 16 << 20
 _MAX_BLOCKS = 1 << 20
-_MAX_SESSION = 1000
+_MAX_NAME = 100
 _MAX_TOKENS = 1 << 40
 _MAX_TIME = 1e15
-"""At most: characters of a line, blocks of a request, characters of a session, tokens, seconds or milliseconds."""
+"""At most: characters of a line, blocks of a request, characters of a name, tokens, seconds or milliseconds."""
 MEMORY = 4 << 30
 """Bytes that a trace may take: 25 million blocks that make a million chunks take 2.6 of these 4 GiB."""
 _RAG_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
@@ -97,7 +97,7 @@ def _sessions(
             if (count := sum(_count(count) for _, count in runs)) > _MAX_BLOCKS:
                 raise ValueError(f"a request has more than {_MAX_BLOCKS:,} blocks")
             room.take(count)
-            blocks = [block for first, count in runs for block in range(first, first + count)]
+            blocks = [block for first, count in runs for block in range(_count(first), first + count)]
             keys = table.chain(0, chunked(blocks, per, partial=False))
             yield TraceRequest(start + _seconds(time), keys, _count(tokens), _count(output), session)
 
@@ -150,7 +150,7 @@ def _recorded(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -
     per = _blocks_per_chunk(size, _recorded_block(next(lines)))
     table = KeyTable(name, room)
     for line in lines:
-        names = line["keys"].split()
+        names = _names(line["keys"].split())
         room.take(len(names))
         keys = [table.key(key) for key in _once(names)]
         keys = keys if per == 1 else keys[per - 1 :: per]
@@ -181,9 +181,16 @@ def _seconds(value: Any) -> float:
 
 
 def _names(values: Any) -> list[Any]:
-    if not isinstance(values, list) or not {*map(type, values)} <= {int, str} or len(values) > _MAX_BLOCKS:
+    if not isinstance(values, list) or len(values) > _MAX_BLOCKS or not all(map(_is_name, values)):
         raise ValueError(f"{short_repr(values)} is no list of ids")
     return values
+
+
+def _is_name(value: Any) -> bool:
+    """Each name is kept."""
+    if type(value) is int:
+        return -(10**_MAX_NAME) < value < 10**_MAX_NAME
+    return type(value) is str and len(value) <= _MAX_NAME
 
 
 def _once(names: list[Any]) -> list[Any]:
@@ -194,7 +201,7 @@ def _once(names: list[Any]) -> list[Any]:
 
 
 def _session(value: Any) -> str:
-    if type(value) not in (int, str) or len(str(value)) > _MAX_SESSION:
+    if not _is_name(value):
         raise ValueError(f"{short_repr(value)} is no session")
     return str(value)
 

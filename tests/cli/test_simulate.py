@@ -131,7 +131,6 @@ SESSION: dict[str, Any] = {"id": "s", "requests": [[0.5, 200, 3, 0, [[0, 3]]]]}
 RAG: dict[str, Any] = {"timestamp": "5", "hash_ids": {"history": []}, "output_length": 2, "session_id": "s"}
 HEADER: dict[str, Any] = {"lmkv_trace": 1, "chunk_tokens": 16}
 RECORDED: dict[str, Any] = {"t": 0.5, "tokens": 40, "keys": "aa bb", "output": 3, "session": "s"}
-HUGE, DEEP = 10**400, "[" * 200_000
 
 
 def with_each(line: dict[str, Any], **values: list[Any]) -> list[str]:
@@ -139,15 +138,26 @@ def with_each(line: dict[str, Any], **values: list[Any]) -> list[str]:
     return [json.dumps({**line, name: value}) for name, these in values.items() for value in these]
 
 
-no_runs: list[Any] = [[[0, 10**9]], [[0, 10**30]], [[0, -1]], [["a", 3]], [[0]], None, [[0, 1 << 19]] * 4]
+HUGE, DEEP = 10**400, "[" * 200_000
+no_runs: list[Any] = [
+    [[0, 10**9]],
+    [[0, 10**30]],
+    [[0, -1]],
+    [["a", 3]],
+    [[0]],
+    None,
+    [[0, 1 << 19]] * 4,
+    [[HUGE, 3]],
+    [[-1, 3]],
+]
 no_requests: list[Any] = [5, [5], [[0.5]], None, "no", {"a": 1}, [[None, 9, 3, 0, []]], [[0.5, None, 3, 0, []]]]
 no_records = with_each(
     RECORDED,
-    keys=[None, 5, ["a"], {}, "aa bb aa"],
+    keys=[None, 5, ["a"], {}, "aa bb aa", "a" * 101],
     tokens=[None, "40", -1, 1e400, HUGE, []],
     t=[None, "0", 1e400, -1e400, HUGE, []],
     output=[None],
-    session=[None, ["s"], {"a": 1}],
+    session=[None, ["s"], {"a": 1}, "s" * 101, HUGE],
 )
 HOSTILE = [
     *("", "[1]", "{}", "no json", "\0", DEEP, '{"hash_ids": [1]}', '{"hash_ids":' * 20_000),
@@ -156,7 +166,7 @@ HOSTILE = [
     *with_each(
         MOONCAKE,
         timestamp=[None, "5", 10**399, 1e400, True],
-        hash_ids=[None, [1, 2, 1], [[1]], [None], 5, "12", [1.5]],
+        hash_ids=[None, [1, 2, 1], [[1]], [None], 5, "12", [1.5], [True], ["a" * 101], [HUGE]],
         input_length=["5", -5],
         output_length=[None],
     ),
