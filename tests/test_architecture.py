@@ -68,21 +68,21 @@ ALLOWED: dict[str, frozenset[str]] = {
 
 BUDGET = {
     "errors": 69,
-    "outcomes": 40,
+    "outcomes": 41,
     "protocols": 108,
     "chunks": 564,
     "plugins": 33,
     "policies": 1129,
-    "simulation": 451,
-    "config": 765,
+    "simulation": 455,
+    "config": 793,
     "memory": 1392,
-    "store.tiers": 1873,
-    "store": 1826,
-    "backends": 375,
-    "backends.disk": 1099,
-    "backends.remote": 1647,
-    "build": 124,
-    "engine": 495,
+    "store.tiers": 1950,
+    "store": 1843,
+    "backends": 449,
+    "backends.disk": 1112,
+    "backends.remote": 1884,
+    "build": 125,
+    "engine": 499,
     "": 60,
     "agent": 1301,
     "vllm": 2677,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19048
+WHOLE = 19504
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -189,7 +189,7 @@ def _names(values: Any) -> list[Any]:
 def _is_name(value: Any) -> bool:
     """Each name is kept."""
     if type(value) is int:
-        return -(10**_MAX_NAME) < value < 10**_MAX_NAME
+        return bool(abs(value) < 10**_MAX_NAME)
     return type(value) is str and len(value) <= _MAX_NAME
 
 

@@ -74,7 +74,7 @@ class Flusher:
 
     @locked
     def write_lost(self, chain: Sequence[ChunkKey], after: AfterLock) -> None:
-        """Plan copies of chunks in host memory for stores that have lost them; tiers with a capacity evict on purpose."""
+        """Plan copies of chunks in host memory for stores that have lost them. What a capacity evicts is not lost."""
         ready = [entry for key in chain if (entry := self._primary.entries.get(key)) is not None and entry.ready]
         for tier in self._tiers:
             if tier.index.capacity is None and tier.writable:

@@ -51,8 +51,8 @@ def answer(client: Any, message: bytes) -> tuple[str, Any]:
         return "done", getattr(client, action)(*arguments)
     except BaseException as error:
         # A panic of a client in Rust is no Exception; after a blank line come internals of such a client.
-        unavailable = isinstance(error, (OSError, *getattr(client, "unavailable", ())))
         said = outside(f"{type(error).__name__}: {error}".partition("\n\n")[0])
+        unavailable = isinstance(error, (OSError, *getattr(client, "unavailable", ())))
         return "unavailable" if unavailable else "failed", said
 
 

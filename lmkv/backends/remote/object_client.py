@@ -214,6 +214,12 @@ def _remove(store: Any, name: str) -> None:
         obstore.delete(store, name)
 
 
+def folder_of(url: str) -> str:
+    """The folder of a `file:` URL; empty for others."""
+    parts = split_url(url)
+    return unquote(parts.path) if parts.scheme == "file" else ""
+
+
 def unconditional(url: str) -> bool:
     return dict(parse_qsl(urlsplit(url).query)).get("conditional_put") == "disabled"
 
@@ -229,12 +235,20 @@ def _certificates(path: str) -> bytes:
 def check(root: str, *place: Any) -> None:
     """Raise ValueError or OSError for a place that cannot be one, or a root that cannot be part of a name."""
     try:
-        obstore.list(opened(*place), root)
+        obstore.list(opened(*place, makes_folder=True), root)
     except exceptions.BaseError as error:
         raise ValueError(str(error)[:_SAID].partition("\n\n")[0]) from None
 
 
-def opened(timeout: float, url: str, username: str | None, password: str | None, *, deletes_each: bool = False) -> Any:
+def opened(
+    timeout: float,
+    url: str,
+    username: str | None,
+    password: str | None,
+    *,
+    deletes_each: bool = False,
+    makes_folder: bool = False,
+) -> Any:
     """The store of obstore for a URL; connects to nothing."""
     parts = split_url(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -242,7 +256,7 @@ def opened(timeout: float, url: str, username: str | None, password: str | None,
     if parts.scheme == "file":
         if bucket not in ("", "localhost") or options.keys() - {"clients"} or parts.fragment:
             raise ValueError("a folder is file:///path, without host and options; # is %23")
-        return LocalStore(unquote(parts.path), mkdir=True)
+        return LocalStore(folder_of(url), mkdir=makes_folder)
     kind, names = _STORES[parts.scheme]
     if not re.fullmatch(r"[\w.$-]+", bucket):
         raise ValueError(f"it names no bucket: {parts.scheme}://bucket/path")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from lmkv.backends.remote.object_client import StoreClient, check
+from lmkv.backends.medium import Medium
+from lmkv.backends.remote.object_client import StoreClient, check, folder_of
 from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
 from lmkv.backends.remote.subprocess_backend import ClientProcess, SubprocessBackend
 from lmkv.errors import ConfigError
@@ -67,14 +70,19 @@ class ObjectStoreBackend(SubprocessBackend):
             clients = int(dict(parse_qsl(urlsplit(url).query)).get("clients", 4))
         except (ValueError, OSError) as error:
             raise ConfigError(f"{self._safe_url}: {self._reason(error)}") from None
+        self._medium = Medium(folder) if (folder := folder_of(url)) else None
         self._set_up({"timeout": options.timeout, **place, "clients": clients})
-        self._lister, self._listings = self._process({"timeout": options.timeout, **place}), count()
+        self._lister, self._listings = self._process(self._renewed({"timeout": options.timeout, **place})), count()
+
+    def _renewed(self, options: dict[str, Any]) -> Callable[[], Any]:
+        return lambda: {**options, "password": self.options.password_now()}
 
     def list_keys(self) -> Iterator[list[Listed]]:
         """List the chunks of this namespace in batches, in no order."""
         return self._listing(self._list())
 
     def _list(self) -> Iterator[list[Listed]]:
+        self._check_medium()
         number = next(self._listings)
         self._lister.ask("begin_listing", number, self._root)
         try:
@@ -85,7 +93,20 @@ class ObjectStoreBackend(SubprocessBackend):
                 with suppress(OSError, RuntimeError):
                     self._lister.ask("end_listing", number)
 
+    def _check_medium(self) -> None:
+        """Raise OSError where a folder is on another medium than at the start. One that was removed is made again."""
+        if self._medium is not None:
+            try:
+                self._medium.check()
+            except FileNotFoundError:
+                os.makedirs(self._medium.path, exist_ok=True)
+
+    def _client(self, name: str) -> ClientProcess:
+        self._check_medium()
+        return super()._client(name)
+
     def _client_for(self, names: Sequence[str]) -> ClientProcess:
+        self._check_medium()
         # Not behind a value that is being moved.
         return next((each for each in self._clients if not each.busy), None) or super()._client_for(names)
 

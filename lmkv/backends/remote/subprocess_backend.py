@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,10 +67,14 @@ class SubprocessBackend(RemoteBackend):
             raise ConfigError(f"{self._safe_url} needs {self.module}: {self.install}")
         self._zero_copy = options.pop("zero_copy", 1)
         options = self._prepared(options)
-        self._clients = [self._process(options) for _ in range(clients)]
+        self._clients = [self._process(self._renewed(options)) for _ in range(clients)]
 
-    def _process(self, options: Mapping[str, Any]) -> ClientProcess:
+    def _process(self, options: Mapping[str, Any] | Callable[[], Any]) -> ClientProcess:
         return ClientProcess(self._module, options, self.requests * self.options.timeout)
+
+    def _renewed(self, options: dict[str, Any]) -> Mapping[str, Any] | Callable[[], Any]:
+        """These options, with what may have changed since."""
+        return options
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options of the URL, as `StoreClient` takes them."""
@@ -133,6 +137,8 @@ def _batch_size(names: Sequence[str]) -> int:
 class ClientProcess:
     """A child process with a client, and the memory that it shares. It does one call at a time.
 
+    `options` may be a function: when a call fails after they have changed, the next one has another process with them.
+
     Raises
     ------
     OSError
@@ -141,8 +147,9 @@ class ClientProcess:
         The call failed.
     """
 
-    def __init__(self, module: str, options: Mapping[str, Any], timeout: float) -> None:
-        self._module, self._options, self._timeout = module, options, timeout
+    def __init__(self, module: str, options: Mapping[str, Any] | Callable[[], Any], timeout: float) -> None:
+        self._module, self._timeout = module, timeout
+        self._options = options if callable(options) else lambda: options
         self._lock = threading.Lock()
         self._room = _MIN_ROOM_BYTES
         self._slab = -1, 0, 0
@@ -289,7 +296,8 @@ class ClientProcess:
             far.close()
             os.close(memory)
         # Arguments of a process are visible to other users, and the options may have a password.
-        self._exchange(self._options, START_LIMIT)
+        self._given = self._options()
+        self._exchange(self._given, START_LIMIT)
 
     def _ask(self, action: str, *arguments: Any, moving: int = 0) -> Any:
         timeout = self._timeout if self._connected else self._first_timeout
@@ -315,6 +323,8 @@ class ClientProcess:
                 raise
             raise ConnectionError(f"the client's process ended with {code}") from error
         if kind == "unavailable":
+            if self._options() != self._given:
+                self._end()
             raise ConnectionError(answer)
         if kind == "failed":
             raise RuntimeError(answer)

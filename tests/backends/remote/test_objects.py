@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -723,3 +723,43 @@ def test_a_store_that_refuses_conditions_is_told_apart(server: ObjectServer, rul
         written = backend.write(chunk_of(100))
         assert isinstance(written.error, BackendUnavailable)
         assert "needs conditional_put=disabled" in str(written.error)
+
+
+def test_a_key_is_read_again_once_it_is_refused(tmp_path: Path) -> None:
+    password = [SECRET]
+    with object_server("rclone", tmp_path) as server:
+        options = RemoteOptions(timeout=20.0, username=USER, password=SECRET, renew_password=lambda: password[0])
+        with closing(ObjectStoreBackend(server.url(), NAMESPACE, options)) as backend:
+            chunk = chunk_of(100)
+            assert backend.write(chunk).status is STORED
+            server.expect("another")
+            assert_all_unavailable(backend, chunk)
+            password[0] = "another"
+            eventually(lambda: backend.read(chunk.key, memoryview(bytearray(100))).status is ReadStatus.HIT)
+            with suppress(BackendUnavailable):
+                listed(backend)
+            assert listed(backend) == sizes_of(backend, [chunk])
+
+
+def test_a_folder_whose_medium_is_gone_takes_nothing_until_it_is_back(tmp_path: Path) -> None:
+    medium, kept = tmp_path / "medium", tmp_path / "kept"
+    medium.mkdir()
+    kept.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "lmkv-test", str(kept)], check=False).returncode:
+        pytest.skip("only root may mount")
+    bind, leave = ["mount", "--bind", str(kept), str(medium)], ["umount", "-l", str(medium)]
+    try:
+        subprocess.run(bind, check=True)
+        with closing(backend_of(f"file://{medium}/folder")) as backend:
+            chunk = chunk_of(100)
+            assert backend.write(chunk).status is STORED
+            subprocess.run(leave, check=True)
+            assert "its medium is no longer mounted" in assert_all_unavailable(backend, chunk)[0]
+            (medium / "folder").mkdir()
+            assert "another medium is there" in assert_all_unavailable(backend, chunk)[0]
+            assert not list((medium / "folder").iterdir())
+            subprocess.run(bind, check=True)
+            assert read_back(backend, chunk) == chunk.payload
+            subprocess.run(leave, check=True)
+    finally:
+        subprocess.run(["umount", "-l", str(kept)], check=True)
