@@ -37,6 +37,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "outcomes": frozenset({"errors"}),
     "protocols": frozenset({"errors", "outcomes"}),
     "chunks": frozenset({"errors", ""}),
+    "medium": frozenset(),
     "plugins": frozenset({"errors"}),
     "policies": frozenset({"errors", "protocols", "plugins"}),
     "simulation": frozenset({"errors", "protocols", "policies", "store"}),
@@ -46,9 +47,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "store.tiers": STORE - {"store"},
     "store": STORE,
     # Host memory's backend is the slab itself, seen as a backend. A backend never imports another one.
-    "backends": BASE | {"memory", "backends.disk", "backends.remote"},
-    "backends.disk": BASE,
-    "backends.remote": BASE,
+    "backends": BASE | {"medium", "memory", "backends.disk", "backends.remote"},
+    "backends.disk": BASE | {"medium"},
+    "backends.remote": BASE | {"medium"},
     # Only what is built from a Config sees one.
     "build": BUILT,
     "engine": BUILT,
@@ -71,6 +72,7 @@ BUDGET = {
     "outcomes": 41,
     "protocols": 108,
     "chunks": 564,
+    "medium": 66,
     "plugins": 33,
     "policies": 1129,
     "simulation": 455,

@@ -21,7 +21,7 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.files import AsyncFileBackend
-from lmkv.backends.medium import NAME as MARK
+from lmkv.medium import NAME as MARK
 from lmkv.backends.null import NullBackend
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.cli.measure.timing import interleaved, median_ratio

@@ -16,7 +16,7 @@ from attrs import frozen
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.root import Root
 from lmkv.backends.disk.usage import NAME, PENDING, Usage
-from lmkv.backends.medium import NAME as MARK
+from lmkv.medium import NAME as MARK
 from lmkv.outcomes import WriteStatus
 from lmkv.protocols import Chunk
 from tests.forked import Child, Tell, barrier

@@ -19,7 +19,7 @@ from typing import Self
 from attrs import define, field
 
 from lmkv.backends.disk.fileio import Folder, closed_in_children, temporary
-from lmkv.backends.medium import Medium
+from lmkv.medium import Medium
 
 logger = logging.getLogger(__name__)
 

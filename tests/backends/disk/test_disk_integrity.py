@@ -19,7 +19,7 @@ import pytest
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.fileio import HUGE
-from lmkv.backends.medium import NAME as MARK
+from lmkv.medium import NAME as MARK
 from lmkv.errors import BackendUnavailable, CorruptChunkError, NoSpaceError
 from lmkv.outcomes import Read, ReadStatus, WriteStatus
 from lmkv.protocols import Chunk

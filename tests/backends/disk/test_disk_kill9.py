@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.medium import NAME as MARK
+from lmkv.medium import NAME as MARK
 from lmkv.outcomes import WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import listed, read_back, statuses
