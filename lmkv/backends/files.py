@@ -12,8 +12,8 @@ from pathlib import Path
 import aiofiles
 import aiofiles.os
 
-from lmkv.medium import Medium, MediumError
 from lmkv.errors import BackendError, BackendUnavailable
+from lmkv.medium import Medium, MediumError
 from lmkv.outcomes import HIT, MISS, PRESENT, STORED, Read, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
 

@@ -27,6 +27,7 @@ from lmkv.chunks import codec
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.cli.measure.probe import try_folder
+from lmkv.cli.measure.stores import VERBS, refusals, remedy
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
 from lmkv.config import GIB, Config
 from lmkv.errors import ConfigError, LmkvError
@@ -110,6 +111,7 @@ def examine(env: Mapping[str, str], extra: Mapping[str, object], size: KVSize | 
         yield from examine_memory(config)
         yield from examine_shared_memory(config)
         yield from examine_disk(config)
+        yield from examine_stores(config)
         if size:
             yield from examine_model(size)
             yield from examine_room(size, config)
@@ -196,6 +198,24 @@ def examine_disk(config: Config) -> Iterator[Finding]:
     enough = "" if room >= config.max_local_disk_bytes else "less than max_local_disk_size"
     free = gibibytes(facts.free_bytes)
     yield Finding("disk", "free", free, note=enough, problem="" if room > 0 else problem)
+
+
+def examine_stores(config: Config) -> Iterator[Finding]:
+    """Write a chunk to each remote store, read it back and delete it, and say what the store refuses."""
+    for url in (*config.remote_url, *config.remote_urls):
+        name, wanted = url.store_kind, f"remote_url {url}"
+        try:
+            refused = refusals(config, url)
+        except ConfigError as error:
+            yield Finding("remote stores", name, str(url), problem=str(error))
+            continue
+        works = ", ".join(verb for verb in VERBS if verb not in refused)
+        if not works and len(set(refused.values())) == 1:
+            refused = {"all calls": refused[VERBS[0]]}
+        yield Finding("remote stores", name, str(url), note=f"tried: {works}" if works else "")
+        for verb, reason in refused.items():
+            problem = f"{wanted}: {verb} fail: {reason}; {remedy(verb, reason)}"
+            yield Finding("remote stores", verb, "refused", problem=problem)
 
 
 def examine_model(size: KVSize) -> Iterator[Finding]:

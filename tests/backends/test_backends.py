@@ -21,11 +21,11 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.files import AsyncFileBackend
-from lmkv.medium import NAME as MARK
 from lmkv.backends.null import NullBackend
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.cli.measure.timing import interleaved, median_ratio
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, UsageError
+from lmkv.medium import NAME as MARK
 from lmkv.outcomes import MISS, STORED, Read, ReadStatus, WriteStatus, Written
 from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, RegistersMemory, Shared, SizesChunks
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, read_back, statuses

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import typer
+from redis import Redis
 from rich.errors import MarkupError
 from typer.testing import CliRunner
 
@@ -18,6 +21,8 @@ from lmkv.cli import doctor
 from lmkv.cli.app import app
 from lmkv.cli.doctor import Finding
 from lmkv.config import Config
+from tests.kit import LIMIT
+from tests.servers import PROGRAMS, Proxy, RedisServer, free_port, redis_server
 
 NOT_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 
@@ -109,6 +114,89 @@ class TestMemory:
     def test_less_than_a_page_is_a_problem(self) -> None:
         found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=1e-9))))
         assert "max_local_cpu_size" in found["host memory"].problem
+
+
+COMMANDS = {"lookups": "exists", "reads": "get", "writes": "set", "deletions": "unlink"}
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    kind = next((kind for kind in ("redis", "valkey") if PROGRAMS[kind]()), "redis")
+    with redis_server(kind, tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(redis: RedisServer) -> Iterator[Redis]:
+    with closing(Redis(port=redis.port)) as made:
+        made.flushall()
+        made.execute_command("ACL SETUSER", "default", "+@all")
+        made.config_set("maxmemory", "0")
+        yield made
+
+
+def stores(*urls: str, **settings: object) -> tuple[list[Finding], list[str]]:
+    config = Config.load(env={}, extra={"remote_urls": list(urls), **settings})
+    found = list(doctor.examine_stores(config))
+    return found, [each.problem for each in found if each.problem]
+
+
+class TestStores:
+    def test_a_store_that_works_is_left_as_it_was(self, redis: RedisServer, client: Redis) -> None:
+        client.set("somebody", "else")
+        [found], problems = stores(redis.url)
+        assert (found.value, found.note) == (redis.url, "tried: lookups, reads, writes, deletions")
+        assert problems == []
+        assert client.keys("*") == [b"somebody"]
+        assert stores() == ([], [])
+
+    @pytest.mark.parametrize("verb", COMMANDS)
+    def test_each_call_that_is_refused_is_said_with_its_remedy(
+        self, redis: RedisServer, client: Redis, verb: str
+    ) -> None:
+        client.execute_command("ACL SETUSER", "default", f"-{COMMANDS[verb]}")
+        for _ in range(2):
+            _, problems = stores(redis.url)
+            # A write looks its name up first.
+            assert {problem.split(": ")[1] for problem in problems} == (
+                {"lookups fail", "writes fail"} if verb == "lookups" else {f"{verb} fail"}
+            )
+            assert all(problem.endswith(f"; give the user +{COMMANDS[verb]}") for problem in problems)
+        assert client.dbsize() == (verb == "deletions"), "what may not be deleted is one chunk, however often"
+
+    def test_a_full_server_refuses_writes_alone(self, redis: RedisServer, client: Redis) -> None:
+        client.config_set("maxmemory", "1mb")
+        _, [problem] = stores(redis.url)
+        assert "writes fail: " in problem
+        assert "allkeys-lru" in problem
+
+    def test_a_password_that_is_wrong(self, redis: RedisServer, client: Redis) -> None:
+        client.execute_command("ACL SETUSER", "cache", "on", ">right", "~*", "+@all")
+        _, [problem] = stores(redis.url, remote_username="cache", remote_password="wrong")
+        assert "all calls fail" in problem
+        assert "correct the user's name and password" in problem
+        assert "wrong;" not in problem
+
+    def test_a_server_that_answers_nothing_is_given_up_in_time(self, redis: RedisServer) -> None:
+        proxy = Proxy(redis.port)
+        proxy.deaf = True
+        started = time.monotonic()
+        _, [problem] = stores(f"redis://127.0.0.1:{proxy.port}", remote_timeout=0.2)
+        proxy.close()
+        assert time.monotonic() - started < LIMIT
+        assert "start it, or correct remote_url" in problem
+
+    def test_nobody_listens(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        url = f"redis://:hunter2@127.0.0.1:{free_port()}"
+        monkeypatch.setenv("LMKV_REMOTE_URL", url)
+        monkeypatch.setattr(doctor, "examine_vllm", lambda env: iter(()))
+        done = CliRunner().invoke(app, ["doctor"])
+        assert done.exit_code == 1
+        assert "Nothing is wrong." not in done.output
+        assert "hunter2" not in done.output
+        [line] = [each for each in done.output.splitlines() if each.startswith("Will not work")]
+        assert "all calls fail" in line
+        assert line.endswith("; start it, or correct remote_url")
 
 
 class TestDisk:

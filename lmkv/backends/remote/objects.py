@@ -9,11 +9,11 @@ from itertools import count
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from lmkv.medium import Medium
 from lmkv.backends.remote.object_client import StoreClient, check, folder_of
 from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
 from lmkv.backends.remote.subprocess_backend import ClientProcess, SubprocessBackend
 from lmkv.errors import ConfigError
+from lmkv.medium import Medium
 from lmkv.protocols import Listed
 
 

@@ -19,8 +19,8 @@ import pytest
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.fileio import HUGE
-from lmkv.medium import NAME as MARK
 from lmkv.errors import BackendUnavailable, CorruptChunkError, NoSpaceError
+from lmkv.medium import NAME as MARK
 from lmkv.outcomes import Read, ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, listed, new_key, read_back, statuses

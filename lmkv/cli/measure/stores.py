@@ -1,0 +1,125 @@
+"""Asks a configured remote store for all that lmkv asks of it, and finds what it refuses, and what helps."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from lmkv import plugins
+from lmkv.backends.remote.options import RemoteOptions
+from lmkv.config import Config
+from lmkv.config.remote_url import RemoteURL
+from lmkv.errors import outside
+from lmkv.outcomes import MISS, STORED, Read, ReadStatus, WriteStatus, Written
+from lmkv.protocols import Backend, Chunk
+from lmkv.store.tiers.answers import as_backend_error, checked
+from lmkv.store.tiers.attempt import attempt
+from lmkv.store.tiers.closing import close_all
+
+VERBS = ("lookups", "reads", "writes", "deletions")
+_NAMESPACE = hashlib.sha256(b"lmkv doctor").digest()
+_SIZE = 64 << 10
+_SPARE = 5.0
+"""Seconds beside the time-outs of the calls, for what a client does before and after."""
+
+_COMMANDS = {"lookups": "exists", "reads": "get", "writes": "set", "deletions": "unlink"}
+_ACTIONS = {
+    "lookups": "GetObject and s3:ListBucket",
+    "reads": "GetObject",
+    "writes": "PutObject",
+    "deletions": "DeleteObject",
+}
+_REMEDIES = {
+    r"run the '(?P<command>[\w|-]+)'": "give the user +{command}",
+    r"NoPermission|NOPERM": "give the user +{known}, and the names that begin with remote_prefix",
+    r"(?i)wrongpass|noauth|authentic|SignatureDoesNotMatch|InvalidAccessKey": "correct the user's name and password",
+    r"(?i)permissiondenied|accessdenied|\b403\b": "allow s3:{action}",
+    r"(?i)maxmemory|\bOOM\b|memory left|no space|quota": "give it room, or let it evict (allkeys-lru)",
+    r"(?i)read.?only": "name the server that takes writes",
+    r"(?i)refused|time.?out|timed out|no answer|resol|not known|unreachable": "start it, or correct remote_url",
+}
+
+
+def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
+    """Why each of `VERBS` fails that does, in the store's words. Raises ConfigError.
+
+    A chunk of a namespace of its own is written, read and deleted. Where it may not be deleted, it is always the same.
+    """
+    options = RemoteOptions(
+        username=config.remote_username,
+        password=config.password,
+        prefix=config.remote_prefix,
+        ttl=config.remote_ttl or None,
+        timeout=config.remote_timeout,
+        name=url.store_kind,
+        authentication_key=config.authentication_bytes,
+    )
+    backend = plugins.make(url.place, f"remote_url {url}", Backend, url.text, _NAMESPACE, options)
+    found: dict[str, str] = {}
+    asking = threading.Thread(target=lambda: found.update(_ask(backend, options.timeout)), daemon=True)
+    asking.start()
+    asking.join(len(VERBS) * options.timeout + _SPARE)
+    if asking.is_alive():
+        # Its thread is left behind.
+        return dict.fromkeys(VERBS, "no answer in time")
+    close_all([(options.name, backend)])
+    return found
+
+
+def remedy(verb: str, reason: str) -> str:
+    """What helps against a refusal.
+
+    >>> remedy("deletions", "this user has no permissions to run the 'unlink' command")
+    'give the user +unlink'
+    """
+    for pattern, text in _REMEDIES.items():
+        if found := re.search(pattern, reason):
+            known = {"known": _COMMANDS.get(verb, "@read +@write"), "action": _ACTIONS.get(verb, "*")}
+            return text.format(**known, **found.groupdict())
+    return "see what docs/remote.md says that lmkv needs there"
+
+
+def _ask(backend: Backend, timeout: float) -> Iterator[tuple[str, str]]:
+    started = time.monotonic()
+    if reason := _failure(lambda: backend.contains([bytes(32)])):
+        yield "lookups", reason
+        if time.monotonic() - started >= timeout:
+            # It does not answer: each other call would take as long.
+            yield from ((verb, reason) for verb in VERBS[1:])
+            return
+    key = os.urandom(32)
+    if reason := _failure(lambda: backend.delete([key])):
+        yield "deletions", reason
+        key = bytes(32)
+    payload = hashlib.shake_128(key).digest(_SIZE)
+    written = attempt(
+        lambda: checked(backend.write(Chunk(key, memoryview(payload))), Written),
+        lambda error: Written.failed(as_backend_error(backend.name, "write", key, error)),
+    )
+    if written.status not in (WriteStatus.STORED, WriteStatus.PRESENT):
+        yield "writes", written.error.reason if written.error else outside(written.reason)
+    into = bytearray(_SIZE)
+    read = attempt(
+        lambda: checked(backend.read(key, memoryview(into)), Read),
+        lambda error: Read.failed(as_backend_error(backend.name, "read", key, error)),
+    )
+    if read.error is not None:
+        yield "reads", read.error.reason
+    elif written is STORED and (read is MISS or (read.status is ReadStatus.HIT and into != payload)):
+        yield "reads", "what was written is not there"
+    if written.status is WriteStatus.STORED:
+        _failure(lambda: backend.delete([key]))
+
+
+def _failure(call: Callable[[], object]) -> str:
+    """The reason why a call fails; nothing if it does not."""
+
+    def tried() -> str:
+        call()
+        return ""
+
+    return attempt(tried, lambda error: as_backend_error("", "", b"", error).reason)
