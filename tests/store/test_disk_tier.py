@@ -67,9 +67,9 @@ def on_disk(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in {".kv1", ".tmp"})
 
 
-def in_time(clock: ManualClock, true: Callable[[], bool]) -> None:
+def in_time(clock: ManualClock, true: Callable[[], bool], seconds: float = 20.0) -> None:
     """By the store's own clock: its breaker tries a tier that failed after a second, and later each time."""
-    until = clock() + 20
+    until = clock() + seconds
     while not true():
         assert clock() < until
         clock.advance(0.05)
@@ -160,7 +160,7 @@ def test_a_folder_that_is_removed_and_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inner", [".", "kv"])
 @pytest.mark.parametrize("back", ["the same mount", "another number"])
 def test_a_medium_that_is_no_longer_mounted_gets_nothing_on_the_disk_below(
-    medium: Path, tmp_path: Path, inner: str, back: str
+    medium: Path, tmp_path: Path, inner: str, back: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock, kept = ManualClock(), tmp_path / "kept"
     store = open_store(str(medium / inner), 1, CAPACITY, clock)
@@ -171,14 +171,19 @@ def test_a_medium_that_is_no_longer_mounted_gets_nothing_on_the_disk_below(
         subprocess.run(["umount", "-l", str(medium)], check=True)
         store_one_by_one(store, KEYS[100:110])
         assert (refused(store), served(store, KEYS[:10])) == (10, 0)
+        for number in range(40):
+            clock.advance(3)
+            store_one_by_one(store, KEYS[110 + number : 111 + number])
         assert list(medium.iterdir()) == []
         if back == "the same mount":
             mount(medium, "--bind", str(kept))
         else:
             mount(medium, "-t", "tmpfs", "-o", f"size={30 * COST}", "lmkv-test")
             subprocess.run(["cp", "-a", f"{kept}/.", str(medium)], check=True)
-        in_time(clock, lambda: stores_again(store, KEYS[200:205]))
+        in_time(clock, lambda: stores_again(store, KEYS[200:205]), 5.0)
         assert served(store, KEYS[:10]) == 10, "none of its chunks was forgotten"
+        said = [each for each in caplog.messages if "mount it again" in each]
+        assert 1 <= len(said) <= 3, "once a minute at most, of reads and writes"
     finally:
         store.close()
         subprocess.run(["umount", "-l", str(kept)], check=False)

@@ -34,9 +34,9 @@ class Complaints:
         """Say that a call failed, if it did. `then`: what follows from it."""
         if error is None:
             return
-        # Each damaged chunk counts; of other failures each reason, whichever chunk it hit.
+        # Each damaged chunk counts; of other failures each reason, whatever it hit.
         which = error.key if isinstance(error, CorruptChunkError) else ""
-        topic = f"{error.action} {which} {then} {_NAME.sub('', error.reason)}"
+        topic = f"{which} {then} {_NAME.sub('', error.reason)}"
         self._say(topic, f"{_of_one(str(error))}{then and f'; {then}'}")
 
     def wrote(self, result: Written, until_deleted: str) -> None:
