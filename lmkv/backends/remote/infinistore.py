@@ -137,7 +137,7 @@ class InfiniStoreBackend(HostPortBackend):
         limit = self.options.timeout + len(chunk.payload) / MIN_BYTES_PER_SECOND
         with self._written:
             if not self._written.wait_for(lambda: name not in self._writing, limit):
-                return Written.rejected("another thread still writes it")
+                return Written.rejected("another thread still writes it", None)
             self._writing.add(name)
         try:
             return self._call(lambda connection: self._put_alone(connection, name, chunk), len(chunk.payload))
