@@ -42,6 +42,7 @@ _MAX_CERTIFICATES = 16 << 20
 _ENDPOINT = re.compile(
     r"https?://([\w.-]{1,253}|\[[0-9a-f:.]{2,45}\])(:\d{1,5})?(/[!-?A-~]{0,2000})?", re.ASCII | re.IGNORECASE
 )
+_NAMES_PLACE = re.compile(r"(endpoint|base_url)(_url)?(_s3|_sts)?$")
 _MAX_REQUESTS = 32
 """Requests under way for one call."""
 _BATCH_NAMES = 1000
@@ -268,8 +269,9 @@ def opened(
     if authorities and os.path.exists(authorities) and not os.path.isfile(authorities):
         raise ValueError("ssl_ca_certs names no file")
     options = {name: value for name, value in options.items() if name not in ("ssl_ca_certs", "clients")}
-    places = [options[name] for name in ("endpoint", "base_url") if name in options]
-    # obstore panics on an invalid URL.
+    # By whichever of its names: obstore panics on an invalid URL.
+    named = {name.lower(): value for name, value in options.items() if _NAMES_PLACE.search(name.lower())}
+    places = named.values()
     if not all(_ENDPOINT.fullmatch(place) and (urlsplit(place).port or 1) > 0 for place in places):
         raise ValueError("an endpoint must be http://host:port or https://host:port, without a password")
     if any(char.isspace() for value in options.values() for char in value):

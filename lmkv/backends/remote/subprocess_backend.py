@@ -35,6 +35,7 @@ START_LIMIT = 10.0
 """Seconds for a process to start and import its client."""
 
 _END_LIMIT = 5.0
+_MAX_CLIENTS = 64
 _MIN_ROOM_BYTES = 16 << 20
 _MAX_ROOM_BYTES = 1 << 30
 
@@ -61,8 +62,8 @@ class SubprocessBackend(RemoteBackend):
     def _set_up(self, options: dict[str, Any]) -> None:
         self._module = self.client_module or type(self).__module__
         clients = options.pop("clients", 2)
-        if clients < 1:
-            raise ConfigError(f"{self._safe_url}: clients must be 1 at least")
+        if not 1 <= clients <= _MAX_CLIENTS:
+            raise ConfigError(f"{self._safe_url}: clients must be 1 to {_MAX_CLIENTS}")
         if find_spec(self.module) is None:
             raise ConfigError(f"{self._safe_url} needs {self.module}: {self.install}")
         self._zero_copy = options.pop("zero_copy", 1)
