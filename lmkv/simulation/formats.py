@@ -186,11 +186,11 @@ def _names(values: Any) -> list[Any]:
     return values
 
 
-def _is_name(value: Any) -> bool:
+def _is_name(value: object) -> bool:
     """Each name is kept."""
-    if type(value) is int:
-        return bool(abs(value) < 10**_MAX_NAME)
-    return type(value) is str and len(value) <= _MAX_NAME
+    if isinstance(value, str):
+        return len(value) <= _MAX_NAME
+    return type(value) is int and abs(value) < 10**_MAX_NAME
 
 
 def _once(names: list[Any]) -> list[Any]:

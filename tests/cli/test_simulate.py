@@ -139,17 +139,8 @@ def with_each(line: dict[str, Any], **values: list[Any]) -> list[str]:
 
 
 HUGE, DEEP = 10**400, "[" * 200_000
-no_runs: list[Any] = [
-    [[0, 10**9]],
-    [[0, 10**30]],
-    [[0, -1]],
-    [["a", 3]],
-    [[0]],
-    None,
-    [[0, 1 << 19]] * 4,
-    [[HUGE, 3]],
-    [[-1, 3]],
-]
+no_runs: list[Any] = [[[0, 10**9]], [[0, 10**30]], [[0, -1]], [["a", 3]], [[0]], None, [[0, 1 << 19]] * 4]
+no_runs += [[[HUGE, 3]], [[-1, 3]]]
 no_requests: list[Any] = [5, [5], [[0.5]], None, "no", {"a": 1}, [[None, 9, 3, 0, []]], [[0.5, None, 3, 0, []]]]
 no_records = with_each(
     RECORDED,
