@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 import os
 import pickle
+import select
+import struct
 import sys
 import threading
 import time
@@ -71,6 +74,10 @@ DEFAULTS: dict[str, object] = {
     "agent_token": None,
     "agent_token_file": None,
 }
+
+
+TIOCGPTN, TIOCSPTLCK = 0x80045430, 0x40045431
+"""The number of a terminal, and its lock, for `ioctl`."""
 
 
 def load(**arguments: Any) -> Config:
@@ -500,9 +507,9 @@ def test_yaml_is_needed_for_files_alone(file: Path, monkeypatch: pytest.MonkeyPa
 
 # -- careless and hostile sources ----------------------------------------------------------------------
 
-ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
-)
+ALIASES = f"[&b0 [{'x, ' * 10}], {', '.join(f'&b{at} [' + f'*b{at - 1}, ' * 10 + ']' for at in range(1, 9))}, *b8]"
+MERGES = "\n".join(f"a{at}: &a{at} {{<<: [" + f"*a{at - 1}, " * 20 + "]}" for at in range(1, 6))
+"""A few hundred bytes that stand for a billion texts."""
 
 
 @pytest.mark.parametrize(
@@ -738,12 +745,58 @@ def test_a_password_from_a_pipe_and_from_what_is_no_file(tmp_path: Path) -> None
     os.close(reads)
     assert answers == ["hunter2"]
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "closed").touch(0o0)
     (tmp_path / "huge").write_bytes(b"x" * (1 << 18))
     for name in ("/dev/zero", str(tmp_path), str(tmp_path / "pipe"), str(tmp_path / "huge")):
         with pytest.raises(ConfigError, match=r"remote_password_file .*cannot be read: it "):
             _ = load(remote_password_file=name).password
         with pytest.raises(ConfigError, match=r"authentication_key_file .*cannot be read: it "):
             _ = load(authentication_key_file=name).authentication_bytes
+
+
+def test_what_is_no_file_is_not_opened() -> None:
+    """Some devices act on that: at a terminal that is opened and closed its other end hangs up."""
+    master = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
+    fcntl.ioctl(master, TIOCSPTLCK, bytes(4))
+    (number,) = struct.unpack("i", fcntl.ioctl(master, TIOCGPTN, bytes(4)))
+    with pytest.raises(ConfigError, match="it is no file"):
+        load(file=f"/dev/pts/{number}")
+    poll = select.poll()
+    poll.register(master, select.POLLHUP)
+    assert not poll.poll(0)
+    os.close(master)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"quotas: {{alice: {ALIASES}}}",
+        f"chunk_size: {ALIASES}",
+        "\n".join(
+            ["a0: &a0 {k: 1}", *(f"a{at}: &a{at} {{<<: [{', '.join([f'*a{at - 1}'] * 20)}]}}" for at in range(1, 6))]
+        ),
+        "local_cpu: &mine true\nlocal_disk: *mine",
+    ],
+    ids=["share", "number", "merged", "one"],
+)
+def test_aliases_are_refused_before_they_are_gigabytes(text: str, file: Path) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"line [12], column \d+: an alias .* is refused"):
+        load(file=file)
+
+
+@pytest.mark.parametrize("value", ["!!bool hunter2", "!!int hunter2", "!!int ''", "!!float ''", "!!timestamp hunter2"])
+def test_a_value_that_is_not_what_its_tag_says_is_refused_and_not_shown(value: str, file: Path) -> None:
+    file.write_text(f"pin_ttl: 9\nremote_password: {value}\n")
+    with pytest.raises(ConfigError, match="line 2: a value is not what its tag says") as refused:
+        load(file=file)
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize("share", [[5], {"a": 5}, None, True])
+def test_a_share_that_is_no_number_is_refused(share: object) -> None:
+    with pytest.raises(ConfigError, match=r"quotas .* must be a number"):
+        load(quotas={"alice": share})
 
 
 @pytest.mark.parametrize("written", [b"", b"chunk_size: 256\n"], ids=["silent", "begun"])

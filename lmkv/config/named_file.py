@@ -16,16 +16,13 @@ _PATIENCE: Final = 10.0
 """Seconds to wait for somebody who writes into a pipe, for the next bytes, and for all that is written."""
 
 
-def read_named(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
+def read_named(path: str | os.PathLike[str], limit: int = SMALL, *, pipes: bool = True) -> bytes:
     """The content of a file, or what is written into a pipe, as the shell's `<(...)` is one.
 
-    Raises OSError for anything else, also for more than `limit` bytes.
+    Raises OSError for anything else, also for more than `limit` bytes. `pipes`: a pipe is nothing to read either.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    fd, mode = _opened(path, pipes=pipes)
     try:
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
-            raise OSError("it is a folder" if stat.S_ISDIR(mode) else "it is no file")
         until, data = time.monotonic() + _PATIENCE, bytearray()
         while len(data) <= limit and (part := _part(fd, limit + 1, until, begun=bool(data) or stat.S_ISREG(mode))):
             data += part
@@ -34,6 +31,22 @@ def read_named(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
         return bytes(data)
     finally:
         os.close(fd)
+
+
+def _opened(path: str | os.PathLike[str], *, pipes: bool) -> tuple[int, int]:
+    """`(file descriptor, mode)`. Nothing else is opened: some devices act on that alone."""
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(place).st_mode
+        if not stat.S_ISREG(mode) and not (pipes and stat.S_ISFIFO(mode)):
+            raise OSError("it is a folder" if stat.S_ISDIR(mode) else "it is no file")
+        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), mode
+    except OSError as error:
+        if error.filename is not None:
+            error.filename = os.fspath(path)
+        raise
+    finally:
+        os.close(place)
 
 
 def _part(fd: int, most: int, until: float, *, begun: bool) -> bytes:

@@ -175,9 +175,9 @@ def shares(value: object) -> tuple[Share, ...]:
     if not isinstance(value, dict) or not all(isinstance(name, str) and name for name in value):
         raise ValueError("must be name=percent, several with blanks between")
     percent = number(0, 100)
+    plain = {name: share.removesuffix("%") if isinstance(share, str) else share for name, share in value.items()}
     found = tuple(
-        Share(name if _SHOWN.fullmatch(name) else salt_label(name), percent(str(share).removesuffix("%")))
-        for name, share in value.items()
+        Share(name if _SHOWN.fullmatch(name) else salt_label(name), percent(share)) for name, share in plain.items()
     )
     if sum(share.percent for share in found) > 100:
         raise ValueError("must be 100 percent together at most")

@@ -43,18 +43,37 @@ def given_settings(
         yield key, value, EXTRA
 
 
-def read_yaml(path: Path) -> dict[Any, object]:
-    """The mapping in a file, with numbers as text, which the parsers of settings take. Raises ConfigError."""
+def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
+    """The mapping in a file, with numbers as text, which the parsers of settings take. Raises ConfigError.
+
+    `pipes`: also in a pipe, which is empty afterwards.
+    """
     # Imported here, because most engines have no file.
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Leaves 0400, 1:30 and 1.50 as they are written, and refuses a key that is given twice."""
+        """Leaves 0400, 1:30 and 1.50 as they are written; refuses a key that is given twice, and all aliases.
+
+        A few lines with aliases of aliases (`*name`, `<<: *name`) would be gigabytes.
+        """
 
         yaml_implicit_resolvers = {  # noqa: RUF012
             first: [each for each in resolvers if not each[0].endswith((":int", ":float", ":timestamp"))]
             for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                why = "an alias (*name) is refused: write out what it stands for"
+                raise yaml.MarkedYAMLError(problem=why, problem_mark=self.current_event.start_mark)
+            return super().compose_node(parent, index)
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except (ValueError, LookupError, AttributeError, ArithmeticError):
+                # These quote the value, which may be a password.
+                raise yaml.YAMLError(f"line {node.start_mark.line + 1}: a value is not what its tag says") from None
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             lines: dict[str, int] = {}
@@ -66,7 +85,7 @@ def read_yaml(path: Path) -> dict[Any, object]:
             return super().construct_mapping(node, deep)
 
     try:
-        content = yaml.load(read_named(path).decode(), Loader)
+        content = yaml.load(read_named(path, pipes=pipes).decode(), Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"file {path}: {_yaml_reason(error)}") from None
     if content is None:

@@ -12,8 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 NAME = "LMKVConnector"
 MODULE = "lmkv.vllm.connector"
 
@@ -47,10 +45,11 @@ def replaces_connector(arguments: Sequence[str], folder: Path = Path()) -> bool:
     given = " ".join(arguments).replace("_", "-")
     options = re.search(r"--config[ =](\S+)", " ".join(arguments))
     if options is not None:
-        from lmkv.config import read_named
+        from lmkv.config import read_yaml
 
-        with suppress(OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
-            found = yaml.safe_load(read_named(folder / options[1]))
+        # No pipe: what is in it is for vLLM.
+        with suppress(ValueError):
+            found = read_yaml(folder / options[1], pipes=False)
             given += " " + " ".join(f"--{name} {value}" for name, value in found.items()).replace("_", "-")
     return NAME in given and "--kv-offloading-size" in given
 
