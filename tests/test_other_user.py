@@ -12,9 +12,11 @@ import logging
 import os
 import shutil
 import stat
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from typer.testing import CliRunner
 from lmkv import Config, Engine
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.root import NotTrustedError, Root
+from lmkv.cli import doctor
 from lmkv.cli.app import app
 from lmkv.errors import BackendUnavailable
 from lmkv.memory import slab_files
@@ -508,3 +511,20 @@ def test_no_warning_where_nothing_is_wrong(tmp_path: Path, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING), open_engine(tmp_path / "kv"):
         pass
     assert not caplog.records
+
+
+# -- processes of his -----------------------------------------------------------------------------------------
+
+
+def test_doctor_reads_nothing_that_a_process_of_his_names(everybodys: Path) -> None:
+    file = everybodys / "server.yaml"
+    file.write_text("kv-transfer-config: {kv_connector: LMKVConnector}\nkv-offloading-size: 4")
+    file.chmod(0o644)
+    named = ["vllm", "serve", "m", "--config", str(file)]
+    with subprocess.Popen(["/bin/sh", "-c", "echo; read line", *named], user=OTHER, stdin=PIPE, stdout=PIPE) as his:
+        assert his.stdout is not None
+        his.stdout.readline()
+        found = list(doctor.examine_servers())
+        assert [each.problem for each in found if f"process {his.pid}" in each.value] == []
+        assert [each.name for each in found if "of other users" in each.note] == ["not examined"]
+        his.kill()

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import entry_points, version
@@ -42,6 +43,7 @@ from lmkv.memory.machine import (
 from lmkv.vllm import compat, plugin
 
 IMPORT_TIMEOUT = 300.0
+SERVERS_TIMEOUT = 10.0
 PROCESSES = Path("/proc")
 
 
@@ -311,9 +313,19 @@ def plugin_finding(env: Mapping[str, str]) -> Finding:
 
 
 def examine_servers() -> Iterator[Finding]:
-    """The vLLM servers on this machine that were told to use lmkv, and also to replace it."""
+    """This user's vLLM servers on this machine that were told to use lmkv, and also to replace it.
+
+    Those of others may name anything, and as many files as they like.
+    """
+    others, late, until = 0, 0, time.monotonic() + SERVERS_TIMEOUT
     for process in sorted(PROCESSES.glob("[0-9]*")):
         with suppress(OSError):
+            if process.stat().st_uid != os.geteuid():
+                others += 1
+                continue
+            if time.monotonic() > until:
+                late += 1
+                continue
             arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
             serves = any(each.startswith("vllm.entrypoints") or Path(each).name == "vllm" for each in arguments)
             if serves and plugin.replaces_connector(arguments, process / "cwd"):
@@ -321,6 +333,10 @@ def examine_servers() -> Iterator[Finding]:
                     f"process {process.name}: --kv-offloading-size replaces lmkv by vLLM's own connector: leave it out"
                 )
                 yield Finding("vllm", "server", f"process {process.name}", problem=problem)
+    if others:
+        yield Finding("vllm", "not examined", f"{others} processes", note="of other users: ask as vLLM's user, too")
+    if late:
+        yield Finding("vllm", "not examined", f"{late} processes", note=f"after {SERVERS_TIMEOUT:g} s")
 
 
 def import_finding() -> Finding:

@@ -27,6 +27,16 @@ from tests.servers import PROGRAMS, Proxy, RedisServer, free_port, redis_server
 NOT_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 
 
+REPLACES = "kv-transfer-config: {kv_connector: LMKVConnector}\nkv-offloading-size: 4"
+
+
+def make_process(folder: Path, arguments: list[str]) -> None:
+    """A process with this command line, in a folder like /proc."""
+    (folder / "123").mkdir()
+    (folder / "123" / "cwd").symlink_to(folder)
+    (folder / "123" / "cmdline").write_bytes("\0".join([*arguments, ""]).encode())
+
+
 def by_name(findings: list[Finding]) -> Mapping[str, Finding]:
     return {found.name: found for found in findings}
 
@@ -265,17 +275,31 @@ class TestImport:
     def test_a_server_that_replaces_it_is_a_problem(
         self, arguments: list[str], replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        (tmp_path / "server.yaml").write_text(
-            "kv-transfer-config: {kv_connector: LMKVConnector}\nkv-offloading-size: 4"
-        )
-        process = tmp_path / "123"
-        process.mkdir()
-        (process / "cwd").symlink_to(tmp_path)
-        (process / "cmdline").write_bytes("\0".join([*arguments, ""]).encode())
+        (tmp_path / "server.yaml").write_text(REPLACES)
+        make_process(tmp_path, arguments)
         monkeypatch.setattr(doctor, "PROCESSES", tmp_path)
         problems = [found.problem for found in doctor.examine_servers()]
         assert len(problems) == replaced
         assert all("process 123: --kv-offloading-size replaces lmkv" in problem for problem in problems)
+
+    def test_a_pipe_of_a_servers_is_left_to_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        os.mkfifo(tmp_path / "server.yaml")
+        pipe = os.open(tmp_path / "server.yaml", os.O_RDWR | os.O_NONBLOCK)
+        os.write(pipe, REPLACES.encode())
+        make_process(tmp_path, ["vllm", "serve", "m", "--config", "server.yaml"])
+        monkeypatch.setattr(doctor, "PROCESSES", tmp_path)
+        assert list(doctor.examine_servers()) == []
+        assert os.read(pipe, 1000) == REPLACES.encode()
+        os.close(pipe)
+
+    def test_there_is_an_end_to_how_long_servers_are_examined(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make_process(tmp_path, ["vllm", "--config", "server.yaml"])
+        monkeypatch.setattr(doctor, "PROCESSES", tmp_path)
+        monkeypatch.setattr(doctor, "SERVERS_TIMEOUT", -1.0)
+        (found,) = doctor.examine_servers()
+        assert (found.name, found.value, found.problem) == ("not examined", "1 processes", "")
 
     def test_what_can_be_imported_is_no_problem(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor.plugin, "MODULE", "json")
