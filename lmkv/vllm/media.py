@@ -36,9 +36,10 @@ class Media:
     """
 
     by_name: bool = False
-    _first: LRUCache[str, tuple[bytes, tuple[str, str]]] = field(
+    _first: LRUCache[bytes, tuple[bytes, tuple[str, str]]] = field(
         factory=lambda: LRUCache(_REMEMBERED), init=False, repr=False
     )
+    """By digests of the names, which may have any length."""
     _warned: set[str] = field(factory=set, init=False, repr=False)
 
     def extras(self, request: Any, chunk_size: int, weights: str = "", adapter: str = "") -> Mapping[int, bytes]:
@@ -68,14 +69,16 @@ class Media:
         self._first.clear()
 
     def _digest(self, feature: Any, encoded_with: tuple[str, str]) -> bytes | UnnamedMediaError:
-        digest = canonical(("name", str(feature.identifier))) if self.by_name else _of_tensors(feature)
+        named = canonical(("name", str(feature.identifier)))
+        name = hashlib.sha256(named).digest()
+        digest = named if self.by_name else _of_tensors(feature)
         if digest is None:
             return self._unnamed(
                 "an item's tensors are not in the scheduler's process (--mm-processor-cache-type shm, or embeddings "
                 "that another engine has made)"
             )
-        mine = digest, encoded_with
-        if self._first.setdefault(str(feature.identifier), mine) != mine:
+        mine = name if self.by_name else digest, encoded_with
+        if self._first.setdefault(name, mine) != mine:
             return self._unnamed(
                 "an item has the identifier of another one, or of one that was encoded with other weights, of which "
                 "vLLM may use what it has cached, until its encoder cache is reset"

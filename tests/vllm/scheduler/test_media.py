@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,19 @@ def test_two_contents_of_one_name_have_no_identity() -> None:
             media.extras(asked(image("blue", 0, identifier="mine")), 16)
     assert media.extras(asked(image("red", 0, identifier="mine")), 16)
     assert media.extras(asked(image("blue", 0)), 16)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_long_names_take_no_memory(by_name: bool) -> None:
+    """vLLM takes a name of any length from a client, and 65,536 are remembered."""
+    media = Media(by_name)
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            media.extras(asked(image("red", 0, identifier=f"{number}{'x' * 1_000_000}")), 16)
+        assert tracemalloc.get_traced_memory()[0] < 10 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("data", [None, {}, {"pixel_values": None}, {"pixel_values": SimpleNamespace(data=None)}])
