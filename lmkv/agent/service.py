@@ -61,7 +61,7 @@ KeysOf = Callable[[Sequence[int], str | None, Mapping[str, str]], list[ChunkKey]
 """The keys of a prompt's chunks, by tokens, cache salt and tags."""
 
 Requests = Callable[[], Mapping[str, Any]]
-"""The last `requests`, newest first, and the `lookup_tokens` and `hit_tokens` of all."""
+"""The last `requests`, newest first, their whole `ids`, and the `lookup_tokens` and `hit_tokens` of all."""
 
 
 ClearNamespace = Callable[[str], int]
@@ -84,7 +84,7 @@ def _characters(message: Mapping[str, Any]) -> int:
 
 
 def _no_requests() -> Mapping[str, Any]:
-    return {"lookup_tokens": 0, "hit_tokens": 0, "requests": []}
+    return {"lookup_tokens": 0, "hit_tokens": 0, "requests": [], "ids": []}
 
 
 class _Prefetch(NamedTuple):
@@ -297,7 +297,7 @@ class CacheService:
 
     def requests(self) -> dict[str, Any]:
         """Reports of the last requests, newest first."""
-        return dict(self._requests())
+        return {name: value for name, value in self._requests().items() if name != "ids"}
 
     def explain(self, request: str) -> dict[str, Any] | None:
         """One request's report, with a sentence; None when it is not among the last ones.
@@ -307,8 +307,9 @@ class CacheService:
         """
         ids = re.compile(_OF_A_CALL.format(re.escape(request)))
         parts: dict[tuple[int, int], dict[str, Any]] = {}
-        for each in reversed(self._requests()["requests"]):
-            if found := ids.fullmatch(each["request"]):
+        known = self._requests()
+        for name, each in reversed(list(zip(known["ids"], known["requests"], strict=True))):
+            if found := ids.fullmatch(name):
                 # The newest of several reports with the same id wins.
                 parts[int(found[2] or 0), int(found[1] or 0)] = each
         reports = [explained(parts[place]) for place in sorted(parts)]

@@ -356,7 +356,7 @@ def test_a_trace_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", ["a\nb", "\n", "a\r\n", "a/b", "a%0A?#", "\u2028"])
 def test_any_name_is_one_of_a_request_or_a_session(store: TieredStore, name: str) -> None:
     report = {"request": name, "time": 1.0, "tokens": 9, "vllm_tokens": 0, "hit_tokens": 8, "sources": {"cpu": 8}}
-    found = {"lookup_tokens": 9, "hit_tokens": 8, "requests": [report]}
+    found = {"lookup_tokens": 9, "hit_tokens": 8, "requests": [report], "ids": [name]}
     store.hints.session(b"", name, put(store, "a prompt of 23 letters,"))
     with serving(service_of(store, requests=lambda: found)) as (server,), Client(server.url, TOKEN) as client:
         assert client.explain(name)["request"] == name

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from typing import Any
 
 from lmkv.protocols import Clock
 from lmkv.vllm.requests.request import RequestState
+
+_WHOLE = 4096
+"""Characters of an id that is kept as it is."""
 
 
 class RecentRequests:
@@ -25,9 +29,9 @@ class RecentRequests:
 
     def scheduled(self, state: RequestState) -> None:
         """Report a request whose blocks are allocated, so that its hit is known; called again after a preemption."""
-        name = state.name
+        key = _key(state.request_id)
         report = {
-            "request": name,
+            "request": state.name,
             "time": self._clock(),
             "running": True,
             "tokens": state.request.num_tokens,
@@ -35,8 +39,8 @@ class RecentRequests:
             **_report(state),
         }
         with self._lock:
-            known = self._reports.get(name)
-            self._reports[name] = report if known is None else report | {"time": known["time"]}
+            known = self._reports.get(key)
+            self._reports[key] = report if known is None else report | {"time": known["time"]}
             if known is None:
                 self._hit_tokens += state.hit_tokens
                 self._lookup_tokens += state.hit_tokens + (0 if state.miss is None else state.miss.looked_up)
@@ -45,18 +49,25 @@ class RecentRequests:
 
     def finished(self, state: RequestState) -> None:
         """Complete the report of a request that has ended: now it is known how its loads went."""
-        name = state.name
+        key = _key(state.request_id)
         with self._lock:
-            known = self._reports.get(name)
+            known = self._reports.get(key)
             if known is not None:
-                self._reports[name] = known | _report(state) | {"running": False}
+                self._reports[key] = known | _report(state) | {"running": False}
 
     def snapshot(self) -> dict[str, Any]:
-        """`requests`, newest first, and the tokens of all since the start: `lookup_tokens`, `hit_tokens`."""
+        """`requests`, newest first, their `ids`, and the tokens of all since the start: `lookup_tokens` and so on."""
         with self._lock:
-            newest = list(reversed(self._reports.values()))
+            newest, ids = list(reversed(self._reports.values())), list(reversed(self._reports))
             totals = {"lookup_tokens": self._lookup_tokens, "hit_tokens": self._hit_tokens}
-        return {**totals, "requests": newest}
+        return {**totals, "requests": newest, "ids": ids}
+
+
+def _key(request_id: str) -> str:
+    """The whole id, of which reports have what people can read; one of any length as its beginning and a digest."""
+    if len(request_id) <= _WHOLE:
+        return request_id
+    return request_id[:_WHOLE] + hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _report(state: RequestState) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from lmkv.agent.client import Client
 from lmkv.agent.explanation import ADVICE
 from lmkv.agent.service import Prompt
 from lmkv.cli.top import shortened
+from lmkv.errors import printable
 from lmkv.vllm.observe.metrics import REASONS
 from lmkv.vllm.observe.recent import RecentRequests
 from tests.agent.serving import TOKEN, service_of_scheduler, serving
@@ -75,6 +76,16 @@ def test_ids_that_clients_choose_do_no_harm(engine: SimulatedVLLM) -> None:
     assert shortened("\x1b]0;mine\x07") == "?]0;mine?"
 
 
+@pytest.mark.parametrize("start", ["x" * 300, "x" * 10_000], ids=["long", "longer"])
+def test_long_ids_that_begin_alike_are_several_requests(engine: SimulatedVLLM, start: str) -> None:
+    for end in "abc":
+        serve(engine, f"{start}{end}", PROMPT)
+    found = engine.scheduler.observer.recent.snapshot()
+    assert len(found["requests"]) == 3
+    assert found["lookup_tokens"] == sum(engine.total("lmkv_lookup_tokens").values()) > 0
+    assert sum(map(len, found["ids"])) < 20_000
+
+
 def test_nothing_of_a_prompt_or_of_other_salts_is_told(engine: SimulatedVLLM) -> None:
     serve(engine, "first", PROMPT)
     serve(engine, "second", PROMPT, salt="b")
@@ -84,11 +95,12 @@ def test_nothing_of_a_prompt_or_of_other_salts_is_told(engine: SimulatedVLLM) ->
     assert set(second) == known | {"wait_seconds", "load_bytes", "load_seconds"}
 
 
-@pytest.mark.parametrize("name", ["tenant/7", "a?b#c%2F", "früh"])
+@pytest.mark.parametrize("name", ["tenant/7", "a?b#c%2F", "früh", "two\nlines", "x" * 300])
 def test_a_request_is_explained_whatever_its_client_calls_it(engine: SimulatedVLLM, name: str) -> None:
-    serve(engine, name, PROMPT)
+    serve(engine, f"{name}-0-1a2b3c4d", PROMPT)
     with serving(service_of_scheduler(engine.scheduler, CHUNK)) as (server,), Client(server.url, TOKEN) as client:
-        assert client.explain(name)["request"] == name
+        assert client.explain(name)["request"] == printable(f"{name}-0-1a2b3c4d")
+        assert "ids" not in client.requests()
 
 
 def test_an_evicted_prompt_is_explained_with_its_tier_and_time() -> None:
