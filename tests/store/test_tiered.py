@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -406,10 +407,14 @@ def test_a_tier_works_again_after_a_backend_that_cannot_say_what_a_chunk_takes()
     assert len(get(store, keys)) == 2
 
 
-def test_an_admission_that_raises_admits_nothing_and_leaks_nothing() -> None:
+@pytest.mark.parametrize("error", [ValueError, PanicError, SystemExit])
+def test_an_admission_that_raises_admits_nothing_and_leaks_nothing(error: type[BaseException]) -> None:
     class Broken:
         def admit(self, key: ChunkKey) -> bool:
-            raise ValueError("user policy")
+            raise error("user policy")
+
+        def prompt(self, keys: Sequence[ChunkKey], tokens: int) -> None:
+            raise error("user policy")
 
     store = small_store(3, evolve(lower(memory(10, "low"), 2), admission=Broken()))
     keys = chain("a", 2)
@@ -424,7 +429,7 @@ class Broken(LRU):
     """Of another package. Its methods may be replaced."""
 
 
-def broken(verb: str, after: int) -> Broken:
+def broken(verb: str, after: int, error: type[BaseException] = RuntimeError) -> Broken:
     """A policy that does it well `after` times, and raises from then on."""
     policy, left = Broken(), [after]
     method = getattr(policy, verb)
@@ -432,7 +437,7 @@ def broken(verb: str, after: int) -> Broken:
     def call(*args: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
-            raise RuntimeError("of another package")
+            raise error("of another package")
         return method(*args)
 
     setattr(policy, verb, call)
@@ -446,6 +451,7 @@ def lying(policy: Broken, answer: list[ChunkKey]) -> Broken:
 
 POLICIES = {
     **{f"{verb} {after}": partial(broken, verb, after) for verb in VERBS for after in (0, 2, 5)},
+    **{f"{verb} panics": partial(broken, verb, 2, PanicError) for verb in VERBS},
     "what is not there": lambda: lying(Broken(), [bytes(32)]),
     "what is in use": lambda: lying(Broken(), chain("held", 1)),
     "nothing": lambda: lying(Broken(), []),
@@ -487,13 +493,16 @@ def test_a_policy_that_fails_costs_no_slot_and_no_call(
     store.close()
 
 
-def test_an_observer_that_raises_is_told_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ValueError, PanicError])
+def test_an_observer_that_raises_is_told_nothing_more(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     class Raises:
         calls = 0
 
         def stored(self, tier: str, key: ChunkKey) -> None:
             self.calls += 1
-            raise ValueError("of another package")
+            raise error("of another package")
 
         removed = stored
 

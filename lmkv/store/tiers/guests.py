@@ -12,6 +12,7 @@ from attrs import define, field
 
 from lmkv.errors import safe_repr
 from lmkv.protocols import Admission, ChunkKey, SeesPrompts
+from lmkv.store.tiers.attempt import attempt
 from lmkv.store.tiers.observer import StoreObserver
 
 logger = logging.getLogger(__name__)
@@ -30,18 +31,15 @@ class GuardedAdmission:
         return isinstance(self._admission, SeesPrompts)
 
     def admit(self, key: ChunkKey) -> bool:
-        try:
-            return bool(self._admission.admit(key))
-        except Exception as error:
-            self._tell(error)
-            return False
+        return attempt(lambda: bool(self._admission.admit(key)), self._refuse)
 
     def prompt(self, keys: Sequence[ChunkKey], tokens: int) -> None:
-        try:
-            if isinstance(self._admission, SeesPrompts):
-                self._admission.prompt(keys, tokens)
-        except Exception as error:
-            self._tell(error)
+        if isinstance(admission := self._admission, SeesPrompts):
+            attempt(lambda: admission.prompt(keys, tokens), self._tell)
+
+    def _refuse(self, error: Exception) -> bool:
+        self._tell(error)
+        return False
 
     def _tell(self, error: Exception) -> None:
         if not self._told:
@@ -57,18 +55,12 @@ class GuardedObserver:
     _ended: bool = field(init=False, default=False)
 
     def stored(self, tier: str, key: ChunkKey) -> None:
-        try:
-            if not self._ended:
-                self._observer.stored(tier, key)
-        except Exception as error:
-            self._end(error)
+        if not self._ended:
+            attempt(lambda: self._observer.stored(tier, key), self._end)
 
     def removed(self, tier: str, key: ChunkKey) -> None:
-        try:
-            if not self._ended:
-                self._observer.removed(tier, key)
-        except Exception as error:
-            self._end(error)
+        if not self._ended:
+            attempt(lambda: self._observer.removed(tier, key), self._end)
 
     def _end(self, error: Exception) -> None:
         self._ended = True

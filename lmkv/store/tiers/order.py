@@ -7,7 +7,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from attrs import define, field, frozen
 
@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 MAX_GIVEN_UP: Final = 1 << 16
 """Most chunks that were given up on their way to a tier."""
+T = TypeVar("T")
+
+
+def _ignore(keys: Sequence[ChunkKey], what: Any) -> None: ...
 
 
 @define(eq=False)
@@ -108,10 +112,7 @@ class Order:
             self.used_bytes = self._used_bytes
 
     def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
-        try:
-            self.policy.insert_chain(keys, size, parents)
-        except Exception as error:
-            self._replace(error).insert_chain(keys, size, parents)
+        self._do(lambda policy: policy.insert_chain(keys, size, parents))
         if self.wished or self._given_up:
             for key in reversed(keys):
                 given_up = self._given_up.pop(key, self) is None
@@ -121,49 +122,33 @@ class Order:
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         for key in keys if self._given_up else ():
             self._given_up.pop(key, None)
-        try:
-            self.policy.touch(keys)
-        except Exception as error:
-            self._replace(error).touch(keys)
+        self._do(lambda policy: policy.touch(keys))
 
     def discard(self, key: ChunkKey) -> None:
-        try:
-            self.policy.discard(key)
-        except Exception as error:
-            self._replace(error).discard(key)
+        self._do(lambda policy: policy.discard(key))
 
     def hold(self, key: ChunkKey) -> None:
-        try:
-            self.policy.hold(key)
-        except Exception as error:
-            self._replace(error).hold(key)
+        self._do(lambda policy: policy.hold(key))
 
     def release(self, key: ChunkKey) -> None:
-        try:
-            self.policy.release(key)
-        except Exception as error:
-            self._replace(error).release(key)
+        self._do(lambda policy: policy.release(key))
 
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
         if self._telling:
             # That was cut short.
             self.rebuild()
-        try:
-            victims = self.policy.evict(nbytes, protect)
-            if victims is not None and (self._freed(victims) < nbytes or len(set(victims)) < len(victims)):
-                raise ValueError("it has evicted too little, or what is in use or not there")
-        except Exception as error:
-            return self._replace(error).evict(nbytes, protect)
+        checked = partial(self._evicted, nbytes, protect)
+        return attempt(checked, lambda error: self._replace(error).evict(nbytes, protect))
+
+    def _evicted(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey]) -> list[ChunkKey] | None:
+        victims = self.policy.evict(nbytes, protect)
+        if victims is not None and (self._freed(victims) < nbytes or len(set(victims)) < len(victims)):
+            raise ValueError("it has evicted too little, or what is in use or not there")
         return victims
 
     def part_of(self, key: ChunkKey, parent: ChunkKey) -> tuple[str, float]:
         """See `DividesTier`; without quotas all is nobody's."""
-        policy = self.policy
-        try:
-            return policy.part_of(key, parent) if isinstance(policy, DividesTier) else ("", 1.0)
-        except Exception as error:
-            self._replace(error)
-            return "", 1.0
+        return self._do(lambda policy: policy.part_of(key, parent) if isinstance(policy, DividesTier) else ("", 1.0))
 
     def _hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
         for key in keys if priority < 0 or self._given_up else ():
@@ -175,31 +160,22 @@ class Order:
         self._tell("hint", keys, priority)
 
     def _tell(self, verb: str, keys: Sequence[ChunkKey], what: Any) -> None:
-        tell = getattr(self.policy, verb, None)
         self._telling = True
-        try:
-            if tell is not None:
-                tell(keys, what)
-        except Exception as error:
-            self._replace(error)
+        self._do(lambda policy: getattr(policy, verb, _ignore)(keys, what))
         self._telling = False
 
     def _used_bytes(self) -> Mapping[str, int]:
-        policy = self.policy
-        try:
-            return dict(policy.used_bytes()) if isinstance(policy, LabelsKeys) else {}
-        except Exception as error:
-            self._replace(error)
-            return {}
+        return self._do(lambda policy: dict(policy.used_bytes()) if isinstance(policy, LabelsKeys) else {})
+
+    def _do(self, call: Callable[[Policy], T]) -> T:
+        return attempt(lambda: call(self.policy), lambda error: call(self._replace(error)))
 
     def rebuild(self) -> None:
         """Begin anew with a policy of the same kind, and what is in the tier."""
         # A new object each time: what an exception cut short may have left any part of it in any state.
         policy = attempt(lambda: copy.deepcopy(self._new), lambda error: None) or Plain()
-        try:
-            self.policy, self._telling = self._filled(policy, self.policy), False
-        except Exception as error:
-            self._replace(error)
+        self.policy = attempt(lambda: self._filled(policy, self.policy), self._replace)
+        self._telling = False
 
     def _filled(self, policy: Policy, before: Policy | None = None) -> Policy:
         """`before`: tells whose the chunks are, where tenants have quotas."""
