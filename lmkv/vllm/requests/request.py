@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Protocol, Self
 
 from attrs import define, field
@@ -222,8 +223,10 @@ class RequestState:
         self.copying -= 1
         if not self.copying:
             calls, self._at_end = self._at_end, []
-            for call in calls:
-                call()
+            # In their order; one that raises ends no other.
+            with ExitStack() as all_of_them:
+                for call in reversed(calls):
+                    all_of_them.callback(call)
 
     @property
     def lora_name(self) -> str | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from lmkv.vllm.block_map import Group
 from lmkv.vllm.metadata import JobReport, WorkerReport
@@ -229,3 +231,21 @@ def test_a_window_that_could_not_be_ordered_keeps_nobody_waiting(seed: int, monk
         running.add(SimulatedRequest("loads", tokens, len(tokens), 1, "a"))
         running.finish()
         assert once.raised
+
+
+def test_an_error_at_the_end_of_a_store_keeps_nothing_from_what_waits_for_it() -> None:
+    called: list[str] = []
+
+    def fails() -> None:
+        called.append("fails")
+        raise RuntimeError("injected")
+
+    with closing(engine(0)) as simulated:
+        ask(simulated, "one", list(range(20)))
+        simulated.step()
+        state = evolve(simulated.scheduler._requests["one"], copying=1)
+        for call in (partial(called.append, "first"), fails, partial(called.append, "last")):
+            state.once_stored(call)
+        with pytest.raises(RuntimeError, match="injected"):
+            state.copy_ended()
+    assert called == ["first", "fails", "last"]
