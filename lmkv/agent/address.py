@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
 import socket
 import stat
 import tempfile
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -20,6 +23,8 @@ from lmkv.errors import ConfigError, short_repr
 UNIX = "unix:"
 _LOCALHOST = re.compile(r"(?i)^localhost\.?:")
 _NAME_DIGITS = 16
+_PATIENCE, _PAUSE = 3.0, 0.02
+"""Seconds to wait for another server that binds a socket in a folder, and between two looks."""
 
 
 def _literal(text: str) -> str:
@@ -79,7 +84,31 @@ class Address:
         )
 
 
+@contextmanager
+def _one_at_a_time(folder: str) -> Iterator[None]:
+    """Hold the folder's lock, so that no other server is between `bind` and `listen`; after a while go on without.
+
+    Anybody who may read the folder may hold it, too.
+    """
+    with ExitStack() as held:
+        with suppress(OSError):
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, fd)
+            until = time.monotonic() + _PATIENCE
+            while time.monotonic() < until:
+                with suppress(BlockingIOError):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(_PAUSE)
+        yield
+
+
 def _unix_socket(path: str) -> socket.socket:
+    with _one_at_a_time(os.path.dirname(path)):
+        return _alone_bound(path)
+
+
+def _alone_bound(path: str) -> socket.socket:
     with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
         # A server that is too busy to accept connections does not answer either.
         probe.settimeout(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import io
 import json
 import os
@@ -25,6 +26,7 @@ from attrs import evolve
 from fastapi import FastAPI
 
 import lmkv.vllm.observe.recorder
+from lmkv.agent import address
 from lmkv.agent.address import Address
 from lmkv.agent.client import AsyncClient, Client
 from lmkv.agent.history import History
@@ -522,6 +524,34 @@ class TestUnixSockets:
         with pytest.raises(OSError, match="in use"):
             Address(f"unix:{path}").bind()
         bound.close()
+
+    def test_of_servers_that_start_at_the_same_time_one_has_it(self, path: Path) -> None:
+        for _ in range(100):
+            together, bound = threading.Barrier(4), list[socket.socket]()
+
+            def start(together: threading.Barrier = together, bound: list[socket.socket] = bound) -> None:
+                together.wait(LIMIT)
+                with suppress(OSError):
+                    bound.append(Address(f"unix:{path}").bind()[0])
+
+            threads = [threading.Thread(target=start) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(LIMIT)
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(path))
+            assert len(bound) == 1
+            bound[0].close()
+
+    def test_who_keeps_the_folders_lock_keeps_nobody_from_starting(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(address, "_PATIENCE", 0.0)
+        folder = os.open(path.parent, os.O_RDONLY)
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        Address(f"unix:{path}").bind()[0].close()
+        os.close(folder)
 
     def test_one_whose_server_is_busy_is_in_use(self, path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
