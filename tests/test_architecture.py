@@ -76,25 +76,25 @@ BUDGET = {
     "plugins": 33,
     "policies": 1129,
     "simulation": 455,
-    "config": 793,
+    "config": 813,
     "memory": 1392,
     "store.tiers": 1950,
     "store": 1843,
     "backends": 449,
     "backends.disk": 1112,
-    "backends.remote": 1884,
+    "backends.remote": 1887,
     "build": 125,
     "engine": 499,
     "": 60,
-    "agent": 1301,
-    "vllm": 2677,
-    "vllm.requests": 391,
-    "vllm.observe": 802,
+    "agent": 1322,
+    "vllm": 2678,
+    "vllm.requests": 393,
+    "vllm.observe": 808,
     "vllm.scheduler": 1836,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19504
+WHOLE = 19533
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -125,13 +125,22 @@ class Order:
         self._do(lambda policy: policy.touch(keys))
 
     def discard(self, key: ChunkKey) -> None:
-        self._do(lambda policy: policy.discard(key))
+        try:
+            self.policy.discard(key)
+        except BaseException as error:
+            self._after(error).discard(key)
 
     def hold(self, key: ChunkKey) -> None:
-        self._do(lambda policy: policy.hold(key))
+        try:
+            self.policy.hold(key)
+        except BaseException as error:
+            self._after(error).hold(key)
 
     def release(self, key: ChunkKey) -> None:
-        self._do(lambda policy: policy.release(key))
+        try:
+            self.policy.release(key)
+        except BaseException as error:
+            self._after(error).release(key)
 
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
         if self._telling:
@@ -166,6 +175,14 @@ class Order:
 
     def _used_bytes(self) -> Mapping[str, int]:
         return self._do(lambda policy: dict(policy.used_bytes()) if isinstance(policy, LabelsKeys) else {})
+
+    def _after(self, error: BaseException) -> Policy:
+        """What goes on after an error of the policy. Ctrl-C ends the call. Without `_do`: each chunk is held."""
+
+        def again() -> Policy:
+            raise error
+
+        return attempt(again, self._replace)
 
     def _do(self, call: Callable[[Policy], T]) -> T:
         return attempt(lambda: call(self.policy), lambda error: call(self._replace(error)))
