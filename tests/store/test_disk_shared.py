@@ -88,7 +88,8 @@ def use_together(folder: Path, namespaces: tuple[int, ...], *, listing: bool = F
 def test_together_they_keep_within_the_capacity(tmp_path: Path, namespaces: tuple[int, ...]) -> None:
     use = use_together(tmp_path / "kv", namespaces)
     assert CAPACITY <= use.most <= BOUND
-    assert use.left == CAPACITY
+    # Who makes room for a chunk that another one has just written leaves that room.
+    assert CAPACITY - len(namespaces) * COST <= use.left <= CAPACITY
     # Not each: who comes when all is full knows nothing to evict before it lists again.
     assert sum(report["evictions"] for report in use.reports) > 500
     assert sum(report["hits"] for report in use.reports) > 100
