@@ -11,6 +11,7 @@
     python3 dev.py oldest [ARGS]    part of the suite on the oldest vLLM that is supported
     python3 dev.py newest [ARGS]    the suite on the newest vLLM, over the compiled code of the last build for CPUs
     python3 dev.py lint             ruff check, ruff format --check, mypy --strict, docs
+    python3 dev.py servers          install the servers that tests of remote stores speak with, into build/servers
     python3 dev.py check            lint, then test: what must pass before a change lands
     python3 dev.py docs             the documentation as a site, in build/docs
     python3 dev.py bench [ARGS]     lmkv bench
@@ -79,6 +80,8 @@ SERVERS = "tests/backends/remote/"
 NO_TESTS = 5
 """pytest's exit code where none was selected."""
 DURATIONS = ROOT / "build" / "durations"
+SERVERS_FOLDER = ROOT / "build" / "servers"
+MEETS_VLLM = ("lmkv/vllm", "dev.py", "pyproject.toml", "requirements")
 
 
 def say(text: str) -> None:
@@ -181,8 +184,9 @@ def install() -> None:
 
 
 def run(*command: str, cwd: Path | None = None, **variables: str) -> int:
-    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    path = os.pathsep.join((str(BIN), str(SERVERS_FOLDER / "bin"), os.environ["PATH"]))
     environment = {**os.environ, "VIRTUAL_ENV": str(VENV), "PATH": path, **variables}
+    environment.setdefault("INFINISTORE_UVLOOP", str(SERVERS_FOLDER / "uvloop"))
     environment.pop("PYTHONHOME", None)
     # Without compiled files each process of a run compiles all tests anew, which takes half of their collection.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -364,10 +368,32 @@ def docs(args: list[str]) -> int:
     return run("sphinx-build", "-W", "--keep-going", "-n", "-E", "-q", "docs", "build/docs", *args, cwd=ROOT)
 
 
+def servers(args: list[str]) -> int:
+    return run("python", "-m", "tests.install_servers", str(SERVERS_FOLDER), cwd=ROOT)
+
+
 def check(args: list[str]) -> int:
+    needed = SERVERS_FOLDER / "needed"
+    if needed.exists():
+        os.environ.setdefault("NEEDED_SERVERS", needed.read_text())
     times = Times()
     times.part("lint", lambda: lint([]))
-    return complete(times).said()
+    complete(times)
+    if met_vllm_lately():
+        times.part("the oldest vLLM", lambda: oldest([]))
+    return times.said()
+
+
+def met_vllm_lately() -> bool:
+    """Whether something that meets vLLM has changed in the day before this commit, or may have."""
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", *args], cwd=ROOT, check=False, capture_output=True, text=True)
+        return done.stdout.strip() if not done.returncode else "unknown"
+
+    at = git("log", "-1", "--format=%ct")
+    since = f"--since=@{int(at) - 86_400}" if at.isdigit() else "--since=@0"
+    return bool(git("log", since, "--name-only", "--format=", "--", *MEETS_VLLM))
 
 
 def torture(runner: str) -> Callable[[], int]:
@@ -410,7 +436,7 @@ def sh(args: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (demo, test, unit, oldest, newest, lint, check, docs, bench, sh)
+    command.__name__: command for command in (demo, test, unit, oldest, newest, lint, servers, check, docs, bench, sh)
 }
 
 
