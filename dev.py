@@ -411,6 +411,7 @@ NIGHTLY: dict[str, Callable[[], int]] = {
     "search": marked("search"),
     "fleet": marked("fleet"),
     "ray": marked("ray"),
+    "remotes": marked("remotes"),
     "v2": lambda: pytest(
         *("-m", "not nightly", *VLLM_IN_PARALLEL), *(f"tests/vllm/test_{name}.py" for name in NIGHTLY_ON_V2), **V2
     ),

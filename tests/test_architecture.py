@@ -82,7 +82,7 @@ BUDGET = {
     "store": 1843,
     "backends": 449,
     "backends.disk": 1112,
-    "backends.remote": 1887,
+    "backends.remote": 1890,
     "build": 125,
     "engine": 499,
     "": 60,
@@ -94,7 +94,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19533
+WHOLE = 19536
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

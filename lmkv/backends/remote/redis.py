@@ -234,7 +234,9 @@ class RedisBackend(RemoteBackend):
 
     def _refused(self, reason: str) -> Written:
         what = f"values of {self._too_large:,} bytes and more are not stored until lmkv starts again"
-        return Written.rejected(f"{outside(reason)}: {what}; let the server's proto-max-bulk-len be larger")
+        text = f"{outside(reason)}: {what}; let the server's proto-max-bulk-len be larger"
+        # No deletion helps.
+        return Written.rejected(text, None)
 
     def _set_command(self, name: bytes, header: memoryview, payload: memoryview) -> list[bytes | memoryview]:
         options = [b"NX", *self._expiry]

@@ -60,6 +60,9 @@ class RedisURL:
         for name in _FILES:
             if any(not os.path.isfile(path) for path in given.get(name, ())):
                 self._refuse(f"{name} names no file")
+        if any(not os.path.isdir(path) for path in given.get("ssl_ca_path", ())):
+            # OpenSSL takes one that is not there.
+            self._refuse("ssl_ca_path names no folder")
         if parts.scheme != "unix" and not re.fullmatch("/?[0-9]*", parts.path):
             self._refuse("its database must be a number")
         self.retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.1), 1, (exceptions.ConnectionError,))
