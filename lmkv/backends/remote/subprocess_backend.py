@@ -252,7 +252,7 @@ class ClientProcess:
     def _running(self, room: int = 0, moving: int = 0) -> Iterator[None]:
         timeout = self._timeout + max(self._room, moving) / MIN_BYTES_PER_SECOND
         if not self._lock.acquire(timeout=timeout):
-            raise TimeoutError(f"calls before this one take more than {timeout} s")
+            raise TimeoutError(f"calls before this one take more than {timeout:.1f} s")
         try:
             if self._closed or os.getpid() != self._pid:
                 raise ConnectionError("it is closed, or belongs to another process")
@@ -319,7 +319,7 @@ class ClientProcess:
             # A late answer must not be taken for that of the next question.
             code = self._end(at_once=True)
             if isinstance(error, TimeoutError):
-                raise TimeoutError(f"no answer within {timeout} s") from error
+                raise TimeoutError(f"no answer within {timeout:.1f} s") from error
             if not isinstance(error, EOFError | OSError):
                 raise
             raise ConnectionError(f"the client's process ended with {code}") from error

@@ -19,6 +19,8 @@ _EVERY = 60.0
 _MOST = 100
 """Reasons that are remembered."""
 _NAME = re.compile(r"[^\s,;'\"<>\[\]]*[0-9a-f]{64}[^\s,;'\"<>\[\]]*[,;]?\s?")
+_NAMES = re.compile(f"(?:{_NAME.pattern})+")
+_TOOK = re.compile(r"\d[\d.]* ?(?:[nuµm]?s)\b")
 
 
 @define(eq=False)
@@ -34,9 +36,9 @@ class Complaints:
         """Say that a call failed, if it did. `then`: what follows from it."""
         if error is None:
             return
-        # Each damaged chunk counts; of other failures each reason, whatever it hit.
+        # Each damaged chunk counts; of other failures each reason, whatever it hit and however long it took.
         which = error.key if isinstance(error, CorruptChunkError) else ""
-        topic = f"{which} {then} {_NAME.sub('', error.reason)}"
+        topic = f"{which} {then} {_TOOK.sub('', _NAME.sub('', error.reason))}"
         self._say(topic, f"{_of_one(str(error))}{then and f'; {then}'}")
 
     def wrote(self, result: Written, until_deleted: str) -> None:
@@ -61,7 +63,8 @@ def _of_one(text: str) -> str:
 
     >>> _of_one(f"no: {'a' * 64}, {'b' * 64}, {'c' * 64}") == f"no: {'a' * 64}, ..."
     True
+    >>> _of_one(f"no {'a' * 64} in /{'a' * 64}: why") == f"no {'a' * 64} in ... why"
+    True
     """
     end = first.end() if (first := _NAME.search(text)) else len(text)
-    rest, more = _NAME.subn("", text[end:])
-    return f"{text[:end]}{'...' if more else ''}{rest}"
+    return f"{text[:end]}{_NAMES.sub('... ', text[end:])}".rstrip()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -49,7 +50,7 @@ from lmkv.testing.backend_suite import (
 from tests.backends.remote.server_suite import assert_fails_and_can_be_replaced, assert_unavailable
 from tests.backends.remote.subprocess_suite import ProcessSuite
 from tests.forked import Child, Tell
-from tests.kit import LIMIT, eventually
+from tests.kit import LIMIT, chain, eventually, lower, put, small_store
 from tests.rules import RuledProxy
 from tests.servers import ObjectServer, Proxy, object_server
 
@@ -726,6 +727,20 @@ def test_a_store_that_refuses_conditions_is_told_apart(server: ObjectServer, rul
         written = backend.write(chunk_of(100))
         assert isinstance(written.error, BackendUnavailable)
         assert "needs conditional_put=disabled" in str(written.error)
+
+
+def test_a_reason_is_logged_once_however_long_each_request_took(
+    server: ObjectServer, ruled: RuledProxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ruled.rule = lambda method, path: (403, refusal("AccessDenied")) if method == "PUT" else None
+    backend = backend_of(server.url(tmp_path.name, port=ruled.port))
+    with closing(small_store(16, lower(backend))) as store:
+        for key in chain(tmp_path.name, 4):
+            put(store, [key])
+            assert store.drain(LIMIT)
+        assert store.stats().tiers[1].write_failures == 4
+    [line] = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    assert re.search(r"write of chunk [0-9a-f]{64} failed: PermissionDeniedError: .* for path \.\.\. Error", line)
 
 
 def test_a_key_is_read_again_once_it_is_refused(tmp_path: Path) -> None:
