@@ -415,6 +415,7 @@ NIGHTLY: dict[str, Callable[[], int]] = {
     "v2": lambda: pytest(
         *("-m", "not nightly", *VLLM_IN_PARALLEL), *(f"tests/vllm/test_{name}.py" for name in NIGHTLY_ON_V2), **V2
     ),
+    "outages": marked("outages"),
     "kills": marked("kills", *UNIT_IN_PARALLEL),
     "histories": marked("histories", *UNIT_IN_PARALLEL),
     "properties": lambda: pytest(*PROPERTIES, *UNIT_IN_PARALLEL, HYPOTHESIS_PROFILE="nightly"),

@@ -19,8 +19,7 @@ _EVERY = 60.0
 _MOST = 100
 """Reasons that are remembered."""
 _NAME = re.compile(r"[^\s,;'\"<>\[\]]*[0-9a-f]{64}[^\s,;'\"<>\[\]]*[,;]?\s?")
-_NAMES = re.compile(f"(?:{_NAME.pattern})+")
-_TOOK = re.compile(r"\d[\d.]* ?(?:[nuµm]?s)\b")
+_VARIES = re.compile(rf"{_NAME.pattern}|\d[\d.]* ?[nuµm]?s\b")
 
 
 @define(eq=False)
@@ -38,7 +37,7 @@ class Complaints:
             return
         # Each damaged chunk counts; of other failures each reason, whatever it hit and however long it took.
         which = error.key if isinstance(error, CorruptChunkError) else ""
-        topic = f"{which} {then} {_TOOK.sub('', _NAME.sub('', error.reason))}"
+        topic = f"{which} {then} {_VARIES.sub('', error.reason)}"
         self._say(topic, f"{_of_one(str(error))}{then and f'; {then}'}")
 
     def wrote(self, result: Written, until_deleted: str) -> None:
@@ -67,4 +66,4 @@ def _of_one(text: str) -> str:
     True
     """
     end = first.end() if (first := _NAME.search(text)) else len(text)
-    return f"{text[:end]}{_NAMES.sub('... ', text[end:])}".rstrip()
+    return f"{text[:end]}{re.sub(f'(?:{_NAME.pattern})+', '... ', text[end:])}".rstrip()
