@@ -94,12 +94,12 @@ def test_the_engine_goes_on(
             moved = changes(attrs.asdict(before), attrs.asdict(after))
             print(row(store, state, during, took, seen, moved))
             print(*said, sep="\n")
+            assert_never_waited(during)
+            assert_never_waited(served.timed.take())
             assert said or state in QUIET, "the log says nothing"
             reasons = [VARIES.sub("", line) for line in said]
             assert len(reasons) == len(set(reasons)), "each is said once a minute"
             assert moved.keys() & COUNTED[state] or not COUNTED[state]
-            assert_never_waited(during)
-            assert_never_waited(served.timed.take())
 
 
 def assert_never_waited(times: Times) -> None:
