@@ -10,11 +10,12 @@ from redis import Redis
 
 from lmkv.backends.remote.options import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
-from lmkv.protocols import Clock
+from lmkv.policies import LRU
+from lmkv.protocols import Clock, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
-from tests.kit import LIMIT, NEVER, chain, get, listing_every, lower, put, put_below, small_store
-from tests.servers import PROGRAMS, RedisServer, redis_server
+from tests.kit import LIMIT, NEVER, chain, eventually, get, listing_every, lower, memory, put, put_below, small_store
+from tests.servers import PROGRAMS, Proxy, RedisServer, redis_server
 
 NAMESPACE = bytes(range(32))
 KIND = next((kind for kind in ("redis", "valkey") if PROGRAMS[kind]()), "redis")
@@ -113,6 +114,22 @@ def test_a_server_that_answers_lookups_and_refuses_reads_is_not_asked(server: Re
         assert get(store, keys[:1]) == [0]
         assert store.stats().tiers[1].breaker == "closed"
         assert get(store, keys) == [0] * 6
+
+
+def test_a_server_that_answers_again_is_tried_at_once(server: RedisServer, client: Redis) -> None:
+    """No request waits to find that out. The clock stands still: by itself no breaker lets anything through."""
+    keys = chain("kept", 6)
+    with closing(Proxy(server.port)) as proxy, listing_every(0.5):
+        backend = RedisBackend(f"redis://127.0.0.1:{proxy.port}", NAMESPACE, RemoteOptions(timeout=0.2))
+        with closing(TieredStore(Tier(memory(16), LRU()), [lower(backend)], clock=ManualClock())) as store:
+            [tier] = store._tiers
+            put_below(store, keys)
+            proxy.deaf = True
+            eventually(lambda: get(store, keys) == [] and tier.stats().breaker == "open")
+            eventually(lambda: tier._silent, "it was asked")
+            assert tier.stats().breaker == "open"
+            proxy.deaf = False
+            eventually(lambda: get(store, keys) == [0] * 6, "they are read", limit=10.0)
 
 
 def test_where_deletions_are_refused_a_clear_says_why_nothing_is_written(

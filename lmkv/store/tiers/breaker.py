@@ -93,6 +93,11 @@ class Breaker:
         """Forget all failures."""
         self._failures, self._delay, self._retry_at = 0, 0.0, None
 
+    def hasten(self) -> None:
+        """Let the next call through, if none is."""
+        if self._retry_at is not None:
+            self._delay, self._retry_at = 0.0, self.clock()
+
     def _open(self, took: float) -> None:
         longest = min(max(self.quick_delay, took / _SHARE), self.longest_delay)
         self._delay = min(max(2 * self._delay, self.first_delay), longest)

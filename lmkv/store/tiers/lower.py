@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 
 import attrs
 
+from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import BackendUnavailable, CorruptChunkError
 from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
 from lmkv.protocols import Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
@@ -33,6 +34,7 @@ T = TypeVar("T")
 
 _MAX_TIMES = 1000
 _FIRST_BATCH, _BATCH_GROWTH = 4, 8
+_ANY = bytes(KEY_BYTES)
 _MAX_PAUSE = 600.0
 """Seconds without an eviction, at most, for a medium that stays full all the same."""
 
@@ -73,6 +75,7 @@ class LowerTier:
         self._complaints = Complaints(tier.name, clock)
         self._failed_once: set[ChunkKey] = set()
         self._clearing = False
+        self._silent = False
         self._closed = False
 
     @property
@@ -188,6 +191,22 @@ class LowerTier:
             with self._lock:
                 self._lookups.end(call, ok)
         return answer
+
+    def probe(self) -> None:
+        """Where calls fail, ask for something, so that no request has to; once that is answered again, all are tried.
+
+        What an answer says of others is little: those that fail beside it are not tried more often.
+        """
+        breakers = self._lookups, self._reads, self._writes
+        with self._lock:
+            if all(each.state == "closed" for each in breakers) or self.hangs is not None:
+                self._silent = False
+                return
+        answers = attempt(lambda: len(self.backend.contains([_ANY])) > 0, lambda error: False)
+        with self._lock:
+            for each in breakers if answers and self._silent else ():
+                each.hasten()
+            self._silent = not answers
 
     # -- reading ------------------------------------------------------------------------------------------
 

@@ -28,6 +28,9 @@ T = TypeVar("T")
 INTERVAL = 10.0
 """Seconds between listings of a shared tier, with 20 % jitter so that processes do not evict in lockstep."""
 
+_PROBES = 5
+"""How often a tier that fails is asked in such a time."""
+
 _SHARE = 0.01
 """Largest share of the time that goes into listings, however long one takes."""
 
@@ -73,7 +76,13 @@ class TierScanner:
                     return
             before, took = took, time.monotonic() - started
             # The shorter of two: a single slow listing, often the first, must not delay the next for minutes.
-            self._stop.wait(max(self._interval * random.uniform(0.8, 1.2), min(before, took) / _SHARE))
+            self._wait(max(self._interval * random.uniform(0.8, 1.2), min(before, took) / _SHARE))
+
+    def _wait(self, seconds: float) -> None:
+        """Wait, and ask a tier that fails whether it answers again."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and not self._stop.wait(min(left, self._interval / _PROBES)):
+            self._tier.probe()
 
     def _failed(self, error: Exception) -> bool:
         with self._lock:
@@ -93,7 +102,7 @@ class TierScanner:
                 return False
         if not isinstance(backend, ListsKeys):
             self._end_listing()
-            self._stop.wait(self._interval)
+            self._wait(self._interval)
             self._forget_vanished()
             return True
         for batch in backend.list_all() if isinstance(backend, SharesRoom) else backend.list_keys():

@@ -40,6 +40,8 @@ KNOWN = 6
 HIT = CHUNKS * CHUNK
 DAILY = {("redis", "refuses reads"): 0.3, ("redis", "half open"): 1.0, ("folder", "full"): 0.3}
 """Cells of the table that are in every run, and for how long."""
+LONG, LONG_SECONDS = ("redis", "s3", "infinistore", "mooncake"), 25.0
+"""After so long a breaker tries rarely."""
 QUIET = {"another one", "slow", "refuses deletions"}
 """States in which the log need not say anything: what is not there is a miss, what comes in time is a hit."""
 COUNTED: dict[str, set[str]] = {
@@ -62,12 +64,17 @@ def cells() -> Iterator[Any]:
             if state not in MEANINGLESS.get(store, {}):
                 daily = (store, state) in DAILY
                 yield pytest.param(store, state, marks=[] if daily else pytest.mark.nightly("outages"))
+    for store in LONG:
+        yield pytest.param(store, "half open for long", marks=pytest.mark.nightly("outages"))
 
 
 @pytest.mark.parametrize(("store", "state"), list(cells()))
 def test_the_engine_goes_on(
     store: str, state: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
+    seconds = DAILY.get((store, state), SECONDS)
+    if state.endswith(" for long"):
+        state, seconds = state.removesuffix(" for long"), LONG_SECONDS
     kind, made = STORES[store]
     with made(kind, tmp_path, tmp_path_factory) as breakable:
         served = Served(breakable.url, TIMEOUT, **breakable.settings)
@@ -85,7 +92,7 @@ def test_the_engine_goes_on(
                 try:
                     if state == "refuses deletions":
                         served.timed(served.store.clear)
-                    seen = go_on(served, known, DAILY.get((store, state), SECONDS))
+                    seen = go_on(served, known, seconds)
                 finally:
                     broken.end()
                 during, after = served.timed.take(), served.remote
