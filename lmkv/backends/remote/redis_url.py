@@ -9,7 +9,7 @@ import sys
 from typing import Any, NoReturn
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from redis import ConnectionPool, Redis, RedisCluster, exceptions
+from redis import ConnectionPool, Redis, RedisCluster, UsernamePasswordCredentialProvider, exceptions
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.cluster import REDIS_ALLOWED_KEYS
 from redis.connection import parse_url
@@ -153,8 +153,10 @@ class RedisURL:
         # One that does not answer leaves time for the others.
         share = self._settings["socket_timeout"] / (len(self._sentinels) + 1)
         settings |= {"socket_timeout": share, "socket_connect_timeout": share, "parser_class": SentinelAnswers}
-        for name in ("username", "password"):
-            settings[name] = self._of_sentinels[f"sentinel_{name}"]
+        user, password = (self._of_sentinels[f"sentinel_{name}"] for name in ("username", "password"))
+        if password:
+            # Not as settings, which the error of redis-py 7 shows.
+            settings["credential_provider"] = UsernamePasswordCredentialProvider(user, password)
         sentinel = Sentinel([])
         pools = (ConnectionPool(host=host, port=port, **settings) for host, port in self._sentinels)
         self._clients = sentinel.sentinels = [Redis.from_pool(pool) for pool in pools]

@@ -86,14 +86,14 @@ def sentinel(kind: str, folder: Path, master: RedisServer, quorum: int, *options
 
 def knows(client: Redis, others: int) -> bool:
     """Whether a sentinel knows a replica, and as many other sentinels."""
-    state = client.sentinel_master(SERVICE)
+    state = client.execute_command("SENTINEL MASTER", SERVICE)
     return bool(state["num-slaves"] == 1 and state["num-other-sentinels"] == others)
 
 
 def promotes(client: Redis) -> bool:
     """Whether a sentinel has another master take over now."""
     with suppress(ResponseError):
-        return bool(client.sentinel_failover(SERVICE))
+        return bool(client.execute_command("SENTINEL FAILOVER", SERVICE))
     return False
 
 
