@@ -736,6 +736,13 @@ def test_tls(tmp_path: Path, scheme: str) -> None:
         distrusting = backend_of(f"{scheme}://localhost:{port}")
         assert_unavailable(distrusting, chunk)
         distrusting.close()
+    encrypted = tmp_path / "encrypted"
+    lock = ["openssl", "rsa", "-aes256", "-passout", "pass:x", "-in", tmp_path / "key", "-out", encrypted]
+    subprocess.run(lock, check=True, capture_output=True)
+    mine = f"{scheme}://localhost:{port}?ssl_certfile={tmp_path / 'cert'}&ssl_keyfile={encrypted}"
+    backend_of(f"{mine}&ssl_password=x").close()
+    with pytest.raises(ConfigError):
+        backend_of(mine)
 
 
 # -- clusters --------------------------------------------------------------------------------------------

@@ -60,17 +60,17 @@ def service(kind: str, folder: Path, sentinels: int, *options: str) -> Iterator[
         redis_server(kind, folder, "--replicaof", "127.0.0.1", str(master.port)) as replica,
         ExitStack() as stack,
     ):
-        watching = []
-        for _ in range(sentinels):
-            watching.append(sentinel(kind, folder, master, sentinels // 2 + 1, *options))
-            stack.callback(watching[-1].kill)
+        quorum = sentinels // 2 + 1
+        made = (sentinel(kind, folder, master, quorum, *options) for _ in range(sentinels))
+        watching = [stack.enter_context(each) for each in made]
         for each in watching:
             with Redis(port=each.port) as client:
                 eventually(partial(knows, client, sentinels - 1), "each knows the others and the replica")
         yield Service(master, replica, watching)
 
 
-def sentinel(kind: str, folder: Path, master: RedisServer, quorum: int, *options: str) -> Server:
+@contextmanager
+def sentinel(kind: str, folder: Path, master: RedisServer, quorum: int, *options: str) -> Iterator[Server]:
     port = free_port()
     file = folder / f"sentinel-{port}.conf"
     lines = [
@@ -81,7 +81,11 @@ def sentinel(kind: str, folder: Path, master: RedisServer, quorum: int, *options
     ]
     lines += [f"sentinel down-after-milliseconds {SERVICE} 300", f"sentinel failover-timeout {SERVICE} 2000", *options]
     file.write_text("\n".join(lines))
-    return Server(folder, port, [str(PROGRAMS[kind]()), file, "--sentinel"])
+    server = Server(folder, port, [str(PROGRAMS[kind]()), file, "--sentinel"])
+    try:
+        yield server
+    finally:
+        server.kill()
 
 
 def knows(client: Redis, others: int) -> bool:
@@ -102,12 +106,11 @@ def backend_of(url: str, timeout: float = LIMIT) -> RedisBackend:
 
 
 def test_a_chunk_is_stored_and_found_at_the_master(kind: str, tmp_path: Path) -> None:
-    guarded = 'requirepass "sesame"'
     with (
         redis_server(kind, tmp_path, "--requirepass", "s3cret") as master,
         Redis(port=master.port, password="s3cret", db=2) as client,
+        sentinel(kind, tmp_path, master, 1, "requirepass sesame", f"sentinel auth-pass {SERVICE} s3cret") as watching,
     ):
-        watching = sentinel(kind, tmp_path, master, 1, guarded, f"sentinel auth-pass {SERVICE} s3cret")
         hosts = f"127.0.0.1:{free_port()},127.0.0.1:{watching.port}"
         query = "sentinel_password=sesame&client_name=lmkv-1&max_connections=2"
         for url in (
@@ -126,7 +129,6 @@ def test_a_chunk_is_stored_and_found_at_the_master(kind: str, tmp_path: Path) ->
             with closing(backend_of(url, timeout=2.0)) as backend, pytest.raises(BackendUnavailable) as refused:
                 backend.contains([chunks[0].key])
             assert "sesame" not in repr(refused.value)
-        watching.kill()
 
 
 def test_a_service_without_a_name_is_that_of_the_environment_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,14 +148,16 @@ def test_sentinels_are_no_place_for_a_password_that_is_not_encoded() -> None:
 
 
 def test_a_sentinel_that_does_not_answer_leaves_time_for_the_others(kind: str, tmp_path: Path) -> None:
-    with redis_server(kind, tmp_path) as master, socket.create_server(("127.0.0.1", 0)) as deaf:
-        watching = sentinel(kind, tmp_path, master, 1)
+    with (
+        redis_server(kind, tmp_path) as master,
+        socket.create_server(("127.0.0.1", 0)) as deaf,
+        sentinel(kind, tmp_path, master, 1) as watching,
+    ):
         url = f"redis+sentinel://127.0.0.1:{deaf.getsockname()[1]},127.0.0.1:{watching.port}/{SERVICE}"
         with closing(backend_of(url, timeout=2.0)) as backend:
             chunk = chunk_of(100)
             assert backend.write(chunk).status is WriteStatus.STORED
             assert read_back(backend, chunk) == chunk.payload
-        watching.kill()
 
 
 def test_a_master_that_became_a_replica_is_left(kind: str, tmp_path: Path) -> None:
