@@ -82,7 +82,7 @@ BUDGET = {
     "store": 1843,
     "backends": 449,
     "backends.disk": 1112,
-    "backends.remote": 1890,
+    "backends.remote": 1891,
     "build": 125,
     "engine": 499,
     "": 60,
@@ -90,11 +90,11 @@ BUDGET = {
     "vllm": 2678,
     "vllm.requests": 393,
     "vllm.observe": 808,
-    "vllm.scheduler": 1836,
+    "vllm.scheduler": 1838,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19558
+WHOLE = 19561
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -273,6 +273,8 @@ class Scheduler:
         wanted, hint = self.boundaries.wanted(keys), state.options.hint
         # States are evicted before the chunks that they need.
         self._store.touch([*wanted, *keys[self.boundaries.chunks(len(wanted)) :]])
+        if self._options.stores and not state.options.skip_save:
+            self._store.write_lost(wanted)
         if state.options.pin_seconds:
             self._store.pin(wanted, state.options.pin_seconds, state.root)
         if hint.session or hint.ended:

@@ -22,9 +22,12 @@ import pytest
 pytest.importorskip("redis")
 pytest.importorskip("obstore")
 
+from redis import Redis
+
 from tests.backends.remote.outages import MEANINGLESS, STATES, STORES, TIMEOUT
 from tests.backends.remote.served import CHUNK, CHUNKS, Prompt, Served, Times
-from tests.kit import LIMIT, eventually
+from tests.kit import LIMIT, eventually, listing_every
+from tests.servers import redis_server
 
 SECONDS = 2.5
 """How long a state lasts."""
@@ -157,3 +160,15 @@ def row(store: str, state: str, times: Times, took: float, seen: Counter[str], m
     opened = {name: count for name, count in seen.items() if "closed" not in name}
     numbers = f"{1e3 * times.most:.1f} / {1e3 * times.longest:.1f} ms of {times.calls} ({times.worst})"
     return f"| {store} | {state} | {numbers} | again after {took:.1f} s | {opened} | {moved} |"
+
+
+def test_a_prompt_in_host_memory_is_written_again_where_it_was_lost(tmp_path: Path) -> None:
+    with redis_server("redis", tmp_path) as server, listing_every(0.05), closing(Served(server.url, LIMIT)) as served:
+        client, prompt = Redis(port=server.port), served.new_prompt()
+        served.serve(prompt)
+        eventually(lambda: client.dbsize() == CHUNKS)
+        client.flushall()
+        eventually(lambda: served.remote.chunks == 0, "a listing")
+        assert served.serve(prompt) == [HIT]
+        eventually(lambda: client.dbsize() == CHUNKS, "it is written again")
+        client.close()
