@@ -357,7 +357,7 @@ def lint(args: list[str]) -> int:
         ["ruff", "check", "."],
         ["ruff", "format", "--check", "."],
         ["mypy", "--strict", "lmkv"],
-        ["mypy", "benchmarks"],
+        ["mypy", "benchmarks", "tests"],
     )
     codes = [run(*check, cwd=ROOT) for check in checks]
     return max(*codes, docs([]))

@@ -70,8 +70,8 @@ _BEFORE = pytest.StashKey[Took]()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
-    report: pytest.TestReport = yield
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    report: Any = yield
     # Attributes of a report cross from a worker to the process that has started it.
     report.processor = since(item.stash[_BEFORE]).processor
     report.needs_vllm = item.get_closest_marker("vllm") is not None
@@ -83,7 +83,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 class _Worker:
     """Tells how long this process took to collect the tests."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: Any) -> None:
         self._config = config
         self._before = now()
 
@@ -94,7 +94,7 @@ class _Worker:
 class Durations:
     """Gathers the seconds of all tests of a run."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: Any) -> None:
         self._config = config
         self._before = now()
         self.collections: list[Took] = []

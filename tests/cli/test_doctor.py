@@ -21,6 +21,7 @@ from lmkv.cli import doctor
 from lmkv.cli.app import app
 from lmkv.cli.doctor import Finding
 from lmkv.config import Config
+from lmkv.vllm import plugin
 from tests.kit import LIMIT
 from tests.servers import PROGRAMS, Proxy, RedisServer, free_port, redis_server
 
@@ -302,12 +303,12 @@ class TestImport:
         assert (found.name, found.value, found.problem) == ("not examined", "1 processes", "")
 
     def test_what_can_be_imported_is_no_problem(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(doctor.plugin, "MODULE", "json")
+        monkeypatch.setattr(plugin, "MODULE", "json")
         found = doctor.import_finding()
         assert (found.value, found.problem) == ("can be imported", "")
 
     def test_what_cannot_is_a_problem_with_its_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(doctor.plugin, "MODULE", "json.nothing")
+        monkeypatch.setattr(plugin, "MODULE", "json.nothing")
         found = doctor.import_finding()
         assert found.value == "cannot be imported"
         assert "No module named 'json.nothing'" in found.problem

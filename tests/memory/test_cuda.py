@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def test_a_load_beside_the_computation(pair: Pair) -> None:
 
 
 def test_a_load_says_how_long_it_took(pair: Pair) -> None:
-    event = pair.on_gpu.load(pair.copies(11))
+    event: Any = pair.on_gpu.load(pair.copies(11))
     event.wait()
     assert 0 < event.seconds < 60
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -244,7 +245,7 @@ def test_evict_costs_the_same_however_many_keys_are_acquired_or_evictable(name: 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_hopeless_evict_looks_at_no_key(name: str) -> None:
     """So the policy counts its bytes exactly, held and discarded ones left out."""
-    policy = make_policy(name)
+    policy: Any = make_policy(name)
     keys = [CountingKey(number.to_bytes(32, "big")) for number in range(100)]
     for key in keys:
         policy.insert(key, 10)
@@ -273,7 +274,8 @@ def test_policies_are_made_by_name() -> None:
 def test_admissions_are_made_by_name() -> None:
     made = {name: type(make_admission(name)) for name in ADMISSIONS}
     assert made == {"all": AdmitAll, "second_touch": SecondTouch, "min_tokens": MinTokens, "none": AdmitNone}
-    assert make_admission("min_tokens:512").min_tokens == 512
+    admission: Any = make_admission("min_tokens:512")
+    assert admission.min_tokens == 512
     for unknown in ("some", "min_tokens:0", "min_tokens:", "second_touch:3"):
         with pytest.raises(ConfigError, match=rf"'{unknown}'; there are: all, second_touch, min_tokens, none"):
             make_admission(unknown)

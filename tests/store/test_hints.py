@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,9 @@ from tests.kit import chain
 A, B, C = chain("a", 4), chain("b", 4), chain("c", 4)
 
 
-def filled(name: str = "LRU") -> tuple[Hints, object, ManualClock]:
-    policy, clock = make_policy(name), ManualClock()
+def filled(name: str = "LRU") -> tuple[Hints, Any, ManualClock]:
+    policy: Any = make_policy(name)
+    clock = ManualClock()
     for keys in (A, B, C):
         for at in reversed(range(4)):
             policy.insert(keys[at], 10, keys[at - 1] if at else b"")

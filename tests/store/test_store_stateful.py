@@ -335,7 +335,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert store._primary.wished.total() <= len(store.slab._used) - max(1, len(store.slab._used) // 8)
         assert max(stats.pinned, len(prefetched)) <= max(1, len(store.slab._used) // 2)
         assert stats.primary.chunks == sum(entry.ready for entry in entries)
-        assert len(store._primary.policy.sizes()) == sum(entry.in_policy for entry in entries)
+        policy: Any = store._primary.policy
+        assert len(policy.sizes()) == sum(entry.in_policy for entry in entries)
 
     @invariant()
     def no_tier_takes_more_than_its_capacity(self) -> None:
@@ -394,7 +395,8 @@ class StoreMachine(RuleBasedStateMachine):
         for tier in store._tiers:
             assert not tier.index._reclaiming
             assert tier.index._reclaiming_bytes == 0
-            assert len(tier.index.policy.sizes()) == len(tier.index)
+            policy: Any = tier.index.policy
+            assert len(policy.sizes()) == len(tier.index)
             evictable = copy.deepcopy(tier.index.policy).evict(len(tier.index) * SLOT)
             assert evictable is not None, "nobody reads it, and yet it is held"
         for key in ALL:

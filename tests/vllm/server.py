@@ -222,7 +222,7 @@ def serving(model: Path, log: Path, **options: Any) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def serving_together(*servers: Server) -> Iterator[tuple[Server, ...]]:
+def serving_together(*servers: Any) -> Iterator[tuple[Any, ...]]:
     """Servers that start at the same time."""
     with contextlib.ExitStack() as stack:
         for server in servers:

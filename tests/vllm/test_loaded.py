@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lmkv.cli.checkpoint import SmallModel
+from lmkv.cli.measure.small_model import SmallModel
 from lmkv.vllm import code, loaded
 from tests.kit import LIMIT
 from tests.vllm.alone import Alone
@@ -740,7 +740,7 @@ def test_packages_that_are_imported_with_a_module_count(tmp_path: Path, plugged:
 
 def test_code_in_no_file_has_no_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of a notebook, or in a zip file."""
-    module = type(sys)("notebook")
+    module: Any = type(sys)("notebook")
     module.Layer = type("Layer", (torch.nn.Module,), {"__module__": "notebook"})
     monkeypatch.setitem(sys.modules, "notebook", module)
     with pytest.raises(ValueError, match="the code of notebook cannot be read"):

@@ -114,8 +114,8 @@ def test_only_its_chunks_stay_when_main_process_and_engine_are_killed(
     assert not [path for path in shared if path.exists()]
     assert left_in(temporary) == []
     # The past of this process is another one: it has written the model, and maybe run other engines.
-    with engine(model, extra=disk) as running:
-        assert running.store.wait_indexed(LIMIT)
-        [output] = running.run([prompt(70, LENGTH)])
+    with engine(model, extra=disk) as other:
+        assert other.store.wait_indexed(LIMIT)
+        [output] = other.run([prompt(70, LENGTH)])
         assert external_hits(output) == LENGTH - 1
         assert list(output.outputs[0].token_ids) == answers["cold"]["ids"]

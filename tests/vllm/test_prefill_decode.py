@@ -135,7 +135,7 @@ def test_a_chat_streams_through_the_proxy(pair: Pair) -> None:
 
     text = "".join(chr(ord("a") + token % 26) for token in prompt(81, 1000))
     with OpenAI(base_url=f"{pair.proxy}/v1", api_key="none", timeout=LONG, max_retries=0) as client:
-        asked = {"model": SERVED_NAME, "messages": [{"role": "user", "content": text}], "temperature": 0}
+        asked: Any = {"model": SERVED_NAME, "messages": [{"role": "user", "content": text}], "temperature": 0}
         events = list(
             client.chat.completions.create(
                 **asked, max_completion_tokens=8, stream=True, stream_options={"include_usage": True}

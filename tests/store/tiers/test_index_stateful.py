@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from attrs import define, field
@@ -203,7 +204,8 @@ class Medium:
         assert index.used == sum(SIZES[key] for key in index.sizes()) + sum(
             SIZES[writer.key] for writer in self.writers
         )
-        assert len(index.policy.sizes()) == len(index)
+        policy: Any = index.policy
+        assert len(policy.sizes()) == len(index)
         assert self.told.of.get("medium", set()) == {key for key in index.sizes() if key in index}
         if self.alone:
             assert sum(SIZES[key] for key in self.chunks) <= index.capacity, "the medium is over its capacity"

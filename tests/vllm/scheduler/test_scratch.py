@@ -66,7 +66,7 @@ def recurrent() -> Any:
     return MambaSpec(block_size=8, shapes=((2, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
 
 
-MODELS = {
+MODELS: dict[str, tuple[Any, list[Any]]] = {
     "ring first": (lambda: [ring(8), latent()], [Ring(8, ratio=2), None]),
     "as DeepSeek-V4.1": (
         lambda: [latent(), window(replayed=True), ring(8), ring(16)],
