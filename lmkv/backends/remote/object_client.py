@@ -131,7 +131,8 @@ class StoreClient:
         except exceptions.GenericError as error:
             text = str(error)[:_SAID]
             if any(code in text for code in _NO_SPACE):
-                return text
+                # After a blank line come internals of obstore.
+                return text.partition("\n\n")[0]
             if self._mode == "create" and any(code in text for code in _UNCONDITIONAL):
                 raise ConnectionError(f"{UNCONDITIONAL_HINT}: {text}") from None
             raise

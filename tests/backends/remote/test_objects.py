@@ -617,6 +617,7 @@ def test_a_full_folder_rejects_and_takes_more_when_there_is_room(tmp_path: Path)
             found = statuses(backend, chunks)
             assert found[0] is STORED
             assert found[-1] is WriteStatus.REJECTED
+            assert "\n" not in backend.write(chunks[-1]).reason
             stored = [chunk for chunk, status in zip(chunks, found, strict=True) if status is STORED]
             assert listed(backend) == sizes_of(backend, stored)
             assert all(read_back(backend, chunk) == chunk.payload for chunk in stored)
