@@ -78,7 +78,7 @@ BUDGET = {
     "simulation": 455,
     "config": 813,
     "memory": 1392,
-    "store.tiers": 1950,
+    "store.tiers": 1958,
     "store": 1843,
     "backends": 449,
     "backends.disk": 1112,
@@ -94,7 +94,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19561
+WHOLE = 19571
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -132,6 +132,27 @@ def test_a_server_that_answers_again_is_tried_at_once(server: RedisServer, clien
             eventually(lambda: get(store, keys) == [0] * 6, "they are read", limit=10.0)
 
 
+def test_a_server_whose_reads_work_again_is_read_from_before_a_request_has_to_try(
+    server: RedisServer, client: Redis
+) -> None:
+    clock, keys = ManualClock(), chain("unread", 6)
+    with closing(over(server, clock)) as other, closing(over(server, clock)) as store:
+        put_below(other, keys)
+        refuse(client, "get")
+        look_up(store, keys)
+        [tier] = store._tiers
+        for seconds in (0, 1, 2, 4, 4, 8):
+            clock.advance(seconds)
+            for key in keys:
+                get(store, [key])
+        assert tier.stats().breaker == "open"
+        tier.probe()
+        assert tier.stats().breaker == "open"
+        allow(client, "get")
+        tier.probe()
+        assert get(store, keys) == [0] * 6
+
+
 def test_where_deletions_are_refused_a_clear_says_why_nothing_is_written(
     server: RedisServer, client: Redis, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -51,7 +51,7 @@ _LOOK_SECONDS = 0.1
 _SAID = 10_000
 """Characters of an error that are looked at."""
 _NO_SPACE = ("(os error 28)", "(os error 122)")
-_UNCONDITIONAL = ("501", "NotImplemented", "400 Bad Request")
+_UNCONDITIONAL = ("501 Not Implemented", "NotImplemented", "400 Bad Request")
 _MAX_BYTES = 4 << 30
 """Memory of this process at most, whatever an answer promises."""
 

@@ -97,6 +97,10 @@ class TierIndex:
     def __len__(self) -> int:
         return len(self._sizes) + len(self._unseen)
 
+    def first(self) -> ChunkKey | None:
+        """Some stored chunk."""
+        return next(iter(self._sizes), None)
+
     def sizes(self) -> dict[ChunkKey, int]:
         """Bytes of each stored chunk, doubted ones included. O(chunks)."""
         return self._unseen | self._sizes

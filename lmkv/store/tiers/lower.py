@@ -35,6 +35,8 @@ T = TypeVar("T")
 _MAX_TIMES = 1000
 _FIRST_BATCH, _BATCH_GROWTH = 4, 8
 _ANY = bytes(KEY_BYTES)
+_LONGEST_PAUSE = 4.0
+"""Most seconds between two writes to a tier whose writes fail."""
 _MAX_PAUSE = 600.0
 """Seconds without an eviction, at most, for a medium that stays full all the same."""
 
@@ -67,7 +69,9 @@ class LowerTier:
         self._counters = TierCounters()
         self.times: deque[tuple[Operation, float]] = deque(maxlen=_MAX_TIMES)
         # Each for itself, as a call that costs little may work where others fail: a lookup is no read.
-        self._lookups, self._reads, self._writes, self._clears = (Breaker(clock) for _ in range(4))
+        self._lookups, self._reads = Breaker(clock), Breaker(clock)
+        # No request waits for these.
+        self._writes, self._clears = (Breaker(clock, longest_delay=_LONGEST_PAUSE) for _ in range(2))
         # Deletions, and questions about sizes. Failures do not open it: each deletion has to be tried.
         self._others = Breaker(clock)
         # Evictions for the sake of a medium that is full: one that does not help fails.
@@ -195,18 +199,25 @@ class LowerTier:
     def probe(self) -> None:
         """Where calls fail, ask for something, so that no request has to; once that is answered again, all are tried.
 
-        What an answer says of others is little: those that fail beside it are not tried more often.
+        What an answer says of reads is little: where they fail, one is tried here, too.
         """
         breakers = self._lookups, self._reads, self._writes
         with self._lock:
             if all(each.state == "closed" for each in breakers) or self.hangs is not None:
                 self._silent = False
                 return
+            key = self.index.first() if self._reads.state == "open" else None
         answers = attempt(lambda: len(self.backend.contains([_ANY])) > 0, lambda error: False)
+        reads = answers and key is not None and self._reads_again(key)
         with self._lock:
-            for each in breakers if answers and self._silent else ():
+            for each in breakers if answers and (self._silent or reads) else ():
                 each.hasten()
             self._silent = not answers
+
+    def _reads_again(self, key: ChunkKey) -> bool:
+        into = memoryview(bytearray(self._payload_bytes(key)))
+        result = attempt(lambda: checked(self.backend.read(key, into), Read), self._failed_read(key))
+        return result.status is ReadStatus.HIT
 
     # -- reading ------------------------------------------------------------------------------------------
 
