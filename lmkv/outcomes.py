@@ -6,7 +6,7 @@ from enum import Enum
 
 from attrs import frozen
 
-from lmkv.errors import BackendError
+from lmkv.errors import BackendError, outside
 
 
 class Presence(Enum):
@@ -64,7 +64,8 @@ class Written:
 
     @classmethod
     def rejected(cls, reason: str, lacking: int | None = 0) -> Written:
-        return cls(WriteStatus.REJECTED, reason, lacking=lacking)
+        """`reason`: perhaps what a store says. It is cut, and shown in one line without passwords."""
+        return cls(WriteStatus.REJECTED, outside(reason), lacking=lacking)
 
     @classmethod
     def failed(cls, error: BackendError) -> Written:

@@ -78,11 +78,11 @@ BUDGET = {
     "simulation": 455,
     "config": 813,
     "memory": 1392,
-    "store.tiers": 1958,
+    "store.tiers": 1975,
     "store": 1843,
     "backends": 449,
     "backends.disk": 1112,
-    "backends.remote": 1891,
+    "backends.remote": 1897,
     "build": 125,
     "engine": 499,
     "": 60,
@@ -94,7 +94,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19571
+WHOLE = 19594
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

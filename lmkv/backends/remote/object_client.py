@@ -74,6 +74,7 @@ class StoreClient:
         self._memories, self._timeout = memories, timeout
         self._open = partial(opened, url=url, username=username, password=password)
         self._stores: dict[int, Any] = {}
+        self._is_folder = bool(folder_of(url))
         self._mode: Any = "overwrite" if unconditional(url) else "create"
         self._threads = ThreadPoolExecutor(_MAX_REQUESTS)
         self._listings: dict[int, _Listing] = {}
@@ -130,7 +131,7 @@ class StoreClient:
             return "present"
         except exceptions.GenericError as error:
             text = str(error)[:_SAID]
-            if any(code in text for code in _NO_SPACE):
+            if self._is_folder and any(code in text for code in _NO_SPACE):
                 # After a blank line come internals of obstore.
                 return text.partition("\n\n")[0]
             if self._mode == "create" and any(code in text for code in _UNCONDITIONAL):
@@ -242,6 +243,14 @@ def check(root: str, *place: Any) -> None:
         raise ValueError(str(error)[:_SAID].partition("\n\n")[0]) from None
 
 
+def _check_files(options: dict[str, str]) -> None:
+    """Refuse places that are no files: obstore reads them without an end, and lets no other thread run."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))}
+    for name, value in {**variables, **options}.items():
+        if "/" in value and "://" not in value and os.path.exists(value) and not os.path.isfile(value):
+            raise ValueError(f"{name} names no file")
+
+
 def opened(
     timeout: float,
     url: str,
@@ -267,8 +276,7 @@ def opened(
     limits = {"timeout": f"{timeout * 1000:.0f}ms", "connect_timeout": f"{timeout * 1000:.0f}ms"}
     given = (unquote(parts.username or "") or username, unquote(parts.password or "") or password)
     authorities = options.get("ssl_ca_certs")
-    if authorities and os.path.exists(authorities) and not os.path.isfile(authorities):
-        raise ValueError("ssl_ca_certs names no file")
+    _check_files(options)
     options = {name: value for name, value in options.items() if name not in ("ssl_ca_certs", "clients")}
     # By whichever of its names: obstore panics on an invalid URL.
     named = {name.lower(): value for name, value in options.items() if _NAMES_PLACE.search(name.lower())}

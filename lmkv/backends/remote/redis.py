@@ -48,6 +48,8 @@ _NOT_YOU = (
 _LAST_WORDS = 0.1
 """Seconds to wait for what a server has said before it closed a connection."""
 _TOO_LARGE = "invalid bulk length"
+_REFUSED_SECONDS = 4.0
+"""How long values of a size that the server has refused are not sent: its limit may change, or another server come."""
 
 
 class RedisBackend(RemoteBackend):
@@ -91,7 +93,7 @@ class RedisBackend(RemoteBackend):
         self._client: Redis | RedisCluster | None = None
         self._turns = _Turns(place.max_connections, options.timeout)
         self._sizes: dict[ChunkKey, int] = {}
-        self._too_large = sys.maxsize
+        self._too_large, self._too_large_until = sys.maxsize, 0.0
 
     def list_keys(self) -> Iterator[list[Listed]]:
         """List the chunks of this namespace in batches, in no order."""
@@ -204,7 +206,7 @@ class RedisBackend(RemoteBackend):
     def _put(self, name: str, chunk: Chunk) -> Written:
         nbytes = self.stored_bytes(len(chunk.payload))
         slow = nbytes / MIN_BYTES_PER_SECOND
-        if nbytes >= self._too_large:
+        if nbytes >= self._too_large and time.monotonic() < self._too_large_until:
             return self._refused(f"not sent, as values of {self._too_large:,} bytes are refused")
 
         def exists(connection: Any) -> bool:
@@ -227,13 +229,13 @@ class RedisBackend(RemoteBackend):
         except exceptions.ResponseError as error:
             if _TOO_LARGE not in str(error):
                 raise
-            self._too_large = min(self._too_large, nbytes)
+            self._too_large, self._too_large_until = nbytes, time.monotonic() + _REFUSED_SECONDS
             return self._refused(str(error))
         self._sizes[chunk.key] = nbytes
         return written
 
     def _refused(self, reason: str) -> Written:
-        what = f"values of {self._too_large:,} bytes and more are not stored until lmkv starts again"
+        what = f"values of {self._too_large:,} bytes and more are not sent for {_REFUSED_SECONDS:.0f} s"
         text = f"{outside(reason)}: {what}; let the server's proto-max-bulk-len be larger"
         # No deletion helps.
         return Written.rejected(text, None)

@@ -27,7 +27,7 @@ from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, batch
 from lmkv.backends.remote.child import MAX_MESSAGE_BYTES, ROOM, SLAB, Part
 from lmkv.backends.remote.value_codec import Fill, filler
 from lmkv.chunks.codec import FormatError
-from lmkv.errors import ConfigError, UsageError, outside
+from lmkv.errors import ConfigError, UsageError
 from lmkv.outcomes import PRESENT, STORED, Written
 from lmkv.protocols import Chunk, ChunkKey
 
@@ -112,7 +112,7 @@ class SubprocessBackend(RemoteBackend):
 
     def _put(self, name: str, chunk: Chunk) -> Written:
         answer = self._client(name).put(name, self.codec.header_of(chunk), chunk.payload)
-        return {"stored": STORED, "present": PRESENT}.get(answer) or Written.rejected(outside(answer))
+        return {"stored": STORED, "present": PRESENT}.get(answer) or Written.rejected(answer)
 
     def _remove(self, names: Sequence[str]) -> None:
         for batch in batches(names, _batch_size(names)):

@@ -6,10 +6,11 @@ import logging
 import math
 import re
 import threading
+from collections.abc import Callable
 
 from attrs import define, field
 
-from lmkv.errors import BackendError, CorruptChunkError
+from lmkv.errors import BackendError
 from lmkv.outcomes import WriteStatus, Written
 from lmkv.protocols import Clock
 
@@ -18,8 +19,9 @@ logger = logging.getLogger(__name__)
 _EVERY = 60.0
 _MOST = 100
 """Reasons that are remembered."""
-_NAME = re.compile(r"[^\s,;'\"<>\[\]]*[0-9a-f]{64}[^\s,;'\"<>\[\]]*[,;]?\s?")
-_VARIES = re.compile(rf"{_NAME.pattern}|\d[\d.]* ?[nuµm]?s\b")
+_BETWEEN = re.compile(r"([\s,;'\"<>\[\]]+)")
+_KEY = re.compile("[0-9a-f]{64}")
+_DURATION = re.compile(r"\d[\d.]{0,20} ?[nuµm]?s\b")
 
 
 @define(eq=False)
@@ -28,42 +30,56 @@ class Complaints:
 
     name: str
     clock: Clock
-    _said: dict[str, float] = field(init=False, factory=dict)
+    _said: dict[str, tuple[float, int]] = field(init=False, factory=dict)
+    """When each was said last, and how often it was not said since."""
     _lock: threading.Lock = field(init=False, factory=threading.Lock)
 
     def failed(self, error: BackendError | None, *, then: str = "") -> None:
         """Say that a call failed, if it did. `then`: what follows from it."""
         if error is None:
             return
-        # Each damaged chunk counts; of other failures each reason, whatever it hit and however long it took.
-        which = error.key if isinstance(error, CorruptChunkError) else ""
-        topic = f"{which} {then} {_VARIES.sub('', error.reason)}"
-        self._say(topic, f"{_of_one(str(error))}{then and f'; {then}'}")
+        # Whatever it hit, and however long it took.
+        topic = f"{then} {_DURATION.sub('', _with_names(error.reason, 0))}"
+        self._say(topic, lambda: f"{_with_names(str(error), 1)}{then and f'; {then}'}")
 
     def wrote(self, result: Written, until_deleted: str) -> None:
         """Say that a write failed or was refused, with the medium's words. `until_deleted`: if a deletion failed."""
         if result.status is WriteStatus.REJECTED:
-            self._say("refused", f"tier {self.name!r} refuses what is written to it: {_of_one(result.reason)}")
+            reason = _with_names(result.reason, 1)
+            self._say("refused", lambda: f"tier {self.name!r} refuses what is written to it: {reason}")
         self.failed(result.error, then=until_deleted if result.error and result.error.action == "delete" else "")
 
-    def _say(self, topic: str, line: str) -> None:
+    def _say(self, topic: str, line: Callable[[], str]) -> None:
         now = self.clock()
         with self._lock:
-            if now - self._said.get(topic, -math.inf) < _EVERY:
-                return
-            if len(self._said) >= _MOST:
-                self._said.clear()
-            self._said[topic] = now
-        logger.warning("lmkv: %s", line)
+            last, more = self._said.pop(topic, (-math.inf, 0))
+            if suppressed := now - last < _EVERY:
+                self._said[topic] = last, more + 1
+            else:
+                self._said[topic] = now, 0
+                if len(self._said) > _MOST:
+                    del self._said[next(iter(self._said))]
+        if not suppressed:
+            logger.warning("lmkv: %s%s", line(), f" ({more:,} more like it since it was last said)" if more else "")
 
 
-def _of_one(text: str) -> str:
-    """The text with no more names of chunks than the first.
+def _with_names(text: str, most: int) -> str:
+    """The text with the first names of chunks alone.
 
-    >>> _of_one(f"no: {'a' * 64}, {'b' * 64}, {'c' * 64}") == f"no: {'a' * 64}, ..."
+    >>> _with_names(f"no: {'a' * 64}, {'b' * 64}, {'c' * 64}", 1) == f"no: {'a' * 64}, ..."
     True
-    >>> _of_one(f"no {'a' * 64} in /{'a' * 64}: why") == f"no {'a' * 64} in ... why"
+    >>> _with_names(f"no {'a' * 64} in /{'a' * 64}: why", 1) == f"no {'a' * 64} in ... why"
     True
     """
-    end = first.end() if (first := _NAME.search(text)) else len(text)
-    return f"{text[:end]}{re.sub(f'(?:{_NAME.pattern})+', '... ', text[end:])}".rstrip()
+    # Word by word: a pattern of a word with a key in it takes the square of the text's length.
+    found: list[str] = []
+    words = _BETWEEN.split(text)
+    for word, between in zip(words[::2], [*words[1::2], ""], strict=True):
+        if not _KEY.search(word):
+            found.append(word + between)
+        elif most:
+            most -= 1
+            found.append(word + between)
+        elif not found or found[-1] != "... ":
+            found.append("... ")
+    return "".join(found).rstrip()

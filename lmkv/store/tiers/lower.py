@@ -212,6 +212,8 @@ class LowerTier:
         with self._lock:
             for each in breakers if answers and (self._silent or reads) else ():
                 each.hasten()
+            if reads:
+                self._reads.close()
             self._silent = not answers
 
     def _reads_again(self, key: ChunkKey) -> bool:
@@ -230,7 +232,9 @@ class LowerTier:
         started = self._clock()
         result = attempt(lambda: checked(self.backend.read(key, into), Read), self._failed_read(key))
         with self._lock, self._changes:
-            self._reads.end(call, read_works(result))
+            # Another server that answers in the store's place would cost one chunk after the other.
+            foreign = self.shared and isinstance(result.error, CorruptChunkError)
+            self._reads.end(call, False if foreign else read_works(result))
             self.count_read(result, len(into), self._clock() - started)
             deleted = self.judge(key, result)
         self._complaints.failed(result.error)

@@ -569,6 +569,19 @@ def test_what_cannot_work_is_refused_at_once(url: str, options: dict[str, Any], 
     assert "hunter2" not in str(refused.value)
 
 
+@pytest.mark.parametrize("named_by", ["option", "variable"])
+def test_a_file_of_keys_that_is_no_file_is_refused_at_once(
+    named_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """obstore would wait for the other end of a pipe, and let no other thread run."""
+    os.mkfifo(tmp_path / "keys")
+    if named_by == "variable":
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "keys"))
+    option = f"?service_account={tmp_path}/keys" if named_by == "option" else ""
+    with pytest.raises(ConfigError, match="names no file"):
+        ObjectStoreBackend(f"gs://bucket{option}", NAMESPACE)
+
+
 def test_another_engine_finds_what_one_has_stored(server: ObjectServer, tmp_path: Path) -> None:
     layout = KVLayout(8, (LayerPages(4096, 2),))
     namespace = Namespace(model="m", dtype="float32", chunk_size=8, block_size=4)

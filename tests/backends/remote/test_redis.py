@@ -351,6 +351,10 @@ def test_a_value_that_is_too_large_for_the_server_is_rejected_with_its_words(tmp
                 assert client.info()["total_net_input_bytes"] - before < 1000, "nothing is sent"
                 assert backend.write(small).status in (WriteStatus.STORED, WriteStatus.PRESENT)
                 assert read_back(backend, small) == small.payload
+        with closing(backend_of(server.url)) as backend:
+            assert backend.write(large).status is WriteStatus.REJECTED
+            client.config_set("proto-max-bulk-len", "512mb")
+            eventually(lambda: backend.write(large).status is WriteStatus.STORED, "its limit may change")
 
 
 # -- connections -----------------------------------------------------------------------------------------
