@@ -69,6 +69,9 @@ def cells() -> Iterator[Any]:
                 yield pytest.param(store, state, marks=[] if daily else pytest.mark.nightly("outages"))
     for store in LONG:
         yield pytest.param(store, "half open for long", marks=pytest.mark.nightly("outages"))
+    # Lookups are answered all the while.
+    for state in ("refuses reads", "refuses writes"):
+        yield pytest.param("redis", f"{state} for long", marks=pytest.mark.nightly("outages"))
 
 
 @pytest.mark.parametrize(("store", "state"), list(cells()))
