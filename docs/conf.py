@@ -44,5 +44,11 @@ def begin_with_the_readme(app: Any, page: str, source: list[str]) -> None:
         source[0] = re.sub(r"\]\((?![a-z]+:|#)", "](../", beginning).replace("](../docs/", "](") + source[0]
 
 
+def link_to_packages(app: Any, page: str, source: list[str]) -> None:
+    """The page of a distribution beside lmkv is its README, which a page of this folder includes."""
+    source[0] = source[0].replace("](../packages/kv-connector-torture/README.md", "](torture.md")
+
+
 def setup(app: Any) -> None:
     app.connect("source-read", begin_with_the_readme)
+    app.connect("source-read", link_to_packages)

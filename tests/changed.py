@@ -19,7 +19,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("lmkv", "tests", "benchmarks", "examples")
+FOLDERS = ("lmkv", "packages", "tests", "benchmarks", "examples")
+HOMES = {"kv_connector_torture": "packages/kv-connector-torture/"}
+"""Folders of packages that are not at the root."""
 NAMED = {
     "LMKVConnector": ("lmkv/vllm/connector.py", "lmkv/vllm/plugin.py"),
     "BLOCKS": ("lmkv/cli/app.py",),
@@ -32,8 +34,8 @@ NAMED = {
 """Files that tests use under another name: the connector, the command in pages, and a backend by its server."""
 _COMMAND = "lmkv/cli/app.py"
 _READ_ALL_OF_LMKV = ("tests/test_architecture.py", "tests/test_doctests.py")
-_MODULE = re.compile(r"(?:lmkv|tests|benchmarks)(?:\.\w+)+")
-_PATH = re.compile(r"(?:lmkv|tests|benchmarks|examples|docs)/[\w./-]+|\w[\w-]*\.(?:py|md)")
+_MODULE = re.compile(r"(?:lmkv|tests|benchmarks)(?:\.\w+)+|kv_connector_torture(?:\.\w+)*")
+_PATH = re.compile(r"(?:lmkv|packages|tests|benchmarks|examples|docs)/[\w./-]+|\w[\w-]*\.(?:py|md)")
 _CAPITALS = re.compile(r"[A-Z]\w+")
 _PAGES = (".md", ".svg", ".png")
 _UNTESTED = ("LICENSE", ".gitignore")
@@ -200,7 +202,7 @@ def files_named_in(text: str) -> Iterator[str]:
             yield from NAMED.get(name, ())
         for name in _MODULE.findall(text):
             yield from files_of(name)
-            main = ROOT.joinpath(*name.split("."), "__main__.py")
+            main = _place(name) / "__main__.py"
             if main.exists():
                 yield main.relative_to(ROOT).as_posix()
         for name in _PATH.findall(text):
@@ -212,7 +214,8 @@ def places_of(name: str) -> tuple[str, ...]:
     """The files that a path in a text may mean: from the root, or of that name in any folder."""
     if (ROOT / name).is_file():
         return (name,)
-    known = python_files() if name.endswith(".py") else (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
+    pages = (page for glob in ("*.md", "docs/**/*.md", "packages/*/*.md") for page in ROOT.glob(glob))
+    known = python_files() if name.endswith(".py") else pages
     found = (path.relative_to(ROOT).as_posix() for path in known if path.name == Path(name).name)
     return tuple(path for path in found if path.endswith(name))
 
@@ -221,15 +224,21 @@ def places_of(name: str) -> tuple[str, ...]:
 def files_of(name: str) -> tuple[str, ...]:
     """The files behind a module, or a name in one: also its packages' `__init__`."""
     parts = name.split(".")
-    if parts[0] not in FOLDERS:
+    if parts[0] not in (*FOLDERS, *HOMES):
         return ()
-    folders = [ROOT.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
+    folders = [_place(".".join(parts[:end])) for end in range(1, len(parts) + 1)]
     paths = [path for folder in folders for path in (folder / "__init__.py", folder.with_suffix(".py"))]
     found = [path.relative_to(ROOT).as_posix() for path in paths if path.is_file()]
     home = _homes(found[-1]).get(parts[-1]) if found and found[-1].endswith("__init__.py") else None
     # A name whose module is gone would lead here again.
     leads_on = home is not None and ROOT.joinpath(*home.split(".")[:-1]).with_suffix(".py").is_file()
     return (*found, *(files_of(home) if home and leads_on else ()))
+
+
+def _place(name: str) -> Path:
+    """Where a module is, without its ending."""
+    parts = name.split(".")
+    return ROOT.joinpath(HOMES.get(parts[0], ""), *parts)
 
 
 @cache

@@ -9,8 +9,10 @@ from pathlib import Path
 from attrs import frozen
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - {ROOT / "docs" / "index.md"})
-"""Pages that are read on GitHub: all but the list of pages that the site is made from."""
+ONLY_ON_THE_SITE = {ROOT / "docs" / "index.md", ROOT / "docs" / "torture.md"}
+_GLOBS = ("*.md", "docs/**/*.md", "packages/*/*.md")
+PAGES = sorted({page for glob in _GLOBS for page in ROOT.glob(glob)} - ONLY_ON_THE_SITE)
+"""Pages that are read on GitHub: all but the site's list of pages, and the page that includes another one."""
 
 
 FENCE = re.compile(

@@ -60,8 +60,6 @@ ALLOWED: dict[str, frozenset[str]] = {
     "vllm.observe": STORE | {"vllm", "vllm.requests", "policies"},
     "vllm.scheduler": STORE | {"vllm", "vllm.requests", "vllm.observe"},
     "testing": BASE | {"memory", "backends"},
-    # For any connector: nothing of lmkv, and vLLM.
-    "testing.torture": frozenset(),
     "cli.measure": BUILT | {"", "engine", "vllm", "vllm.scheduler"},
     "cli": BUILT | {"", "engine", "vllm", "cli.measure", "agent", "simulation"},
 }
@@ -175,9 +173,9 @@ def problems(imported: Imported) -> Iterator[str]:
     top = imported.target.split(".")[0]
     standard = top in sys.stdlib_module_names
     outer = imported.room.split(".")[0]
-    may_import_vllm = outer == "vllm" or imported.room == "testing.torture" or (outer == "cli" and imported.lazy)
+    may_import_vllm = outer == "vllm" or (outer == "cli" and imported.lazy)
     if top == "vllm" and not may_import_vllm:
-        yield f"{where}: only lmkv.vllm and the torture import vllm, and commands when they run it"
+        yield f"{where}: only lmkv.vllm imports vllm, and commands when they run it"
     if top in FORBIDDEN.get(imported.room, ()):
         yield f"{where}: not in {imported.room}"
     if imported.module == STANDARD_LIBRARY and not standard:
@@ -240,7 +238,6 @@ def test_a_module_imports_what_it_may(module: str) -> None:
         ("lmkv.engine", "from lmkv.store.tiered import _close"),
         ("lmkv.cli.doctor", "import vllm"),
         ("lmkv.vllm.scheduler.load_planner", "from lmkv.config import Config"),
-        ("lmkv.testing.torture.trial", "from lmkv.testing import faults"),
         ("lmkv.testing.faults", "import vllm"),
     ],
 )
@@ -261,6 +258,15 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
 )
 def test_an_allowed_import_is_not_complained_of(module: str, source: str) -> None:
     assert all_problems(module, source) == []
+
+
+def test_packages_beside_lmkv_know_nothing_of_it() -> None:
+    """They serve any connector, and are installed without it."""
+    files = [path for path in (PACKAGE.parent / "packages").rglob("*.py") if path.parent.name != "tests"]
+    assert files
+    for path in files:
+        imports = {imported.target.split(".")[0] for imported in imports_of(path.parent.name, path.read_text())}
+        assert not imports & {"lmkv", "tests", "benchmarks"}, path
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

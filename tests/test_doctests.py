@@ -17,13 +17,7 @@ NEEDS_MORE = ("lmkv.vllm.connector", "lmkv.vllm.ray", "lmkv.memory.kernels", "lm
 """Modules that need vLLM, Ray, a device or a command's extra to be imported, or a test runner."""
 
 
-IMPORTS_VLLM = {"lmkv.testing.torture.preload": pytest.mark.slow("it imports vLLM")}
-
-
-@pytest.mark.parametrize(
-    "module",
-    [pytest.param(name, marks=IMPORTS_VLLM.get(name, ())) for name in MODULES if not name.startswith(NEEDS_MORE)],
-)
+@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(NEEDS_MORE)])
 def test_examples_run(module: str) -> None:
     failed, _ = doctest.testmod(import_module(module))
     assert failed == 0

@@ -1,6 +1,6 @@
 """Bugs for the kit to find: each breaks lmkv for the engines that are made in it.
 
-python -m lmkv.testing.torture --around tests.torture.seeded:shifted_chunk --connector @lmkv.json
+python -m kv_connector_torture --around tests.torture.seeded:shifted_chunk --connector @lmkv.json
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""`python -m lmkv.testing.torture` on real vLLM: silent where nothing is wrong, and not where something is."""
+"""`python -m kv_connector_torture` on real vLLM: silent where nothing is wrong, and not where something is."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.testing.torture.schedule import Schedule
+from kv_connector_torture.schedule import Schedule
 from tests.servers import needs_package
 
 ROOT = Path(__file__).parents[2]
+PATHS = os.pathsep.join((str(ROOT), str(ROOT / "packages" / "kv-connector-torture")))
 LMKV = {
     "kv_connector": "LMKVConnector",
     "kv_role": "kv_both",
@@ -23,8 +25,9 @@ LMKV = {
 
 
 def torture(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lmkv.testing.torture", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
+    command = [sys.executable, "-m", "kv_connector_torture", *options]
+    environment = {**os.environ, "PYTHONPATH": PATHS}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800, check=False)
 
 
 def test_vllms_own_prefix_cache_is_right(tmp_path: Path) -> None:
@@ -64,8 +67,9 @@ def test_a_pair_of_engines_with_nixl_is_right(tmp_path: Path, monkeypatch: pytes
 
 def test_a_process_that_is_killed_has_a_place_also_when_interrupted(tmp_path: Path) -> None:
     options = ["--connector", json.dumps(LMKV), "--around", "tests.torture.seeded:killed", "--report", str(tmp_path)]
-    command = [sys.executable, "-m", "lmkv.testing.torture", *options]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "kv_connector_torture", *options]
+    environment = {**os.environ, "PYTHONPATH": PATHS}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if "looks for a smaller schedule" in line:

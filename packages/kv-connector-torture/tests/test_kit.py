@@ -1,4 +1,4 @@
-"""The parts of `lmkv.testing.torture` that need no vLLM."""
+"""The parts that need no vLLM."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from lmkv.testing.torture import __main__ as program, report
-from lmkv.testing.torture.checks import Prefixes, Problem, untrue
-from lmkv.testing.torture.faults import FAULTS, Storage
-from lmkv.testing.torture.reference import Answer, by_weights, key_of
-from lmkv.testing.torture.run import Execution
-from lmkv.testing.torture.schedule import LONGEST, Operation, Schedule, make
-from lmkv.testing.torture.server import fill_in, free_ports, serving
-from lmkv.testing.torture.shrink import shrink, simpler
-from lmkv.testing.torture.trial import Result, Setup
+from kv_connector_torture import __main__ as program, report
+from kv_connector_torture.checks import Answer, Prefixes, Problem, by_weights, key_of, untrue
+from kv_connector_torture.run import Execution
+from kv_connector_torture.schedule import LONGEST, Operation, Schedule, make, shrink, simpler
+from kv_connector_torture.storage import FAULTS, Storage, fill_in, free_ports, serving
+from kv_connector_torture.trial import Result, Setup
 from tests.servers import needs_package, redis_server
 
 ENGINE = {"num_gpu_blocks_override": 38}

@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from lmkv.testing.torture.schedule import VOCAB
+from kv_connector_torture.schedule import VOCAB
 
 _WEIGHT_STD = 0.15
 _EMBEDDING_STD = 0.05

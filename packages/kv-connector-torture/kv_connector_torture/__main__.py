@@ -1,7 +1,7 @@
 """Torture any KV connector of vLLM with random requests, and compare every answer with an engine without it.
 
-    python -m lmkv.testing.torture --requests 5000
-    python -m lmkv.testing.torture --minutes 10 --kinds gqa,windows --connector '{
+    python -m kv_connector_torture --requests 5000
+    python -m kv_connector_torture --minutes 10 --kinds gqa,windows --connector '{
         "kv_connector": "ExampleConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": "{folder}"}}'
 
@@ -27,11 +27,10 @@ from typing import Any
 
 from attrs import evolve
 
-from lmkv.testing.torture import models, report
-from lmkv.testing.torture.faults import FAULTS
-from lmkv.testing.torture.schedule import Schedule, make
-from lmkv.testing.torture.shrink import shrink, simpler
-from lmkv.testing.torture.trial import PATIENCE, Result, Setup, Trials, resolved
+from kv_connector_torture import models, report
+from kv_connector_torture.schedule import Schedule, make, shrink, simpler
+from kv_connector_torture.storage import FAULTS
+from kv_connector_torture.trial import PATIENCE, Result, Setup, Trials, resolved
 
 _REPEATS = 3
 _LOG_LINES = 20
@@ -39,7 +38,7 @@ _LOG_LINES = 20
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m lmkv.testing.torture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m kv_connector_torture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--connector", type=_json, help="vLLM's kv_transfer_config, as JSON or @FILE; none: its own prefix cache"
@@ -220,7 +219,7 @@ class Session:
                     repeats.append(fails(list(last.schedule.operations)))
         finally:
             failure = report.Failure(last, len(result.schedule.operations), repeats or [True])
-            command = ["python", "-m", "lmkv.testing.torture", *sys.argv[1:]]
+            command = ["python", "-m", "kv_connector_torture", *sys.argv[1:]]
             path = report.write(Path(self._options.report), failure, self._setup, command, self._failures)
             size = f"{len(last.schedule.operations)} of {failure.operations} operations"
             self._say(f"{size} after {self._trials.count - before} more trials: {path}")

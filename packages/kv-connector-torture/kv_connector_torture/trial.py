@@ -21,17 +21,28 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from lmkv.testing.torture import models
-from lmkv.testing.torture.checks import Problem
-from lmkv.testing.torture.engine import Engine, engine, for_this_device, set_environment
-from lmkv.testing.torture.faults import Storage
-from lmkv.testing.torture.pair import PREFILL_ENGINE, Pair, new_side_channel
-from lmkv.testing.torture.reference import Answers, answer
-from lmkv.testing.torture.run import Execution
-from lmkv.testing.torture.schedule import Schedule
-from lmkv.testing.torture.server import fill_in, free_ports, serving
+from kv_connector_torture import models
+from kv_connector_torture.checks import Answers, Problem, answer
+from kv_connector_torture.engine import (
+    PREFILL_ENGINE,
+    Engine,
+    Pair,
+    engine,
+    for_this_device,
+    new_side_channel,
+    set_environment,
+)
+from kv_connector_torture.run import Execution
+from kv_connector_torture.schedule import Schedule
+from kv_connector_torture.storage import Storage, fill_in, free_ports, serving
 
-PRELOADED = "lmkv.testing.torture.preload"
+PRELOADED = [
+    *("transformers", "vllm.engine.arg_utils", "vllm.sampling_params"),
+    *("vllm.lora.request", "vllm.v1.engine.llm_engine"),
+    "kv_connector_torture.trial",
+]
+"""What takes long to import. It starts no thread and touches no device."""
+
 _REFERENCE = {
     "enable_prefix_caching": False,
     "num_gpu_blocks_override": 700,
@@ -107,7 +118,7 @@ class Trials:
         self._setup = setup
         self._context = multiprocessing.get_context("forkserver")
         # A process that has imported vLLM, of which each trial is a copy.
-        self._context.set_forkserver_preload([PRELOADED])
+        self._context.set_forkserver_preload(PRELOADED)
         self.answers: Answers = {}
         self.count = 0
 

@@ -11,11 +11,10 @@ from typing import Any
 
 from attrs import define, field
 
-from lmkv.testing.torture.checks import Prefixes, Problem, leak, untrue
-from lmkv.testing.torture.engine import Engine
-from lmkv.testing.torture.faults import Storage
-from lmkv.testing.torture.reference import Answer, Answers, by_weights, key_of
-from lmkv.testing.torture.schedule import Operation, Schedule
+from kv_connector_torture.checks import Answer, Answers, Prefixes, Problem, by_weights, key_of, leak, untrue
+from kv_connector_torture.engine import Engine
+from kv_connector_torture.schedule import Operation, Schedule
+from kv_connector_torture.storage import Storage
 
 _AT_ONCE = 12
 

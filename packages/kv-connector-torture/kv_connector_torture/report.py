@@ -14,10 +14,10 @@ from pathlib import Path
 
 from attrs import frozen
 
-from lmkv.testing.torture.checks import Problem
-from lmkv.testing.torture.engine import OPTIONS
-from lmkv.testing.torture.models import KINDS
-from lmkv.testing.torture.trial import PATIENCE, Result, Setup
+from kv_connector_torture.checks import Problem
+from kv_connector_torture.engine import OPTIONS
+from kv_connector_torture.models import KINDS
+from kv_connector_torture.trial import PATIENCE, Result, Setup
 
 _LOG_LINES = 60
 _MEANINGS = {
@@ -74,7 +74,7 @@ def write(folder: Path, failure: Failure, setup: Setup, found: Sequence[str], nu
 def _lines(failure: Failure, setup: Setup, found: Sequence[str], path: Path) -> list[str]:
     problem, schedule, at = failure.problem, failure.result.schedule, failure.result.at
     options = {**OPTIONS, **KINDS[schedule.kind].options, **KINDS[schedule.kind].tortured}
-    replay = ["python", "-m", "lmkv.testing.torture", "--schedule", path.name, *again(setup)]
+    replay = ["python", "-m", "kv_connector_torture", "--schedule", path.name, *again(setup)]
     title = " ".join(problem.text.split())
     meaning = "No engine has started." if at is None else f"{_MEANINGS[problem.kind]} Seen at operation {at + 1}."
     lines = [f"# {problem.kind.capitalize()}: {title}", "", meaning, ""]

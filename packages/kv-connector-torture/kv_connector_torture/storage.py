@@ -1,11 +1,19 @@
-"""Faults of a connector's storage: files and Redis values that vanish, are cut off, or have a bit flipped."""
+"""A connector's storage for one trial: its folder, Redis, faults in both, and the server that it may need."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import shlex
 import shutil
-from collections.abc import Callable
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import frozen
 
@@ -78,3 +86,49 @@ def _broken(content: bytes, kind: str, pick: float) -> bytes:
     if flipped:
         flipped[place] ^= 1 << int(pick * 1000) % 8
     return bytes(flipped)
+
+
+_START_LIMIT = 120.0
+_T = TypeVar("_T")
+
+
+def fill_in(value: _T, places: Mapping[str, str]) -> _T:
+    """The same JSON with `{name}` replaced in all its strings."""
+    text = json.dumps(value)
+    for name, filling in places.items():
+        text = text.replace(f"{{{name}}}", json.dumps(filling)[1:-1])
+    filled: _T = json.loads(text)
+    return filled
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in found]
+
+
+@contextlib.contextmanager
+def serving(command: str, port: int, log: Path) -> Iterator[None]:
+    """The server listens on this port in here. "" is no server."""
+    if not command:
+        yield
+        return
+    with log.open("wb") as output:
+        process = subprocess.Popen(shlex.split(command), stdout=output, stderr=output, start_new_session=True)
+    try:
+        deadline = time.monotonic() + _START_LIMIT
+        while not _listens(port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server does not listen on port {port}:\n{log.read_text()[-2000:]}")
+            time.sleep(0.1)
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False

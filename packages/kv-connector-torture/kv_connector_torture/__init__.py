@@ -1,0 +1,1 @@
+"""Torture of any KV connector of vLLM: `python -m kv_connector_torture --help`."""
