@@ -402,8 +402,12 @@ def met_vllm_lately() -> bool:
     return bool(git("log", since, "--name-only", "--format=", "--", *MEETS_VLLM))
 
 
-def torture(runner: str) -> Callable[[], int]:
-    return lambda: run("python", "-m", "tests.torture", "--runner", runner, "--requests", "2000", "--json", cwd=ROOT)
+def torture(requests: int, length: int, **variables: str) -> Callable[[], int]:
+    """Random requests to lmkv in schedules of this length, with faults within lmkv and of its files."""
+    lmkv = ["--connector", "@tests/torture/lmkv.json", "--around", "tests.torture.hooks:faults"]
+    lmkv += ["--kinds", "tests.torture.kinds:", "--faults", "delete,truncate,flip,empty", "--patience", "120"]
+    lmkv += ["--requests", str(requests), "--length", str(length), "--report", "build/torture-report"]
+    return lambda: run("python", "-m", "kv_connector_torture", *lmkv, cwd=ROOT, **variables)
 
 
 NIGHTLY: dict[str, Callable[[], int]] = {
@@ -425,8 +429,9 @@ NIGHTLY: dict[str, Callable[[], int]] = {
     "kills": marked("kills", *UNIT_IN_PARALLEL),
     "histories": marked("histories", *UNIT_IN_PARALLEL),
     "properties": lambda: pytest(*PROPERTIES, *UNIT_IN_PARALLEL, HYPOTHESIS_PROFILE="nightly"),
-    "torture": torture("v1"),
-    "torture-v2": torture("v2"),
+    # All kinds have a turn.
+    "torture": torture(4000, 200),
+    "torture-v2": torture(2000, 90, **V2, PYTHONPATH=f"{ROOT / 'tests' / 'vllm' / 'v2_processes'}{os.pathsep}{ROOT}"),
 }
 """CONTRIBUTING.md says what each is for, and how long it takes."""
 

@@ -88,7 +88,7 @@ def test_each_nightly_part_has_its_reason() -> None:
         ("lmkv/cli/top.py", "tests/cli/test_server.py", "tests/vllm/test_families.py"),
         ("lmkv/vllm/worker.py", "tests/vllm/scheduler/test_worker.py", "tests/store/test_tiered.py"),
         ("tests/vllm/drafts.py", "tests/vllm/test_drafts.py", "tests/vllm/test_connector.py"),
-        (f"{KIT}/trial.py", "tests/vllm/test_torture_kit.py", "tests/test_engine.py"),
+        (f"{KIT}/trial.py", "tests/vllm/test_torture.py", "tests/test_engine.py"),
         ("examples/standalone.py", "tests/test_examples.py", "tests/store/test_tiered.py"),
     ],
 )

@@ -123,6 +123,17 @@ def killed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def kept_blocks() -> Iterator[None]:
+    """The blocks of requests that have ended are kept for ever."""
+    from lmkv.vllm.connector import LMKVConnector
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("request_finished", "request_finished_all_groups"):
+            patch.setattr(LMKVConnector, name, lambda *_: (True, None))
+        yield
+
+
+@contextlib.contextmanager
 def kv_of_other_weights() -> Iterator[None]:
     """All weights look alike. For several `--weights`."""
     from lmkv.vllm.loaded import Loaded

@@ -22,17 +22,20 @@ import tempfile
 import time
 from argparse import ArgumentTypeError
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
+from attrs import define, evolve, field
 
 from kv_connector_torture import models, report
-from kv_connector_torture.schedule import Schedule, make, shrink, simpler
+from kv_connector_torture.schedule import Operation, Schedule, make, shrink, simpler
 from kv_connector_torture.storage import FAULTS
 from kv_connector_torture.trial import PATIENCE, Result, Setup, Trials, resolved
 
 _REPEATS = 3
+_TO_SHRINK = 0.75
+_IMPATIENT = 6
 _LOG_LINES = 20
 
 
@@ -49,7 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=_count, help="end after so many")
     parser.add_argument("--minutes", type=_more_than_none, help="end after so long (10 without --requests)")
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule; the next ones count on")
-    parser.add_argument("--kinds", default="gqa", help=f"kinds of models, of {','.join(models.KINDS)}")
+    parser.add_argument("--kinds", default="gqa", help=f"kinds of models, of {','.join(models.KINDS)}, or MODULE:TEXT")
     parser.add_argument("--length", type=_count, default=120, help="requests of a schedule")
     parser.add_argument("--weights", type=_count, default=1, help="models that take turns over the same storage")
     parser.add_argument("--faults", default="", help=f"of storage: {','.join(FAULTS)}")
@@ -66,11 +69,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--schedule", type=_schedule, metavar="FILE", help="do only what is in it")
     parser.add_argument("--report", default="torture-report", help="folder for reports of failures")
     options = parser.parse_args()
-    options.kinds = [name for name in options.kinds.split(",") if name]
+    # Modules that kinds are from lie in this folder, as connectors do.
+    sys.path.insert(0, os.getcwd())
+    try:
+        kinds = {wanted: models.names_of(wanted) for wanted in options.kinds.split(",") if wanted}
+    except (ImportError, AttributeError) as error:
+        parser.error(f"--kinds: {error}")
     options.faults = [name for name in options.faults.split(",") if name]
-    for given, known in ((options.kinds, models.KINDS), (options.faults, FAULTS)):
+    for given, known in (([name for name in kinds if not kinds[name]], models.KINDS), (options.faults, FAULTS)):
         if unknown := set(given) - set(known):
             parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    options.kinds = [name for names in kinds.values() for name in names]
     if options.model:
         options.kinds = ["own"]
     elif not options.kinds or "own" in options.kinds:
@@ -116,8 +125,9 @@ def _schedule(path: str) -> Schedule:
 class Session:
     """All trials of one call of this program."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, options: argparse.Namespace, folder: Path, command: report.Command) -> None:
         self._options = options
+        self._command = command
         self._setup = Setup(
             folder=folder,
             connector=options.connector,
@@ -174,12 +184,13 @@ class Session:
     def _made(self, number: int, requests: int) -> Schedule:
         options, kinds = self._options, self._options.kinds
         kind, seed = kinds[number % len(kinds)], options.seed + number
-        rng, made = random.Random(f"engine {seed}"), models.KINDS[kind]
+        rng, made = random.Random(f"engine {seed}"), models.kind_of(kind)
         engine = {
             "num_gpu_blocks_override": made.blocks + rng.choice((0, 4, 12)),
             "max_num_batched_tokens": rng.choice((40, 96, 200, 640)),
             "enable_prefix_caching": self._setup.connector is None or rng.random() < 0.7,
         }
+        engine = {name: value for name, value in engine.items() if name not in made.tortured}
         more = {"adapters": made.adapters, "weights": options.weights, "faults": options.faults}
         return make(seed, kind, requests, engine, **more)
 
@@ -198,35 +209,23 @@ class Session:
     def _report(self, result: Result) -> None:
         """Write a report with the smallest schedule that fails in the same way, the smallest so far if interrupted."""
         assert result.problem is not None
-        nature, last = result.problem.nature, evolve(result, schedule=resolved(result))
-        minutes, before, repeats = self._options.shrink_minutes, self._trials.count, list[bool]()
-        deadline = time.monotonic() + 60 * minutes
-
-        def fails(operations: list[Any]) -> bool:
-            nonlocal last
-            tried = self._trials.run(result.schedule.cut(operations))
-            same = tried.problem is not None and tried.problem.nature == nature
-            last = tried if same else last
-            return same
-
+        before, search = self._trials.count, Search(self._trials, result, 60 * self._options.shrink_minutes)
         try:
             if result.at is None:
                 print(*result.log.splitlines()[-_LOG_LINES:], sep="\n")
             else:
-                self._say(f"looks for a smaller schedule, for {minutes:g} minutes at most, or until Ctrl-C")
-                shrink(last.schedule.operations, fails, simpler=simpler, over=lambda: time.monotonic() > deadline)
-                for _ in range(_REPEATS):
-                    repeats.append(fails(list(last.schedule.operations)))
+                minutes = f"{self._options.shrink_minutes:g} minutes"
+                self._say(f"looks for a smaller schedule, for {minutes} at most, or until Ctrl-C")
+                search.go(self._setup.patience)
         finally:
-            failure = report.Failure(last, len(result.schedule.operations), repeats or [True])
-            command = ["python", "-m", "kv_connector_torture", *sys.argv[1:]]
-            path = report.write(Path(self._options.report), failure, self._setup, command, self._failures)
-            size = f"{len(last.schedule.operations)} of {failure.operations} operations"
+            failure = report.Failure(search.last, len(result.schedule.operations), search.repeats or [True])
+            path = report.write(Path(self._options.report), failure, self._setup, self._command, self._failures)
+            size = f"{len(search.last.schedule.operations)} of {failure.operations} operations"
             self._say(f"{size} after {self._trials.count - before} more trials: {path}")
 
     def _untested(self) -> list[str]:
-        """Counts that would be there, had anything been tested."""
-        names = {"requests", "preemptions", "aborts", "resets", "cached_tokens"}
+        """Counts that would be there, and not 0, had anything been tested."""
+        names = set(self._counts) | {"requests", "preemptions", "aborts", "resets", "cached_tokens"}
         if self._setup.connector is not None:
             names |= {"external_tokens", "restarts"}
         if self._options.faults:
@@ -234,14 +233,60 @@ class Session:
         return [f"no {name.replace('_', ' ')}" for name in sorted(names) if not self._counts[name]]
 
 
+@define
+class Search:
+    """Looks for the smallest schedule that fails as this result does, for so many seconds. `last`: the best so far.
+
+    `repeats`: whether it has failed again.
+    """
+
+    _trials: Trials
+    _found: Result
+    _seconds: float
+    last: Result = field(init=False)
+    repeats: list[bool] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self.last = evolve(self._found, schedule=resolved(self._found))
+
+    def go(self, patience: float) -> None:
+        """Leave the last quarter of the time to repeats."""
+        started, whole = time.monotonic(), self.last
+        end, enough = started + self._seconds, started + _TO_SHRINK * self._seconds
+        # What never comes takes all patience in each trial: most of them get less.
+        waits = self._found.problem is not None and self._found.problem.kind in {"leak", "hang"}
+        less = patience / _IMPATIENT if waits else patience
+
+        def fails(operations: list[Operation]) -> bool:
+            return bool(self._fails(operations, less, enough))
+
+        shrink(self.last.schedule.operations, fails, simpler=simpler, over=lambda: time.monotonic() > enough)
+        for _ in range(_REPEATS):
+            again = self._fails(self.last.schedule.operations, patience, end)
+            if again is None:
+                break
+            self.repeats.append(again)
+        if waits and self.repeats and not any(self.repeats):
+            # It only needs more patience.
+            self.last, self.repeats = whole, []
+
+    def _fails(self, operations: Sequence[Operation], patience: float, deadline: float) -> bool | None:
+        """Whether they fail in the same way; None if the deadline comes before that is known."""
+        tried = self._trials.run(self._found.schedule.cut(operations), patience=patience, deadline=deadline)
+        assert self._found.problem is not None
+        same = tried.problem is not None and tried.problem.nature == self._found.problem.nature
+        self.last = tried if same else self.last
+        return None if tried.cut_off else same
+
+
 def main() -> int:
-    options = arguments()
+    options, command = arguments(), report.Command.given()
     # The process of a trial is ended with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # Processes of trials start somewhere else than this one.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     with tempfile.TemporaryDirectory(prefix="torture-") as folder:
-        return Session(options, Path(folder)).run()
+        return Session(options, Path(folder), command).run()
 
 
 if __name__ == "__main__":

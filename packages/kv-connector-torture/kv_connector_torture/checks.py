@@ -16,7 +16,7 @@ from kv_connector_torture.schedule import Operation, Schedule
 
 @define
 class Problem:
-    """A failed check, of a `kind`: difference, truthfulness, leak, hang, or death, of the process.
+    """A failed check, of a `kind`: difference, truthfulness, leak, hang, alarm of `--around`, or death, of the process.
 
     `request`: whose answer it is. `expected`, `given`: tokens, which differ at `position`.
     """
@@ -73,10 +73,10 @@ def untrue(cached: int, prompt: int, longest: int) -> str | None:
     return None
 
 
-def leak(engine: Engine, patience: float, tick: Callable[[], None]) -> Problem | None:
-    """Wait until all blocks and requests are given back, with `tick` to go on; what is left when patience ends."""
+def leak(left_over: Callable[[], str], patience: float, tick: Callable[[], None]) -> Problem | None:
+    """Wait until nothing is `left_over`, with `tick` to go on; what is left when patience ends."""
     deadline = time.monotonic() + patience
-    while left := engine.left():
+    while left := left_over():
         if time.monotonic() > deadline:
             return Problem("leak", f"{left}, {patience:.0f} s after the last request")
         tick()

@@ -125,13 +125,16 @@ def for_this_device(cpu: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @define
 class Engine:
-    """The calls that a trial needs. `counts`: `preemptions` and `external_tokens`, which connectors have loaded."""
+    """The calls that a trial needs. `counts`: `preemptions`, `external_tokens`, which connectors have loaded, and
+    `accepted_drafts`."""
 
     _engine: Any
     counts: Counter[str] = field(factory=Counter)
 
     def __attrs_post_init__(self) -> None:
         scheduler, core = self.scheduler, self._engine.engine_core
+        if scheduler.vllm_config.speculative_config is not None:
+            self.counts["accepted_drafts"] = 0
         preempt, get_output = scheduler._preempt_request, core.get_output
 
         def preempt_and_count(*args: Any, **more: Any) -> Any:
@@ -142,7 +145,10 @@ class Engine:
             outputs = get_output()
             for output in outputs.outputs:
                 stats = getattr(output, "prefill_stats", None)
-                self.counts["external_tokens"] += getattr(stats, "num_external_cached_tokens", 0)
+                if loaded := getattr(stats, "num_external_cached_tokens", 0):
+                    self.counts["external_tokens"] += loaded
+            if drafts := getattr(outputs.scheduler_stats, "spec_decoding_stats", None):
+                self.counts["accepted_drafts"] += drafts.num_accepted_tokens
             return outputs
 
         scheduler._preempt_request = preempt_and_count
@@ -197,11 +203,11 @@ class Engine:
     def abort(self, name: str) -> None:
         self._engine.abort_request([name])
 
-    def reset(self, *, running: bool) -> None:
-        """Empty vLLM's own prefix cache."""
+    def reset(self, *, running: bool, connector: bool) -> None:
+        """Empty vLLM's own prefix cache, and the connector's."""
         # vLLM does the half of it and raises when a request holds blocks that are being filled.
         with contextlib.suppress(RuntimeError):
-            self._engine.reset_prefix_cache(reset_running_requests=running)
+            self._engine.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
 
     def held(self) -> set[str]:
         """Requests that have ended, and whose blocks are not free."""
@@ -256,7 +262,7 @@ class Pair(Engine):
             super(Pair, self).ask(name, tokens, max_tokens, **more | {"transfer": returned})
 
         self._waiting[name] = decode
-        self.prefill.ask(name, tokens, 1, **more | {"transfer": dict(_TO_PREFILL)})
+        self.prefill.ask(name, tokens, 1, **more | {"transfer": {**(more.get("transfer") or {}), **_TO_PREFILL}})
 
     def step(self) -> list[Any]:
         for output in self.prefill.step():
@@ -279,9 +285,9 @@ class Pair(Engine):
         else:
             super().abort(name)
 
-    def reset(self, *, running: bool) -> None:
-        self.prefill.reset(running=running)
-        super().reset(running=running)
+    def reset(self, *, running: bool, connector: bool) -> None:
+        self.prefill.reset(running=running, connector=connector)
+        super().reset(running=running, connector=connector)
 
     def held(self) -> set[str]:
         return self.prefill.held() | super().held()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +35,22 @@ _N_GRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max":
 
 @frozen
 class Kind:
-    """`make`: a model of transformers; None: the user's own. `blocks`: so few that requests preempt each other.
+    """`make`: a model of transformers. `write`, in its place: write one into a folder, and return its path, and options
+    of engines that are not the reference. Neither: the user's own. `blocks`: so few that requests preempt each other.
 
-    `options`: of all its engines, `tortured` of those that are not the reference. `cpu`: of engines on CPUs.
+    `options`: of all its engines, `tortured` of those that are not the reference: what is in it no schedule changes.
+    `cpu`: of engines on CPUs. `connector`: more of `kv_connector_extra_config`. `around`: engines are made in it.
     """
 
-    make: Callable[[], Any] | None
+    make: Callable[[], Any] | None = None
+    write: Callable[[Path], tuple[Path, dict[str, Any]]] | None = None
     blocks: int = 34
     adapters: int = 0
     options: dict[str, Any] = field(factory=dict)
     tortured: dict[str, Any] = field(factory=dict)
     cpu: dict[str, Any] = field(factory=dict)
+    connector: dict[str, Any] = field(factory=dict)
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def _gqa() -> Any:
@@ -101,20 +108,45 @@ KINDS = {
     "lora": Kind(_llama, adapters=2, options={"enable_lora": True, "max_loras": 3, "max_lora_rank": _RANK}),
     "drafts": Kind(_gqa, blocks=44, tortured={"speculative_config": _N_GRAMS}),
     "recurrent": Kind(_recurrent, blocks=40),
-    "own": Kind(None, blocks=44),
+    "own": Kind(blocks=44),
 }
 
 
-def write(kind: str, weights: int, folder: Path) -> Path:
-    """The model's folder in `folder`, written once; other `weights` are another model of the same shape."""
+def kind_of(name: str) -> Kind:
+    """`MODULE:NAME`: of another module's `KINDS`."""
+    module, elsewhere, key = name.partition(":")
+    found: dict[str, Kind] = importlib.import_module(module).KINDS if elsewhere else KINDS
+    return found[key if elsewhere else name]
+
+
+def names_of(wanted: str) -> list[str]:
+    """Names of kinds: this one, or for `MODULE:TEXT` all in that module whose names have the text in them."""
+    module, elsewhere, text = wanted.partition(":")
+    if not elsewhere:
+        return [wanted] if wanted in KINDS else []
+    return [f"{module}:{name}" for name in importlib.import_module(module).KINDS if text in name]
+
+
+def write(name: str, weights: int, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The model's path in `folder`, where it is written once, and its options of engines that are not the reference.
+
+    Other `weights` are another model of the same shape.
+    """
+    kind, target = kind_of(name), folder / f"{name.replace(':', '-')}-{weights}"
+    done = target / "torture.json"
+    if not done.exists():
+        path, options = kind.write(target) if kind.write else (_write(kind, weights, target), {})
+        done.write_text(json.dumps([str(path), options]))
+    path, options = json.loads(done.read_text())
+    return Path(path), options
+
+
+def _write(kind: Kind, weights: int, target: Path) -> Path:
     import torch
 
-    made, target = KINDS[kind].make, folder / f"{kind}-{weights}"
-    assert made is not None
-    if target.exists():
-        return target
+    assert kind.make is not None
     torch.manual_seed(weights)
-    model = made()
+    model = kind.make()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=_EMBEDDING_STD if "embed" in name else _WEIGHT_STD)

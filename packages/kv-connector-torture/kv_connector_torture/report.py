@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import re
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 
-from attrs import frozen
+from attrs import field, frozen
 
 from kv_connector_torture.checks import Problem
 from kv_connector_torture.engine import OPTIONS
-from kv_connector_torture.models import KINDS
+from kv_connector_torture.models import kind_of
 from kv_connector_torture.trial import PATIENCE, Result, Setup
 
 _LOG_LINES = 60
+_PROGRAM = "kv_connector_torture"
+_VARIABLES = ("VLLM_", "UCX_")
 _MEANINGS = {
     "difference": "An answer differs from that of an engine without the connector.",
     "truthfulness": "More tokens are reported as cached than can have been.",
     "leak": "Blocks or requests are not given back.",
     "hang": "Something never ends.",
+    "alarm": "A check of --around has failed.",
     "death": "The engine has died.",
 }
 
@@ -49,7 +54,31 @@ class Failure:
         return self.result.problem
 
 
-def write(folder: Path, failure: Failure, setup: Setup, found: Sequence[str], number: int) -> Path:
+@frozen
+class Command:
+    """How this program was called: its options, the folder that it was in, and variables that it depends on."""
+
+    options: Sequence[str]
+    folder: Path
+    variables: Mapping[str, str] = field(factory=dict)
+
+    @classmethod
+    def given(cls) -> Command:
+        """To be read before this program sets variables itself."""
+        names = sorted(name for name in os.environ if name == "PYTHONPATH" or name.startswith(_VARIABLES))
+        return cls(sys.argv[1:], Path.cwd(), {name: os.environ[name] for name in names})
+
+    def __str__(self) -> str:
+        return shlex.join(["python", "-m", _PROGRAM, *self.options])
+
+    def with_options(self, options: Sequence[str]) -> str:
+        """The same with other options, for a shell in any folder."""
+        variables = "".join(f"{name}={shlex.quote(value)} " for name, value in self.variables.items())
+        words = [sys.executable, "-m", _PROGRAM, *options]
+        return f"cd {shlex.quote(str(self.folder))} && {variables}{shlex.join(words)}"
+
+
+def write(folder: Path, failure: Failure, setup: Setup, found: Command, number: int) -> Path:
     """Write the report and the schedule for `--schedule` into the folder; the report's path. `found`: the command."""
     folder.mkdir(parents=True, exist_ok=True)
     schedule = folder / f"schedule-{number}.json"
@@ -61,7 +90,7 @@ def write(folder: Path, failure: Failure, setup: Setup, found: Sequence[str], nu
         "prefill": setup.prefill,
         "engine": setup.engine,
         "around": setup.around,
-        "command": list(found),
+        "command": str(found),
         "failed": sum(failure.repeats),
         "trials": len(failure.repeats),
     }
@@ -71,21 +100,23 @@ def write(folder: Path, failure: Failure, setup: Setup, found: Sequence[str], nu
     return report
 
 
-def _lines(failure: Failure, setup: Setup, found: Sequence[str], path: Path) -> list[str]:
+def _lines(failure: Failure, setup: Setup, found: Command, path: Path) -> list[str]:
     problem, schedule, at = failure.problem, failure.result.schedule, failure.result.at
-    options = {**OPTIONS, **KINDS[schedule.kind].options, **KINDS[schedule.kind].tortured}
-    replay = ["python", "-m", "kv_connector_torture", "--schedule", path.name, *again(setup)]
+    kind = kind_of(schedule.kind)
+    options = {**OPTIONS, **kind.options, **kind.tortured}
+    replay = found.with_options(["--schedule", str(path.resolve()), *again(setup)])
     title = " ".join(problem.text.split())
     meaning = "No engine has started." if at is None else f"{_MEANINGS[problem.kind]} Seen at operation {at + 1}."
     lines = [f"# {problem.kind.capitalize()}: {title}", "", meaning, ""]
-    lines += ["Found with", "", f"    {shlex.join(found)}", ""]
-    lines += ["and seen again with, in the folder of this report,", "", f"    {shlex.join(replay)}", ""]
+    lines += ["Found with", "", f"    {found}", "", "and seen again with", "", f"    {replay}", ""]
     lines += [f"This schedule failed in {sum(failure.repeats)} of {len(failure.repeats)} trials, each in a fresh"]
     lines += [f"process over fresh storage. It has {len(schedule.operations)} of {failure.operations} operations.", ""]
     lines += ["## Versions", "", *(f"* {name} {number}" for name, number in versions(setup).items()), ""]
     lines += ["## Engine", "", "    " + json.dumps({**options, **schedule.engine, **setup.engine}), ""]
     lines += ["The connector, vLLM's `kv_transfer_config`; `{folder}` is a fresh folder for each trial:", ""]
     lines += ["    " + json.dumps(setup.connector), ""]
+    if kind.connector:
+        lines += ["with, for this kind of model,", "", "    " + json.dumps(kind.connector), ""]
     if setup.prefill is not None:
         lines += ["The connector of the prefill engine:", "", "    " + json.dumps(setup.prefill), ""]
     lines += [f"## The smallest schedule, on a small model of the kind {schedule.kind} with random weights", ""]

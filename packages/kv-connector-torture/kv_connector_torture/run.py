@@ -1,10 +1,10 @@
-"""Does what a schedule says to engines, one after the other, and compares every answer."""
+"""Does what a schedule says to engines, one after the other, and compares every answer; hooks can have a part in it."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,45 @@ class _Asked:
     since: float
 
 
+class Hooks:
+    """What a context manager of `--around` may give, to have a part in a trial. These do nothing.
+
+    `counts`: added to the trial's. One that is 0 at the end of all trials is a failure: nothing was tested.
+    """
+
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+
+    def begins(self, schedule: Schedule, folder: Path) -> None:
+        """A trial begins. `folder`: of the connector's files, `{folder}`."""
+
+    def started(self, engine: Engine) -> None:
+        """An engine has started, the first one or another one over the same storage."""
+
+    def transfer(self, name: str, tokens: Sequence[int]) -> dict[str, Any] | None:
+        """vLLM's `kv_transfer_params` of this request, or None."""
+        return None
+
+    def strike(self) -> None:
+        """Break something, if it is to be. Called before each step."""
+
+    def aborts(self, names: Iterable[str]) -> Iterable[str]:
+        """Those of the requests under way that are aborted now."""
+        return ()
+
+    def alarm(self) -> str:
+        """What a check of its own has found, or "". Called after each step."""
+        return ""
+
+    def left(self) -> str:
+        """What is left over where no request is, or "". Called until it is "", with steps in between."""
+        return ""
+
+    def ended(self) -> str:
+        """The same when the engine is gone. Called once."""
+        return ""
+
+
 @define
 class Execution:
     """One schedule on engines that `engine_of` makes of the weights' number. `patience`: seconds until it is a hang.
@@ -42,6 +81,7 @@ class Execution:
     patience: float
     alive: Callable[[], None]
     reached: Callable[[int], None]
+    hooks: Sequence[Hooks] = ()
     counts: Counter[str] = field(factory=Counter)
     _prefixes: Prefixes = field(factory=Prefixes)
     _asked: dict[str, _Asked] = field(factory=dict)
@@ -50,14 +90,27 @@ class Execution:
     _next: int = 0
 
     def run(self) -> Problem | None:
+        for hooks in self.hooks:
+            hooks.begins(self.schedule, self.storage.folder)
+        try:
+            return self._run()
+        finally:
+            for hooks in self.hooks:
+                self.counts.update(hooks.counts)
+
+    def _run(self) -> Problem | None:
         for number, (weights, life) in enumerate(by_weights(self.schedule.operations)):
             self._weights = weights
             if number:
                 self.counts["restarts"] += 1
                 self._reach_next()
             with self.engine_of(self._weights) as engine:
+                for hooks in self.hooks:
+                    hooks.started(engine)
                 problem = self._live(engine, life)
                 self.counts.update(engine.all_counts())
+            if problem is None and (left := "; ".join(filter(None, [hooks.ended() for hooks in self.hooks]))):
+                problem = Problem("leak", left)
             if problem is not None:
                 return problem
         return None
@@ -72,7 +125,11 @@ class Execution:
             problem = self._do(engine, operation)
             if problem is not None:
                 return problem
-        return self._finish(engine, 0) or leak(engine, self.patience, lambda: self._tick(engine))
+        problem = self._finish(engine, 0)
+        return problem or leak(lambda: self._left(engine), self.patience, lambda: self._tick(engine)) or self._alarm()
+
+    def _left(self, engine: Engine) -> str:
+        return "; ".join(filter(None, [engine.left(), *(hooks.left() for hooks in self.hooks)]))
 
     def _do(self, engine: Engine, operation: Operation) -> Problem | None:
         match operation.do:
@@ -88,7 +145,7 @@ class Execution:
                 self._abort(engine, operation.name)
             case "reset":
                 self.counts["resets"] += 1
-                engine.reset(running=operation.running)
+                engine.reset(running=operation.running, connector=operation.connector)
             case "fault":
                 self.counts["faults"] += self.storage.strike(operation.kind, operation.pick)
             case unknown:
@@ -99,7 +156,10 @@ class Execution:
         key = key_of(self.schedule, operation, self._weights)
         tokens = list(key.tokens)
         adapter = self.adapters[operation.lora - 1] if operation.lora else None
-        engine.ask(operation.name, tokens, operation.max_tokens, salt=operation.salt, adapter=adapter)
+        given = [params for hooks in self.hooks if (params := hooks.transfer(operation.name, tokens))]
+        transfer = {name: value for params in given for name, value in params.items()} or None
+        more: dict[str, Any] = {"salt": operation.salt, "adapter": adapter, "transfer": transfer}
+        engine.ask(operation.name, tokens, operation.max_tokens, **more)
         self._asked[operation.name] = _Asked(operation, tokens, self.answers[key], time.monotonic())
 
     def _abort(self, engine: Engine, name: str) -> None:
@@ -122,11 +182,19 @@ class Execution:
             return None
         if not engine.scheduler.running:
             time.sleep(0.0005)  # A connector's threads want to get on, too.
+        for hooks in self.hooks:
+            for name in list(hooks.aborts(list(self._asked))):
+                self._abort(engine, name)
+            hooks.strike()
         outputs = engine.step()
         self.counts["steps"] += 1
         self.alive()
         problems = [self._check(output) for output in outputs if output.request_id in self._asked]
-        return next(filter(None, [*problems, self._stuck(engine)]), None)
+        return next(filter(None, [*problems, self._alarm(), self._stuck(engine)]), None)
+
+    def _alarm(self) -> Problem | None:
+        found = "; ".join(filter(None, [hooks.alarm() for hooks in self.hooks]))
+        return Problem("alarm", found) if found else None
 
     def _stuck(self, engine: Engine) -> Problem | None:
         """A request that hangs, or a leak: blocks that it may wait for have been held for as long by ended requests."""
@@ -159,14 +227,15 @@ class Execution:
         scope, others = self._scope(asked), self._others(asked)
         self._prefixes.add(scope, asked.tokens + given.tokens)
         where = f"request {asked.operation.name}, {len(asked.tokens)} tokens, {cached} of them cached"
-        difference = asked.expected.differs(given)
+        difference, why = asked.expected.differs(given), untrue(cached, len(asked.tokens), others)
+        texts, more = [where, *filter(None, [why])], tuple[Any, ...]()
         if difference is not None:
             position, how = difference
-            text = f"{where}: token {position} of the answer differs: {how}"
-            tokens = (asked.expected.tokens, given.tokens)
-            return Problem("difference", text, asked.operation.name, *tokens, position)
-        why = untrue(cached, len(asked.tokens), others)
-        return None if why is None else Problem("truthfulness", f"{where}: {why}", asked.operation.name)
+            texts.append(f"token {position} of the answer differs: {how}")
+            more = (asked.expected.tokens, given.tokens, position)
+        # A hit that cannot be is why an answer differs.
+        kind = "truthfulness" if why else "difference" if difference else None
+        return Problem(kind, ": ".join(texts), asked.operation.name, *more) if kind else None
 
     def _others(self, asked: _Asked) -> int:
         """Tokens of the longest beginning that another request has had or has."""

@@ -29,8 +29,8 @@ class Operation:
 
     ask: `name`, `prompt`, `max_tokens`, `salt`, and `lora`, the number of an adapter, or 0. abort: `name`. step:
     `count` times, or until all requests have ended if that is 0. reset: vLLM's own prefix cache, with `running`
-    requests preempted for it. restart: the engine, with the model's weights number `weights`, over the same storage.
-    fault: of `kind`, at the place `pick` in what is stored, from 0 to 1.
+    requests preempted for it, and with the `connector`'s. restart: the engine, with the model's weights number
+    `weights`, over the same storage. fault: of `kind`, at the place `pick` in what is stored, from 0 to 1.
     """
 
     do: str
@@ -41,6 +41,7 @@ class Operation:
     lora: int = 0
     count: int = 1
     running: bool = False
+    connector: bool = False
     weights: int = 0
     kind: str = ""
     pick: float = 0.0
@@ -170,6 +171,8 @@ def make(
 ) -> Schedule:
     """A random schedule of so many requests. The same arguments make the same one."""
     rng = random.Random(f"{seed} {kind}")
+    # Of its own, so that schedules of older versions stay what they are.
+    deep = random.Random(f"{seed} {kind} resets")
     maker, operations = _Maker(rng, adapters), list[Operation]()
     lives = sorted(rng.randint(requests // 4, requests) for _ in range(2))
     while len(maker.asked) < requests:
@@ -182,7 +185,7 @@ def make(
         if rng.random() < 0.3:
             operations.append(Operation("abort", rng.choice(maker.asked[-_AT_ONCE:]).name))
         if rng.random() < 0.12:
-            operations.append(Operation("reset", running=rng.random() < 0.5))
+            operations.append(Operation("reset", running=rng.random() < 0.5, connector=deep.random() < 0.2))
         if faults and rng.random() < 0.3:
             operations.append(Operation("fault", kind=rng.choice(faults), pick=round(rng.random(), 3)))
     return Schedule(seed, kind, tuple(operations), engine)
@@ -259,6 +262,8 @@ def simpler(operation: Operation) -> Iterator[Operation]:
         yield evolve(operation, prompt=operation.prompt[1:])
     if operation.running:
         yield evolve(operation, running=False)
+    if operation.connector:
+        yield evolve(operation, connector=False)
     if operation.weights:
         yield evolve(operation, weights=0)
     if operation.do == "step" and operation.count > 1:

@@ -32,7 +32,7 @@ from kv_connector_torture.engine import (
     new_side_channel,
     set_environment,
 )
-from kv_connector_torture.run import Execution
+from kv_connector_torture.run import Execution, Hooks
 from kv_connector_torture.schedule import Schedule
 from kv_connector_torture.storage import Storage, fill_in, free_ports, serving
 
@@ -98,7 +98,8 @@ class Setup:
 class Result:
     """`schedule`: with all that is said in it. `answers`: those that were not known before. `log`: if it failed.
 
-    `at`: the place of the last operation that was begun, or None if the first engine has not started.
+    `at`: the place of the last operation that was begun, or None if the first engine has not started. `cut_off`:
+    whether it was ended before it had one.
     """
 
     schedule: Schedule
@@ -108,6 +109,7 @@ class Result:
     at: int | None = None
     log: str = ""
     seconds: float = 0.0
+    cut_off: bool = False
 
 
 class Trials:
@@ -122,27 +124,28 @@ class Trials:
         self.answers: Answers = {}
         self.count = 0
 
-    def run(self, schedule: Schedule) -> Result:
+    def run(self, schedule: Schedule, *, patience: float | None = None, deadline: float = float("inf")) -> Result:
+        """`patience`: instead of the setup's. At the deadline it is cut off, whatever it does."""
         self.count += 1
         port, other = free_ports(2)
-        setup = self._setup.filled_in(port, other)
+        setup = evolve(self._setup.filled_in(port, other), patience=patience or self._setup.patience)
         setup.storage.empty_folder()
         started = time.monotonic()
         with serving(setup.server, port, setup.folder / "server-log"):
             setup.storage.empty_redis()
-            result = self._run(setup, schedule)
+            result = self._run(setup, schedule, deadline)
         self.answers |= result.answers
         result.seconds = time.monotonic() - started
         return result
 
-    def _run(self, setup: Setup, schedule: Schedule) -> Result:
+    def _run(self, setup: Setup, schedule: Schedule, deadline: float) -> Result:
         ours, its = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_child, args=(setup, schedule, self.answers, its))
         process.start()
         its.close()
         result = Result(schedule)
         try:
-            self._follow(process, ours, result)
+            self._follow(process, ours, result, _ENOUGH * setup.patience, deadline)
         finally:
             _end(process)
             ours.close()
@@ -150,15 +153,16 @@ class Trials:
             with contextlib.suppress(OSError):
                 result.log = self._setup.log.read_text(errors="replace")
             if result.problem.kind == "death" and "Timeout (" in result.log:
-                result.problem = Problem("hang", f"a call has not returned after {2 * self._setup.patience:.0f} s")
+                result.problem = Problem("hang", f"a call has not returned after {2 * setup.patience:.0f} s")
             result.log = result.log[-20000:]
         return result
 
-    def _follow(self, process: Any, pipe: Any, result: Result) -> None:
+    def _follow(self, process: Any, pipe: Any, result: Result, patience: float, deadline: float) -> None:
         """Take what the process tells, until it has told all or has ended."""
         while True:
-            if not pipe.poll(_ENOUGH * self._setup.patience):
-                result.problem = Problem("hang", "the process does not answer")
+            if not pipe.poll(max(0.0, min(patience, deadline - time.monotonic()))):
+                result.cut_off = time.monotonic() >= deadline
+                result.problem = None if result.cut_off else Problem("hang", "the process does not answer")
                 return
             try:
                 told = pipe.recv()
@@ -214,21 +218,22 @@ class _Trial:
 
     def __init__(self, setup: Setup, schedule: Schedule, answers: Answers, pipe: Any) -> None:
         self._setup, self._schedule, self._answers, self._pipe = setup, schedule, answers, pipe
-        self._kind = models.KINDS[schedule.kind]
+        self._kind = models.kind_of(schedule.kind)
         self._armed = 0.0
 
     def run(self) -> dict[str, Any]:
         setup = self._setup
         self._alive()
         with contextlib.ExitStack() as stack:
-            for name in setup.around:
-                stack.enter_context(_named(name)())
+            stack.enter_context(self._kind.around())
+            given = [stack.enter_context(_named(name)()) for name in setup.around]
+            hooks = [each for each in given if isinstance(each, Hooks)]
             written = setup.folder / "models"
             adapters = [models.write_adapter(number + 1, written) for number in range(self._kind.adapters)]
             schedule, found = answer(self._schedule, self._answers, self._reference, adapters, self._alive)
             self._pipe.send({"schedule": schedule, "answers": found})
             engines = (self._tortured, adapters, setup.storage, setup.patience, self._alive, self._reached)
-            execution = Execution(schedule, self._answers | found, *engines)
+            execution = Execution(schedule, self._answers | found, *engines, hooks)
             try:
                 problem = execution.run()
             except Exception as error:  # noqa: BLE001 - whatever ended it is a result
@@ -246,9 +251,9 @@ class _Trial:
     def _reached(self, at: int) -> None:
         self._pipe.send({"at": at})
 
-    def _model(self, weights: int) -> Path:
-        if self._kind.make is None:
-            return Path(self._setup.model)
+    def _model(self, weights: int) -> tuple[Path, dict[str, Any]]:
+        if self._kind.make is None and self._kind.write is None:
+            return Path(self._setup.model), {}
         return models.write(self._schedule.kind, weights, self._setup.folder / "models")
 
     def _options(self) -> dict[str, Any]:
@@ -256,16 +261,18 @@ class _Trial:
 
     def _reference(self, weights: int) -> contextlib.AbstractContextManager[Engine]:
         # The user's options decide what a model computes; the schedule's only how tight the engine is.
-        return engine(self._model(weights), {**self._options(), **self._setup.engine, **_REFERENCE})
+        return engine(self._model(weights)[0], {**self._options(), **self._setup.engine, **_REFERENCE})
 
     @contextlib.contextmanager
     def _tortured(self, weights: int) -> Iterator[Engine]:
         self._alive()
-        options = {**self._options(), **self._kind.tortured, **self._schedule.engine, **self._setup.engine}
+        path, written = self._model(weights)
+        given = {**self._schedule.engine, **self._setup.engine}
+        options = {**self._options(), **self._kind.tortured, **written, **given}
         # Other weights come under the same name.
         model = self._setup.folder / "model"
         model.unlink(missing_ok=True)
-        model.symlink_to(self._model(weights))
+        model.symlink_to(path)
         with contextlib.ExitStack() as stack:
             make = None
             if self._setup.prefill is not None:
@@ -273,7 +280,15 @@ class _Trial:
                 first = stack.enter_context(engine(model, {**options, **PREFILL_ENGINE}, self._setup.prefill))
                 new_side_channel()
                 make = functools.partial(Pair, prefill=first)
-            yield stack.enter_context(engine(model, options, self._setup.connector, make))
+            yield stack.enter_context(engine(model, options, self._connector(), make))
+
+    def _connector(self) -> dict[str, Any] | None:
+        """With what this kind of model wants."""
+        connector = self._setup.connector
+        if connector is None or not self._kind.connector:
+            return connector
+        extra = {**connector.get("kv_connector_extra_config", {}), **self._kind.connector}
+        return {**connector, "kv_connector_extra_config": extra}
 
 
 def _named(name: str) -> Any:

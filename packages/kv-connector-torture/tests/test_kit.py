@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +16,14 @@ from attrs import evolve
 
 from kv_connector_torture import __main__ as program, report
 from kv_connector_torture.checks import Answer, Prefixes, Problem, by_weights, key_of, untrue
-from kv_connector_torture.run import Execution
+from kv_connector_torture.run import Execution, Hooks
 from kv_connector_torture.schedule import LONGEST, Operation, Schedule, make, shrink, simpler
 from kv_connector_torture.storage import FAULTS, Storage, fill_in, free_ports, serving
 from kv_connector_torture.trial import Result, Setup
 from tests.servers import needs_package, redis_server
 
 ENGINE = {"num_gpu_blocks_override": 38}
+HERE = report.Command((), Path())
 
 
 def made(seed: int = 3, **more: Any) -> Schedule:
@@ -153,14 +155,18 @@ class FakeEngine:
 
     def __init__(self, ends: str = "", holds: str = "") -> None:
         self.counts, self.scheduler, self._ends, self._holds = Counter[str](), SimpleNamespace(running=[]), ends, holds
+        self.cached, self.says, self.aborted = 0, 5, list[str]()
 
     def ask(self, name: str, *_: Any, **__: Any) -> None:
         pass
 
     def step(self) -> list[Any]:
         likely = {5: SimpleNamespace(logprob=-1.0), 6: SimpleNamespace(logprob=-2.0)}
-        answer = SimpleNamespace(token_ids=[5], logprobs=[likely])
-        return [SimpleNamespace(request_id=self._ends, outputs=[answer], num_cached_tokens=0)]
+        answer = SimpleNamespace(token_ids=[self.says], logprobs=[likely])
+        return [SimpleNamespace(request_id=self._ends, outputs=[answer], num_cached_tokens=self.cached)]
+
+    def abort(self, name: str) -> None:
+        self.aborted.append(name)
 
     def held(self) -> set[str]:
         return {self._holds} - {""}
@@ -172,14 +178,14 @@ class FakeEngine:
         return self.counts
 
 
-def executed(engine: FakeEngine, schedule: Schedule, tmp_path: Path) -> tuple[Problem | None, list[int]]:
+def executed(engine: FakeEngine, schedule: Schedule, tmp_path: Path, *hooks: Hooks) -> tuple[Problem | None, list[int]]:
     answers = {key_of(schedule, asked, 0): Answer([5], [-1.0], frozenset()) for asked in schedule.asked}
     reached: list[int] = []
 
     def made(weights: int) -> Any:
         return nullcontext(engine)
 
-    execution = Execution(schedule, answers, made, (), Storage(tmp_path), 0.05, lambda: None, reached.append)
+    execution = Execution(schedule, answers, made, (), Storage(tmp_path), 0.05, lambda: None, reached.append, hooks)
     return execution.run(), reached
 
 
@@ -205,6 +211,69 @@ def test_every_operation_is_told_before_it_is_done(tmp_path: Path) -> None:
     assert executed(FakeEngine(ends="r1"), schedule, tmp_path)[1] == [0, 1, 2, 3]
 
 
+ONE = TWO.cut(TWO.operations[:1])
+
+
+def test_a_hit_that_is_too_long_is_untrue_whatever_the_answer(tmp_path: Path) -> None:
+    """The wrong answer is only what comes of it."""
+    engine = FakeEngine(ends="r1")
+    engine.cached, engine.says = 3, 6
+    problem, _ = executed(engine, ONE, tmp_path)
+    assert problem is not None
+    assert problem.kind == "truthfulness"
+    assert "3 tokens are reported as cached" in problem.text
+    assert "token 0 of the answer differs: 6 instead of 5" in problem.text
+    assert (problem.expected, problem.given, problem.position) == ([5], [6], 0)
+
+
+class Watching(Hooks):
+    """Says all that it is asked for, and writes down that it was."""
+
+    def __init__(self, **says: str) -> None:
+        super().__init__()
+        self._says, self.asked = says, list[str]()
+
+    def _answer(self, name: str) -> str:
+        self.asked.append(name)
+        return self._says.get(name, "")
+
+    def alarm(self) -> str:
+        return self._answer("alarm")
+
+    def left(self) -> str:
+        return self._answer("left")
+
+    def ended(self) -> str:
+        return self._answer("ended")
+
+
+@pytest.mark.parametrize(
+    ("says", "kind"), [({}, None), ({"alarm": "fire"}, "alarm"), ({"left": "a pin"}, "leak"), ({"ended": "T"}, "leak")]
+)
+def test_what_hooks_find_is_a_problem(tmp_path: Path, says: dict[str, str], kind: str | None) -> None:
+    hooks = Watching(**says)
+    problem, _ = executed(FakeEngine(ends="r1"), ONE, tmp_path, hooks)
+    assert (problem and problem.kind) == kind
+    if problem is None:
+        assert {"alarm", "left", "ended"} <= set(hooks.asked)
+    else:
+        assert next(iter(says.values())) in problem.text
+
+
+class Aborting(Hooks):
+    def aborts(self, names: Iterable[str]) -> Iterable[str]:
+        self.counts["seen"] += 1
+        return names
+
+
+def test_hooks_abort_requests_and_count(tmp_path: Path) -> None:
+    engine, hooks = FakeEngine(), Aborting()
+    problem, _ = executed(engine, TWO, tmp_path, hooks)
+    assert problem is None
+    assert engine.aborted == ["r1", "r2"]
+    assert hooks.counts["seen"] >= 1
+
+
 # -- findings ------------------------------------------------------------------------------------------
 
 
@@ -216,7 +285,7 @@ class FakeTrials:
         self.count = 0
         self._starts = starts
 
-    def run(self, schedule: Schedule) -> Result:
+    def run(self, schedule: Schedule, **_: float) -> Result:
         self.count += 1
         if self.count == 6:
             raise KeyboardInterrupt
@@ -230,7 +299,7 @@ def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, starts: bool, sch
     options = ["--schedule", str(tmp_path / "schedule.json"), "--report", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["torture", *options])
     monkeypatch.setattr(program, "Trials", lambda setup: FakeTrials(starts))
-    return program.Session(program.arguments(), tmp_path).run()
+    return program.Session(program.arguments(), tmp_path, report.Command.given()).run()
 
 
 def test_when_interrupted_the_smallest_schedule_so_far_is_reported(
@@ -272,6 +341,8 @@ def test_an_engine_that_does_not_start_is_told_without_another_trial(
         ("--kinds ,", "at least one kind"),
         ("--kinds own", "`own` with --model only"),
         ("--kinds gpa", "there is no gpa"),
+        ("--kinds nowhere:gqa", "No module named 'nowhere'"),
+        ("--kinds json:gqa", "has no attribute 'KINDS'"),
     ],
 )
 def test_a_wrong_command_line_is_refused_before_anything_starts(
@@ -376,11 +447,13 @@ def test_a_report_says_what_differs_and_how_to_see_it_again(tmp_path: Path) -> N
     problem = Problem("difference", "token 1 differs", "r2", [5, 6, 7], [5, 9, 7], 1)
     failure = report.Failure(Result(Schedule(1, "gqa", (asked,), ENGINE), problem, at=0), 176, [True, False, True])
     setup = Setup(tmp_path, {"kv_connector": "X"}, around=("package:bug",))
-    path = report.write(tmp_path / "out", failure, setup, ["torture", "--seed", "1"], 1)
+    command = report.Command(["--seed", "1"], tmp_path, {"PYTHONPATH": "a folder"})
+    path = report.write(tmp_path / "out", failure, setup, command, 1)
     text = path.read_text()
     for part in (
-        "torture --seed 1",
-        '--schedule schedule-1.json --connector \'{"kv_connector": "X"}\' --around package:bug',
+        "python -m kv_connector_torture --seed 1",
+        f"cd {tmp_path} && PYTHONPATH='a folder' {sys.executable} -m kv_connector_torture ",
+        f'--schedule {tmp_path}/out/schedule-1.json --connector \'{{"kv_connector": "X"}}\' --around package:bug',
         "Seen at operation 1.",
         "failed in 2 of 3 trials",
         "It has 1 of 176 operations",
@@ -396,9 +469,9 @@ def test_a_report_says_what_differs_and_how_to_see_it_again(tmp_path: Path) -> N
 def test_a_report_of_an_error_of_many_lines_has_one_title_and_the_same_patience(tmp_path: Path) -> None:
     problem = Problem("death", "ValidationError: 1 error\n  no such connector")
     failure = report.Failure(Result(Schedule(1, "gqa", ()), problem), 3, [True])
-    text = report.write(tmp_path, failure, Setup(tmp_path, patience=7.5), ["torture"], 1).read_text()
+    text = report.write(tmp_path, failure, Setup(tmp_path, patience=7.5), HERE, 1).read_text()
     assert text.startswith("# Death: ValidationError: 1 error no such connector\n\n")
-    assert "--schedule schedule-1.json --patience 7.5\n" in text
+    assert "schedule-1.json --patience 7.5\n" in text
 
 
 def test_the_versions_are_those_of_what_connectors_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
