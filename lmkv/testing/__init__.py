@@ -1,5 +1,5 @@
 """Test helpers for authors of backends: a suite, hypothesis strategies, fault injection, a manual clock.
 
-`simulated_device` is for copiers. `backend_suite` needs pytest, `strategies` needs hypothesis; the others
-need neither. Import the modules by name: this package imports none of them.
+`backend_suite` needs pytest, `strategies` needs hypothesis; the others need neither. Import the modules by name: this
+package imports none of them.
 """

@@ -22,7 +22,7 @@ from lmkv.memory.layerwise import LayerReader, LayerWriter
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.pinned import PinnedSlab
 from lmkv.memory.slab import Slab
-from lmkv.testing.simulated_device import SimulatedDevice
+from tests.simulated_device import SimulatedDevice
 
 BLOCKS, PAGES, LAYERS, SLOTS = 12, 2, 3, 6
 

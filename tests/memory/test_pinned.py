@@ -13,7 +13,7 @@ import pytest
 from lmkv.memory.device import DeviceError
 from lmkv.memory.pinned import PinnedSlab, pinning_threads
 from lmkv.memory.slab import Slab, SlabMap
-from lmkv.testing.simulated_device import SimulatedDevice
+from tests.simulated_device import SimulatedDevice
 
 SLOT = 3 * 4096
 

@@ -14,7 +14,7 @@ from lmkv.memory.device import Staging
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.readback import ReadBack, page_digests
 from lmkv.memory.slab import Slab
-from lmkv.testing.simulated_device import SimulatedDevice
+from tests.simulated_device import SimulatedDevice
 
 BLOCKS, PAGE = 24, 48
 

@@ -35,7 +35,6 @@ from lmkv.policies import LRU
 from lmkv.protocols import Admission, Backend, Policy, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
-from lmkv.testing.simulated_device import SimulatedDevice
 from lmkv.vllm import compat
 from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.metadata import StepPlan
@@ -45,6 +44,7 @@ from lmkv.vllm.scheduler.options import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
 from tests.kit import LIMIT
+from tests.simulated_device import SimulatedDevice
 from tests.store.stepped import Pausing, sleep, stepped
 
 PAGE = 32

@@ -22,11 +22,11 @@ from lmkv.memory.device import DeviceError, Staging
 from lmkv.memory.device_copier import DeviceCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name
-from lmkv.testing.simulated_device import SimulatedDevice, SimulatedStream
 from lmkv.vllm.block_map import Group
 from lmkv.vllm.metadata import CopyOrder, StepPlan, WorkerReport
 from lmkv.vllm.worker import Worker
 from tests.kit import LIMIT, eventually
+from tests.simulated_device import SimulatedDevice, SimulatedStream
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
 LAYOUT = KVLayout(8, (LayerPages(64, 2),) * 2)
