@@ -11,7 +11,7 @@ import torch
 from lmkv.memory.copier import Event
 from lmkv.memory.device import Addresses, Device, Stream, Transfers
 from lmkv.memory.slab import SlabMap
-from lmkv.testing.simulated_device import SimulatedDevice
+from tests.simulated_device import SimulatedDevice
 
 
 class Accelerator:
