@@ -103,7 +103,9 @@ KINDS = {
     "layer by layer": _kind("gqa", 32, 96, {"use_layerwise": True}, enable_prefix_caching=False),
     "windows": _kind("windows", 90, 70),
     "windows, pipelined": _kind("windows", 100, 130, ram=20.5, pipelined=True),
-    "loads between steps": _kind("gqa", 40, 128, connector={"prefetch_deadline": 2.0}, ram=4.5, disk=100.5),
+    "loads between steps": _kind(
+        "gqa", 40, 128, connector={"prefetch_deadline": 2.0}, ram=4.5, disk=100.5, enable_prefix_caching=False
+    ),
     "latent": _kind("mla", 66, 90, connector={"disk_write": "back"}),
     "hybrids: recurrent layers": _kind("recurrent", 34, 140, ram=30.5, disk=90.5),
     "hybrids: recurrent layers, pipelined": _kind("recurrent", 38, 200, ram=50.5, pipelined=True),

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +43,7 @@ class Storage:
         files = sorted(path for path in self.folder.rglob("*") if path.is_file())
         if not files:
             return False
-        path = files[int(pick * len(files))]
+        path = _picked(files, pick)
         try:
             if kind == "empty":
                 for child in self.folder.iterdir():
@@ -61,7 +61,7 @@ class Storage:
         names = sorted(name for name in client.scan_iter() if client.type(name) == b"string")
         if not names:
             return False
-        name = names[int(pick * len(names))]
+        name = _picked(names, pick)
         if kind == "empty":
             client.flushdb()
         elif kind == "delete":
@@ -75,6 +75,11 @@ class Storage:
 
         connect: Callable[[str], Any] = Redis.from_url
         return connect(self.redis)
+
+
+def _picked(stored: Sequence[_T], pick: float) -> _T:
+    # Schedules have rounded places: 1.0 as well.
+    return stored[min(int(pick * len(stored)), len(stored) - 1)]
 
 
 def _broken(content: bytes, kind: str, pick: float) -> bytes:

@@ -126,6 +126,8 @@ class Trials:
 
     def run(self, schedule: Schedule, *, patience: float | None = None, deadline: float = float("inf")) -> Result:
         """`patience`: instead of the setup's. At the deadline it is cut off, whatever it does."""
+        if time.monotonic() >= deadline:
+            return Result(schedule, cut_off=True)
         self.count += 1
         port, other = free_ports(2)
         setup = evolve(self._setup.filled_in(port, other), patience=patience or self._setup.patience)
@@ -181,6 +183,8 @@ def _end(process: Any) -> None:
     """End the process with all of its own ones."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    # It leads no group yet when it is ended at its start.
+    process.kill()
     process.join()
 
 

@@ -371,6 +371,13 @@ def test_files_break(tmp_path: Path, kind: str) -> None:
     _check(kind, left, content)
 
 
+def test_the_last_file_breaks_as_well(tmp_path: Path) -> None:
+    """Places are rounded, some of them to 1."""
+    (tmp_path / "only").write_bytes(b"content")
+    assert Storage(tmp_path).strike("delete", 1.0)
+    assert not (tmp_path / "only").exists()
+
+
 @pytest.mark.parametrize("kind", FAULTS)
 def test_values_in_redis_break(tmp_path: Path, kind: str) -> None:
     needs_package("redis", "pip install 'lmkv[redis]'")
