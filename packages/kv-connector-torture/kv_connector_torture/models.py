@@ -160,9 +160,10 @@ def write_adapter(number: int, folder: Path) -> Path:
     from safetensors.torch import save_file
 
     target = folder / f"adapter-{number}"
-    if target.exists():
+    settings = target / "adapter_config.json"
+    if settings.exists():
         return target
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     generator, weights = torch.Generator().manual_seed(number), {}
     for layer in range(2):
         for name, width in (("q_proj", 64), ("v_proj", 32)):
@@ -170,6 +171,6 @@ def write_adapter(number: int, folder: Path) -> Path:
             weights[f"{stem}.lora_A.weight"] = torch.randn(_RANK, 64, generator=generator) * _WEIGHT_STD
             weights[f"{stem}.lora_B.weight"] = torch.randn(width, _RANK, generator=generator) * _WEIGHT_STD
     save_file(weights, target / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": ["q_proj", "v_proj"]}
-    (target / "adapter_config.json").write_text(json.dumps({**settings, "bias": "none"}))
+    lora = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": ["q_proj", "v_proj"]}
+    settings.write_text(json.dumps({**lora, "bias": "none"}))
     return target

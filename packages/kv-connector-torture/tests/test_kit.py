@@ -45,6 +45,8 @@ def test_a_schedule_has_all_that_it_is_asked_for() -> None:
     assert done.count("ask") == 80
     assert {asked.lora for asked in schedule.asked} == {0, 1, 2}
     assert {asked.salt for asked in schedule.asked} == {"", "a", "b"}
+    resets = [operation for seed in range(9) for operation in made(seed).operations if operation.do == "reset"]
+    assert {reset.connector for reset in resets} == {True, False}
     assert {weights for weights, _ in by_weights(made(5, weights=2).operations)} == {0, 1}
 
 
@@ -322,6 +324,17 @@ def test_an_engine_that_does_not_start_is_told_without_another_trial(
     assert "death before the first operation: no licence\nlines\nno licence\n" in said
     assert "1 of 2 operations after 0 more trials" in said
     assert "No engine has started." in (tmp_path / "report-1.md").read_text()
+
+
+def test_a_count_that_is_0_at_the_end_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = Counter(requests=1, preemptions=1, aborts=1, resets=1, cached_tokens=1, accepted_drafts=0)
+    trials = SimpleNamespace(answers={}, run=lambda schedule: Result(schedule, counts=counts))
+    monkeypatch.setattr(sys, "argv", ["torture", "--requests", "1"])
+    monkeypatch.setattr(program, "Trials", lambda setup: trials)
+    assert program.Session(program.arguments(), tmp_path, HERE).run() == 1
+    assert "nothing was tested: no accepted drafts\n" in capsys.readouterr().out
 
 
 # -- command lines -------------------------------------------------------------------------------------
