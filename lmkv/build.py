@@ -20,6 +20,7 @@ from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
+from lmkv.config.remote_url import RemoteURL
 from lmkv.config.settings import DEFAULT
 from lmkv.memory.machine import check_in_memory, clamp_shared_memory
 from lmkv.policies import Quotas, make_admission, make_policy
@@ -102,21 +103,30 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None, opened
     for url in (*config.remote_url, *config.remote_urls):
         names[url.store_kind] += 1
         number = names[url.store_kind]
-        options = RemoteOptions(
-            username=config.remote_username,
-            password=config.password,
-            renew_password=config.renew_password,
-            prefix=config.remote_prefix,
-            ttl=config.remote_ttl or None,
-            timeout=config.remote_timeout,
-            chunk_tokens=namespace.chunk_size,
-            name=url.store_kind if number == 1 else f"{url.store_kind}-{number}",
-            authentication_key=key,
-        )
-        backend = plugins.make(url.place, f"remote_url {url}", Backend, url.text, namespace.digest, options)
-        opened.callback(close_all, [(options.name, backend)])
+        name = url.store_kind if number == 1 else f"{url.store_kind}-{number}"
+        backend = open_remote(config, url, namespace.digest, key, name=name, chunk_tokens=namespace.chunk_size)
+        opened.callback(close_all, [(name, backend)])
         # No capacity: the remote store bounds and evicts by itself.
         yield Tier(backend, _policy(config))
+
+
+def open_remote(
+    config: Config, url: RemoteURL, namespace: bytes, key: bytes | None, *, name: str, chunk_tokens: int
+) -> Backend:
+    """The backend of a remote store, with the settings that all of them share. Raises ConfigError."""
+    options = RemoteOptions(
+        username=config.remote_username,
+        password=config.password,
+        renew_password=config.renew_password,
+        prefix=config.remote_prefix,
+        ttl=config.remote_ttl or None,
+        timeout=config.remote_timeout,
+        chunk_tokens=chunk_tokens,
+        name=name,
+        authentication_key=key,
+    )
+    backend: Backend = plugins.make(url.place, f"remote_url {url}", Backend, url.text, namespace, options)
+    return backend
 
 
 def _shared_memory_tier(

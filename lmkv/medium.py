@@ -74,7 +74,7 @@ class Medium:
         return os.stat(above).st_dev
 
     def _read(self, more: int = 0) -> bytes:
-        """What the file says; nothing without one. `more`: flags."""
+        """The content of the mark's file; empty without one. `more`: flags."""
         with suppress(OSError):
             fd = os.open(os.path.join(self.path, NAME), os.O_RDWR * bool(more) | more | _CAREFULLY, 0o600)
             try:

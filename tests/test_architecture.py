@@ -81,7 +81,7 @@ BUDGET = {
     "backends": 449,
     "backends.disk": 1112,
     "backends.remote": 1897,
-    "build": 125,
+    "build": 132,
     "engine": 499,
     "": 60,
     "agent": 1322,
@@ -92,7 +92,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19594
+WHOLE = 19601
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -161,9 +161,9 @@ class Engine:
     def store(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN, wait: float = 0.0) -> int:
         """Store the KV of a prompt from `blocks`, the first of which holds its first token.
 
-        Only whole chunks that `blocks` covers are stored; chunks that some tier has are not copied again, but from host
-        memory to stores that have lost them. Returns
-        how many leading tokens are stored now: fewer if there is no room, or another thread still stores some.
+        Stores only whole chunks that `blocks` covers. Chunks that some tier has are not copied again; those in host
+        memory are written to stores that have lost them. Returns how many leading tokens are stored now: fewer if
+        there is no room, or another thread still stores some.
 
         Without `wait` it copies into host memory and returns; lower tiers that are too slow miss some chunks. With
         `wait` it goes at their pace for at most `wait` seconds: every tier gets every chunk that it takes, and the

@@ -23,7 +23,7 @@ _SESSION_SECONDS: Final = 86_400.0
 MAX_HINTED: Final = 1 << 18
 """Most chunks of all sessions, and of all priorities, about 20 MiB of keys."""
 _OVERHEAD: Final = 16
-"""What a wish takes beside its chunks, in keys."""
+"""Memory of a wish without its chunks, in keys."""
 _MAX_ENDING: Final = 16
 """Most wishes about the same chunks, of several sessions or priorities."""
 _MAX_SHED: Final = 64
@@ -145,7 +145,7 @@ class Hints:
                     self._uncount(other, self._priorities.pop(other))
         ending = self._ending.setdefault(wish.last, {})
         if len(ending) >= _MAX_ENDING:
-            # Those that are left keep the chunks as long.
+            # The other wishes keep the chunks as long.
             self._end(first := min(ending, key=self._end_of), self._priorities.pop(first))
         self._priorities.add(wish, owner, size=len(keys) + _OVERHEAD, end=end, value=keys)
         self._count(wish, keys, owner, tenant)
@@ -246,7 +246,7 @@ class Hints:
         with self._lock, self._changes:
             for policy in self._labelled:
                 policy.label(keys, names)
-            # What was nobody's has no priority in its new place.
+            # A chunk that moves to a tenant loses its priority there.
             if wished := [key for key in keys if key in self._wished]:
                 self._apply(wished)
 

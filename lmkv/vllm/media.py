@@ -39,7 +39,7 @@ class Media:
     _first: LRUCache[bytes, tuple[bytes, tuple[str, str]]] = field(
         factory=lambda: LRUCache(_REMEMBERED), init=False, repr=False
     )
-    """By digests of the names, which may have any length."""
+    """The keys are digests of the names, because names may have any length."""
     _warned: set[str] = field(factory=set, init=False, repr=False)
 
     def extras(self, request: Any, chunk_size: int, weights: str = "", adapter: str = "") -> Mapping[int, bytes]:

@@ -1,7 +1,7 @@
 """The client of an object store: obstore, in the child process of `ObjectStoreBackend`.
 
-obstore signs, connects and retries. It makes room for as many bytes as an answer promises, and ends its process where
-there are none: that is why it has one of its own.
+obstore signs, connects and retries. It allocates as many bytes as an answer promises, and its process ends if there are
+too few. So it runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class StoreClient:
         done, late = wait(asked, 2 * self._timeout)
         for each in late:
             each.cancel()
-        failed = [each.exception() for each in done if each.exception()]
+        failed = [error for each in done if (error := each.exception())]
         if len(failed) + len(late) == len(asked):
-            raise failed[0] or TimeoutError() if failed else TimeoutError("it does not answer")
+            raise failed[0] if failed else TimeoutError("it does not answer")
         return [_answered(each) for each in asked]
 
     def get(self, name: str, parts: Sequence[Part]) -> int | None:
@@ -278,7 +278,7 @@ def opened(
     authorities = options.get("ssl_ca_certs")
     _check_files(options)
     options = {name: value for name, value in options.items() if name not in ("ssl_ca_certs", "clients")}
-    # By whichever of its names: obstore panics on an invalid URL.
+    # obstore panics on an invalid URL. Each of these options has several names.
     named = {name.lower(): value for name, value in options.items() if _NAMES_PLACE.search(name.lower())}
     places = named.values()
     if not all(_ENDPOINT.fullmatch(place) and (urlsplit(place).port or 1) > 0 for place in places):

@@ -169,7 +169,7 @@ class RedisURL:
 
 
 class _Renewed:
-    """What redis-py asks for credentials: after a refusal the file may have another password."""
+    """Gives redis-py the credentials, with the password that the file has now."""
 
     def __init__(self, options: RemoteOptions, username: str | None) -> None:
         self._options, self._username = options, username

@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from lmkv import plugins
-from lmkv.backends.remote.options import RemoteOptions
+from lmkv.backends.remote.options import DEFAULTS
+from lmkv.build import open_remote
 from lmkv.config import Config
 from lmkv.config.remote_url import RemoteURL
 from lmkv.errors import outside
@@ -49,29 +49,21 @@ def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
 
     A chunk of a namespace of its own is written, read and deleted. Where it may not be deleted, it is always the same.
     """
-    options = RemoteOptions(
-        username=config.remote_username,
-        password=config.password,
-        prefix=config.remote_prefix,
-        ttl=config.remote_ttl or None,
-        timeout=config.remote_timeout,
-        name=url.store_kind,
-        authentication_key=config.authentication_bytes,
-    )
-    backend = plugins.make(url.place, f"remote_url {url}", Backend, url.text, _NAMESPACE, options)
+    key, timeout = config.authentication_bytes, config.remote_timeout
+    backend = open_remote(config, url, _NAMESPACE, key, name=url.store_kind, chunk_tokens=DEFAULTS.chunk_tokens)
     found: dict[str, str] = {}
-    asking = threading.Thread(target=lambda: found.update(_ask(backend, options.timeout)), daemon=True)
+    asking = threading.Thread(target=lambda: found.update(_ask(backend, timeout)), daemon=True)
     asking.start()
-    asking.join(len(VERBS) * options.timeout + _SPARE)
+    asking.join(len(VERBS) * timeout + _SPARE)
     if asking.is_alive():
         # Its thread is left behind.
         return dict.fromkeys(VERBS, "no answer in time")
-    close_all([(options.name, backend)])
+    close_all([(url.store_kind, backend)])
     return found
 
 
 def remedy(verb: str, reason: str) -> str:
-    """What helps against a refusal.
+    """The remedy for a refusal.
 
     >>> remedy("deletions", "this user has no permissions to run the 'unlink' command")
     'give the user +unlink'

@@ -26,7 +26,7 @@ _DURATION = re.compile(r"\d[\d.]{0,20} ?[nuµm]?s\b")
 
 @define(eq=False)
 class Complaints:
-    """What is wrong with the tier of this name. Thread-safe; called without the store's lock."""
+    """Logs failures of one tier. Thread-safe; called without the store's lock."""
 
     name: str
     clock: Clock

@@ -199,7 +199,7 @@ class LowerTier:
     def probe(self) -> None:
         """Where calls fail, ask for something, so that no request has to; once that is answered again, all are tried.
 
-        What an answer says of reads is little: where they fail, one is tried here, too.
+        A lookup that works does not show that reads do: where reads fail, it also reads one chunk.
         """
         breakers = self._lookups, self._reads, self._writes
         with self._lock:
@@ -427,7 +427,7 @@ class LowerTier:
 
     @property
     def _until_deleted(self) -> str:
-        """What follows when a chunk cannot be deleted."""
+        """The consequence of a failed deletion, for the log."""
         return f"{'such chunks are not' if self.index.capacity is None else 'nothing is'} written here until that works"
 
     def _reclaim_once(self) -> bool:

@@ -177,7 +177,7 @@ class Order:
         return self._do(lambda policy: dict(policy.used_bytes()) if isinstance(policy, LabelsKeys) else {})
 
     def _after(self, error: BaseException) -> Policy:
-        """What goes on after an error of the policy. Ctrl-C ends the call. Without `_do`: each chunk is held."""
+        """The policy that replaces one that raised. Raises Ctrl-C. For calls about one chunk, where `_do` is slow."""
 
         def again() -> Policy:
             raise error
