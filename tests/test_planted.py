@@ -1,6 +1,7 @@
 """Under a chunk's name lies something else: in every lower tier, before engines that load it.
 
-It is never served and ends nobody. Once the chunk is stored again it is served again.
+It is never served and ends nobody. Once the chunk is stored again it is served again. Each kind lies under the name of
+a chunk of its own prompt.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from tests.test_engine import BLOCK, CHUNK, Model, blocks_of, tokens
 
 needs_package("obstore", "pip install 'lmkv[s3]'")
 needs_package("cryptography", "pip install 'lmkv[auth]'")
-
-PROMPT = tokens(2 * CHUNK)
 
 
 class Place:
@@ -45,18 +44,21 @@ class Place:
         assert engine.wait_indexed(LIMIT)
         return engine
 
-    def store(self, engine: Engine, prompt: list[int] = PROMPT) -> None:
+    def store(self, engine: Engine, prompt: list[int]) -> dict[str, bytes]:
+        """What is new in the tier."""
+        before = self.all()
         blocks = blocks_of(len(prompt))
         self.model.compute(prompt, blocks)
         assert engine.store(prompt, blocks, wait=LIMIT) == len(prompt)
         assert engine.drain(LIMIT)
+        return {name: value for name, value in self.all().items() if name not in before}
 
-    def load(self, engine: Engine) -> int:
+    def load(self, engine: Engine, prompt: list[int]) -> int:
         """How many tokens came back; all of them are right."""
         self.model.lose()
-        blocks = blocks_of(len(PROMPT))
-        count = engine.retrieve(PROMPT, blocks)
-        self.model.check(PROMPT, blocks, count)
+        blocks = blocks_of(len(prompt))
+        count = engine.retrieve(prompt, blocks)
+        self.model.check(prompt, blocks, count)
         return count
 
 
@@ -126,27 +128,30 @@ def test_what_lies_under_a_name_is_the_chunk_or_a_miss(place: Place, tmp_path: P
     keys = {letter: tmp_path / letter for letter in "ab"}
     for letter, path in keys.items():
         path.write_text(letter * 64)
+    others: list[dict[str, Any]] = [{"model": "another"}, {"authentication_key_file": str(keys["b"])}]
     if authenticated:
         place.options["authentication_key_file"] = str(keys["a"])
-    foreign: dict[str, bytes] = {}
-    others: list[dict[str, Any]] = [{"model": "another"}, {"authentication_key_file": str(keys["b"])}]
-    for number, other in enumerate([*others, {"authentication_key_file": None}] if authenticated else others):
-        with place.engine(**other) as engine:
-            place.store(engine)
-        new = set(place.all().values()) - set(foreign.values())
-        foreign |= {f"other {number}, {index}": value for index, value in enumerate(sorted(new))}
-    before = place.all()
+        others.append({"authentication_key_file": None})
+    planted = {}  # what: the prompt, and the value that is put under the name of one of its chunks
+    for other, options in enumerate(others):
+        with place.engine(**options) as engine:
+            for index in range(2):
+                prompt = tokens(2 * CHUNK, len(planted))
+                planted[f"other {other}, {index}"] = prompt, list(place.store(engine, prompt).values())[index]
     with place.engine() as engine:
-        place.store(engine)
-    good = {name: value for name, value in place.all().items() if name not in before}
-    assert len(good) == 2
-    name, beside = good
-    for what, value in (damaged(good[name], good[beside]) | foreign).items():
-        for each, sound in good.items():
-            place.put(each, sound)
-        place.put(name, value)
-        with place.engine() as engine:
-            assert place.load(engine) < len(PROMPT), what
-            place.store(engine)
-        with place.engine() as engine:
-            assert place.load(engine) == len(PROMPT), f"{what}: it was stored again"
+        own = [*place.store(engine, tokens(2 * CHUNK, len(planted))).values()]
+        for kind in damaged(*own):
+            prompt = tokens(2 * CHUNK, len(planted) + 1)
+            (name, value), (_, beside) = place.store(engine, prompt).items()
+            planted[kind] = prompt, damaged(value, beside)[kind]
+            place.put(name, planted[kind][1])
+        for kind in [kind for kind in planted if kind.startswith("other")]:
+            name = min(place.store(engine, planted[kind][0]))
+            place.put(name, planted[kind][1])
+    with place.engine() as engine:
+        for kind, (prompt, _) in planted.items():
+            assert place.load(engine, prompt) < len(prompt), kind
+            place.store(engine, prompt)
+    with place.engine() as engine:
+        for kind, (prompt, _) in planted.items():
+            assert place.load(engine, prompt) == len(prompt), f"{kind}: it was stored again"

@@ -243,7 +243,7 @@ def test_brackets_without_end_are_no_traceback(command: list[str]) -> None:
 
 
 COMMANDS = [
-    "doctor",
+    pytest.param("doctor", marks=pytest.mark.slow("lmkv doctor imports vLLM")),
     "config show",
     "config show --json",
     "version",
