@@ -1,12 +1,12 @@
 """Audits of hits: how far honest runs deviate, which faults are found, and after how many hits.
 
-    python benchmarks/audit.py honest [--family "GQA, Qwen3"] [--dtype float32] [--hits 10000] [--batch 16] [--loads]
-    python benchmarks/audit.py faults [--family "GQA, Qwen3"] [--dtype float32] [--ranks 2] [--trials 20] [--block 128]
-    python benchmarks/audit.py delay [--trials 1000]
+    python -m benchmarks.audit honest [--family "GQA, Qwen3"] [--dtype float32] [--hits 10000] [--batch 16] [--loads]
+    python -m benchmarks.audit faults [--family "GQA, Qwen3"] [--dtype float32] [--ranks 2] [--trials 20] [--block 128]
+    python -m benchmarks.audit delay [--trials 1000]
 
 `honest`: real vLLM on CPUs and a tiny model with random weights, every hit audited: prompts that are stored by
 prefills in one step and in several, alone and in batches, and by decoding, and asked again in other batches and steps.
-Prints the largest deviations and the false alarms. With `--loads` every other hit is loaded, and read back.
+Shows the largest deviations and the false alarms. With `--loads` every other hit is loaded, and read back.
 
 `faults`: the same engine. Each trial stores prompts, changes the stored bytes as one kind of fault does, and asks
 again.
@@ -16,27 +16,25 @@ again.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import argparse
 import logging
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attrs import define, field
 
+from benchmarks.rounds import Row, arguments, finish, percentile
 from lmkv.chunks.hashing import state_keys
 from lmkv.memory.comparison import TOLERANCE, Comparison, Part
 from lmkv.vllm.observe.telemetry import Telemetry
@@ -163,7 +161,7 @@ def shuffled(rng: random.Random, running: Engine, prompts: list[list[int]], most
         del prompts[:count]
 
 
-def honest(args: argparse.Namespace) -> None:
+def honest(args: argparse.Namespace) -> Iterator[Row]:
     family = MODELS[args.family]
     rng, ends = random.Random(args.seed), time.monotonic() + args.seconds
     unit = max(CHUNK, family.unit)
@@ -188,9 +186,13 @@ def honest(args: argparse.Namespace) -> None:
                 for asked in ([list(ids) for ids in first], turns, [ids[: -len(ids) // 3] for ids in first]):
                     shuffled(rng, running, list(asked), args.batch)
             running.assert_nothing_leaked()
-    say(f"{args.family}, {args.dtype or 'as it is'}: {dict(seen.counts)}")
+    title = f"{args.family}, {args.dtype or 'as it is'}"
+    for name in ("hits", "chunks", "states", "loads", "loads, read again", "wrong", "wrong loads"):
+        yield Row(f"{title}: {name}", seen.counts[name], "")
     for name, worst in sorted(seen.worst.items()):
-        say(f"  {name}: largest deviation {worst:.2e}")
+        limit = TOLERANCE.get(getattr(torch, name.rpartition(", ")[2], None))
+        met = None if limit is None else worst <= limit
+        yield Row(f"{title}: {name}: largest deviation", worst, "", target=limit, met=met)
 
 
 # -- faults --------------------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ KINDS: dict[str, Fault] = {
 STATES: dict[str, Fault] = {"a state without its KV": state_alone, "KV without its state": wrong_state}
 
 
-def trials(running: Engine, kind: str, make: Fault, seen: Seen, count: int, length: int, seed: int) -> None:
+def trials(running: Engine, kind: str, make: Fault, seen: Seen, count: int, length: int, seed: int) -> Row:
     """Each trial is one fault, and one hit of it: found where it is, with no other alarm."""
     found = 0
     rng = random.Random(seed)
@@ -270,10 +272,10 @@ def trials(running: Engine, kind: str, make: Fault, seen: Seen, count: int, leng
         before = seen.counts["wrong"]
         ask(running, [mine])
         found += seen.counts["wrong"] > before
-    say(f"  {kind}: found {found} of {count}")
+    return Row(f"found of {count}: {kind}", found, "")
 
 
-def other_weights(running: Engine, seen: Seen, count: int, noise: float, seed: int) -> None:
+def other_weights(running: Engine, seen: Seen, count: int, noise: float, seed: int) -> Row:
     """The stored KV is of weights that differ by this share, in every matrix and norm."""
 
     def change(model: Any) -> None:
@@ -297,45 +299,37 @@ def other_weights(running: Engine, seen: Seen, count: int, noise: float, seed: i
         before = seen.counts["wrong"]
         ask(running, [ids])
         found += seen.counts["wrong"] > before
-    say(f"  KV of other weights, norms {noise:g} apart: found {found} of {count}")
+    return Row(f"found of {count}: KV of other weights, norms {noise:g} apart", found, "")
 
 
-def faults(args: argparse.Namespace) -> None:
+def faults(args: argparse.Namespace) -> Iterator[Row]:
     os.environ.update(VLLM_ALLOW_INSECURE_SERIALIZATION="1")
-    with tempfile.TemporaryDirectory() as folder, watching() as seen:
-        if args.family in RECURRENT:
-            family = RECURRENT[args.family]
-            length = 2 * family.unit + 20
-            with served(family, family.write(Path(folder))) as running:
-                say(f"{args.family}:")
-                for kind, make in STATES.items():
-                    trials(running, kind, make, seen, args.trials, length, 10_000 + 1000 * len(kind))
-            return
-        family = MODELS[args.family]
-        ranks: dict[str, Any] = (
-            {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} if args.ranks == 2 else {}
-        )
-        if ranks:
-            os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", GLOO_SOCKET_IFNAME="lo")
-        written, length = family.write(Path(folder)), max(200, 2 * args.block + 20)
-        with served(family, written, chunk=args.block, dtype=args.dtype, **ranks) as running:
-            say(f"{args.family}, {args.dtype}, {args.ranks} ranks, blocks of {args.block}:")
-            kinds: dict[str, Fault] = {"one rank's part": one_rank} if ranks else KINDS
-            for kind, make in kinds.items():
-                trials(running, kind, make, seen, args.trials, length, 1000 * len(kind))
-            for number, noise in enumerate((0.001, 0.01, 0.1, 0.3) if not ranks else ()):
-                other_weights(running, seen, args.trials, noise, 900_000 + 1000 * number)
+    family, recurrent = MODELS[args.family], args.family in RECURRENT
+    ranks: dict[str, Any] = {}
+    if args.ranks == 2:
+        ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", GLOO_SOCKET_IFNAME="lo")
+    kinds: dict[str, Fault] = STATES if recurrent else {"one rank's part": one_rank} if ranks else KINDS
+    length = 2 * family.unit + 20 if recurrent else max(200, 2 * args.block + 20)
+    options = {} if recurrent else {"chunk": args.block, "dtype": args.dtype, **ranks}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        watching() as seen,
+        served(family, family.write(Path(folder)), **options) as running,
+    ):
+        for kind, make in kinds.items():
+            yield trials(running, kind, make, seen, args.trials, length, 10_000 + 1000 * len(kind))
+        for number, noise in enumerate((0.001, 0.01, 0.1, 0.3) if kinds is KINDS else ()):
+            yield other_weights(running, seen, args.trials, noise, 900_000 + 1000 * number)
 
 
 # -- delay ---------------------------------------------------------------------------------------------
 
 
-def delay(args: argparse.Namespace) -> None:
+def delay(args: argparse.Namespace) -> Iterator[Row]:
     """The hits until a fault is found, where one in so many is wrong and each wrong one that is drawn is found."""
     rng = random.Random(args.seed)
-    rows = ["| one wrong hit, or load, in | audit 1 in 1 | 1 in 10 | 1 in 100 | 1 in 1,000 |", "|---|---|---|---|---|"]
     for faults_in in (10, 100, 1000, 10_000):
-        cells = []
         for rate in (1.0, 0.1, 0.01, 0.001):
             sampler, hits = Sampler(rate, rng.random), []
             for _ in range(args.trials):
@@ -344,19 +338,13 @@ def delay(args: argparse.Namespace) -> None:
                     wrong += 1
                 # Between two wrong hits are as many honest ones as chance has it.
                 hits.append(sum(int(rng.expovariate(1 / faults_in)) + 1 for _ in range(wrong)))
-            hits.sort()
-            cells.append(f"{round(statistics.median(hits)):,} ({hits[int(0.95 * len(hits))]:,})")
-        rows.append(f"| {faults_in:,} | " + " | ".join(cells) + " |")
-    for row in rows:
-        say(row)
+            title = f"one wrong hit in {faults_in:,}, audits of 1 in {1 / rate:,.0f}"
+            yield Row(f"{title}: found after, median", statistics.median(hits), "hits")
+            yield Row(f"{title}: of 95 in 100 within", percentile(hits, 0.95), "hits")
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = arguments(__doc__, quick="a tenth of the hits and trials")
     parser.add_argument("what", choices=("honest", "faults", "delay"))
     parser.add_argument("--family", default="GQA, Qwen3")
     parser.add_argument("--dtype")
@@ -368,11 +356,12 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=CHUNK)
     parser.add_argument("--loads", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    options = parser.parse_args()
+    if options.quick:
+        options.hits, options.trials = options.hits // 100, max(1, options.trials // 10)
     logging.getLogger("lmkv.vllm").setLevel(logging.CRITICAL)
-    {"honest": honest, "faults": faults, "delay": delay}[args.what](args)
-    say(f"tolerances: { ({str(dtype).removeprefix('torch.'): limit for dtype, limit in TOLERANCE.items()}) }")
+    return finish({"honest": honest, "faults": faults, "delay": delay}[options.what](options), options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

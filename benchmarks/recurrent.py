@@ -1,7 +1,7 @@
 """Conversations with a model that has recurrent layers: hits and first token of each turn, and bytes that are kept.
 
-    python benchmarks/recurrent.py [--conversations 3] [--turns 6] [--interval 0] [--quick] [--json]
-    python benchmarks/recurrent.py --edits [--conversations 3] [--turns 6] [--quick] [--json]
+    python -m benchmarks.recurrent [--conversations 3] [--turns 6] [--interval 0] [--quick]
+    python -m benchmarks.recurrent --edits [--conversations 3] [--turns 6] [--quick]
 
 A small Nemotron-H in float32 on vLLM's CPU build. Each conversation is had three times in turn, each with a salt of its
 own: with vLLM's own prefix cache alone, with lmkv alone (vLLM's cache is emptied before each turn), and without either.
@@ -13,20 +13,19 @@ lmkv alone, in steps of a chunk: what several `state_interval` find and keep. Co
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])
-
+import argparse
 import random
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from attrs import define, field
 
-from benchmarks._timing import Row, arguments_of, finish
+from benchmarks.rounds import Row, arguments, compared, finish
 from tests.vllm import mamba_cpu
 from tests.vllm.families import MAX_POSITION, Family, nemotron_h
 from tests.vllm.harness import Engine, engine, external_hits
@@ -109,8 +108,7 @@ def common(one: list[int], other: list[int]) -> int:
     return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(other))
 
 
-def compare_intervals(conversations: int, turns: int) -> list[Row]:
-    made = []
+def compare_intervals(conversations: int, turns: int) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="lmkv-recurrent-") as folder, mamba_cpu.exported():
         model = Family(nemotron_h).write(Path(folder) / "model")
         room = {"max_model_len": MAX_POSITION, "max_num_batched_tokens": STEP, "kv_cache_memory_bytes": 64 << 20}
@@ -120,24 +118,12 @@ def compare_intervals(conversations: int, turns: int) -> list[Row]:
                 found = [edit(running, number, turns) for number in range(conversations)]
                 running.run([[9] * 9])
                 stats = running.store.stats().primary
-            name = f"state_interval {interval}"
-            made.append(
-                Row(f"of what was said before hit, {name}", sum(h for h, _ in found) / sum(s for _, s in found), "")
-            )
-            made.append(Row(f"slots of states for one of KV, {name}", stats.states / stats.chunks, ""))
-    return made
+            name, shared = f"state_interval {interval}", sum(shared for _, shared in found)
+            yield Row(f"of what was said before hit, {name}", sum(hits for hits, _ in found) / shared, "")
+            yield Row(f"slots of states for one of KV, {name}", stats.states / stats.chunks, "")
 
 
-def main() -> int:
-    parser = arguments_of(__doc__, quick="one conversation of three turns")
-    parser.add_argument("--conversations", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--interval", type=int, default=0)
-    parser.add_argument("--edits", action="store_true")
-    options = parser.parse_args()
-    conversations, turns = (1, 3) if options.quick else (options.conversations, options.turns)
-    if options.edits:
-        return finish(compare_intervals(conversations, turns), options.json)
+def conversations(options: argparse.Namespace) -> Iterator[Row]:
     arms = {name: Arm() for name in (OWN, LMKV, NONE)}
     with tempfile.TemporaryDirectory(prefix="lmkv-recurrent-") as folder, mamba_cpu.exported():
         model = Family(lambda: nemotron_h(**SIZES)).write(Path(folder) / "model")
@@ -146,25 +132,33 @@ def main() -> int:
         with engine(model, extra=extra, **room) as running:
             running.run([[7] * 700], max_tokens=2)
             before = running.store.stats().primary
-            for number in range(conversations):
-                answers = [converse(running, name, number, turns, arm) for name, arm in arms.items()]
+            for number in range(options.conversations):
+                answers = [converse(running, name, number, options.turns, arm) for name, arm in arms.items()]
                 assert answers[0] == answers[1] == answers[2], "the outputs differ"
             running.run([[9] * 9])
             after, slot = running.store.stats().primary, running.connector._model.layout.slot_bytes
-            unit = running.connector._model.block_map.chunk_size
-    made = [Row("tokens of a chunk", unit, "tokens")]
+            yield Row("tokens of a chunk", running.connector._model.block_map.chunk_size, "tokens")
+    yield from compared("first token of a later turn", "s", {name: arm.seconds for name, arm in arms.items()}, OWN)
     for name, arm in arms.items():
-        ratios = [one / other for one, other in zip(arm.seconds, arms[OWN].seconds, strict=True)]
-        ratio = None if name == OWN else statistics.median(ratios)
-        made.append(Row(f"first token of a later turn, {name}", statistics.median(arm.seconds), "s", OWN, ratio))
-        if name != NONE:
-            left = [of - hit for of, hit in zip(arm.before, arm.hits, strict=True)]
-            made.append(Row(f"of the turns before not hit, {name}", statistics.median(left), "tokens"))
-            share = sum(arm.hits) / sum(of + QUESTION for of in arm.before)
-            made.append(Row(f"share of a later turn's prompt hit, {name}", share, ""))
-    kept = (("KV", after.chunks - before.chunks), ("states", after.states - before.states))
-    made += [Row(f"{what} kept for a conversation", n * slot / conversations / 2**20, "MiB") for what, n in kept]
-    return finish(made, options.json)
+        left = [of - hit for of, hit in zip(arm.before, arm.hits, strict=True)]
+        yield Row(f"of the turns before not hit, {name}", statistics.median(left), "tokens")
+        share = sum(arm.hits) / sum(of + QUESTION for of in arm.before)
+        yield Row(f"share of a later turn's prompt hit, {name}", share, "")
+    for what, count in (("KV", after.chunks - before.chunks), ("states", after.states - before.states)):
+        yield Row(f"{what} kept for a conversation", count * slot / options.conversations / 2**20, "MiB")
+
+
+def main() -> int:
+    parser = arguments(__doc__, quick="one conversation of three turns")
+    parser.add_argument("--conversations", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--interval", type=int, default=0)
+    parser.add_argument("--edits", action="store_true")
+    options = parser.parse_args()
+    if options.quick:
+        options.conversations, options.turns = 1, 3
+    found = compare_intervals(options.conversations, options.turns) if options.edits else conversations(options)
+    return finish(found, options)
 
 
 if __name__ == "__main__":

@@ -1,129 +1,169 @@
-"""Measures an index of ten thousand to three million chunks: memory, time until all are found, and each call then.
+"""An index of ten thousand to three million chunks: memory, time until all are found, and each call then.
 
-    python benchmarks/scale.py [--rounds 9] [--only sizes,calls,files] [--files FOLDER] [--plot docs/scale.svg]
-                               [--quick] [--json]
+    python -m benchmarks.scale [--rounds 9] [--only sizes,calls,files] [--files FOLDER] [--quick] [--write FILE]
 
 In each round every size has a process of its own; medians count. A made-up medium lists random keys as fast as they
 can be made, so that only lmkv is measured; with --files, real files of a local disk tier are listed beside it, up to
 300,000, and then inspected and deleted by `lmkv inspect` and `lmkv prune`, beside the removal of as many plain files.
 Times are CPU time, but for those of calls while chunks are being found, which are what a scheduler would wait. The last
-tier is as large as its content, so that each new chunk evicts one. The scheduler's calls are those of
-lmkv/cli/measure/scheduler.py while a million chunks are being found. Their reference, bare hashing of 32k tokens, is
-timed between requests while nothing is found.
+tier is as large as its content, so that each new chunk evicts one.
+
+calls: the scheduler's calls while a million chunks are being found below a full host memory; after each step the writes
+of the lower tier are waited for. Beside them the same calls while nothing is found, and both without the time of
+Python's collections of garbage. Their reference, bare hashing of 32k tokens, is timed between requests.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-# Not this folder: its copy.py would stand in for the standard library's.
-sys.path[0] = str(Path(__file__).resolve().parents[1])
-
+import argparse
 import gc
+import hashlib
+import itertools
 import json
 import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
-from benchmarks._timing import Row, arguments_of, finish
+from benchmarks.calls import BARE, BEYOND, HASHING, LIMIT, LONG, P99_TARGET, Recorder, Request, Side, beyond, size
+from benchmarks.rounds import ROOT, Row, arguments, compared, finish, percentile, reached
+from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.chunks.namespace import Namespace
-from lmkv.cli.measure.scale import CHAIN, EVICT, FLAT, MANY, MadeUp, cpu_of, evicting, indexed, key_of, run
-from lmkv.cli.measure.scheduler import (
-    ALONE,
-    COLLECTION,
-    DURING,
-    HASHED,
-    LIMIT,
-    TARGET,
-    Calls,
-    Request,
-    calls_in_a_process,
-    size,
-)
-from lmkv.outcomes import STORED
-from lmkv.protocols import Chunk, ChunkKey, Listed
+from lmkv.backends.null import NullBackend
+from lmkv.cli.bench import CHUNK
+from lmkv.cli.report import interval
+from lmkv.outcomes import STORED, Written
+from lmkv.policies import make_policy
+from lmkv.protocols import Chunk, ChunkKey, Listed, Tier
 from lmkv.store.tiered import TieredStore
-from lmkv.vllm.identity import Adapters
-from lmkv.vllm.media import Media
-from lmkv.vllm.observe.explain import Explainer
 from lmkv.vllm.observe.telemetry import Telemetry
-from lmkv.vllm.requests.miss import Miss
-from lmkv.vllm.requests.patience import Patience
-from lmkv.vllm.requests.request import RequestState
 
-SIZES = (10_000, 100_000, 1_000_000, 3_000_000)
-FILES = (10_000, 100_000, 300_000)
-PARTS = {"sizes", "calls", "files"}
-TOKENS = 256
+SIZES, FILES = (10_000, 100_000, 1_000_000, 3_000_000), (10_000, 100_000, 300_000)
+MANY, QUICK = 1_000_000, 100_000
+SLOT_BYTES, CHAIN, LISTED = 4096, 64, 32
+FLAT = 1.5
+"""A chunk of a large index may take so many times what one of a small index takes."""
+REQUESTS = 300
+"""Requests of each length while nothing is found. While chunks are found there may be more, but not fewer."""
+DURING, ALONE = "while chunks are found", "while nothing is found"
+UNCOLLECTED = ", without collections of garbage"
 CONTENT = b"x" * 64
-COLUMNS = 4
-"""Plots in a row."""
 Sizes = dict[int, dict[str, float]]
 """Figures, by the number of chunks."""
 
 
+def key_of(number: int) -> ChunkKey:
+    return hashlib.sha256(number.to_bytes(8, "little")).digest()
+
+
+class MadeUp(NullBackend):
+    """A medium that has the keys of the first `count` numbers, and takes every chunk. Its listing waits for `begin`."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__("disk")
+        self.count = count
+        self.begin = threading.Event()
+
+    def list_keys(self) -> Iterator[list[Listed]]:
+        self.begin.wait()
+        for start in range(0, self.count, LISTED):
+            yield [Listed(key_of(number), SLOT_BYTES, float(number)) for number in range(start, start + LISTED)]
+
+    def write(self, chunk: Chunk) -> Written:
+        return STORED
+
+
+# -- sizes ------------------------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_of(call: Callable[[], object], rounds: int, items: int) -> float:
+    """Median CPU time of an item, in microseconds."""
+    found = []
+    for _ in range(rounds):
+        start = time.thread_time()
+        call()
+        found.append(time.thread_time() - start)
+    return statistics.median(found) / items * 1e6
+
+
 def measured(count: int, folder: str | None) -> dict[str, float]:
-    """All figures of one size, in this process."""
-    store, figures = indexed(count, folder)
-    figures["metrics of a second, us"] = cpu_of(Telemetry(store, iter(range(10**6)).__next__).take, 200, 1)
-    if folder is None:
-        explainer = Explainer(store, TOKENS, time.monotonic)
-        figures[EVICT] = evicting(store)
-        figures["explain a request, us"] = explaining(explainer, store)
-    store.close()
-    if folder is None:
-        figures["make a key and put it into a dict, us"] = bare_indexing(count)
-    return figures
-
-
-def bare_indexing(count: int) -> float:
-    """CPU time that each chunk takes where a listing fills a dict, without collections of garbage."""
-    medium, index = MadeUp(count), dict[ChunkKey, Listed]()
-    medium.begin.set()
+    """All figures of one size, in this process: a store whose last tier, as large as its content, is indexed."""
+    host = Tier(CPUPinnedBackend(1024 * SLOT_BYTES, SLOT_BYTES, populate=False), make_policy("LRU"))
+    made_up = MadeUp(count)
+    made_up.begin.set()
+    medium = made_up if folder is None else LocalDiskBackend(folder, bytes(32), direct="off", min_free=0)
+    capacity = count * SLOT_BYTES if folder is None else None
     gc.collect()
-    gc.disable()
-    start = time.thread_time()
-    for batch in medium.list_keys():
-        index.update((each.key, each) for each in batch)
-    took = time.thread_time() - start
-    gc.enable()
-    return took / count * 1e6
+    before, cpu, start = resident_bytes(), time.process_time(), time.perf_counter()
+    store = TieredStore(host, [Tier(medium, make_policy("LRU"), capacity)])
+    waits: list[float] = []
+    some = [[key_of(1_000_000_007 * each % count) for each in range(first, first + CHAIN)] for first in range(64)]
+    while not store.wait_indexed(0.005):
+        asked = time.perf_counter()
+        store.lookup(some[len(waits) % len(some)])
+        waits.append(time.perf_counter() - asked)
+    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    gc.collect()
+    chunks = store.stats().tiers[1].chunks
+    if chunks != count:
+        raise RuntimeError(f"{chunks:,} chunks were found instead of {count:,}")
+    found = {
+        "memory a chunk, bytes": (resident_bytes() - before) / count,
+        "found a chunk, us": cpu / count * 1e6,
+        "all found, s": wall,
+        "lookup of 64 chunks meanwhile, p99, ms": percentile(waits, 0.99) * 1e3 if waits else 0.0,
+        "lookup a chunk, us": cpu_of(lambda: [store.lookup(keys) for keys in some], 30, 64 * CHAIN),
+        "metrics of a second, us": cpu_of(Telemetry(store, itertools.count().__next__).take, 200, 1),
+    }
+    if folder is None:
+        found["evict and index a chunk, us"] = evicting(store)
+    store.close()
+    return found
 
 
-def explaining(explainer: Explainer, store: TieredStore) -> float:
-    """CPU time of a request of 64 chunks, the first of which was evicted."""
-    gone = [number for number in range(100_000) if explainer.evictions.find(key_of(number)) is not None][:64]
-    if not gone:
-        raise RuntimeError("no eviction is remembered")
-    namespace = Namespace(model="scale", dtype="bfloat16", chunk_size=TOKENS, block_size=16)
-    prompts = [Request(str(number), list(range(CHAIN * TOKENS))) for number in gone]
-    engine = {"media": Media(), "adapters": Adapters(lambda lora: None), "save_tails": False}
-    states = [RequestState.of(prompt, namespace, "", TOKENS, Patience(1.0), **engine) for prompt in prompts]
-    chains = [[key_of(number), *(key_of(number + more << 40) for more in range(1, CHAIN))] for number in gone]
-
-    def explain() -> list[Miss | None]:
-        each = zip(states, chains, strict=True)
-        return [explainer.explain(state, keys, 0, 0, few=False, late=False) for state, keys in each]
-
-    if {miss and miss.reason for miss in explain()} != {"evicted"}:
-        raise RuntimeError("an eviction is not the reason of a miss")
-    return cpu_of(explain, 30, len(gone))
+def evicting(store: TieredStore) -> float:
+    """CPU time a chunk that is stored in a full tier, those of I/O threads included."""
+    fresh = itertools.count(1 << 40)
+    times = []
+    for _ in range(40):
+        keys = [key_of(next(fresh)) for _ in range(CHAIN)]
+        start = time.process_time()
+        with store.reserve(keys) as reservation:
+            reservation.commit()
+        store.drain(60)
+        times.append(time.process_time() - start)
+    return statistics.median(times) / CHAIN * 1e6
 
 
-def in_a_process(*arguments: object) -> dict[str, float]:
-    figures: dict[str, float] = run([sys.executable, __file__, *map(str, arguments)])
-    return figures
+def size_rows(kind: str, found: Sequence[Sizes]) -> Iterator[Row]:
+    """Each size beside the smallest in the same round."""
+    for name in found[0][min(found[0])] if found else ():
+        title, _, unit = name.rpartition(", ")
+        rounds = {f"{count:,} chunks": [sizes[count][name] for sizes in found] for count in found[0]}
+        smallest, *others = rounds
+        # The time until all is found grows with the number, and a lookup meanwhile waits for the interpreter.
+        targets = dict.fromkeys(others, FLAT) if unit in ("us", "bytes") else {}
+        yield from compared(f"{kind}, {title}", unit, rounds, smallest, targets)
+
+
+# -- files ------------------------------------------------------------------------------------------------
 
 
 def fill(folder: Path, count: int) -> None:
     """A folder with so many small chunks."""
+    folder.mkdir()
     payload = memoryview(CONTENT)
     with closing(LocalDiskBackend(folder, bytes(32), direct="off", min_free=0)) as backend:
         written = [backend.write(Chunk(key_of(number), payload)) for number in range(count)]
@@ -133,13 +173,12 @@ def fill(folder: Path, count: int) -> None:
 
 def removing(folder: Path, count: int) -> float:
     """CPU seconds that the removal of so many plain files takes, from folders like those of a disk tier."""
-    paths = [folder / f"{number % 256:02x}" / key_of(number).hex() for number in range(count)]
+    names = [str(folder / f"{number % 256:02x}" / key_of(number).hex()) for number in range(count)]
+    for number in range(256):
+        folder.joinpath(f"{number:02x}").mkdir(parents=True)
     try:
-        for number, path in enumerate(paths):
-            if number < 256:
-                path.parent.mkdir(parents=True)
-            path.write_bytes(CONTENT)
-        names = [*map(str, paths)]
+        for name in names:
+            Path(name).write_bytes(CONTENT)
         os.sync()
         start = time.process_time()
         for name in names:
@@ -153,12 +192,11 @@ def of_files(folder: Path, filled: Path, count: int) -> dict[str, float]:
     """All figures of a folder that gets so many small files, copies of `filled`, and is emptied again."""
     subprocess.run(["cp", "-a", f"{filled}/.", folder], check=True)
     os.sync()
-    found = in_a_process("--one", count, "--folder", folder)
+    found: dict[str, float] = in_a_process("--one", count, "--folder", folder)
     start = command("--help")
     for name, what in {"inspect": ["--json"], "prune": ["--max-size", "0"]}.items():
         found[f"lmkv {name} a chunk, us"] = (command(name, str(folder), *what) - start) / count * 1e6
     found["remove a plain file, us"] = removing(folder / "plain", count) / count * 1e6
-    found["lmkv prune beside that, x"] = found["lmkv prune a chunk, us"] / found["remove a plain file, us"]
     return found
 
 
@@ -166,129 +204,119 @@ def command(*arguments: str) -> float:
     """CPU seconds of an `lmkv` command."""
     before = os.times()
     program = [sys.executable, "-c", "from lmkv.cli import main; main()", *arguments]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"lmkv {' '.join(arguments)}: {done.stderr}")
     after = os.times()
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
-def rows(kind: str, found: Sequence[Sizes]) -> Iterator[Row]:
-    """Medians of all rounds; ratios are taken within a round, beside the smallest size."""
-    if not found:
-        return
-    smallest = min(found[0])
-    of = f"{smallest:,} chunks"
-    for name in found[0][smallest]:
-        title, _, unit = name.rpartition(", ")
-        least = [sizes[smallest][name] for sizes in found]
-        for count in found[0]:
-            values = [sizes[count][name] for sizes in found]
-            row, value = f"{kind}, {len(found)} rounds, {count:,}: {title}", statistics.median(values)
-            # The time until all is found grows with the number, and a lookup meanwhile waits for the interpreter.
-            if count == smallest or unit not in ("us", "bytes") or min(least) <= 0:
-                yield Row(row, value, unit)
-                continue
-            ratios = [value / other for value, other in zip(values, least, strict=True)]
-            ratio = statistics.median(ratios)
-            row += f", {min(ratios):.2f} to {max(ratios):.2f}"
-            yield Row(row, value, unit, of, ratio, FLAT, ratio <= FLAT)
+# -- calls while chunks are found -------------------------------------------------------------------------
 
 
-def call_rows(found: Sequence[Calls]) -> Iterator[Row]:
-    """Medians of all rounds; a p99 beside that of the reference in the same round."""
-    if not found:
-        return
-    bare = [each.bare for each in found]
-    yield Row(f"{LIMIT}, p99, {ALONE}, {len(found)} rounds", statistics.median(bare), "ms")
-    collection = [each.collection / each.bare for each in found]
-    title = f"{COLLECTION}, p99, {min(collection):.2f} to {max(collection):.2f}"
-    value = statistics.median(each.collection for each in found)
-    yield Row(title, value, "ms", f"{LIMIT}, p99", statistics.median(collection))
-    for rounds in zip(*(each.calls for each in found), strict=True):
-        call = rounds[0]
-        name = f"{call.name}, {size(call.length)}, {call.kind}"
-        yield Row(f"{name}: p50 {DURING}", statistics.median(each.p50 for each in rounds), "ms")
-        p99 = {when: [each.p99[when] for each in rounds] for when in call.p99}
-        for when in (DURING, ALONE):
-            p99[f"{when}, without collections of garbage"] = [each.uncollected[when] for each in rounds]
-        for when, values in p99.items():
-            ratios = [value / other for value, other in zip(values, bare, strict=True)]
-            ratio = statistics.median(ratios)
-            row = f"{name}: p99 {when}, {min(ratios):.2f} to {max(ratios):.2f}"
-            goal = (TARGET, ratio <= TARGET) if when in (DURING, ALONE) and call.name != HASHED else (None, None)
-            yield Row(row, statistics.median(values), "ms", f"{LIMIT}, p99", ratio, *goal)
+def calls_meanwhile(count: int, requests: int) -> dict[str, list[float]]:
+    """By call, length, kind and time, the p99 and what it is beside: that of `LIMIT` while nothing is found."""
+    below = MadeUp(count)
+    side = Side.make(Tier(below, make_policy("LRU")))
+    store = side.store
+    store.drain(600)
+
+    def serve(make: Callable[[int], Request], numbers: Iterable[int]) -> dict[int, Recorder]:
+        found = {length: Recorder() for length in (LONG, CHUNK)}
+        for _ in numbers:
+            for length, timed in found.items():
+                side.record(make, length, timed)
+        return found
+
+    def until(ended: Callable[[], bool]) -> Iterator[int]:
+        served = 0
+        while not ended():
+            yield served
+            served += 1
+        if served < requests:
+            raise RuntimeError(f"{served} requests ended before {count:,} chunks were found: take more")
+
+    quiet = serve(side.known, range(requests))
+    below.begin.set()
+    hits = serve(side.known, until(lambda: store.stats().tiers[1].chunks >= count // 2))
+    stores = serve(side.unknown, until(lambda: store.wait_indexed(0)))
+    quiet_later = serve(side.unknown, range(requests))
+    side.scheduler.close()
+    bare = [each for other in (quiet, quiet_later) for timed in other.values() for each in timed.calls[LIMIT]]
+    limit, found = percentile(bare, 0.99), dict[str, list[float]]()
+    for kind, when in (("hit", {DURING: hits, ALONE: quiet}), ("stored", {DURING: stores, ALONE: quiet_later})):
+        for moment, by_length in when.items():
+            for length, timed in by_length.items():
+                own = percentile(when[ALONE][length].calls[BARE], 0.99)
+                for call in timed.calls.keys() - {LIMIT, BARE}:
+                    name = f"{BEYOND if call == HASHING else call}, {size(length)}, {kind}: p99 {moment}"
+                    less = own if call == HASHING else 0.0
+                    found[name] = [beyond(timed.calls[call], less), limit]
+                    found[name + UNCOLLECTED] = [beyond(timed.without[call], less), limit]
+    return dict(sorted(found.items()))
 
 
-def draw(kinds: Mapping[str, Sequence[Sizes]], path: Path) -> None:
-    """One plot for each figure, over the number of chunks: medians, and the range of all rounds."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    plots = [(kind, name, found) for kind, found in kinds.items() for name in found[0][min(found[0])]]
-    lines = -(-len(plots) // COLUMNS)
-    figure, parts = pyplot.subplots(lines, COLUMNS, figsize=(16, 3 * lines), layout="constrained")
-    for axes, (kind, name, found) in zip(parts.flat, plots, strict=False):
-        counts = list(found[0])
-        each = [[sizes[count][name] for sizes in found] for count in counts]
-        axes.plot(counts, [statistics.median(values) for values in each], marker="o")
-        axes.fill_between(counts, [min(values) for values in each], [max(values) for values in each], alpha=0.2)
-        axes.set(xlabel="chunks", xscale="log", ylim=(0, 1.2 * max(map(max, each))))
-        axes.set_title(f"{kind}: {name}", fontsize=9)
-        axes.grid(alpha=0.3)
-    for axes in parts.flat[len(plots) :]:
-        axes.remove()
-    figure.savefig(path)
+def call_rows(found: Sequence[dict[str, list[float]]]) -> Iterator[Row]:
+    """Each p99 beside that of the reference in the same round."""
+    for name in found[0] if found else ():
+        values = [each[name][0] for each in found]
+        ratios = [each[name][0] / each[name][1] for each in found]
+        target = None if name.endswith(UNCOLLECTED) else P99_TARGET
+        met = None if target is None else reached(ratios, target, less=True)
+        value, ratio = statistics.median(values), statistics.median(ratios)
+        yield Row(name, value, "ms", f"{LIMIT}, p99", ratio, interval(ratios), target, met)
 
 
-def main() -> int:
-    parser = arguments_of(__doc__, quick="up to 100,000 chunks")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=60.0, help="after them no round begins")
-    parser.add_argument("--only", default="sizes,calls,files", help="what is measured; files with --files")
-    parser.add_argument("--files", type=Path, help="an empty folder, to be filled with up to 300,000 small files")
-    parser.add_argument("--plot", type=Path, help="draw the made-up sizes to this file")
-    parser.add_argument("--one", type=int, help="measure one size alone")
-    parser.add_argument("--folder", help="of a local disk tier, for --one")
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(measured(options.one, options.folder)))
-        return 0
-    most = 100_000 if options.quick else max(SIZES)
-    only = set(options.only.split(","))
-    if not only <= PARTS or (only == {"files"} and not options.files):
-        parser.error(f"--only takes some of {', '.join(sorted(PARTS))}, and files with --files FOLDER: {options.only}")
+def in_a_process(*words: object) -> Any:
+    """The JSON value in the last line that this program prints. Raises RuntimeError with its errors if it fails."""
+    program = [sys.executable, "-m", "benchmarks.scale", *map(str, words)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def rows(options: argparse.Namespace, only: set[str]) -> Iterator[Row]:
+    most = QUICK if options.quick else max(SIZES)
     made: list[Sizes] = []
     files: list[Sizes] = []
-    calls: list[Calls] = []
+    calls: list[dict[str, list[float]]] = []
     with tempfile.TemporaryDirectory(prefix="lmkv-scale-", dir="/dev/shm") as memory:
-        sizes = FILES if "files" in only and options.files else ()
-        filled = {count: Path(memory, str(count)) for count in sizes if count <= most}
+        counts = [count for count in FILES if count <= most] if "files" in only and options.files else []
         # In memory, since a disk takes many times as long to make a file as to copy one.
+        filled = {count: Path(memory, str(count)) for count in counts}
         for count, folder in filled.items():
-            folder.mkdir()
             fill(folder, count)
-        started = time.monotonic()
         try:
             for number in range(options.rounds):
-                if time.monotonic() - started > 60 * options.minutes:
-                    break
                 if "sizes" in only:
                     made.append({count: in_a_process("--one", count) for count in SIZES if count <= most})
                 if "calls" in only:
-                    calls.append(calls_in_a_process(min(MANY, most)))
+                    calls.append(in_a_process("--calls", min(MANY, most)))
                 if filled:
                     files.append({count: of_files(options.files, folder, count) for count, folder in filled.items()})
-                print(f"round {number}", flush=True)
+                print(f"round {number}", file=sys.stderr, flush=True)
         finally:
             # An error in a late round must not lose the others.
-            finish([*rows("made up", made), *call_rows(calls), *rows("files", files)], options.json)
-    kinds = {kind: found for kind, found in {"made up": made, "files": files}.items() if found}
-    if options.plot and kinds:
-        draw(kinds, options.plot)
-    return 0
+            yield from size_rows("made up", made)
+            yield from call_rows(calls)
+            yield from size_rows("files", files)
+
+
+def main() -> int:
+    parser = arguments(__doc__, quick="up to 100,000 chunks")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--only", default="sizes,calls,files", help="what is measured; files with --files")
+    parser.add_argument("--files", type=Path, help="an empty folder, to be filled with up to 300,000 small files")
+    parser.add_argument("--one", type=int, help="measure one size alone")
+    parser.add_argument("--calls", type=int, help="measure the calls alone while so many chunks are found")
+    parser.add_argument("--folder", help="of a local disk tier, for --one")
+    options = parser.parse_args()
+    if options.one or options.calls:
+        few = 30 if options.calls and options.calls <= QUICK else REQUESTS
+        print(json.dumps(measured(options.one, options.folder) if options.one else calls_meanwhile(options.calls, few)))
+        return 0
+    return finish(rows(options, set(options.only.split(","))), options)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
-from lmkv.cli.measure.small_model import SmallModel
+from lmkv.cli.small_model import SmallModel
 
 GIB = 2**30
 SMALL = SmallModel(vocab=2048)

@@ -60,8 +60,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "vllm.observe": STORE | {"vllm", "vllm.requests", "policies"},
     "vllm.scheduler": STORE | {"vllm", "vllm.requests", "vllm.observe"},
     "testing": BASE | {"memory", "backends"},
-    "cli.measure": BUILT | {"", "engine", "vllm", "vllm.scheduler"},
-    "cli": BUILT | {"", "engine", "vllm", "cli.measure", "agent", "simulation"},
+    "cli": BUILT | {"", "engine", "vllm", "agent", "simulation"},
 }
 """Room -> other rooms that it may import. A room is a folder or a module at the root, "" the package."""
 

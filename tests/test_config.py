@@ -21,7 +21,7 @@ from attrs import evolve
 from attrs.exceptions import FrozenInstanceError
 
 from lmkv.backends.remote.options import RemoteOptions
-from lmkv.cli.measure.timing import interleaved, median_ratio
+from lmkv.cli.report import interleaved, median_ratio
 from lmkv.config import GIB, Config, Setting, lmcache, named_file
 from lmkv.config.remote_url import RemoteURL
 from lmkv.errors import BackendError, ConfigError, mask_secrets, safe_repr, short_repr

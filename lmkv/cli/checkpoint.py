@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from attrs import asdict
 
-from lmkv.cli.measure.small_model import BYTES_PER_VALUE, HEAD_DIM, SmallModel
+from lmkv.cli.small_model import BYTES_PER_VALUE, HEAD_DIM, SmallModel
 
 
 def whole_heads(hidden: int) -> int:

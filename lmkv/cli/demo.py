@@ -6,15 +6,17 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from attrs import asdict
+from attrs import asdict, field, frozen
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
@@ -22,14 +24,23 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from lmkv.cli.checkpoint import whole_heads
-from lmkv.cli.measure.hit import PROMPTS, Measurement, Plan, Progress, measure_hit
-from lmkv.cli.measure.probe import try_remote
-from lmkv.cli.measure.process import ChildFailedError
-from lmkv.cli.measure.remote import measure_remote
-from lmkv.cli.measure.restart import measure_restart
-from lmkv.cli.measure.small_model import SmallModel
-from lmkv.cli.measure.vllm_engines import CONNECTOR
-from lmkv.errors import LmkvError, UsageError, mask_secrets
+from lmkv.cli.engines import Answer, ChildFailedError, EngineProcess, EngineSpec
+from lmkv.cli.small_model import SmallModel
+from lmkv.cli.stores import FolderFacts, refusals, try_folder
+from lmkv.config import Config
+from lmkv.errors import LmkvError, NoSpaceError, UsageError, mask_secrets
+
+CHUNK_TOKENS = 256
+ANSWER_TOKENS = 16
+PROMPTS = 3
+KV_ROOM = 1.1
+"""vLLM's KV space in prompts: the two prompts between a prompt and its repetition evict all of it."""
+LARGEST_BLOCK = 128
+"""Tokens in a block of vLLM's KV space: 128 on a CPU, fewer on a GPU."""
+WRITE_TIMEOUT = 120.0
+PATIENCE = 5.0
+
+Progress = Callable[[str], None]
 
 
 class Medium(StrEnum):
@@ -84,15 +95,13 @@ def demo(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no table.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the model, the disk tier and vLLM's log.")] = False,
-    connector: Annotated[str, typer.Option(hidden=True)] = CONNECTOR,
 ) -> None:
     """Send long prompts to real vLLM cold, then again once its own cache has evicted them."""
     if find_spec("vllm") is None:
         sys.exit('lmkv demo runs real vLLM, which is not installed: pip install "lmkv[vllm]"')
     model = SmallModel(layers=layers, hidden=hidden, max_position=2 * tokens)
-    plan = Plan(tokens=tokens, model=model, connector=None if connector == "none" else connector)
     try:
-        measured = run(plan, tier, disk, url, keep=keep)
+        measured = measure(Plan(tokens=tokens, model=model), tier, disk, url, keep=keep)
     except (LmkvError, ChildFailedError) as error:
         sys.exit(f"lmkv demo: {error}")
     if as_json:
@@ -102,25 +111,211 @@ def demo(
     sys.exit(0 if measured.passed else 1)
 
 
-def run(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, keep: bool) -> Measurement:
+# -- measuring --------------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class Plan:
+    """Prompts of `tokens` tokens for a model, in engines whose KV space takes little more than one of them."""
+
+    tokens: int = 8000
+    model: SmallModel = field(factory=SmallModel)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.tokens + ANSWER_TOKENS
+
+    def gib(self, prompts: int) -> float:
+        """Memory for so many prompts, and a little more."""
+        return KV_ROOM * prompts * self.max_tokens * self.model.kv_bytes_per_token / 2**30
+
+    def spec(self, settings: dict[str, Any]) -> EngineSpec:
+        """Host memory takes every prompt, so that lmkv evicts nothing."""
+        blocks = int(self.max_tokens * KV_ROOM) // LARGEST_BLOCK + 2
+        host = {"chunk_size": CHUNK_TOKENS, "local_cpu": True, "max_local_cpu_size": self.gib(PROMPTS + 1)}
+        return EngineSpec(
+            model=self.model,
+            max_tokens=self.max_tokens,
+            kv_bytes=blocks * LARGEST_BLOCK * self.model.kv_bytes_per_token,
+            prefix_caching=True,
+            settings={**host, **settings},
+        )
+
+    @property
+    def expected_hit(self) -> float:
+        """Tokens of a hit; the last token is always computed. Hits of a lower tier may be whole chunks."""
+        return min(0.98 * (self.tokens - 1), (self.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
+
+
+@frozen(kw_only=True)
+class Measurement:
+    """`hit_tier`: where most of the hit was. `speedup`: of the last repetition over the cold prompts.
+
+    `warm_ttft_s`: with the chunks in host memory. `disk_ttft_s`, `direct_io`: after a restart, from disk.
+    `remote_ttft_s`: in another engine, from a remote store.
+    """
+
+    prompt_tokens: int
+    hit_tokens: int
+    hit_tier: str
+    cold_ttft_s: float
+    warm_ttft_s: float
+    disk_ttft_s: float | None
+    remote_ttft_s: float | None
+    speedup: float
+    outputs_equal: bool
+    load_gb_s: float | None
+    direct_io: bool | None
+    engine: str
+    device: str
+    layers: int
+    dtype: str
+    hit_as_expected: bool
+
+    @property
+    def passed(self) -> bool:
+        return self.hit_as_expected and self.outputs_equal
+
+
+def measure(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, keep: bool) -> Measurement:
+    """Ask prompts cold and again, then those of a lower tier once more, of another engine."""
     with ExitStack() as stack:
         folder = stack.enter_context(demo_folder(None, keep=keep))
         say = stack.enter_context(progress())
-        if tier is Medium.RAM:
-            return measure_hit(plan, folder, say)
-        if tier in LOCAL:
-            answers(tier, url := url or LOCAL[tier])
-            return measure_remote(plan, folder, url, say)
-        return measure_restart(plan, folder, stack.enter_context(demo_folder(disk, keep=keep)), say)
+        settings: dict[str, Any] = {}
+        facts: FolderFacts | None = None
+        if tier is Medium.DISK:
+            chunks = stack.enter_context(demo_folder(disk, keep=keep))
+            settings, facts = disk_settings(plan, chunks)
+        elif tier in LOCAL:
+            settings = {"remote_url": answering(tier, url or LOCAL[tier]), "remote_timeout": 10.0}
+        if settings:
+            # A lower tier is measured even where it is slower than computing.
+            settings |= {"prefetch_deadline": 60.0, "load_or_recompute": False}
+        with started(plan, settings, folder, "starting vLLM on a small model with random weights", say) as engine:
+            warm_up(engine, plan, PROMPTS, say)
+            cold = ask_in_turn("cold", plan, engine, say)
+            loaded = warm = ask_in_turn("from memory" if settings else "warm", plan, engine, say)
+            if facts is not None:
+                wait_for_files(chunks, (PROMPTS + 1) * (plan.tokens // CHUNK_TOKENS), say)
+                say("killing vLLM")
+                engine.kill()
+            elif settings:
+                say("ending vLLM, which finishes its writes")
+                engine.leave()
+        if settings:
+            with started(plan, settings, folder, "starting vLLM again", say) as engine:
+                warm_up(engine, plan, PROMPTS + 1, say)
+                loaded = ask_in_turn("from disk" if facts else "from the remote store", plan, engine, say)
+        return summarize(plan, cold, warm, loaded, engine=(engine.engine, engine.device), tier=tier, facts=facts)
 
 
-def answers(tier: Medium, url: str) -> None:
+def disk_settings(plan: Plan, folder: Path) -> tuple[dict[str, Any], FolderFacts]:
+    """Room for every prompt. Raises NoSpaceError where there is less."""
+    facts = try_folder(folder)
+    size = plan.gib(PROMPTS + 2) + 0.1
+    found = {"local_disk": str(folder), "max_local_disk_size": size, "disk_min_free": 1.0}
+    needed = size + 1.0
+    if facts.free_bytes < needed * 2**30:
+        reason = f"{needed:.1f} GiB are wanted, {facts.free_bytes / 2**30:.1f} GiB are free"
+        raise NoSpaceError("disk", "demo", reason=reason)
+    return found, facts
+
+
+def answering(tier: Medium, url: str) -> str:
     """Test the store first, because vLLM takes minutes to start. Raises LmkvError with the remedy."""
+    start = f"start one with: {STARTS[tier]}; or give its --url. See docs/remote.md"
     try:
-        try_remote(url)
+        config = Config.load(extra={"remote_url": url, "remote_timeout": PATIENCE})
+        found = refusals(config, config.remote_url[0])
     except LmkvError as error:
-        start = f"start one with: {STARTS[tier]}; or give its --url. See docs/remote.md"
         raise UsageError(f"{mask_secrets(url)} cannot be used: {error}\n{start}") from error
+    for verb, reason in found.items():
+        raise UsageError(f"{mask_secrets(url)} cannot be used: {verb}: {reason}\n{start}")
+    return url
+
+
+@contextmanager
+def started(plan: Plan, settings: dict[str, Any], folder: Path, title: str, say: Progress) -> Iterator[EngineProcess]:
+    """An engine that is ready to answer, ended afterwards."""
+    say(title)
+    with closing(EngineProcess(plan.spec(settings), folder)) as engine:
+        yield engine
+
+
+def warm_up(engine: EngineProcess, plan: Plan, number: int, say: Progress) -> None:
+    """Send another prompt first: costs of the first long one alone (buffers, kernels) would flatter lmkv."""
+    say(f"warm-up: {plan.tokens:,} tokens")
+    engine.send(number, plan.tokens)
+
+
+def ask_in_turn(how: str, plan: Plan, engine: EngineProcess, say: Progress) -> list[Answer]:
+    answers = []
+    for number in range(PROMPTS):
+        say(f"{how}: prompt {number + 1} of {PROMPTS}, {plan.tokens:,} tokens")
+        answers.append(engine.send(number, plan.tokens, ANSWER_TOKENS))
+    return answers
+
+
+def wait_for_files(disk: Path, wanted: int, say: Progress) -> None:
+    """Wait until `wanted` chunks are on disk, WRITE_TIMEOUT seconds at most. A missing chunk is a miss."""
+    say(f"waiting for {wanted} chunks to be on disk")
+    deadline = time.monotonic() + WRITE_TIMEOUT
+    while (found := sum(1 for _ in disk.rglob("*.kv1"))) < wanted:
+        if time.monotonic() > deadline:
+            say(f"only {found} of {wanted} chunks are on disk after {WRITE_TIMEOUT:.0f} s")
+            return
+        time.sleep(0.05)
+
+
+def summarize(
+    plan: Plan,
+    cold: Sequence[Answer],
+    warm: Sequence[Answer],
+    loaded: Sequence[Answer],
+    *,
+    engine: tuple[str, str],
+    tier: Medium,
+    facts: FolderFacts | None = None,
+) -> Measurement:
+    """The best of times, because disturbances only add to them; the worst of everything else."""
+    below = tier is not Medium.RAM
+    cold_ttft_s, loaded_ttft_s = fastest(cold), fastest(loaded)
+    hit_tokens = min(answer.hit_tokens for answer in loaded)
+    counted = [answer.hit_tokens - (answer.sources.get("cpu", 0) if below else 0) for answer in loaded]
+    tiers = Counter[str]()
+    for answer in loaded:
+        tiers.update(answer.sources)
+    return Measurement(
+        prompt_tokens=plan.tokens,
+        hit_tokens=hit_tokens,
+        hit_tier=max(tiers, key=lambda name: tiers[name], default="vllm") if hit_tokens else "none",
+        cold_ttft_s=cold_ttft_s,
+        warm_ttft_s=fastest(warm),
+        disk_ttft_s=loaded_ttft_s if tier is Medium.DISK else None,
+        remote_ttft_s=loaded_ttft_s if tier in LOCAL else None,
+        speedup=cold_ttft_s / loaded_ttft_s,
+        outputs_equal=same_outputs(cold, warm, loaded),
+        load_gb_s=max((answer.load_gb_s for answer in loaded if answer.load_gb_s), default=None),
+        direct_io=facts.direct_io if facts else None,
+        engine=engine[0],
+        device=engine[1],
+        layers=plan.model.layers,
+        dtype=plan.model.dtype,
+        hit_as_expected=min(hit_tokens, *counted) >= plan.expected_hit,
+    )
+
+
+def fastest(answers: Sequence[Answer]) -> float:
+    return min(answer.ttft_s for answer in answers)
+
+
+def same_outputs(*runs: Sequence[Answer]) -> bool:
+    """Whether every run answered every prompt alike."""
+    return len({tuple(answer.token_ids for answer in run) for run in runs}) == 1
+
+
+# -- showing ----------------------------------------------------------------------------------------------
 
 
 @contextmanager

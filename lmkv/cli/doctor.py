@@ -27,9 +27,8 @@ from lmkv import __version__, plugins
 from lmkv.chunks import codec
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import ALIGNMENT
-from lmkv.cli.measure.probe import try_folder
-from lmkv.cli.measure.stores import VERBS, refusals, remedy
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
+from lmkv.cli.stores import VERBS, refusals, remedy, try_folder
 from lmkv.config import GIB, Config
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.memory.machine import (

@@ -23,7 +23,7 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.files import AsyncFileBackend
 from lmkv.backends.null import NullBackend
 from lmkv.backends.wrapper import WrapperBackend
-from lmkv.cli.measure.timing import interleaved, median_ratio
+from lmkv.cli.report import interleaved, median_ratio
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, UsageError
 from lmkv.medium import NAME as MARK
 from lmkv.outcomes import MISS, STORED, Read, ReadStatus, WriteStatus, Written

@@ -7,20 +7,21 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from lmkv.cli.measure import restart
-from lmkv.cli.measure.hit import Measurement, Plan, same_outputs, summarize
-from lmkv.cli.measure.restart import wait_for_files
-from lmkv.cli.measure.vllm_engines import Answer
+from lmkv.cli import demo
+from lmkv.cli.demo import Measurement, Medium, Plan, same_outputs, summarize, wait_for_files
+from lmkv.cli.engines import Answer
+from lmkv.cli.stores import FolderFacts
 
-PLAN = Plan(tokens=1000)
+PLAN, ENGINE = Plan(tokens=1000), ("vllm 0.0", "cpu")
+FACTS = FolderFacts("/", 1 << 40, direct_io=True)
 COLD = Answer(token_ids=(1, 2), ttft_s=2.0, hit_tokens=0, load_gb_s=None, sources={"cpu": 0})
 WARM = Answer(token_ids=(1, 2), ttft_s=0.1, hit_tokens=768, load_gb_s=9.0, sources={"cpu": 768})
 LOADED = Answer(token_ids=(1, 2), ttft_s=0.5, hit_tokens=768, load_gb_s=9.0, sources={"cpu": 0, "disk": 768})
 
 
 def summary(loaded: list[Answer], warm: Answer = WARM) -> Measurement:
-    count = len(loaded)
-    return summarize(PLAN, [COLD] * count, [warm] * count, loaded, engine="vllm 0.0", device="cpu", direct_io=True)
+    count, disk = len(loaded), Medium.DISK
+    return summarize(PLAN, [COLD] * count, [warm] * count, loaded, engine=ENGINE, tier=disk, facts=FACTS)
 
 
 def test_the_best_time_and_the_worst_hit_count() -> None:
@@ -32,11 +33,17 @@ def test_the_best_time_and_the_worst_hit_count() -> None:
 
 def test_without_a_restart_host_memory_is_what_counts() -> None:
     warm = [WARM, evolve(WARM, ttft_s=0.2, load_gb_s=None)]
-    shown = summarize(PLAN, [COLD] * 2, warm, engine="vllm 0.0", device="cpu")
+    shown = summarize(PLAN, [COLD] * 2, warm, warm, engine=ENGINE, tier=Medium.RAM)
     assert (shown.hit_tier, shown.speedup, shown.load_gb_s, shown.disk_ttft_s) == ("cpu", 20.0, 9.0, None)
     assert shown.passed
     short = [WARM, evolve(WARM, hit_tokens=512)]
-    assert not summarize(PLAN, [COLD] * 2, short, engine="vllm 0.0", device="cpu").passed
+    assert not summarize(PLAN, [COLD] * 2, short, short, engine=ENGINE, tier=Medium.RAM).passed
+
+
+def test_a_hit_in_another_engine_is_of_the_remote_store() -> None:
+    loaded = [evolve(LOADED, sources={"redis": 768})] * 2
+    shown = summarize(PLAN, [COLD] * 2, [WARM] * 2, loaded, engine=ENGINE, tier=Medium.REDIS)
+    assert (shown.remote_ttft_s, shown.disk_ttft_s, shown.hit_tier, shown.passed) == (0.5, None, "redis", True)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +84,7 @@ def test_waiting_for_files_ends_when_they_are_there(tmp_path: Path) -> None:
 
 
 def test_waiting_for_files_is_bounded_and_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restart, "WRITE_TIMEOUT", 0.2)
+    monkeypatch.setattr(demo, "WRITE_TIMEOUT", 0.2)
     said: list[str] = []
     wait_for_files(tmp_path, 3, said.append)
     assert said[-1] == "only 0 of 3 chunks are on disk after 0 s"

@@ -10,9 +10,8 @@ from urllib.parse import quote
 
 import pytest
 
-from lmkv.cli.demo import LOCAL, STARTS, Medium
-from lmkv.cli.measure.probe import try_remote
-from lmkv.errors import BackendError
+from lmkv.cli.demo import LOCAL, STARTS, Medium, answering
+from lmkv.errors import UsageError
 from tests.servers import free_port, needs_package, object_server, redis_server
 
 STARTED = "starting vLLM"
@@ -53,18 +52,18 @@ def test_a_server_without_the_bucket_is_refused(tmp_path: Path) -> None:
     needs_package("obstore", "see docs/remote.md")
     with object_server("rclone", tmp_path) as server:
         url = server.url("demo").replace("://", f"://{server.USER}:{quote(server.SECRET)}@", 1)
-        try_remote(url)
+        answering(Medium.S3, url)
         assert not [path for path in server.bucket.rglob("*") if path.is_file()], "it is left as it was"
-        with pytest.raises(BackendError, match=r"(?i)bucket"):
-            try_remote(url.replace("bucket/", "no-such-bucket/"))
-        with pytest.raises(BackendError):
-            try_remote(url.replace(quote(server.SECRET), "wrong"))
+        with pytest.raises(UsageError, match=r"(?i)bucket"):
+            answering(Medium.S3, url.replace("bucket/", "no-such-bucket/"))
+        with pytest.raises(UsageError, match="start one with"):
+            answering(Medium.S3, url.replace(quote(server.SECRET), "wrong"))
 
 
 @pytest.mark.parametrize("kind", ["redis", "valkey"])
 def test_a_server_that_works_is_left_as_it_was(tmp_path: Path, kind: str) -> None:
     with redis_server(kind, tmp_path) as server:
-        try_remote(server.url)
+        answering(Medium(kind), server.url)
         import redis
 
         with redis.Redis(port=server.port) as client:

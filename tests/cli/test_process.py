@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.cli.measure.process import ChildFailedError, ChildProcess
+from lmkv.cli.engines import ChildFailedError, ChildProcess
 from tests.kit import eventually
 
 PROGRAM = """
 import os, subprocess, sys, time
-from lmkv.cli.measure.process import Questions
+from lmkv.cli.engines import Questions
 questions = Questions()
 print("printed")
 for question in questions:

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from lmkv.backends import LocalDiskBackend
 from lmkv.cli.app import app
 from lmkv.cli.doctor import examine, show
-from lmkv.cli.measure.small_model import SmallModel
 from lmkv.cli.sizing import KVDtype, kv_size
+from lmkv.cli.small_model import SmallModel
 
 QWEN3_8B = {
     "num_hidden_layers": 36,

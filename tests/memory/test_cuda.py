@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks._accelerator import Accelerator
 from lmkv import Config, Engine
 from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.memory.cpu_copier import CPUCopier
@@ -22,6 +21,7 @@ from lmkv.memory.device_copier import DeviceCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.pinned import PinnedSlab
 from lmkv.memory.slab import Slab
+from tests.memory.accelerator import Accelerator
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 

@@ -23,7 +23,7 @@ import lmkv.memory.machine
 import lmkv.memory.slab
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.layout import KVLayout, LayerPages
-from lmkv.cli.measure.timing import interleaved, median_ratio
+from lmkv.cli.report import interleaved, median_ratio
 from lmkv.errors import ConfigError, UsageError
 from lmkv.memory import slab_files
 from lmkv.memory.machine import clamp_capacity

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from lmkv.cli.measure.conversations import SKIPPED
+from benchmarks.users import SKIPPED
 from tests.vllm.harness import BLOCK, Engine, engine, prompt
 
 
 @contextmanager
 def engine_with(model: Path, connector: str, **settings: Any) -> Iterator[Engine]:
-    module = {"kv_connector_module_path": "benchmarks._bound_connectors"}
+    module = {"kv_connector_module_path": "benchmarks.bound_connectors"}
     with engine(model, connector, extra=settings, transfer=module) as running:
         yield running
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from lmkv.cli.measure.small_model import SmallModel
+from lmkv.cli.small_model import SmallModel
 from tests.pages import ROOT
 from tests.vllm.server import child_environment
 

@@ -1,0 +1,1 @@
+"""Any KV connector beside vLLM alone on a GPU: `python -m benchmarks.gpu`."""

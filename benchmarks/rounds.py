@@ -1,0 +1,93 @@
+"""What the benchmarks share: options, turns of engines, and rows that are written with what they were measured on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from attrs import asdict
+
+from lmkv.cli.report import LESS_IS_BETTER, Row, compared, interleaved, interval, measured_on, reached, speeds
+
+__all__ = ["Row", "compared", "interleaved", "interval", "reached", "speeds"]
+
+ROOT = Path(__file__).resolve().parents[1]
+PAUSE = 1.5
+"""Seconds: vLLM's processes go on polling for a second after a request, at the cost of the next engine."""
+
+
+def arguments(page: str | None, *, quick: str | None = None) -> argparse.ArgumentParser:
+    """A parser for the program that `page` describes. `quick`: what that means."""
+    parser = argparse.ArgumentParser(description=page, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", action="store_true", help="one JSON object in the last line")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the same object into a file")
+    return parser
+
+
+def finish(rows: Iterable[Row], options: argparse.Namespace) -> int:
+    """Print rows as they come; in the end all of them with the command, the date, the machine and the versions.
+
+    An error in a late row does not lose the others. Returns exit code 0.
+    """
+    found: list[Row] = []
+    try:
+        for row in rows:
+            found.append(row)
+            print(line(row), flush=True)
+    finally:
+        whole = json.dumps({**where(), "rows": [asdict(row) for row in found]})
+        if options.write:
+            options.write.write_text(whole + "\n")
+        if options.json:
+            print(whole)
+    return 0
+
+
+def where() -> dict[str, object]:
+    """The command, the commit, and what `measured_on` says."""
+    name = (sys.modules["__main__"].__spec__ or sys.modules["__main__"]).__dict__.get("name", sys.argv[0])
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {"command": " ".join(["python -m", name, *sys.argv[1:]]), "commit": commit, **measured_on()}
+
+
+def line(row: Row) -> str:
+    around = f" ({row.within[0]:.3f} to {row.within[1]:.3f})" if row.within else ""
+    of = f"   {row.ratio:.3f}{around} of {row.of}" if row.ratio is not None else ""
+    verdict = {True: "met", False: "MISSED", None: "few rounds"}[row.met]
+    goal = "" if row.target is None else f"   target {row.target:g}: {verdict}"
+    return f"{row.name:<60} {row.value:>12.5g} {row.unit}{of}{goal}"
+
+
+def beside(name: str, value: float, unit: str, of: str, other: float, target: float | None = None) -> Row:
+    """A row of figures that have no rounds, such as percentiles of all of them."""
+    ratio = value / other if other else None
+    met = None
+    if target is not None and ratio is not None:
+        met = ratio <= target if unit in LESS_IS_BETTER else ratio >= target
+    return Row(name, value, unit, of, ratio, None, target, met)
+
+
+def turns(engines: Collection[str], rounds: int, minutes: float = 60.0) -> Iterator[tuple[int, str]]:
+    """Number of the round and engine to ask: all engines in each round, in shuffled order.
+
+    No round begins after so many minutes.
+    """
+    started = time.monotonic()
+    for number in range(rounds):
+        if time.monotonic() - started > 60 * minutes:
+            return
+        for name in random.sample(list(engines), len(engines)):
+            time.sleep(PAUSE)
+            yield number, name
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]

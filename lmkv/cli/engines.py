@@ -1,0 +1,370 @@
+"""vLLM engines to measure: their specification, and a child process for each that answers prompts.
+
+`python -m lmkv.cli.engines FOLDER` is such a process. vLLM is imported there only. Parent and child exchange lines of
+JSON over the child's standard input and output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from attrs import asdict, field, frozen
+
+from lmkv.cli.small_model import SmallModel
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+CONNECTOR = "LMKVConnector"
+CONNECTOR_MODULE = "lmkv.vllm.connector"
+START_TIMEOUT, ANSWER_TIMEOUT, END_TIMEOUT = 900.0, 1800.0, 15.0
+LOG = "vllm.log"
+LOG_CHARACTERS = 4000
+VOCABULARY = 1000
+"""Prompts are random ids below this: every model has these tokens."""
+MAX_SOCKET_FOLDER = 70
+"""Most characters of a folder's path: the names of vLLM's sockets follow it, and both together have a limit."""
+WRITES_ENDED = 0.5
+"""Seconds without a new chunk after which a tier counts as written."""
+SHARED_DEVICE = {"gpu_memory_utilization": 0.1}
+"""Options of engines of which several share a device."""
+ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # By default vLLM reserves a core without a connector and none with one, which would flatter lmkv.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+}
+# The engine core in the process that is asked, or in one of its own, as vLLM does by default.
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+SEVERAL_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+def _small_model(value: Any) -> Any:
+    return SmallModel(**value) if isinstance(value, dict) else value
+
+
+@frozen(kw_only=True)
+class EngineSpec:
+    """One vLLM engine. `model`: a name or a path, or a model with random weights to be written.
+
+    `max_tokens`: longest request. `kv_bytes`: vLLM's KV space, None for its default.
+    `prefix_caching`: vLLM's own; without it every repeated prompt is answered by the connector. `settings`:
+    the connector's, None for an engine without a connector. `connector_module`: of one that vLLM does not know by name.
+    `options`: further arguments of vLLM's `LLM`.
+    """
+
+    model: SmallModel | str = field(converter=_small_model)
+    max_tokens: int
+    kv_bytes: int | None = None
+    prefix_caching: bool = False
+    settings: Mapping[str, Any] | None = None
+    connector: str = CONNECTOR
+    connector_module: str | None = None
+    options: Mapping[str, Any] = field(factory=dict)
+
+
+# -- in the parent ----------------------------------------------------------------------------------------
+
+
+class ChildFailedError(RuntimeError):
+    """The child ended or did not answer in time. The message ends with its last log lines."""
+
+
+def same_code() -> dict[str, str]:
+    """Variables with which a child imports the lmkv of this process, and not another one that is installed."""
+    here, others = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{here}{os.pathsep}{others}" if others else here}
+
+
+class ChildProcess:
+    """Runs `command`, a program that answers with `Questions`, in a process group of its own.
+
+    Its output goes to `folder`/vllm.log. It imports the lmkv of this process. `env`: variables beside those of this
+    process, whose place they take.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / LOG
+        with self.log.open("ab") as log:
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **same_code(), **(env or {})},
+                start_new_session=True,
+            )
+
+    def ask(self, question: object, timeout: float = ANSWER_TIMEOUT) -> Any:
+        """Send a question and wait for its answer. Raises ChildFailedError."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        # A child that has ended cannot take the question: then there is no answer to read, either.
+        with suppress(BrokenPipeError):
+            print(json.dumps(question), file=self._child.stdin, flush=True)
+        # Before the timer's own start: a child that the timer has killed was late by this clock, too.
+        started = time.monotonic()
+        too_late = threading.Timer(timeout, self.kill)
+        too_late.start()
+        try:
+            answer = self._child.stdout.readline()
+        finally:
+            too_late.cancel()
+        if answer:
+            return json.loads(answer)
+        code, log = self._child.wait(), self.log.read_text(errors="replace")[-LOG_CHARACTERS:]
+        late = time.monotonic() - started >= timeout
+        what = f"did not answer within {timeout:.0f} s" if late else f"ended with {code}"
+        raise ChildFailedError(f"process {self._child.args!r} {what}:\n{log}")
+
+    def kill(self) -> None:
+        """SIGKILL for the child and everything that it started. Idempotent."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+
+    def leave(self) -> None:
+        """Ask no more and let it end, which takes vLLM some seconds."""
+        assert self._child.stdin is not None
+        with suppress(OSError):
+            self._child.stdin.close()
+
+    def close(self) -> None:
+        """Let it end and wait for that; kill it after END_TIMEOUT seconds. Idempotent."""
+        self.leave()
+        end(self._child, END_TIMEOUT)
+        assert self._child.stdout is not None
+        self._child.stdout.close()
+
+
+def end(child: subprocess.Popen[str], timeout: float) -> None:
+    """Wait until a child's process group has ended, at most `timeout` seconds, and kill the rest of it.
+
+    Not only the child: the last process of the group removes vLLM's shared memory.
+    """
+    deadline = time.monotonic() + timeout
+    try:
+        while time.monotonic() < deadline and not _has_ended(child):
+            time.sleep(0.05)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def _has_ended(child: subprocess.Popen[str]) -> bool:
+    child.poll()
+    try:
+        os.killpg(child.pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@frozen(kw_only=True)
+class Answer:
+    """One request: its output, the seconds to its first token, and the tokens that were not computed.
+
+    `sources`: tokens that were loaded, by tier. `load_gb_s`: the speed of the copy to the device, in 1e9
+    bytes per second; `load_s` its seconds. `wait_s`: seconds that it waited for lower tiers before.
+    """
+
+    token_ids: tuple[int, ...] = field(converter=tuple)
+    ttft_s: float
+    hit_tokens: int
+    load_gb_s: float | None = None
+    load_s: float = 0.0
+    wait_s: float = 0.0
+    sources: Mapping[str, int] = field(factory=dict)
+
+
+class EngineProcess(ChildProcess):
+    """An engine in a process of its own, ready to answer.
+
+    `folder`: for its log, its sockets and a small model. `python`: an interpreter of an environment with vLLM
+    and the other imports of this module. `module`: the program, which `serve`s. Raises ChildFailedError.
+    """
+
+    module = "lmkv.cli.engines"
+
+    def __init__(
+        self, spec: EngineSpec, folder: Path, env: Mapping[str, str] = ONE_PROCESS, *, python: str = sys.executable
+    ) -> None:
+        # -P: nothing in the current folder is meant to be imported.
+        super().__init__([python, "-P", "-m", self.module, str(folder)], folder, env)
+        try:
+            machine = self.ask(asdict(spec), START_TIMEOUT)
+        except BaseException:
+            self.kill()
+            self.close()
+            raise
+        self.engine: str = machine["engine"]
+        self.device: str = machine["device"]
+
+    def send(self, seed: int, tokens: int, output_tokens: int = 1, *, prefetch: bool = False) -> Answer:
+        """Send the random prompt of a seed, alone, and wait for its answer. `prefetch`: have host memory keep it."""
+        return Answer(
+            **self.ask({"seed": seed, "tokens": tokens, "output_tokens": output_tokens, "prefetch": prefetch})
+        )
+
+
+def wait_until_settled(
+    count: Callable[[], int],
+    timeout: float = 60.0,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until no chunk has been written for a while: writes in the background are not measured."""
+    begun = since = clock()
+    found = count()
+    while clock() < min(begun + timeout, since + WRITES_ENDED):
+        sleep(0.05)
+        if (now := count()) != found:
+            found, since = now, clock()
+
+
+# -- in the child -----------------------------------------------------------------------------------------
+
+
+class Questions:
+    """The child's end: an iterator over the questions, each to be answered. Other output is logged.
+
+    Ends when the parent closes the pipe, or has ended.
+    """
+
+    def __init__(self) -> None:
+        sys.stdout.flush()
+        self._answers = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        question = sys.stdin.readline()
+        if not question:
+            raise StopIteration
+        return json.loads(question)
+
+    def answer(self, value: object) -> None:
+        print(json.dumps(value), file=self._answers)
+
+
+def serve(answer: Callable[[LLM, Any], object], prepare: Callable[[], object] = lambda: None) -> NoReturn:
+    """Start the engine that is asked for first, then answer questions about it, each by `answer`."""
+    questions = Questions()  # before vLLM prints anything
+    spec = EngineSpec(**next(questions))
+    prepare()
+    llm = open_engine(spec, Path(sys.argv[1]))
+    questions.answer(_machine())
+    for question in questions:
+        questions.answer(answer(llm, question))
+    # Without vLLM's shutdown hooks, which take several seconds.
+    llm.llm_engine.engine_core.shutdown()
+    os._exit(0)
+
+
+def open_engine(spec: EngineSpec, folder: Path) -> LLM:
+    """Start vLLM in this process. `folder`: for its sockets and a small model, which is written once."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if len(str(folder)) <= MAX_SOCKET_FOLDER:
+        # An engine that is killed leaves its sockets behind: here they are removed with the folder.
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))
+    from vllm import LLM
+
+    own: dict[str, Any] = {"model": spec.model}
+    if isinstance(spec.model, SmallModel):
+        own = {"model": str(folder / "model"), "dtype": spec.model.dtype}
+        if not (folder / "model").exists():
+            spec.model.write(folder / "model")
+    own |= {"enforce_eager": True, **spec.options}
+    return LLM(
+        skip_tokenizer_init=True,
+        max_model_len=spec.max_tokens,
+        kv_cache_memory_bytes=spec.kv_bytes,
+        enable_prefix_caching=spec.prefix_caching,
+        disable_log_stats=False,
+        kv_transfer_config=_transfer_config(spec),
+        **own,
+    )
+
+
+def _transfer_config(spec: EngineSpec) -> Any:
+    if spec.settings is None:
+        return None
+    from vllm.config import KVTransferConfig
+
+    by_name = spec.connector != CONNECTOR or entry_points(group="vllm.general_plugins", name="lmkv")
+    return KVTransferConfig(
+        kv_connector=spec.connector,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=dict(spec.settings),
+        kv_connector_module_path=spec.connector_module or (None if by_name else CONNECTOR_MODULE),
+    )
+
+
+def ask(llm: LLM, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Send one prompt alone, and give what `Answer` has. `prefetch`: lmkv is told to keep it in host memory.
+
+    The time to the first token is vLLM's own figure, from the request's arrival to the token's, so that the
+    tokens generated after it for the comparison of outputs cost nothing.
+    """
+    from vllm import SamplingParams
+
+    prompt = random.Random(question["seed"]).choices(range(VOCABULARY), k=question["tokens"])
+    transfer = llm.llm_engine.vllm_config.kv_transfer_config
+    wishes = {"lmkv.report": True, "lmkv.prefetch": question["prefetch"]}
+    reports = transfer is not None and transfer.kv_connector == CONNECTOR
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=question["output_tokens"],
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": wishes} if reports else None,
+    )
+    [output] = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    report = (output.kv_transfer_params or {}).get("lmkv", {})
+    seconds = report.get("load_seconds", 0.0)
+    answer = Answer(
+        token_ids=output.outputs[0].token_ids,
+        ttft_s=output.metrics.first_token_latency,
+        # Without lmkv's report: tokens that vLLM or another connector did not compute.
+        hit_tokens=report.get("hit_tokens", output.num_cached_tokens or 0),
+        load_gb_s=report["load_bytes"] / seconds / 1e9 if seconds else None,
+        load_s=seconds,
+        wait_s=report.get("wait_seconds", 0.0),
+        sources=report.get("sources", {}),
+    )
+    return asdict(answer)
+
+
+def _machine() -> dict[str, str]:
+    import torch
+    import vllm
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"engine": f"vllm {vllm.__version__}", "device": device}
+
+
+if __name__ == "__main__":
+    serve(ask)

