@@ -361,9 +361,6 @@ def scheduler_calls(side: Side, length: int, requests: int) -> Iterator[Row]:
             name, own = (f"{BEYOND if call == HASHING else call}, {size(length)}, {kind}", bare * (call == HASHING))
             yield Row(f"{name}: p50", statistics.median(found), "ms")
             yield beside(f"{name}: p99", beyond(found, own), "ms", f"{LIMIT}, p99", limit, P99_TARGET)
-        if timed.collected:
-            title = f"{len(timed.collected)} collections of garbage in {requests} requests of {size(length)}, {kind}"
-            yield Row(f"{title}: longest", max(timed.collected), "ms")
         side.refill()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -169,14 +168,8 @@ class RedisServer:
             time.sleep(0.01)
         raise SystemExit(f"{self.program} does not answer at port {self.port}")
 
-    def stop(self) -> None:
-        """Without closing its connections."""
-        self._signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: int) -> None:
+    def signal(self, number: int) -> None:
+        """SIGSTOP leaves its connections open."""
         assert self._process is not None
         self._process.send_signal(number)
 

@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -285,10 +286,8 @@ def of_folder(parent: Path, rounds: int, sizes: Sequence[int] = (4, 32)) -> Iter
         try:
             with slots_of(mib * MIB) as (_, slots), closing(LocalDiskBackend(folder / "lmkv", bytes(32))) as backend:
                 clients = {LMKV: client_of(backend), PLAIN: plain_files(folder / "plain")}
-                try:
+                if find_spec("vllm"):
                     clients[VLLM] = vllm_files(folder / "vllm")
-                except ImportError:
-                    print("vLLM is not installed: nothing beside its file tier", file=sys.stderr)
                 threads = {name: (1, many) if name == PLAIN else (many,) for name in clients}
                 found = moves(clients, slots, threads, rounds, lambda folder=folder: drop_caches(folder))
         finally:

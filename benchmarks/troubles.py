@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
+import signal
 import socket
 import statistics
 import sys
@@ -27,6 +28,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 
 from attrs import define, evolve, field
@@ -172,7 +174,8 @@ def outage_spec(port: int | None) -> EngineSpec:
 def outage(options: argparse.Namespace) -> Iterator[Row]:
     load = evolve(LOAD, turns=5 if options.quick else options.requests // LOAD.users)
     server = RedisServer(options.server)
-    phases = {"there": server.start, "killed": server.kill, "back": server.start, "stopped": server.stop}
+    phases = {"there": server.start, "killed": server.kill, "back": server.start}
+    phases |= {"stopped": partial(server.signal, signal.SIGSTOP), "going on": partial(server.signal, signal.SIGCONT)}
     found: dict[str, tuple[Round, float | None]] = {}
     with tempfile.TemporaryDirectory(prefix="lmkv-troubles-") as folder:
         with closing(Users(outage_spec(None), Path(folder, "alone"))) as engine:
@@ -185,7 +188,7 @@ def outage(options: argparse.Namespace) -> Iterator[Row]:
             try:
                 for number in range(6):
                     engine.run(LOAD, number)
-                for phase, enter in {**phases, "going on": server.go_on}.items():
+                for phase, enter in phases.items():
                     if phase != "there":
                         enter()
                     found[phase] = asked(engine, load, hits=phase not in ("killed", "stopped"))

@@ -1,6 +1,6 @@
 """Users who talk with one vLLM engine: their words, their order, and the process of the engine.
 
-`python -m benchmarks.users FOLDER` is such a process. With LMKV_BENCH_CLOCKS it measures the time within lmkv.
+`python -m benchmarks.users FOLDER` is such a process. With BENCHMARK_CLOCKS it measures the time within lmkv.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PACES = 4.0
 """How many times longer the slowest user thinks than the fastest."""
 SKIPPED = {"lmkv.skip_save": True, "lmkv.skip_load": True}
 """Parameters with which the connector neither stores nor loads a request."""
-CLOCKS = {"LMKV_BENCH_CLOCKS": "1"}
+CLOCKS = {"BENCHMARK_CLOCKS": "1"}
 _SKIPPED = ", neither storing nor loading"
 
 
@@ -259,7 +259,7 @@ def main() -> None:
     found: dict[str, Clock] = {}
 
     def prepare() -> None:
-        if "LMKV_BENCH_CLOCKS" in os.environ:
+        if "BENCHMARK_CLOCKS" in os.environ:
             found.update(clocks())
 
     serve(lambda llm, asked: asdict(run(llm, Load(**asked[0]), asked[1], found)), prepare)

@@ -15,6 +15,7 @@ import torch
 from attrs import evolve
 from redis import Redis
 
+from lmkv.cli.bench import PAGES_TARGET
 from benchmarks import copy, rounds, scale, talk, tiers, troubles
 from benchmarks.peers import files_of, seconds_of, values_of, whole_database
 from benchmarks.rounds import Row, beside
@@ -141,7 +142,7 @@ def test_a_folder_is_measured_beside_plain_files_and_left_as_it_was(tmp_path: Pa
 
 def test_copies_are_measured_beside_their_limits(tmp_path: Path) -> None:
     rows = list(copy.measure("1 chunk", 2, 1, 2, None, tmp_path))
-    assert [row.target for row in rows if row.name.endswith(": lmkv")] == [copy.PAGES_TARGET] * 2
+    assert [row.target for row in rows if row.name.endswith(": lmkv")] == [PAGES_TARGET] * 2
     assert all(row.value > 0 for row in rows)
     assert torch.cuda.is_available() or len(list(copy.on_a_device("1 chunk", 2, 1, 2, "simulated"))) == 4
 

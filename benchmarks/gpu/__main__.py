@@ -15,7 +15,7 @@ before, and, in other steps, by vLLM alone. In bfloat16 batches of other shapes 
 
   facts     the device, its bus, versions
   tests     lmkv's tests for GPUs
-  torture   lmkv.testing.torture around each connector: requests with aborts, preemptions, resets and restarts
+  torture   kv_connector_torture around each connector: requests with aborts, preemptions, resets and restarts
   script    ten long prompts, one token each: computed, again after vLLM's own prefix cache was emptied, again with it
   long-*    first token of one prompt: computed, loaded by the connector, and from vLLM's own prefix cache
   talks     conversations, more than vLLM's own prefix cache and, by a quarter, than host memory take
@@ -329,7 +329,7 @@ def alone_steps(plan: Plan, book: Book, engines: Sequence[str]) -> Iterator[tupl
         connector = {"kv_role": "kv_both", **plan.connector(engine, None)}
         minutes = ["--minutes", "0.1" if plan.tiny else "1", "--kinds", "gqa", "--shrink-minutes", "0.1"]
         report = str(plan.options.out / f"torture-{engine}")
-        words = ["-m", "lmkv.testing.torture", *minutes, "--report", report, "--connector", json.dumps(connector)]
+        words = ["-m", "kv_connector_torture", *minutes, "--report", report, "--connector", json.dumps(connector)]
         yield f"{TORTURE}, {engine}", lambda words=words: command(words, min(150.0, book.left))
         yield f"{SLEEP}, {engine}", lambda engine=engine: sleeping(plan, engine, book)
 

@@ -54,7 +54,7 @@ def alone(request: pytest.FixtureRequest) -> Alone:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with random weights that make outputs depend on every byte of KV; a token per byte of text."""
-    from lmkv.cli.measure.small_model import SmallModel
+    from lmkv.cli.small_model import SmallModel
 
     folder = tmp_path_factory.mktemp("model")
     small = SmallModel(layers=4, hidden=256, max_position=8192)

@@ -73,7 +73,7 @@ def test_what_another_server_stores_is_hit_without_a_listing(model: Path, tmp_pa
 
 
 def test_another_model_does_not_see_the_files(model: Path, tmp_path: Path) -> None:
-    from lmkv.cli.measure.small_model import SmallModel
+    from lmkv.cli.small_model import SmallModel
 
     other = tmp_path / "other"
     SmallModel(layers=4, hidden=256, max_position=8192, seed=1).write(other)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lmkv.cli.measure.small_model import SmallModel
+from lmkv.cli.small_model import SmallModel
 from lmkv.vllm import code, loaded
 from tests.kit import LIMIT
 from tests.vllm.alone import Alone

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.cli.measure.small_model import SmallModel
+from lmkv.cli.small_model import SmallModel
 from tests.vllm.harness import BREAKS_COPIES, Engine, engine, external_hits, prompt
 
 PROMPTS = [prompt(90, 700), prompt(91, 900)]
