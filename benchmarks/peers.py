@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 from urllib.request import urlopen
 
 from attrs import define, evolve, field
@@ -37,8 +37,6 @@ ENVIRONMENT = {
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of the C library's `mallopt`."""
 
-T = TypeVar("T")
-
 
 def seconds_of(call: Callable[[], object]) -> float:
     start = time.perf_counter()
@@ -55,7 +53,7 @@ def free_ports(count: int) -> list[int]:
 # -- plain reads ------------------------------------------------------------------------------------------
 
 
-def _of_one_prompt(sizes: Mapping[T, int]) -> dict[T, int]:
+def _of_one_prompt(sizes: Mapping[Any, int]) -> dict[Any, int]:
     """As many whole chunks as one prompt has, with their sizes; the tails of prompts are smaller."""
     if not sizes:
         raise LookupError("the tier has no chunks")

@@ -52,10 +52,11 @@ def finish(rows: Iterable[Row], options: argparse.Namespace) -> int:
 
 def where() -> dict[str, object]:
     """The command, the commit, and what `measured_on` says."""
-    name = (sys.modules["__main__"].__spec__ or sys.modules["__main__"]).__dict__.get("name", sys.argv[0])
+    spec = sys.modules["__main__"].__spec__
+    command = ["python -m", spec.name.removesuffix(".__main__") if spec else sys.argv[0], *sys.argv[1:]]
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {"command": " ".join(["python -m", name, *sys.argv[1:]]), "commit": commit, **measured_on()}
+    return {"command": " ".join(command), "commit": commit, **measured_on()}
 
 
 def line(row: Row) -> str:
@@ -75,15 +76,9 @@ def beside(name: str, value: float, unit: str, of: str, other: float, target: fl
     return Row(name, value, unit, of, ratio, None, target, met)
 
 
-def turns(engines: Collection[str], rounds: int, minutes: float = 60.0) -> Iterator[tuple[int, str]]:
-    """Number of the round and engine to ask: all engines in each round, in shuffled order.
-
-    No round begins after so many minutes.
-    """
-    started = time.monotonic()
+def turns(engines: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Number of the round and engine to ask: all engines in each round, in shuffled order."""
     for number in range(rounds):
-        if time.monotonic() - started > 60 * minutes:
-            return
         for name in random.sample(list(engines), len(engines)):
             time.sleep(PAUSE)
             yield number, name

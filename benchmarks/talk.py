@@ -116,10 +116,9 @@ class Engines:
         lines = self._engines[name].log.read_text(errors="replace").splitlines()
         return lines[next((at for at, line in enumerate(lines) if "lmkv:" in line), len(lines)) :]
 
-    def run(self, rounds: int, minutes: float = 60.0) -> Found:
-        """All engines in each round; none begins after so many minutes."""
+    def run(self, rounds: int) -> Found:
         found: dict[str, list[Round]] = {name: [] for name in self._engines}
-        for number, name in turns(self._engines, rounds, minutes):
+        for number, name in turns(self._engines, rounds):
             one = self._engines[name].run(evolve(self._load, skipped=is_skipped(name)), number)
             found[name].append(one)
             print(f"round {number}, {name}: {one.seconds:.1f} s", file=sys.stderr, flush=True)
@@ -250,7 +249,7 @@ def talk(options: argparse.Namespace, load: Load, engines: Engines, levels: Sequ
             engines.add_disk(f"lmkv, {memory}, disk", over, options.disk)
         if options.lmcache:
             engines.add_lmcache(f"LMCache, {memory}", over, options.lmcache)
-    found = engines.run(options.rounds, options.minutes)
+    found = engines.run(options.rounds)
     for name, text in differences(found):
         print(text, *engines.logged(name), sep="\n", file=sys.stderr)
     yield from rows(load, found)
@@ -289,7 +288,6 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--question", type=int, default=250, help="tokens of each question")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--minutes", type=float, default=20.0, help="after them no round begins")
     parser.add_argument("--over", default="2,8", help="times that all conversations oversubscribe host memory")
     parser.add_argument("--policies", default="LRU", help="lmkv's order of eviction, of an engine for each")
     parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has vllm and lmcache")
@@ -318,7 +316,7 @@ def measured(options: argparse.Namespace) -> Iterator[Row]:
         elif options.audits:
             engines.add("lmkv", levels[0])
             engines.add(AUDITED, levels[0], audit_rate=options.audits)
-            found = engines.run(options.rounds, options.minutes)
+            found = engines.run(options.rounds)
             yield from audit_rows(load, found["lmkv"], found[AUDITED])
         elif options.pairs:
             engines.add(ALONE)
