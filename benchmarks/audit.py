@@ -344,19 +344,17 @@ def delay(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def main() -> int:
-    parser = arguments(__doc__, quick="a tenth of the hits and trials")
+    parser = arguments(__doc__, quick="a hundredth of the hits, a tenth of the trials")
     parser.add_argument("what", choices=("honest", "faults", "delay"))
     parser.add_argument("--family", default="GQA, Qwen3")
     parser.add_argument("--dtype")
-    parser.add_argument("--hits", type=int, default=10_000)
+    for name, value in {"--hits": 10_000, "--batch": 16, "--ranks": 1, "--block": CHUNK, "--seed": 0}.items():
+        parser.add_argument(name, type=int, default=value)
     parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--block", type=int, default=CHUNK)
+    parser.add_argument("--trials", type=int, help="20 by default, 1000 of delay")
     parser.add_argument("--loads", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    options.trials = options.trials or (1000 if options.what == "delay" else 20)
     if options.quick:
         options.hits, options.trials = options.hits // 100, max(1, options.trials // 10)
     logging.getLogger("lmkv.vllm").setLevel(logging.CRITICAL)
