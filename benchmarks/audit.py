@@ -37,8 +37,8 @@ from attrs import define, field
 from benchmarks.rounds import Row, arguments, finish, percentile
 from lmkv.chunks.hashing import state_keys
 from lmkv.memory.comparison import TOLERANCE, Comparison, Part
-from lmkv.vllm.observe.telemetry import Telemetry
-from lmkv.vllm.scheduler.auditor import Sampler
+from lmkv.vllm.scheduler.audit import Sampler
+from lmkv.vllm.scheduler.telemetry import Telemetry
 from tests.vllm.families import _SMALL, FAMILIES, RECURRENT, Family, qwen3
 from tests.vllm.harness import Engine, engine, prompt
 
@@ -139,14 +139,14 @@ def served(
     }
     with family.vllm(), engine(folder, **settings) as running:
         if not loads:
-            running.connector._scheduler.audit._computed = Forgets()
+            running.connector.sides.scheduler.audit._computed = Forgets()
         yield running
 
 
 def ask(running: Engine, prompts: list[list[int]], max_tokens: int = 1) -> list[list[int]]:
     running.forget_local()
     answers = running.ids(prompts, max_tokens=max_tokens)
-    while running.connector._scheduler.busy:
+    while running.connector.sides.scheduler.busy:
         # As an engine core in a process of its own: until every comparison is reported.
         running.llm.llm_engine.step()
     return answers
@@ -201,13 +201,13 @@ def honest(args: argparse.Namespace) -> Iterator[Row]:
 def slot(running: Engine, key: bytes, rank: int | None = None) -> Any:
     """The stored bytes of a chunk or state, of one rank or all."""
     row = running.store.slab.array[running.store._primary.entries[key].slot]
-    layout = running.connector._model.layout
+    layout = running.connector.sides.model.layout
     return row if rank is None else row[rank * layout.rank_bytes : (rank + 1) * layout.rank_bytes]
 
 
 def keys_of(running: Engine, tokens: list[int]) -> list[bytes]:
-    found: list[bytes] = running.connector._scheduler.keys_of(tokens, None, {})
-    return found[: len(tokens) // running.connector._model.block_map.chunk_size]
+    found: list[bytes] = running.connector.sides.scheduler.keys_of(tokens, None, {})
+    return found[: len(tokens) // running.connector.sides.model.block_map.chunk_size]
 
 
 def other_request(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
@@ -220,7 +220,7 @@ def shifted(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) ->
 
 def stale(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
     """The first layer's part of the slot is still that of the chunk before."""
-    offset, nbytes = running.connector._model.layout.span(0, 0)
+    offset, nbytes = running.connector.sides.model.layout.span(0, 0)
     slot(running, mine[at])[offset : offset + nbytes] = slot(running, theirs[at])[offset : offset + nbytes]
 
 
@@ -235,7 +235,7 @@ def state_alone(running: Engine, mine: list[bytes], theirs: list[bytes], at: int
 
 def wrong_state(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
     """The KV is right, the state is another prompt's."""
-    count = running.connector._model.block_map.states
+    count = running.connector.sides.model.block_map.states
     for own, other in zip(state_keys(mine[-1], count), state_keys(theirs[-1], count), strict=True):
         slot(running, own)[:] = slot(running, other)
 
@@ -263,7 +263,7 @@ def trials(running: Engine, kind: str, make: Fault, seen: Seen, count: int, leng
     for trial in range(count):
         mine, theirs = prompt(seed + 2 * trial, length), prompt(seed + 2 * trial + 1, length)
         if make is last_token:
-            size = running.connector._model.block_map.chunk_size
+            size = running.connector.sides.model.block_map.chunk_size
             theirs = [*mine[: size - 1], theirs[size - 1], *theirs[size:]]
         ask(running, [mine])
         ask(running, [theirs])

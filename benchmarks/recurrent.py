@@ -136,8 +136,8 @@ def conversations(options: argparse.Namespace) -> Iterator[Row]:
                 answers = [converse(running, name, number, options.turns, arm) for name, arm in arms.items()]
                 assert answers[0] == answers[1] == answers[2], "the outputs differ"
             running.run([[9] * 9])
-            after, slot = running.store.stats().primary, running.connector._model.layout.slot_bytes
-            yield Row("tokens of a chunk", running.connector._model.block_map.chunk_size, "tokens")
+            after, slot = running.store.stats().primary, running.connector.sides.model.layout.slot_bytes
+            yield Row("tokens of a chunk", running.connector.sides.model.block_map.chunk_size, "tokens")
     yield from compared("first token of a later turn", "s", {name: arm.seconds for name, arm in arms.items()}, OWN)
     for name, arm in arms.items():
         left = [of - hit for of, hit in zip(arm.before, arm.hits, strict=True)]

@@ -44,7 +44,7 @@ from lmkv.outcomes import STORED, Written
 from lmkv.policies import make_policy
 from lmkv.protocols import Chunk, ChunkKey, Listed, Tier
 from lmkv.store.tiered import TieredStore
-from lmkv.vllm.observe.telemetry import Telemetry
+from lmkv.vllm.scheduler.telemetry import Telemetry
 
 SIZES, FILES = (10_000, 100_000, 1_000_000, 3_000_000), (10_000, 100_000, 300_000)
 MANY, QUICK = 1_000_000, 100_000
@@ -112,7 +112,7 @@ def measured(count: int, folder: str | None) -> dict[str, float]:
     some = [[key_of(1_000_000_007 * each % count) for each in range(first, first + CHAIN)] for first in range(64)]
     while not store.wait_indexed(0.005):
         asked = time.perf_counter()
-        store.lookup(some[len(waits) % len(some)])
+        store.catalog.lookup(some[len(waits) % len(some)])
         waits.append(time.perf_counter() - asked)
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     gc.collect()
@@ -124,7 +124,7 @@ def measured(count: int, folder: str | None) -> dict[str, float]:
         "found a chunk, us": cpu / count * 1e6,
         "all found, s": wall,
         "lookup of 64 chunks meanwhile, p99, ms": percentile(waits, 0.99) * 1e3 if waits else 0.0,
-        "lookup a chunk, us": cpu_of(lambda: [store.lookup(keys) for keys in some], 30, 64 * CHAIN),
+        "lookup a chunk, us": cpu_of(lambda: [store.catalog.lookup(keys) for keys in some], 30, 64 * CHAIN),
         "metrics of a second, us": cpu_of(Telemetry(store, itertools.count().__next__).take, 200, 1),
     }
     if folder is None:

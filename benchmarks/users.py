@@ -192,9 +192,8 @@ def clocks() -> dict[str, Clock]:
     """The connector's methods; of them, copies; and what metrics take on vLLM's thread."""
     from lmkv.memory.cpu_copier import CPUCopier
     from lmkv.vllm.connector import LMKVConnector
-    from lmkv.vllm.observe.metrics import Samples
-    from lmkv.vllm.observe.telemetry import Telemetry
     from lmkv.vllm.prometheus import LMKVPromMetrics, LMKVStats
+    from lmkv.vllm.scheduler.telemetry import Samples, Telemetry
 
     metrics = Clock(Samples, Telemetry, LMKVStats, LMKVPromMetrics)
     return {"connector": Clock(LMKVConnector), "copies": Clock(CPUCopier), "metrics": metrics}

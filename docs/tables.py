@@ -9,7 +9,7 @@ from typing import Any
 
 from lmkv.config import Config, Setting
 from lmkv.config.lmcache import table
-from lmkv.vllm.fields import DRAFT_KEY, ENVIRONMENT, KEY
+from lmkv.vllm.code import DRAFT_KEY, ENVIRONMENT, KEY
 
 HERE = Path(__file__).parent
 BEGIN = "<!-- From here to the end mark: python docs/tables.py -->\n"

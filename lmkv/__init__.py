@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     from lmkv.outcomes import Presence as Presence
     from lmkv.protocols import Tier as Tier
     from lmkv.store.catalog import Catalog as Catalog
+    from lmkv.store.guests import StoreObserver as StoreObserver
     from lmkv.store.leases import Lease as Lease, Reservation as Reservation
-    from lmkv.store.promotion import Promotion as Promotion
-    from lmkv.store.shared_lookup import SharedLookup as SharedLookup
+    from lmkv.store.promotion import Promotion as Promotion, SharedLookup as SharedLookup
+    from lmkv.store.stats import StoreStats as StoreStats, TierStats as TierStats
     from lmkv.store.tiered import TieredStore as TieredStore
-    from lmkv.store.tiers.observer import StoreObserver as StoreObserver
-    from lmkv.store.tiers.stats import StoreStats as StoreStats, TierStats as TierStats
 
 __version__ = "0.1.0"
 
@@ -52,11 +51,10 @@ _HOMES = {
     "protocols": ("Tier",),
     "store.catalog": ("Catalog",),
     "store.leases": ("Lease", "Reservation"),
-    "store.promotion": ("Promotion",),
-    "store.shared_lookup": ("SharedLookup",),
+    "store.promotion": ("Promotion", "SharedLookup"),
     "store.tiered": ("TieredStore",),
-    "store.tiers.observer": ("StoreObserver",),
-    "store.tiers.stats": ("StoreStats", "TierStats"),
+    "store.guests": ("StoreObserver",),
+    "store.stats": ("StoreStats", "TierStats"),
 }
 _HOME_OF = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
 

@@ -25,8 +25,8 @@ from lmkv.config.settings import DEFAULT
 from lmkv.memory.machine import check_in_memory, clamp_shared_memory
 from lmkv.policies import Quotas, make_admission, make_policy
 from lmkv.protocols import Backend, Policy, Tier
+from lmkv.store.guards import close_all
 from lmkv.store.tiered import TieredStore
-from lmkv.store.tiers.closing import close_all
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from lmkv.backends.wrapper import WrapperBackend
 from lmkv.policies import make_policy
 from lmkv.protocols import Backend, ChunkKey, Listed, Tier
 from lmkv.store.leases import Lease
+from lmkv.store.scanner import TierScanner
 from lmkv.store.tiered import TieredStore
-from lmkv.store.tiers.scanner import TierScanner
 from lmkv.testing.clocks import ManualClock
 
 T = TypeVar("T")

@@ -133,6 +133,7 @@ def test_a_store_is_measured_beside_its_client_and_left_as_it_was(tmp_path: Path
     assert all(row.value > 0 and row.target for row in ours)
 
 
+@pytest.mark.slow("its copies wait for all cores, busily")
 def test_a_folder_is_measured_beside_plain_files_and_left_as_it_was(tmp_path: Path) -> None:
     rows = list(tiers.of_folder(tmp_path, 2, (1,)))
     beside_plain = [row for row in rows if row.of == "plain files, 1 thread" and ": lmkv" in row.name]
@@ -140,6 +141,7 @@ def test_a_folder_is_measured_beside_plain_files_and_left_as_it_was(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow("its copies wait for all cores, busily")
 def test_copies_are_measured_beside_their_limits(tmp_path: Path) -> None:
     rows = list(copy.measure("1 chunk", 2, 1, 2, None, tmp_path))
     assert [row.target for row in rows if row.name.endswith(": lmkv")] == [PAGES_TARGET] * 2

@@ -23,7 +23,7 @@ from lmkv.backends.remote.options import RemoteOptions
 from lmkv.errors import BackendUnavailable, ClosedError, ConfigError, UsageError, short_repr
 from lmkv.memory import slab_files
 from lmkv.protocols import Backend
-from lmkv.store.tiers.jobs import Job, Priority
+from lmkv.store.iopool import Job, Priority
 from tests.forked import Child
 from tests.kit import LIMIT, chain, eventually, lower, memory, put, small_store
 

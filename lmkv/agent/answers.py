@@ -8,7 +8,7 @@ from attrs import fields, resolve_types
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from lmkv.errors import printable
-from lmkv.store.tiers.stats import TierStats
+from lmkv.store.stats import TierStats
 
 Number = Annotated[int, Field(gt=-(1 << 63), lt=1 << 63)]
 Real = Annotated[float, Field(allow_inf_nan=False)]

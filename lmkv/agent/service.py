@@ -18,7 +18,7 @@ from lmkv.chunks.hashing import StateKey, TailKey, state_keys
 from lmkv.chunks.namespace import tenants_of
 from lmkv.errors import LmkvError, UsageError
 from lmkv.protocols import ChunkKey
-from lmkv.store.boundaries import Boundaries
+from lmkv.store.catalog import Boundaries
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
 
@@ -185,7 +185,7 @@ class CacheService:
         self.trace = trace
         self.value = value
         self._loads_off = loads_off
-        self._boundaries = Boundaries(store, states)
+        self._boundaries = Boundaries(store.catalog, states)
         # Not thread-safe by itself.
         self._lock = threading.Lock()
         self._prefetches: TTLCache[str, _Prefetch] = TTLCache(_MAX_KEYS, pin_ttl, getsizeof=_size)
@@ -200,7 +200,7 @@ class CacheService:
         """
         tokens, keys = self._read(prompt)
         keys = self._found(keys, len(tokens))
-        ready, found = self._store.count_prefix(keys)
+        ready, found = self._store.catalog.count_prefix(keys)
         left = max(0, len(tokens) - 1)
         sources: dict[str, int] = {}
         for number, key in enumerate(keys[:found]):

@@ -26,9 +26,8 @@ from lmkv.config.remote_url import RemoteURL
 from lmkv.errors import BackendError, BackendUnavailable, outside
 from lmkv.outcomes import MISS, STORED, Read, ReadStatus, WriteStatus, Written
 from lmkv.protocols import Backend, Chunk
-from lmkv.store.tiers.answers import as_backend_error, checked
-from lmkv.store.tiers.attempt import attempt
-from lmkv.store.tiers.closing import close_all
+from lmkv.store.guards import attempt, close_all
+from lmkv.store.health import as_backend_error, checked
 
 VERBS = ("lookups", "reads", "writes", "deletions")
 _NAMESPACE = hashlib.sha256(b"lmkv doctor").digest()

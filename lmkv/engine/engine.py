@@ -175,7 +175,7 @@ class Engine:
         done = self._found(keys)
         try:
             if wait and not self._pace_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                return self._store.count_stored(keys[:done]) * self.chunk_size
+                return self._store.catalog.count_stored(keys[:done]) * self.chunk_size
             idle = False
             while done < len(keys):
                 if wait and not self._store.wait_for_room(deadline - time.monotonic()):
@@ -193,7 +193,7 @@ class Engine:
                 self._pace_lock.release()
             except RuntimeError:
                 pass
-        return self._store.count_stored(keys[:done]) * self.chunk_size
+        return self._store.catalog.count_stored(keys[:done]) * self.chunk_size
 
     def _store_window(self, request: Request, first: int, end: int) -> int:
         """Store chunks [first, end) as far as there are slots; how many are stored, here or by others."""
@@ -289,7 +289,7 @@ class Engine:
                 self._stored += len(copies) * self.chunk_size
             reservation.commit()
             # Other threads may not have stored their part of these chunks, or not yet.
-            writer.tokens = self._store.count_stored(keys) * self.chunk_size
+            writer.tokens = self._store.catalog.count_stored(keys) * self.chunk_size
 
     def _request(self, tokens: Tokens, blocks: Sequence[int], variant: Variant) -> Request:
         self._check_copies()
@@ -297,7 +297,7 @@ class Engine:
 
     def _found(self, keys: Sequence[ChunkKey]) -> int:
         """How many leading chunks some tier has. Those in host memory are written to stores that have lost them."""
-        found = self._store.count_prefix(keys)[1]
+        found = self._store.catalog.count_prefix(keys)[1]
         self._store.write_lost(keys[:found])
         return found
 
@@ -336,7 +336,7 @@ class Engine:
         self._check_open()
         keys = self.keys(tokens, variant)
         look_up_shared(self._store, keys, timeout)
-        return self._store.count_stored(keys) * self.chunk_size
+        return self._store.catalog.count_stored(keys) * self.chunk_size
 
     def prefetch(self, tokens: Tokens, *, variant: Variant = PLAIN) -> Prefetch:
         """Start to bring a prompt's KV into host memory and return at once.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from lmkv.store.tiers.stats import StoreStats
+from lmkv.store.stats import StoreStats
 
 
 @frozen

@@ -12,9 +12,8 @@ from typing import Final
 from attrs import define, evolve, field, frozen
 
 from lmkv.protocols import ChunkKey, Clock, LabelsKeys, Policy, SeesPrompts, TakesHints
-from lmkv.store.tiers.changes import Changes
-from lmkv.store.tiers.locking import locked
-from lmkv.store.tiers.order import Order
+from lmkv.store.guards import Changes, locked
+from lmkv.store.guests import Order
 from lmkv.store.wishes import Owners, Wishes
 
 DEFAULT_SECONDS: Final = 300.0

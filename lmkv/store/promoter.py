@@ -12,17 +12,14 @@ from typing import Final
 from attrs import define, field
 
 from lmkv.protocols import ChunkKey, Clock
-from lmkv.store.allocator import SlotAllocator
-from lmkv.store.promotion import Promotion
-from lmkv.store.shared_lookup import SharedLookup
-from lmkv.store.tiers.changes import Changes
-from lmkv.store.tiers.entry import Entry, State
-from lmkv.store.tiers.iopool import IOPool
-from lmkv.store.tiers.jobs import AfterLock, Job, Priority
-from lmkv.store.tiers.locking import locked
-from lmkv.store.tiers.lower import LowerTier, first_with
-from lmkv.store.tiers.primary import PrimaryTier
+from lmkv.store.entries import Entry, State
+from lmkv.store.guards import Changes, locked
+from lmkv.store.iopool import AfterLock, IOPool, Job, Priority
+from lmkv.store.primary import PrimaryTier
+from lmkv.store.promotion import Promotion, SharedLookup
+from lmkv.store.tier import LowerTier, first_with
 from lmkv.store.wishes import Owners, Wishes
+from lmkv.store.writes import SlotAllocator
 
 _MAX_KEPT: Final = 1 << 16
 """Prefetches, and chunks of theirs, that are kept at least."""

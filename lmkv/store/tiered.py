@@ -13,35 +13,29 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+
+from attrs import define
 
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey, Clock, ListsKeys, RegistersMemory, Tier
-from lmkv.store.allocator import SlotAllocator
 from lmkv.store.catalog import Catalog
-from lmkv.store.flusher import Flusher
-from lmkv.store.forks import close_after_fork
+from lmkv.store.guards import PATIENCE, Changes, attempt, close_after_fork, close_all, ends_in_time, locked
+from lmkv.store.guests import StoreObserver
 from lmkv.store.hints import MAX_HINTED, Hints
-from lmkv.store.leases import Holders, Lease, Reservation
-from lmkv.store.pins import Pins
+from lmkv.store.iopool import AfterLock, IOPool, Job, Priority, deletion
+from lmkv.store.leases import Holders, Lease, Reservation, Reserver
+from lmkv.store.primary import PrimaryTier
 from lmkv.store.promoter import Promoter
-from lmkv.store.promotion import Promotion
-from lmkv.store.recount import Recount
-from lmkv.store.reserver import Reserver
-from lmkv.store.shared_lookup import SharedLookup
-from lmkv.store.tiers.attempt import attempt
-from lmkv.store.tiers.changes import Changes
-from lmkv.store.tiers.closing import PATIENCE, close_all, ends_in_time
-from lmkv.store.tiers.iopool import IOPool
-from lmkv.store.tiers.jobs import AfterLock, deletion
-from lmkv.store.tiers.locking import locked
-from lmkv.store.tiers.lower import LowerTier
-from lmkv.store.tiers.observer import StoreObserver
-from lmkv.store.tiers.primary import PrimaryTier
-from lmkv.store.tiers.scanner import TierScanner
-from lmkv.store.tiers.stats import StoreStats
+from lmkv.store.promotion import Promotion, SharedLookup
+from lmkv.store.scanner import TierScanner
+from lmkv.store.stats import StoreStats
+from lmkv.store.tier import LowerTier
+from lmkv.store.wishes import Pins
+from lmkv.store.writes import Flusher, SlotAllocator
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +73,7 @@ class TieredStore:
     -----
     Thread-safe: one lock for all metadata, never held during I/O or copies. The store owns its tiers'
     backends and closes them. Closed, it stores nothing and finds nothing. In a forked child it is closed from the
-    start: threads do not cross a fork. `catalog` answers further questions about where chunks are.
+    start: threads do not cross a fork. `catalog` answers questions about where chunks are.
 
     Examples
     --------
@@ -181,20 +175,6 @@ class TieredStore:
     @property
     def primary_name(self) -> str:
         return self._primary.name
-
-    # -- looking ------------------------------------------------------------------------------------------
-
-    def lookup(self, keys: Sequence[ChunkKey]) -> list[Presence]:
-        """Where each chunk is, as far as the indexes know."""
-        return self.catalog.lookup(keys)
-
-    def count_prefix(self, keys: Sequence[ChunkKey]) -> tuple[int, int]:
-        """`(ready, found)`: leading chunks in host memory, and leading chunks in any tier."""
-        return self.catalog.count_prefix(keys)
-
-    def count_stored(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks some tier has in full; chunks that are still being stored do not count."""
-        return self.catalog.count_stored(keys)
 
     # -- reading ------------------------------------------------------------------------------------------
 
@@ -484,3 +464,52 @@ class TieredStore:
                 threading.Thread(target=self.close, name="lmkv-close", daemon=True).start()
             else:
                 self.close()
+
+
+@define(eq=False, repr=False)
+class Recount:
+    """Called under the store's lock.
+
+    Nothing but the entries, and who holds them, is taken for true: counts, free slots and policies are made anew. Any
+    exception within leaves the same work to be done again.
+    """
+
+    _holders: Holders
+    _pins: Pins
+    _hints: Hints
+    _primary: PrimaryTier
+    _tiers: Sequence[LowerTier]
+    _promoter: Promoter
+    _flusher: Flusher
+    _pool: IOPool
+
+    def __call__(self) -> None:
+        self._count(self._tiers, cut_short=True)
+
+    def after_clear(self, *, lower: bool) -> None:
+        """Count anew what was just emptied, without `lower` host memory alone: an index may have millions of chunks."""
+        self._count(self._tiers if lower else (), cut_short=False)
+
+    def _count(self, tiers: Sequence[LowerTier], *, cut_short: bool) -> None:
+        after = AfterLock()
+        refs = Counter(self._pins.recount())
+        held = list(self._holders.entries())
+        refs.update(entry for entry, _ in held)
+        self._flusher.recount(refs, after)
+        filled = self._promoter.recount(refs) | {entry for entry, fills in held if fills}
+        self._primary.recount(refs, filled)
+        self._promoter.settle(after)
+        for tier in tiers:
+            tier.index.recount(self._promoter.reading(tier))
+            after.jobs.append(deletion(tier.delete_all if tier.index.clearing else tier.reclaim, tier.name))
+        # Their policies are new, too.
+        self._hints.recount()
+        # The plans run after the lock's release, as all plans do.
+        self._pool.submit([Job(partial(_run, after, cut_short), Priority.LOAD, lambda after: None)])
+
+
+def _run(planned: AfterLock, cut_short: bool, after: AfterLock) -> None:
+    if cut_short:
+        logger.warning("lmkv: an exception has cut a change of the store short; slots and indexes were counted anew")
+    after.jobs += planned.jobs
+    after.calls += planned.calls

@@ -11,8 +11,8 @@ from lmkv.memory.slab import slab_name
 from lmkv.vllm import compat, kv_events
 from lmkv.vllm.loaded import Loaded
 from lmkv.vllm.model import ServedModel
-from lmkv.vllm.observe.events import EventRecorder
-from lmkv.vllm.scheduler.options import SchedulerOptions
+from lmkv.vllm.scheduler.context import SchedulerOptions
+from lmkv.vllm.scheduler.events import EventRecorder
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
 
@@ -90,7 +90,7 @@ def make_scheduler(
         loaded = Loaded(compat.calling_core())
         scheduler = Scheduler(store, model.namespace, model.block_map, options, events, loaded, loaded.adapter)
         loaded.watch(scheduler)
-        scheduler.loading.stop_at = compat.stop_at
+        scheduler.matcher.stop_at = compat.stop_at
     except BaseException:
         store.close()
         raise

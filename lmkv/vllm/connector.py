@@ -11,7 +11,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,8 +28,8 @@ from lmkv.memory.copier_factory import check_device
 from lmkv.memory.paged import block_rows
 from lmkv.vllm import assemble, compat, kv_events
 from lmkv.vllm.agent import start_agent
-from lmkv.vllm.metadata import StepPlan, WorkerReport
 from lmkv.vllm.model import ServedModel, describe
+from lmkv.vllm.plan.metadata import StepPlan, WorkerReport
 from lmkv.vllm.prometheus import LMKVPromMetrics, LMKVStats
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
@@ -69,6 +69,14 @@ class LMKVWorkerMetadata(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, LMKVWorkerMetadata)
         return LMKVWorkerMetadata(self.report.merge(other.report))
+
+
+class Sides(NamedTuple):
+    """The parts of a connector that are there: of the scheduler's process, or of a worker's."""
+
+    scheduler: Scheduler | None
+    worker: Worker | None
+    model: ServedModel | None
 
 
 _CONNECTORS: WeakValueDictionary[tuple[KVConnectorRole, int], LMKVConnector] = WeakValueDictionary()
@@ -171,6 +179,11 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             layers = self._model.layers if config.use_layerwise else ()
             self._layer_numbers = {name: number for number, name in enumerate(layers)}
 
+    @property
+    def sides(self) -> Sides:
+        """The scheduler side or the worker side, whichever this is, and the model as lmkv sees it."""
+        return Sides(self._scheduler, self._worker, self._model)
+
     # -- before there is an instance ----------------------------------------------------------------------
 
     @classmethod
@@ -264,7 +277,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception:
             logger.exception("lmkv: this step could not be planned; loads between steps are given up")
             # vLLM keeps a request that loads until the load is reported as ended.
-            self._scheduler.loading.jobs.give_up()
+            self._scheduler.loads.cancel()
         # Also after an error: vLLM counts on the loads that were promised.
         plan = self._scheduler.take_plan()
         if not (scheduler_output.total_num_scheduled_tokens or plan.loads):

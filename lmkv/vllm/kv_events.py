@@ -8,8 +8,8 @@ from typing import Any
 
 from attrs import define
 
-from lmkv.vllm.block_map import BlockMap
-from lmkv.vllm.observe.events import Blocks, BlocksRemoved, BlocksStored, Event
+from lmkv.vllm.plan.block_map import BlockMap
+from lmkv.vllm.scheduler.events import Blocks, BlocksRemoved, BlocksStored, Event
 
 
 def are_wanted(vllm_config: Any) -> bool:

@@ -22,9 +22,9 @@ from weakref import WeakKeyDictionary, ref
 from lmkv.errors import printable, safe_repr
 from lmkv.memory.readback import factors
 from lmkv.vllm import code
-from lmkv.vllm.fields import as_json
-from lmkv.vllm.identity import Adapter, folder_of, stamps
+from lmkv.vllm.code import as_json
 from lmkv.vllm.model import config_digest, source_of
+from lmkv.vllm.plan.identity import Adapter, folder_of, stamps
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from lmkv.vllm.observe.metrics import METRICS, Values, merge
+from lmkv.vllm.scheduler.telemetry import METRICS, Values, merge
 
 logger = logging.getLogger("lmkv.vllm")
 
@@ -21,7 +21,7 @@ _LOGGED = ("lmkv_hit_tokens", "lmkv_missed_tokens", "lmkv_stored_tokens", "lmkv_
 
 
 class LMKVStats(KVConnectorStats):
-    """Values counted in an interval; `data` is a `lmkv.vllm.observe.metrics.Values`."""
+    """Values counted in an interval; `data` is a `lmkv.vllm.scheduler.telemetry.Values`."""
 
     def reset(self) -> None:
         self.data: Values = {}

@@ -25,11 +25,10 @@ from lmkv.memory.device_copier import LoadEvent
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.readback import Reading
 from lmkv.memory.slab import SlabMap, SlabRef, attach, wait_for_slab
-from lmkv.vllm.comparer import Comparer, Comparing
-from lmkv.vllm.layerwise import LayerwiseTransfer, NotReadyError
+from lmkv.vllm.copies import Comparer, Comparing, LayerwiseTransfer, NotReadyError
 from lmkv.vllm.loaded import take_loads
-from lmkv.vllm.metadata import CopyOrder, JobReport, ReadOrder, StepPlan, WorkerReport
-from lmkv.vllm.observe.metrics import Samples, Values
+from lmkv.vllm.plan.metadata import CopyOrder, JobReport, ReadOrder, StepPlan, WorkerReport
+from lmkv.vllm.scheduler.telemetry import Samples, Values
 
 logger = logging.getLogger(__name__)
 

@@ -69,7 +69,7 @@ def service_of_scheduler(scheduler: Scheduler, chunk_size: int) -> CacheService:
         requests=requests,
         trace=scheduler.observer.recorder.since,
         deleted=scheduler.forget_evictions,
-        value=lambda: scheduler.observer.value.report(scheduler.loading.wait.cost.prefill_speed),
+        value=lambda: scheduler.observer.value.report(scheduler.timing.cost.prefill_speed),
     )
 
 

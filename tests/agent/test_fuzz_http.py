@@ -28,7 +28,7 @@ from lmkv.policies import LRU
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.observe.recorder import TraceRecorder
+from lmkv.vllm.scheduler.observer import TraceRecorder
 from tests.agent.serving import SIZE, TOKEN, keys_of, tokenize
 from tests.kit import LIMIT, eventually
 

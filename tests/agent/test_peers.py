@@ -123,8 +123,8 @@ def test_a_session_is_ended_where_it_is_known(stores: list[TieredStore], client:
         client.end_session(name)
     for number in range(30):
         put(stores[1], f"{number:04}" * 2)
-    assert stores[1].count_prefix(kept)[0] == len(kept)
-    assert stores[1].count_prefix(ended)[0] == 0
+    assert stores[1].catalog.count_prefix(kept)[0] == len(kept)
+    assert stores[1].catalog.count_prefix(ended)[0] == 0
 
 
 def test_tenants_add_up_too(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import pytest
 from attrs import evolve
 from fastapi import FastAPI
 
-import lmkv.vllm.observe.recorder
+import lmkv.vllm.scheduler.observer
 from lmkv.agent import address
 from lmkv.agent.address import Address
 from lmkv.agent.client import AsyncClient, Client
@@ -43,7 +43,7 @@ from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.agent import clear_namespace
-from lmkv.vllm.observe.recorder import TraceRecorder
+from lmkv.vllm.scheduler.observer import TraceRecorder
 from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, serving, short_socket, store_over, tokenize
 from tests.kit import LIMIT, Gated, eventually, memory
 
@@ -344,7 +344,7 @@ def test_a_trace_of_any_size_is_answered_in_parts(store: TieredStore, requests: 
 
 
 def test_a_trace_keeps_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmkv.vllm.observe.recorder, "_MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(lmkv.vllm.scheduler.observer, "_MAX_BYTES", 1 << 20)
     recorder = TraceRecorder(4, 4096, ManualClock())
     recorder.since(0)
     note(recorder, 100, 1024)

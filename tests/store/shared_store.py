@@ -19,8 +19,8 @@ from lmkv.backends.disk import usage
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.policies import make_policy
 from lmkv.protocols import Clock, Tier
+from lmkv.store import scanner
 from lmkv.store.tiered import TieredStore
-from lmkv.store.tiers import scanner
 from lmkv.testing.clocks import ManualClock
 from tests.forked import Tell
 from tests.kit import LIMIT, NEVER, listing_every

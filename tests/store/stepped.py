@@ -16,7 +16,7 @@ import pytest
 
 import lmkv.store.tiered
 from lmkv.backends.wrapper import WrapperBackend
-from lmkv.store.tiers.jobs import AfterLock, Job, Priority
+from lmkv.store.iopool import AfterLock, Job, Priority
 from tests.kit import LIMIT
 
 T = TypeVar("T")

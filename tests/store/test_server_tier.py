@@ -100,14 +100,14 @@ def test_a_server_that_answers_lookups_and_refuses_reads_is_not_asked(server: Re
         assert store.stats().tiers[1].read_failures == failed, "it is not tried"
         assert store.stats().tiers[1].breaker == "open"
         assert store.look_up_shared(chain("unknown", 2)) is None
-        assert store.count_prefix(keys) == (0, 0)
+        assert store.catalog.count_prefix(keys) == (0, 0)
 
         clock.advance(1)
         look_up(store, chain("beside", 1))
         assert store.stats().tiers[1].breaker == "half-open", "an answer is no read"
         assert get(store, keys) == []
         assert store.stats().tiers[1].read_failures == failed + 1, "one read tries, others do not wait"
-        assert store.count_prefix(keys) == (0, 0)
+        assert store.catalog.count_prefix(keys) == (0, 0)
 
         allow(client, "get")
         clock.advance(2)

@@ -13,8 +13,7 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.policies import LRU
 from lmkv.protocols import Chunk, ChunkKey, Tier
-from lmkv.store.promotion import Promotion
-from lmkv.store.shared_lookup import SharedLookup
+from lmkv.store.promotion import Promotion, SharedLookup
 from lmkv.store.tiered import TieredStore
 from tests.kit import (
     LIMIT,
@@ -61,14 +60,14 @@ def asked(gated: Gated) -> int:
 def found_in_all(store: TieredStore, keys: list[ChunkKey]) -> int:
     shared_lookup = store.look_up_shared(keys)
     assert shared_lookup is None or shared_lookup.wait(LIMIT)
-    return store.count_prefix(keys)[1]
+    return store.catalog.count_prefix(keys)[1]
 
 
 def test_what_another_process_stored_is_found_and_read() -> None:
     gated, medium = shared_medium()
     store = store_over(gated)
     others_store(medium, KEYS)
-    assert store.count_prefix(KEYS) == (0, 0)
+    assert store.catalog.count_prefix(KEYS) == (0, 0)
     assert found_in_all(store, KEYS) == 40
     assert get(store, KEYS[:20]) == [0] * 20
     assert store.stats().tiers[1].used_bytes == 40 * SLOT
@@ -98,7 +97,7 @@ def test_a_slower_tier_is_asked_only_for_what_a_faster_one_does_not_have() -> No
     shared_lookup = store.look_up_shared(KEYS[:20])
     assert shared_lookup is not None
     assert shared_lookup.wait(LIMIT), "it waits for nobody who is not needed"
-    assert (store.count_prefix(KEYS)[1], asked(far)) == (20, 0)
+    assert (store.catalog.count_prefix(KEYS)[1], asked(far)) == (20, 0)
     far.open()
     others_store(far_medium, KEYS)
     assert found_in_all(store, KEYS) == 40
@@ -249,7 +248,7 @@ def test_what_cannot_be_listed_is_forgotten_after_a_while_and_asked_for_again() 
         store = TieredStore(Tier(memory(48), LRU()), [lower(Unlisted(medium))])
     assert store.wait_indexed(LIMIT)
     eventually(lambda: found_in_all(store, KEYS[:8]) == 8, "found")
-    eventually(lambda: store.count_prefix(KEYS[:8])[1] == 0, "forgotten")
+    eventually(lambda: store.catalog.count_prefix(KEYS[:8])[1] == 0, "forgotten")
     medium.delete(KEYS[4:5])
     eventually(lambda: found_in_all(store, KEYS[:8]) == 4, "the one that was deleted is promised no more")
     eventually(lambda: found_in_all(store, KEYS[:4]) == 4 and get(store, KEYS[:4]) == [0] * 4, "found again")
@@ -257,7 +256,7 @@ def test_what_cannot_be_listed_is_forgotten_after_a_while_and_asked_for_again() 
 
 
 def test_a_first_listing_that_was_slow_does_not_put_off_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmkv.store.tiers.scanner._SHARE", 1e-4)
+    monkeypatch.setattr("lmkv.store.scanner._SHARE", 1e-4)
     medium = Gated(Persistent(memory(64, "remote"), shared=True))
     others_store(medium.inner, KEYS[:8])
     medium.shut("list_keys")
@@ -266,7 +265,7 @@ def test_a_first_listing_that_was_slow_does_not_put_off_the_next(monkeypatch: py
     medium.waiting("list_keys")
     time.sleep(0.05)
     medium.open()
-    eventually(lambda: store.count_prefix(KEYS[:8])[1] == 8, "found")
+    eventually(lambda: store.catalog.count_prefix(KEYS[:8])[1] == 8, "found")
     medium.inner.delete(KEYS)
-    eventually(lambda: store.count_prefix(KEYS[:8])[1] == 0, "the next listing comes soon, not after minutes")
+    eventually(lambda: store.catalog.count_prefix(KEYS[:8])[1] == 0, "the next listing comes soon, not after minutes")
     store.close()

@@ -12,8 +12,7 @@ import torch
 
 from lmkv import Config, Engine
 from lmkv.config import GIB
-from lmkv.store.tiers.iopool import IOPool
-from lmkv.store.tiers.jobs import Job, Priority
+from lmkv.store.iopool import IOPool, Job, Priority
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, NEVER, listing_every
 

@@ -24,9 +24,9 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.outcomes import Presence
 from lmkv.policies import LRU, AdmitNone, SecondTouch
 from lmkv.protocols import ChunkKey
+from lmkv.store.entries import State
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.promotion import Promotion
-from lmkv.store.tiers.entry import State
 from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
 from tests.interrupted import Interrupted
@@ -212,7 +212,7 @@ class StoreMachine(RuleBasedStateMachine):
     def end_promotion(self, which: int) -> None:
         promotion = self.promotions.pop(which % len(self.promotions))
         if promotion.done and not promotion.released:
-            present = self.store.lookup(promotion.keys[: promotion.ready])
+            present = self.store.catalog.lookup(promotion.keys[: promotion.ready])
             assert present == [Presence.READY] * promotion.ready
         promotion.release()
 
@@ -237,7 +237,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert live <= self.store.unpin(keys) <= len(keys)
         else:
             count = self.store.pin(keys, ttl, owner=span[0].encode())
-            assert count <= self.store.count_prefix(keys)[0]
+            assert count <= self.store.catalog.count_prefix(keys)[0]
             self.pins.update(dict.fromkeys(keys[:count], self.clock() + ttl))
             # Others may have ended for them.
             still = self.store._pins._of_key.keys()
@@ -264,14 +264,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(span=spans, how=st.sampled_from(["drop", "drop", "delete", "delete", "clear"]))
     def remove(self, span: tuple[str, int, int], how: str) -> None:
         keys = ALL if how == "clear" else keys_of(span)
-        known = sum(presence is not Presence.MISS for presence in self.store.lookup(keys))
+        known = sum(presence is not Presence.MISS for presence in self.store.catalog.lookup(keys))
         if how == "drop":
             self.store.drop(keys)
-            assert Presence.READY not in self.store.lookup(keys)
+            assert Presence.READY not in self.store.catalog.lookup(keys)
         else:
             # clear() removes and counts the chunks of an unreachable tier, too.
             assert known <= (self.store.clear() if how == "clear" else self.store.delete(keys))
-            assert self.store.lookup(keys) == [Presence.MISS] * len(keys)
+            assert self.store.catalog.lookup(keys) == [Presence.MISS] * len(keys)
             self.outdate(keys)
         for key in keys:
             self.pins.pop(key, None)
@@ -305,7 +305,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_found_was_committed(self) -> None:
-        present = dict(zip(ALL, self.store.lookup(ALL), strict=True))
+        present = dict(zip(ALL, self.store.catalog.lookup(ALL), strict=True))
         assert {key for key in ALL if present[key] in (Presence.READY, Presence.LOWER)} <= self.committed
         for key, end in self.pins.items():
             assert end <= self.clock() or present[key] is Presence.READY, "a pinned chunk was evicted"
@@ -383,7 +383,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.pool.drain(0)
         self.everything_is_released()
         self.store.close()
-        assert self.store.count_prefix(ALL) == (0, 0)
+        assert self.store.catalog.count_prefix(ALL) == (0, 0)
         assert self.store.slab.free_slots == 0 or not self.store.slab._used.count(1)
 
     def everything_is_released(self) -> None:

@@ -15,8 +15,8 @@ from lmkv.errors import BackendUnavailable, ClosedError
 from lmkv.outcomes import MISS, Presence, Read
 from lmkv.policies import LRU
 from lmkv.protocols import Chunk, ChunkKey, Tier
+from lmkv.store import guards as closing
 from lmkv.store.tiered import TieredStore
-from lmkv.store.tiers import closing
 from lmkv.testing.clocks import ManualClock
 from tests.kit import (
     LIMIT,
@@ -41,7 +41,7 @@ VERBS = ("insert_chain", "touch", "discard", "hold", "release", "evict", "hint")
 
 
 def kept(store: TieredStore, keys: list[ChunkKey]) -> list[bool]:
-    return [presence is Presence.READY for presence in store.lookup(keys)]
+    return [presence is Presence.READY for presence in store.catalog.lookup(keys)]
 
 
 # -- the head of a chain outlives its tail -------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_a_chain_that_passes_through_evicts_nothing_of_its_own_that_is_nowhere_e
         assert promotion.wait(LIMIT)
         promotion.release()
     assert kept(store, keys[3:]) == [True] * 3
-    assert store.count_prefix(keys)[1] == 6
+    assert store.catalog.count_prefix(keys)[1] == 6
 
 
 def test_clear_deletes_what_was_not_even_indexed_yet() -> None:
@@ -144,7 +144,7 @@ def test_clear_deletes_what_was_not_even_indexed_yet() -> None:
     gated.open()
     assert store.drain(LIMIT)
     eventually(lambda: disk.contains(keys) == [False] * 4)
-    assert store.count_prefix(keys) == (0, 0)
+    assert store.catalog.count_prefix(keys) == (0, 0)
 
 
 def test_a_listing_from_before_clear_brings_nothing_back() -> None:
@@ -168,8 +168,8 @@ def test_a_listing_from_before_clear_brings_nothing_back() -> None:
     assert store.drain(LIMIT)
     go_on.set()
     assert store.wait_indexed(LIMIT)
-    assert store.count_prefix(keys[:1]) == (0, 0)
-    assert [store.count_prefix([key]) for key in keys] == [(0, 0)] * 6
+    assert store.catalog.count_prefix(keys[:1]) == (0, 0)
+    assert [store.catalog.count_prefix([key]) for key in keys] == [(0, 0)] * 6
 
 
 def test_an_unlisted_chunk_is_not_taken_for_a_new_one_before_it_is_deleted() -> None:
@@ -206,7 +206,7 @@ def test_nothing_is_written_until_a_failed_clear_has_been_made_up_for() -> None:
         put(store, keys, version)
         assert store.drain(LIMIT)
         store.drop(keys)
-        assert store.count_prefix(keys) == (0, 0)
+        assert store.catalog.count_prefix(keys) == (0, 0)
     failing.failing = set()
     put(store, keys, version=4)
     assert store.drain(LIMIT)
@@ -248,7 +248,7 @@ def test_what_was_being_written_when_it_was_deleted_does_not_come_back() -> None
     gated.open()
     assert store.drain(LIMIT)
     assert below.contains(keys) == [False] * 3
-    assert store.count_prefix(keys) == (0, 0)
+    assert store.catalog.count_prefix(keys) == (0, 0)
     assert_idle(store)
 
 
@@ -642,7 +642,7 @@ def test_a_lookup_asks_the_next_tier_where_one_hangs() -> None:
     clock.advance(6)
     put(store, chain("b", 1))
     assert lookup.wait(LIMIT / 2), "before the call that hangs gives up"
-    assert store.count_prefix(keys) == (0, 2)
+    assert store.catalog.count_prefix(keys) == (0, 2)
     gated.open()
     assert all(other is not None and other.wait(LIMIT) for other in lookups)
     assert_idle(store)
@@ -810,7 +810,7 @@ def test_a_promotion_ends_before_the_chunk_that_is_lost() -> None:
     assert (promotion.keys, promotion.ready) == (keys[:3], 3)
     promotion.release()
     assert store.stats().tiers[1].lost == 1
-    assert store.count_prefix(keys[3:]) == (0, 0)
+    assert store.catalog.count_prefix(keys[3:]) == (0, 0)
     assert_idle(store)
 
 
@@ -822,7 +822,7 @@ def test_a_promotion_waits_for_a_chunk_that_is_just_being_stored() -> None:
         reservation = store.reserve(keys[1:])
         promotion = store.promote(keys)
         assert (len(promotion), promotion.done) == (3, False)
-        assert store.lookup(keys) == [Presence.READY, Presence.PENDING, Presence.PENDING]
+        assert store.catalog.lookup(keys) == [Presence.READY, Presence.PENDING, Presence.PENDING]
         if commits:
             reservation.commit()
         else:
@@ -936,7 +936,7 @@ def test_a_closed_store_has_nothing_and_takes_nothing() -> None:
     lease = store.lease(keys)
     store.close()
     store.close()
-    assert store.count_prefix(keys) == (0, 0)
+    assert store.catalog.count_prefix(keys) == (0, 0)
     assert len(store.lease(keys)) == 0
     assert store.reserve(chain("b", 1)).accepted == 0
     assert store.promote(keys).done
@@ -951,7 +951,7 @@ def test_one_tier_that_cannot_be_listed_hides_no_other() -> None:
     for key in keys:
         fine.write(Chunk(key, memoryview(payload(key))))
     store = small_store(4, lower(failing), lower(Persistent(fine)))
-    eventually(lambda: store.count_prefix(keys) == (0, 2))
+    eventually(lambda: store.catalog.count_prefix(keys) == (0, 2))
     eventually(lambda: bool(failing.calls))
     assert not store.wait_indexed(0)
 
@@ -968,7 +968,7 @@ def test_a_load_waits_for_the_room_that_is_being_made() -> None:
         while not put(store, chain(f"dirty {number}", 1)):
             assert store.drain(LIMIT)
     assert store.drain(LIMIT)
-    assert store.count_prefix(wanted) == (0, 3)
+    assert store.catalog.count_prefix(wanted) == (0, 3)
     assert get(store, wanted) == [0] * 3
     assert_idle(store)
 

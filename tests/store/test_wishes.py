@@ -34,7 +34,7 @@ def put_as(store: TieredStore, tenant: str, keys: list[ChunkKey]) -> None:
 
 
 def in_memory(store: TieredStore, *chains: list[ChunkKey]) -> list[int]:
-    return [store.count_prefix(keys)[0] for keys in chains]
+    return [store.catalog.count_prefix(keys)[0] for keys in chains]
 
 
 # -- the record ----------------------------------------------------------------------------------------------
@@ -459,7 +459,7 @@ def test_a_hint_holds_in_a_tier_that_is_still_being_written(make: Callable[[], P
         put(store, chain(f"{number}", 1))
         assert store.drain(LIMIT)
     store.drop(keys)
-    assert store.count_prefix(keys) == (0, 2)
+    assert store.catalog.count_prefix(keys) == (0, 2)
 
 
 @pytest.mark.parametrize("make", [lambda: LRU(), lambda: Quotas(LRU, {})], ids=["lru", "quotas"])
@@ -478,12 +478,12 @@ def test_what_is_given_up_on_its_way_to_a_tier_goes_first_there(make: Callable[[
     put(store, chain("c", 2))
     assert store.drain(LIMIT)
     store.drop([*keys, *other])
-    assert [store.count_prefix(each)[1] for each in (keys, other)] == [0, 2]
+    assert [store.catalog.count_prefix(each)[1] for each in (keys, other)] == [0, 2]
 
 
 def test_hints_about_keys_that_never_come_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     store = small_store(8)
-    monkeypatch.setattr("lmkv.store.tiers.order.MAX_GIVEN_UP", 10)
+    monkeypatch.setattr("lmkv.store.guests.MAX_GIVEN_UP", 10)
     for number in range(1000):
         store.hints.give(chain(f"{number}", 1), -1)
     assert len(store._primary.order._given_up) == 10

@@ -23,7 +23,7 @@ from kv_connector_torture.schedule import Schedule
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.memory.copier_factory import make_copier
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
-from lmkv.vllm.observe.telemetry import Telemetry
+from lmkv.vllm.scheduler.telemetry import Telemetry
 
 RATE = 0.05
 _SLOW = 0.02
@@ -70,7 +70,7 @@ class LMKV(Hooks):
         self._threads = set(threading.enumerate())
 
     def started(self, engine: Engine) -> None:
-        self._side = engine.scheduler.connector._scheduler
+        self._side = engine.scheduler.connector.sides.scheduler
         self._store = self._side._store
         self._capacity = sum(tier.capacity_bytes or 0 for tier in self._store.stats().tiers)
 

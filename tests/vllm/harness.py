@@ -165,7 +165,7 @@ def one_thread() -> Iterator[None]:
 @contextlib.contextmanager
 def timed_by(clock: Clock) -> Iterator[None]:
     """Have engines that are made in here take the time from this clock."""
-    from lmkv.vllm.scheduler.options import SchedulerOptions
+    from lmkv.vllm.scheduler.context import SchedulerOptions
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmkv.build.TieredStore", functools.partial(TieredStore, clock=clock))
@@ -266,7 +266,7 @@ class Engine:
 
     @property
     def store(self) -> Any:
-        return self.connector._scheduler._store
+        return self.connector.sides.scheduler._store
 
     @property
     def worker(self) -> Any:
@@ -286,8 +286,8 @@ class Engine:
         assert self.store.drain(LIMIT), "copies to lower tiers end"
         stats = self.store.stats()
         assert (stats.leased, stats.writing, stats.loading) == (0, 0, 0)
-        assert not self.connector._scheduler.busy
-        assert not self.connector._scheduler._requests
+        assert not self.connector.sides.scheduler.busy
+        assert not self.connector.sides.scheduler._requests
 
 
 def external_hits(output: Any) -> int:

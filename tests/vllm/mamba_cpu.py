@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmkv.vllm import cacheable
+from lmkv.vllm.plan import cacheable
 
 
 @contextlib.contextmanager

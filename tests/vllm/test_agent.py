@@ -40,7 +40,7 @@ def test_a_prompt_is_prefetched_from_disk_before_its_request(
             assert first.store.drain(LIMIT)
             assert client.lookup(TEXT)["hit_tokens"] == len(ids) - 1, "as a request does"
             # As if it had been evicted.
-            first.store.drop(first.connector._scheduler.keys_of(ids, None, {}))
+            first.store.drop(first.connector.sides.scheduler.keys_of(ids, None, {}))
             first.forget_local()
             assert client.lookup(ids)["sources"] == {"disk": len(ids) - 1}
             assert client.prefetch(TEXT, wait=LIMIT)["ready_tokens"] == len(ids)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.vllm.observe.telemetry import Telemetry
+from lmkv.vllm.scheduler.telemetry import Telemetry
 from tests.vllm import triton_cpu
 from tests.vllm.families import FAMILIES, RECURRENT
 from tests.vllm.harness import Engine, engine, external_hits, prompt
@@ -42,14 +42,14 @@ def ask(running: Engine, prompts: list[list[int]], max_tokens: int = 8) -> list[
     """Their outputs; nothing comes from vLLM's own prefix cache, and every comparison has ended."""
     running.forget_local()
     outputs = running.run(prompts, max_tokens=max_tokens)
-    while running.connector._scheduler.busy:
+    while running.connector.sides.scheduler.busy:
         running.llm.llm_engine.step()
     return outputs
 
 
 def damage(running: Engine, tokens: list[int], chunk: int) -> None:
     """The chunk's bytes are those of the one behind it."""
-    keys = running.connector._scheduler.keys_of(tokens, None, {})
+    keys = running.connector.sides.scheduler.keys_of(tokens, None, {})
     slots = [running.store._primary.entries[key].slot for key in keys[chunk : chunk + 2]]
     running.store.slab.array[slots[0]] = running.store.slab.array[slots[1]]
 
@@ -59,16 +59,16 @@ def answers(outputs: list[Any]) -> list[list[int]]:
 
 
 def hits_are_found_right_or_wrong(running: Engine, counts: Counter[str], unit: int) -> None:
-    audit, config = running.connector._scheduler.audit, running.scheduler.vllm_config
+    audit, config = running.connector.sides.scheduler.audit, running.scheduler.vllm_config
     assert getattr(config, "use_v2_model_runner", False) is triton_cpu.is_wanted()
-    size = running.connector._model.block_map.chunk_size
+    size = running.connector.sides.model.block_map.chunk_size
     prompts = [prompt(700 + n, 3 * unit + 40 * n + 2) for n in range(3)]
     cold = answers(ask(running, prompts))
     asked = ask(running, prompts[::-1])
     assert [external_hits(output) for output in asked] == [0, 0, 0], "an audited hit is computed"
     assert answers(asked) == cold[::-1]
     assert counts["chunks"] >= sum((len(ids) - 1) // size for ids in prompts) - len(prompts)
-    assert counts["states"] >= (len(prompts) if running.connector._model.block_map.states else 0)
+    assert counts["states"] >= (len(prompts) if running.connector.sides.model.block_map.states else 0)
     assert counts["wrong"] == 0
     again = ask(running, prompts)
     assert all(external_hits(output) > 2 * size for output in again), "every other audited hit is loaded"
@@ -107,7 +107,7 @@ def test_wrong_loads_are_found_and_computed_where_that_is_known_in_time(
 ) -> None:
     extra = {"chunk_size": 64, "audit_rate": 1.0, **extra}
     with engine(model, extra=extra, num_gpu_blocks_override=128) as running:
-        running.connector._scheduler.audit.on = False
+        running.connector.sides.scheduler.audit.on = False
         prompts = [prompt(760 + n, 300) for n in range(len(FAULTS))]
         cold = answers(ask(running, prompts))
         worker = running.worker

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lmkv.memory.copier import DONE
-from lmkv.vllm.metadata import CopyOrder
+from lmkv.vllm.plan.metadata import CopyOrder
 from lmkv.vllm.worker import _Running
 from tests.vllm.harness import CHUNK, Engine, external_hits, prompt
 
@@ -214,8 +214,8 @@ def test_a_load_that_cannot_be_ordered_is_recomputed(
     def broken(*_: object) -> None:
         raise RuntimeError("injected: our own code fails after the promise")
 
-    planner = shared.connector._scheduler.loading
-    owner, name = (planner.jobs, "order") if "." in method else (planner, method)
+    scheduler = shared.connector.sides.scheduler
+    owner, name = (scheduler.loads, "order") if "." in method else (scheduler.matcher, method)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, broken)
         assert shared.run([longer])[0].outputs[0].token_ids == right
@@ -235,7 +235,7 @@ def test_no_exception_of_ours_ends_the_engine(
     shared.run([prompt(6, 1500)])
     shared.forget_local()
     with monkeypatch.context() as patch:
-        patch.setattr(shared.connector._scheduler, method, broken)
+        patch.setattr(shared.connector.sides.scheduler, method, broken)
         assert shared.ids([prompt(6, 1500)]) == [expected[6]]
     assert shared.ids([prompt(6, 1500)]) == [expected[6]]
     shared.forget_local()

@@ -109,7 +109,7 @@ def test_vllm_makes_of_it_what_is_expected(case: Case) -> None:
     """One copy of each layer that has KV of its own, in as many block tables as vLLM makes."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    sides = [case.running.connector._model, get_kv_transfer_group()._model]
+    sides = [case.running.connector.sides.model, get_kv_transfer_group()._model]
     for model in sides:
         assert len(model.block_map.groups) == case.family.groups
         assert len(set(model.layers)) == len(model.layers) == case.family.own

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from lmkv.vllm.fields import DRAFT_KEY, ENVIRONMENT, KEY, as_json, described
+from lmkv.vllm.code import DRAFT_KEY, ENVIRONMENT, KEY, as_json, described
 from tests.vllm.harness import ENVIRONMENT as OF_TESTS
 
 PLACED = {
     kind: {reason: set(names.split()) for reason, names in reasons.items()}
     for kind, reasons in json.loads((Path(__file__).parent / "placed.json").read_text()).items()
 }
-"""By class of vLLM's configuration, the fields that are not in `lmkv.vllm.fields`, by the reason why not.
+"""By class of vLLM's configuration, the fields that are not in `lmkv.vllm.code`, by the reason why not.
 
 "elsewhere in the key": block tables, ranks, layout, states, device. "in what is loaded": weights, constants of layers
 and the built configuration. "rounding": the same function, computed in another order. "refused": by `check_model` and

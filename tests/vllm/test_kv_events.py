@@ -13,8 +13,8 @@ import zmq
 from attrs import define, field
 
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.observe.events import EventRecorder, Place
-from lmkv.vllm.requests.request import RequestState
+from lmkv.vllm.plan.request import Request
+from lmkv.vllm.scheduler.events import EventRecorder, Place
 from tests.kit import Residents, eventually
 from tests.vllm.families import FAMILIES
 from tests.vllm.harness import BLOCK, Engine, engine, external_hits, prompt
@@ -132,11 +132,11 @@ def found(running: Engine, prompts: Iterable[list[int]], salt: str | None = None
     """By tier, the whole blocks of these prompts that the store has."""
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-    scheduler = running.connector._scheduler
+    scheduler = running.connector.sides.scheduler
     tiers: dict[str, set[Any]] = {}
     for number, ids in enumerate(prompts):
         request = asked(running, number, ids, salt)
-        state: RequestState = scheduler._state_of(request)
+        state: Request = scheduler._request_of(request)
         keys = state.keys_with_tail(len(ids) // scheduler._chunk_size)
         scheduler._forget(request.request_id)
         for index, key in enumerate(keys):
@@ -270,6 +270,6 @@ def test_nothing_is_recorded_unless_vllm_publishes(model: Path, enabled: bool | 
     config = None if enabled is None else KVEventsConfig(enable_kv_cache_events=enabled)
     with engine(model, kv_events_config=config) as running:
         running.run([prompt(71, 600)])
-        assert running.connector._scheduler.observer.events is None
+        assert running.connector.sides.scheduler.observer.events is None
         assert not any(isinstance(observer, EventRecorder) for observer in running.store._observers)
         assert not running.connector.take_events()

@@ -133,8 +133,8 @@ def test_the_scheduler_side_then_promises_what_others_do(configured: Callable[..
         config.parallel_config.ubatch_size = size
         kv_cache = KVCacheConfig(100, [], [KVCacheGroupSpec(LAYERS, spec)])
         connector = LMKVConnector(config, KVConnectorRole.SCHEDULER, kv_cache)
-        assert connector._scheduler is not None
-        options = connector._scheduler._options
+        assert connector.sides.scheduler is not None
+        options = connector.sides.scheduler._options
         promised.append((options.whole_blocks, options.load_mode))
         connector.shutdown()
     assert promised == [(True, "sync"), (False, "auto")]

@@ -350,15 +350,15 @@ def test_a_load_ends_with_a_change_and_nobody_shares_its_blocks(model: Path, alo
     with engine(model, extra=extra, **options) as running:
         running.run([long])
         running.forget_local()
-        scheduler = running.connector._scheduler
+        scheduler = running.connector.sides.scheduler
         running.begin(OTHER, 1)
         first = running.begin(long, 8)
-        while not scheduler.loading.jobs.between_steps:
+        while not scheduler.loads.between_steps:
             running.step()
-        state = next(iter(scheduler.loading.jobs._async_loads.values()))[0]
+        state = next(iter(scheduler.loads._async_loads.values()))[0]
         running.llm.apply_model(change)
         running.begin(OTHER, 1)
-        while scheduler.loading.jobs.between_steps:
+        while scheduler.loads.between_steps:
             running.step()
         second = running.begin(long, 8)
         assert second(8) == expected

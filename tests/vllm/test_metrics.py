@@ -319,7 +319,7 @@ def test_what_is_scraped_is_what_the_requests_did(server: Server) -> None:
 
 
 def test_every_metric_is_scraped_with_its_type(server: Server) -> None:
-    from lmkv.vllm.observe.metrics import METRICS
+    from lmkv.vllm.scheduler.telemetry import METRICS
 
     scraped = server.get("/metrics")
     # The others need quotas or audits, which no server here has.

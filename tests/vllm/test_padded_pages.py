@@ -19,8 +19,8 @@ from attrs import frozen
 from lmkv.memory.paged import block_rows
 from lmkv.memory.slab import Slab, slab_name
 from lmkv.vllm.compat import tensors_by_layer
-from lmkv.vllm.metadata import CopyOrder, StepPlan
 from lmkv.vllm.model import ServedModel, describe
+from lmkv.vllm.plan.metadata import CopyOrder, StepPlan
 from lmkv.vllm.worker import Worker
 from tests.vllm.harness import ENVIRONMENT
 

@@ -116,7 +116,7 @@ def test_the_comparison_finds_a_wrong_value(tight: Engine, monkeypatch: pytest.M
         [output] = tight.run([ask], max_tokens=1)
     assert external_hits(output) > 0
     assert [index for _, index in oracle.wrong] == [0]
-    tight.connector._scheduler.reset()
+    tight.connector.sides.scheduler.reset()
     tight.forget_local()
 
 

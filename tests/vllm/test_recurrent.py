@@ -15,8 +15,7 @@ from attrs import frozen
 
 from lmkv.chunks.hashing import StateKey, state_keys
 from lmkv.cli.sizing import KVDtype, kv_size
-from lmkv.vllm.scheduler.async_load import AsyncLoad
-from lmkv.vllm.scheduler.load_jobs import LoadJobs
+from lmkv.vllm.scheduler.loads import AsyncLoad, Loads
 from tests.vllm.alone import Alone
 from tests.vllm.families import RECURRENT, Family, nemotron_h
 from tests.vllm.harness import Engine, engine, external_hits, prompt
@@ -73,7 +72,7 @@ class Case:
 
     @property
     def states(self) -> int:
-        return int(self.running.connector._model.block_map.states)
+        return int(self.running.connector.sides.model.block_map.states)
 
     def whole(self, tokens: int) -> int:
         """Tokens of the last boundary below so many tokens."""
@@ -83,7 +82,7 @@ class Case:
         return ask(self.running, prompts, max_tokens=max_tokens)
 
     def keys(self, tokens: list[int]) -> list[bytes]:
-        found: list[bytes] = self.running.connector._scheduler.keys_of(tokens, None, {})
+        found: list[bytes] = self.running.connector.sides.scheduler.keys_of(tokens, None, {})
         return found
 
 
@@ -146,7 +145,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_vllm_makes_of_it_what_is_expected(case: Case) -> None:
-    model = case.running.connector._model
+    model = case.running.connector.sides.model
     assert len(model.block_map.groups) == case.family.groups
     assert len(set(model.layers)) == len(model.layers) == case.family.own
     assert model.block_map.chunk_size == case.family.unit
@@ -154,7 +153,7 @@ def test_vllm_makes_of_it_what_is_expected(case: Case) -> None:
 
 
 def test_doctor_knows_its_sizes(case: Case) -> None:
-    layout = case.running.connector._model.layout
+    layout = case.running.connector.sides.model.layout
     dtype = KVDtype.FLOAT32 if case.family.options.get("dtype") is None else KVDtype.BFLOAT16
     size = kv_size(case.folder, dtype)
     assert size.states is not None
@@ -222,7 +221,7 @@ def test_chunks_without_a_state_are_a_miss(case: Case) -> None:
     case.running.forget_local()
     for key in case.keys(ids):
         case.running.store.delete(state_keys(key, case.states)[-1:])
-    case.running.connector._scheduler.forget_evictions()
+    case.running.connector.sides.scheduler.forget_evictions()
     output = case.ask([ids])[0]
     assert external_hits(output) == 0
     assert output.kv_transfer_params["lmkv"]["missed"]["reason"] == "no_state"
@@ -258,15 +257,15 @@ def test_a_load_that_has_lost_only_its_state_has_failed(case: Case, monkeypatch:
     ids, expected = repeated()[-1], case.answers["repeated"][-1]
     case.ask([ids])
     case.running.forget_local()
-    begin, lost = LoadJobs.begin, []
+    begin, lost = Loads.begin, []
 
-    def loses(self: LoadJobs, state: Any, keys: list[bytes], *rest: Any) -> None:
+    def loses(self: Loads, state: Any, keys: list[bytes], *rest: Any) -> None:
         lost.extend(key for key in keys if isinstance(key, StateKey))
         self._store.drop(lost)
         begin(self, state, keys, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LoadJobs, "begin", loses)
+        patch.setattr(Loads, "begin", loses)
         output = case.ask([ids])[0]
     assert len(lost) == case.states
     assert distance(answers_of([output]), [expected]) < case.family.noise
@@ -305,8 +304,8 @@ def test_wrong_states_would_show(case: Case, how: str, monkeypatch: pytest.Monke
             if how == "left out":
                 patch.setattr(AsyncLoad, "_state_copies", lambda self, lease: [])
             else:
-                patch.setattr(case.running.connector._scheduler.loading, "_may_load_within_step", True)
-                patch.setattr(LoadJobs, "order", _load_within_the_step)
+                patch.setattr(case.running.connector.sides.scheduler.matcher, "_may_load_within_step", True)
+                patch.setattr(Loads, "order", _load_within_the_step)
             output = case.ask([ids])[0]
         assert external_hits(output) == case.whole(len(ids))
         answers += answers_of([output])
@@ -314,13 +313,12 @@ def test_wrong_states_would_show(case: Case, how: str, monkeypatch: pytest.Monke
     case.running.forget_local()
 
 
-def _load_within_the_step(self: LoadJobs, state: Any, lease: Any, tables: Any, end: int) -> None:
-    """As `LoadJobs.order`, with states."""
+def _load_within_the_step(self: Loads, state: Any, lease: Any, tables: Any, end: int) -> None:
+    """As `Loads.order`, with states."""
     blocks = self._block_map.state_blocks(tables, end)
-    copies = self._block_map.load_copies(lease.slots, tables, state.computed, end)
+    copies = self._block_map.load_copies(lease.slots, tables, state.waiting.computed, end)
     for key, slot in zip(lease.keys, lease.slots, strict=True):
         if isinstance(key, StateKey):
             copies.append(self._block_map.state_copy(slot, key.number, blocks))
     order = self._builder.load(copies, [])
-    job = type("Job", (), {"lease": lease, "load": None, "unconfirmed": [], "tokens": 1, "state": state, "audit": None})
-    self._jobs[order.job] = job
+    self._follow(order.job, state, lease, tables, end)

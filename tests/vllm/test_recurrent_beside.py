@@ -15,7 +15,7 @@ from redis import Redis
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.chunks.hashing import state_keys
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.cacheable import check_states
+from lmkv.vllm.plan.cacheable import check_states
 from tests.kit import LIMIT, NEVER, eventually, listing_every
 from tests.servers import redis_server
 from tests.vllm import mamba_cpu
@@ -50,7 +50,7 @@ def over(disk: Path) -> dict[str, Any]:
 
 
 def service_of(running: Engine) -> CacheService:
-    scheduler, model = running.connector._scheduler, running.connector._model
+    scheduler, model = running.connector.sides.scheduler, running.connector.sides.model
     return CacheService(
         scheduler.store,
         scheduler.keys_of,
@@ -74,7 +74,7 @@ def test_the_agent_api_tells_what_a_request_would_load(case: Case, tmp_path: Pat
         service.unpin(asked)
         assert running.store.stats().pinned == 0
         eventually(lambda: not running.store.stats().pending_io)
-        keys = running.connector._scheduler.keys_of(IDS, None, {})
+        keys = running.connector.sides.scheduler.keys_of(IDS, None, {})
         states = [state for key in keys for state in state_keys(key, 2)]
         running.store.drop([*keys, *states])
         assert service.lookup(asked)["sources"] == {"disk": WHOLE}
@@ -196,7 +196,7 @@ def test_kv_events_tell_where_states_are(case: Case, tmp_path: Path, monkeypatch
         monkeypatch.setattr(running.connector, "take_events", noted)
         ask(running, [IDS])
         ask(running, [prompt(2, 5)])
-        groups = running.connector._model.block_map.groups
+        groups = running.connector.sides.model.block_map.groups
         stored = [event for event in told if hasattr(event, "token_ids")]
         kinds = {event.group_idx: event.kv_cache_spec_kind for event in stored}
         assert {kinds[group.table] for group in groups if group.state} == {"mamba"}
@@ -209,8 +209,8 @@ def test_kv_events_tell_where_states_are(case: Case, tmp_path: Path, monkeypatch
         kept = next(iter(blocks.values()))
         assert 1 <= len(kept) < 1000 // UNIT
         told.clear()
-        running.connector._scheduler.store.drop(
-            [state for key in running.connector._scheduler.keys_of(IDS, None, {}) for state in state_keys(key, 2)]
+        running.connector.sides.scheduler.store.drop(
+            [state for key in running.connector.sides.scheduler.keys_of(IDS, None, {}) for state in state_keys(key, 2)]
         )
         ask(running, [prompt(3, 5)])
         removed = [event for event in told if not hasattr(event, "token_ids")]

@@ -38,8 +38,8 @@ def test_what_a_disk_keeps_serves_the_next_engine(name: str, tmp_path: Path) -> 
                 hits.append(external_hits(output))
                 eventually(lambda running=running: not running.store.stats().pending_io)
                 running.assert_nothing_leaked()
-                keys = running.connector._scheduler.keys_of(ids, None, {})
-                states = running.connector._model.block_map.states
+                keys = running.connector.sides.scheduler.keys_of(ids, None, {})
+                states = running.connector.sides.model.block_map.states
         assert hits == [0, whole, whole]
         for key in keys:
             for damaged in (tmp_path / "disk").rglob(f"*{state_keys(key, states)[0].hex()[4:]}*"):

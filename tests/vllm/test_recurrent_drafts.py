@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from attrs import field, frozen
 
-from lmkv.vllm.block_map import BlockMap
-from lmkv.vllm.scheduler.async_load import AsyncLoad
-from lmkv.vllm.scheduler.state_planner import StatePlanner
+from lmkv.vllm.plan.block_map import BlockMap
+from lmkv.vllm.scheduler.loads import AsyncLoad
+from lmkv.vllm.scheduler.stores import StateStores
 from tests.vllm import drafts, mamba_cpu
 from tests.vllm.drafts import KNOWN, Known
 from tests.vllm.families import RECURRENT, Family
@@ -173,9 +173,9 @@ def test_states_of_drafts_would_show(case: Case, monkeypatch: pytest.MonkeyPatch
         pytest.skip("in bfloat16 the outputs of this model vary more with drafts than with another state")
     case.running.forget_local()
     case.running.store.clear()
-    place, take = BlockMap.state_blocks, StatePlanner.take
+    place, take = BlockMap.state_blocks, StateStores.take
 
-    def takes_the_last(self: StatePlanner, state: Any, *rest: Any) -> None:
+    def takes_the_last(self: StateStores, state: Any, *rest: Any) -> None:
         def place_of_the_last(blocks: BlockMap, tables: Any, tokens: int) -> dict[int, int]:
             found = place(blocks, tables, tokens)
             return {group: tables[group][-1] for group in found} if tokens > state.prompt_tokens else found
@@ -185,7 +185,7 @@ def test_states_of_drafts_would_show(case: Case, monkeypatch: pytest.MonkeyPatch
             take(self, state, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StatePlanner, "take", takes_the_last)
+        patch.setattr(StateStores, "take", takes_the_last)
         case.ask(case.prompts, case.kind.answer)
     case.running.forget_local()
     outputs = case.ask(case.turns, 20)

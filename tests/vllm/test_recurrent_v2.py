@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.vllm.scheduler.async_load import AsyncLoad
+from lmkv.vllm.scheduler.loads import AsyncLoad
 from tests.vllm import mamba_cpu
 from tests.vllm.alone import Alone
 from tests.vllm.drafts import N_GRAMS, write_qwen3_next
@@ -71,8 +71,8 @@ def test_a_preempted_request_goes_on_from_the_right_state(places: tuple[int, ...
             assert all(preempted(drafting, ids, len(said), tokens) == said for tokens in at)
         with engine(model, speculative_config=N_GRAMS, **options) as drafting:
             assert all(preempted(drafting, ids, len(said), tokens) == said for tokens in at)
-            keys = drafting.connector._scheduler.keys_of(ids + said, None, {})
-            stored = drafting.store.count_prefix(keys)[1] * family.unit
+            keys = drafting.connector.sides.scheduler.keys_of(ids + said, None, {})
+            stored = drafting.store.catalog.count_prefix(keys)[1] * family.unit
     assert stored >= 192, "no state within the answer was stored"
 
 

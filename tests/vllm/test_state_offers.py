@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lmkv.vllm.block_map import BlockMap, Group
-from lmkv.vllm.scheduler.state_planner import StatePlanner
+from lmkv.vllm.plan.block_map import BlockMap, Group
+from lmkv.vllm.scheduler.stores import StateStores
 from tests.vllm.harness import ENVIRONMENT
 
 BLOCK, DRAFTS = 32, 3
@@ -69,7 +69,7 @@ class Engine:
         self.manager.cache_blocks(request, request.num_computed_tokens - request.num_in_flight_tokens)
 
 
-class Planner(StatePlanner):
+class Planner(StateStores):
     """Notes the blocks that would be copied."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ def session(running: Engine, *inputs: list[int]) -> list[list[int]]:
             for output in outputs.get(0).outputs if outputs else ():
                 answers[-1] += output.new_token_ids
     core.abort_requests(["session"])
-    while core.scheduler.has_requests() or (running.connector is not None and running.connector._scheduler.busy):
+    while core.scheduler.has_requests() or (running.connector is not None and running.connector.sides.scheduler.busy):
         core.step()
     return answers
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmkv.errors import UsageError
-from lmkv.vllm.tokenizer import tokenizer
+from lmkv.vllm.agent import tokenizer
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

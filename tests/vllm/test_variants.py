@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.vllm.layerwise import LayerwiseTransfer
+from lmkv.vllm.copies import LayerwiseTransfer
 from tests.vllm import triton_cpu
 from tests.vllm.harness import BLOCK, engine, external_hits, prompt
 
@@ -80,7 +80,7 @@ def test_lmcache_settings_are_in_force_with_only_the_connector_changed(
         running.forget_local()
         assert external_hits(running.run([ids])[0]) >= 192, "chunks of 256 tokens would not hit"
         slab = running.store.slab
-        assert running.connector._model.block_map.chunk_size == 96
+        assert running.connector.sides.model.block_map.chunk_size == 96
         assert slab.num_slots == (1 << 27) // slab.slot_bytes
     lines = [record.getMessage() for record in caplog.records if "LMCache" in record.getMessage()]
     assert lines == ["lmkv: settings of LMCache without effect here: use_experimental"]

@@ -55,7 +55,7 @@ def test_a_flood_of_wishes_leaves_a_tenant_its_quota(running: Engine, wish: dict
 def test_a_request_of_one_token_has_its_wishes_carried_out(running: Engine) -> None:
     run(running, "alice", ALICE[0], **{"lmkv.pin": 600, "agent_hint": {"priority": 3, "session_id": "worker-7"}})
     assert running.store.stats().pinned == 3
-    scheduler = running.connector._scheduler
+    scheduler = running.connector.sides.scheduler
     mallory, alice = (scheduler.root_of(salt, {}) for salt in ("mallory", "alice"))
     assert not running.store.hints.end_session(mallory, "worker-7")
     assert running.store.hints.end_session(alice, "worker-7")

@@ -19,22 +19,23 @@ from cachetools import LRUCache
 from lmkv.chunks.hashing import TailKey, hash_prompt
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import ChunkKey
-from lmkv.store.boundaries import Boundaries
+from lmkv.store.catalog import Boundaries
 from lmkv.store.tiered import TieredStore
-from lmkv.vllm.block_map import BlockMap
-from lmkv.vllm.identity import Adapter, Adapters, tagged_root
-from lmkv.vllm.media import Media
-from lmkv.vllm.metadata import JobReport, StepPlan, StepPlanBuilder, WorkerReport
-from lmkv.vllm.observe.events import Event, EventRecorder
-from lmkv.vllm.observe.metrics import Values
-from lmkv.vllm.observe.observer import SchedulerObserver
-from lmkv.vllm.requests.request import BlockTables, Request, RequestState
-from lmkv.vllm.scheduler.auditor import Auditor
-from lmkv.vllm.scheduler.context import PlanContext
-from lmkv.vllm.scheduler.load_planner import LoadPlanner
-from lmkv.vllm.scheduler.options import SchedulerOptions
-from lmkv.vllm.scheduler.state_planner import Offer, StatePlanner
-from lmkv.vllm.scheduler.store_planner import StorePlanner
+from lmkv.vllm.plan.block_map import BlockMap
+from lmkv.vllm.plan.identity import Adapter, Adapters, tagged_root
+from lmkv.vllm.plan.media import Media
+from lmkv.vllm.plan.metadata import StepPlan, StepPlanBuilder, WorkerReport
+from lmkv.vllm.plan.request import BlockTables, Miss, Request, VLLMRequest
+from lmkv.vllm.scheduler.audit import HitAudits, LoadAudits
+from lmkv.vllm.scheduler.context import PlanContext, SchedulerOptions
+from lmkv.vllm.scheduler.events import Event, EventRecorder
+from lmkv.vllm.scheduler.jobs import Jobs
+from lmkv.vllm.scheduler.loads import Loads
+from lmkv.vllm.scheduler.match import WAIT, Hit, Match, Matcher, Wait
+from lmkv.vllm.scheduler.observer import SchedulerObserver
+from lmkv.vllm.scheduler.stores import ChunkStores, Offer, StateStores
+from lmkv.vllm.scheduler.telemetry import Values
+from lmkv.vllm.scheduler.timing import Timing
 
 logger = logging.getLogger("lmkv.vllm")
 
@@ -47,7 +48,10 @@ def _identities() -> Iterator[str]:
 
 
 class Scheduler:
-    """Tracks requests and their chunks; `LoadPlanner` and `StorePlanner` decide for each direction.
+    """Tracks requests and their chunks.
+
+    `Matcher` and `Loads` decide about loads, `ChunkStores` and `StateStores` about stores, `HitAudits` and `LoadAudits`
+    about audits.
 
     `namespace`: root of every chunk key. `block_map`: how block tables map to chunks. All calls come from
     vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request, `plan_step`,
@@ -83,25 +87,28 @@ class Scheduler:
         self._builder = StepPlanBuilder()
         self._clock = self._options.clock
         self._observer = SchedulerObserver(store, block_map.chunk_size, self._clock, events)
-        self.boundaries = Boundaries(store, block_map.states)
+        self.boundaries = Boundaries(store.catalog, block_map.states)
+        self._jobs = Jobs(self._options.ranks)
         context = PlanContext(
             store=store,
+            jobs=self._jobs,
             boundaries=self.boundaries,
             block_map=block_map,
             builder=self._builder,
             options=self._options,
             observer=self._observer,
         )
-        self.audit = Auditor(context)
+        self.audit = HitAudits(context)
         self.audit.on_wrong = self._on_wrong
-        self.loading, self.storing = LoadPlanner(context, self.audit), StorePlanner(context)
-        self.load_audits = self.loading.jobs.audits
-        self.load_audits.on_wrong = partial(self._on_wrong, honest=False)
-        self._states = StatePlanner(context, self.audit)
+        self.load_audits = LoadAudits(context, self.audit)
+        self.load_audits.on_wrong = partial(self._on_wrong, own_kv_is_right=False)
+        self.timing = Timing(context)
+        self.loads = Loads(context, self.timing, self.load_audits)
+        self.matcher = Matcher(context, self.timing, self.loads, self.audit)
+        self._chunks, self._states = ChunkStores(context), StateStores(context, self.audit)
         self._evict: Callable[[], None] = lambda: None
         self._evictions = 0
-        self._requests: dict[str, RequestState] = {}
-        self._reports: dict[int, JobReport] = {}
+        self._requests: dict[str, Request] = {}
         self._mapped: set[int] = set()
         self._refused = False
         self._ask_workers = identify or partial(next, _identities())
@@ -145,52 +152,52 @@ class Scheduler:
 
     def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None], count: int = 0) -> None:
         """Take over vLLM's `free()`, how many of `count` blocks are left, and `evict(blocks)` from its prefix cache."""
-        self.loading.jobs.admission.free_blocks = free
-        self.loading.jobs.evict_blocks = evict
+        self.loads.admission.free_blocks = free
+        self.loads.evict_blocks = evict
         self._evict = lambda: evict(set(range(count)))
 
     def on_failed_load(self, call: Callable[[str], None]) -> None:
         """Have `call(request_id)` called after a failed load, before vLLM goes on with that request."""
-        self.loading.jobs.on_failed_load = call
+        self.loads.on_failed_load = call
 
     # -- requests -----------------------------------------------------------------------------------------
 
-    def on_new_request(self, request: Request) -> None:
+    def on_new_request(self, vllm_request: VLLMRequest) -> None:
         """Hash the request's prompt, once, and promote its chunks before it is scheduled.
 
         While it is unknown which weights are served, that waits for the first lookup: until then the engine may sleep.
         """
         if self._suspicions:
-            self._put_off.add(request.request_id)
+            self._put_off.add(vllm_request.request_id)
             return
-        self._put_off.discard(request.request_id)
-        state = self._state_of(request)
-        keys = state.keys_with_tail(request.num_tokens // self._chunk_size)
-        self._store.hints.label(keys, state.tenants)
-        self._store.hints.prompt(keys, request.num_tokens)
+        self._put_off.discard(vllm_request.request_id)
+        request = self._request_of(vllm_request)
+        keys = request.keys_with_tail(vllm_request.num_tokens // self._chunk_size)
+        self._store.hints.label(keys, request.tenants)
+        self._store.hints.prompt(keys, vllm_request.num_tokens)
         self.audit.wrong.purge(keys)
-        other = self._keys(state.root, state.options.prefetch_tokens) if state.options.prefetch_tokens else []
-        self._store.hints.label(other, state.tenants)
-        for chain in (keys if state.options.prefetch else [], other):
+        other = self._keys(request.root, request.options.prefetch_tokens) if request.options.prefetch_tokens else []
+        self._store.hints.label(other, request.tenants)
+        for chain in (keys if request.options.prefetch else [], other):
             if wanted := self.boundaries.wanted(chain):
-                self._store.promote(wanted, prefetch=True, ttl=self._options.pin_ttl, owner=state.root)
-        if self._may_load(state):
-            self.loading.wait.arrived(state, keys)
+                self._store.promote(wanted, prefetch=True, ttl=self._options.pin_ttl, owner=request.root)
+        if self._may_load(request):
+            self.matcher.arrived(request, keys)
 
     def _keys(self, root: bytes, tokens: Sequence[int]) -> list[ChunkKey]:
         """The keys of another prompt, that of its tail included."""
         chain, tail = hash_prompt(tokens, root, self._chunk_size, tail=self._options.save_unfull_chunk)
         return chain.keys if tail is None else [*chain.keys, tail]
 
-    def _state_of(self, request: Request) -> RequestState:
-        state = self._requests.get(request.request_id)
+    def _request_of(self, vllm_request: VLLMRequest) -> Request:
+        request = self._requests.get(vllm_request.request_id)
         # Clients choose ids, and may choose the one of a request that was aborted.
-        if state is None or state.request is not request:
-            self._forget(request.request_id)
-            patience, tails = self.loading.wait.new_patience(), self._options.save_unfull_chunk
+        if request is None or request.vllm is not vllm_request:
+            self._forget(vllm_request.request_id)
+            patience, tails = self.matcher.new_patience(), self._options.save_unfull_chunk
             self._identify()
-            start = request, self._namespace, self._identity, self._chunk_size, patience
-            state = RequestState.of(
+            start = vllm_request, self._namespace, self._identity, self._chunk_size, patience
+            request = Request.of(
                 *start,
                 media=self._media,
                 adapters=self._adapters,
@@ -198,14 +205,14 @@ class Scheduler:
                 states=self.boundaries.states,
                 longest=self._options.longest,
             )
-            self._requests[request.request_id] = state
-            self._follow_adapter(state)
-        state.follow()
-        return state
+            self._requests[vllm_request.request_id] = request
+            self._follow_adapter(request)
+        request.follow()
+        return request
 
-    def _follow_adapter(self, state: RequestState) -> None:
+    def _follow_adapter(self, request: Request) -> None:
         """Have vLLM forget what another adapter of that name has left in its prefix cache, which knows them by name."""
-        name, identity = state.lora_name, state.adapter[1]
+        name, identity = request.lora_name, request.adapter[1]
         if name is None or self._served.setdefault(name, identity) == identity:
             return
         self._served[name] = identity
@@ -228,72 +235,72 @@ class Scheduler:
         self._suspicions = 0
         if unchanged:
             # But for requests whose adapter may be what has changed.
-            with_adapter = {name for name, state in self._requests.items() if state.lora_name is not None}
+            with_adapter = {name for name, request in self._requests.items() if request.lora_name is not None}
             self._across = {name: blocks for name, blocks in self._across.items() if name in with_adapter}
         else:
             # vLLM may have been told to keep its own prefix cache: KV that is computed on top of it has no name.
             self._evict_all()
 
-    def _may_load(self, state: RequestState) -> bool:
+    def _may_load(self, request: Request) -> bool:
         switched_on = self._options.loads and not self._refused and not self.audit.loads_off
-        return switched_on and not state.disabled and not state.options.skip_load
+        return switched_on and not request.loading.failed and not request.options.skip_load
 
-    def _forget(self, request_id: str) -> RequestState | None:
-        state = self._requests.pop(request_id, None)
+    def _forget(self, request_id: str) -> Request | None:
+        request = self._requests.pop(request_id, None)
         self._put_off.discard(request_id)
-        if state is not None:
-            self.loading.forget(state)
-            self.load_audits.give_up(state)
-            self._end_deferral(state)
+        if request is not None:
+            self.matcher.forget(request)
+            self.loads.forget(request)
+            self.load_audits.give_up(request)
+            self._end_deferral(request)
         self._loading_across.discard(request_id)
         if request_id in self._across:
-            self.loading.jobs.evict_blocks(self._across.pop(request_id))
-        return state
+            self.loads.evict_blocks(self._across.pop(request_id))
+        return request
 
-    def request_finished(self, request: Request) -> dict[str, Any] | None:
+    def request_finished(self, vllm_request: VLLMRequest) -> dict[str, Any] | None:
         """Forget the request; once its last store has ended, its chunks count as used. Returns its report if wanted."""
-        state = self._forget(request.request_id)
-        if state is None:
+        request = self._forget(vllm_request.request_id)
+        if request is None:
             return None
-        keys = state.keys_with_tail(len(state.chain.keys))
-        self._observer.finished(state, keys)
-        state.once_stored(partial(self._once_all_stored, state, keys))
-        return self._answer(state) or None
+        keys = request.keys_with_tail(len(request.chain.keys))
+        self._observer.finished(request, keys)
+        request.storing.once_stored(partial(self._once_all_stored, request, keys))
+        return self._answer(request) or None
 
-    def _once_all_stored(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
+    def _once_all_stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
         """Carry out its wishes when no other request is storing its chunks either, as one with the same prompt may."""
-        other = self.storing.storing(keys)
+        other = self._chunks.storing(keys)
         if other is not None:
-            other.once_stored(partial(self._once_all_stored, state, keys))
+            other.storing.once_stored(partial(self._once_all_stored, request, keys))
         else:
-            self._carry_out(state, keys)
+            self._carry_out(request, keys)
 
-    def _carry_out(self, state: RequestState, keys: Sequence[ChunkKey]) -> None:
+    def _carry_out(self, request: Request, keys: Sequence[ChunkKey]) -> None:
         """Carry out what a request that has ended wished for its chunks, which are all stored by now."""
-        wanted, hint = self.boundaries.wanted(keys), state.options.hint
+        wanted, hint = self.boundaries.wanted(keys), request.options.hint
         # States are evicted before the chunks that they need.
         self._store.touch([*wanted, *keys[self.boundaries.chunks(len(wanted)) :]])
-        if self._options.stores and not state.options.skip_save:
+        if self._options.stores and not request.options.skip_save:
             self._store.write_lost(wanted)
-        if state.options.pin_seconds:
-            self._store.pin(wanted, state.options.pin_seconds, state.root)
+        if request.options.pin_seconds:
+            self._store.pin(wanted, request.options.pin_seconds, request.root)
         if hint.session or hint.ended:
-            self._store.hints.session(state.root, hint.session, wanted, ended=hint.ended)
+            self._store.hints.session(request.root, hint.session, wanted, ended=hint.ended)
         if not hint.ended and (hint.priority or hint.waits or hint.ttl):
             seconds = hint.waits or hint.ttl or self._options.pin_ttl
-            self._store.hints.give(wanted, hint.priority or 1, seconds, state.root, hint.session)
+            self._store.hints.give(wanted, hint.priority or 1, seconds, request.root, hint.session)
 
-    def _answer(self, state: RequestState) -> dict[str, Any]:
+    def _answer(self, request: Request) -> dict[str, Any]:
         """The answer to the request's `kv_transfer_params`."""
-        answer: dict[str, Any] = {"lmkv": state.report()} if state.options.report else {}
-        hands_over = state.options.remote_decode and not self._options.loads and not state.options.skip_save
-        shared = self._share(state) if hands_over else 0
+        answer: dict[str, Any] = {"lmkv": request.answer} if request.options.report else {}
+        hands_over = request.options.remote_decode and not self._options.loads and not request.options.skip_save
+        shared = self._share(request) if hands_over else 0
         return {**answer, "lmkv.wait_for": shared} if shared else answer
 
-    def _share(self, state: RequestState) -> int:
+    def _share(self, request: Request) -> int:
         """Have the prompt's chunks written where other servers find them; returns their number of tokens."""
-        prompt_tokens: int = getattr(state.request, "num_prompt_tokens", state.request.num_tokens)
-        keys = self.boundaries.wanted(state.keys_with_tail(prompt_tokens // self._chunk_size))
+        keys = self.boundaries.wanted(request.keys_with_tail(request.prompt_tokens // self._chunk_size))
         count = self._store.write_to_shared(keys)
         if self.boundaries.states:
             return self.boundaries.chunks(count) * self._chunk_size if count == len(keys) else 0
@@ -302,72 +309,74 @@ class Scheduler:
 
     # -- one step -----------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """`(tokens, asynchronous)` that can be loaded beyond those computed; see `LoadPlanner.match`."""
+    def get_num_new_matched_tokens(
+        self, vllm_request: VLLMRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """`(tokens, asynchronous)` that can be loaded beyond those computed; None instead of tokens: ask again."""
         started, evictions = self._clock(), self._evictions
         self._identify()
-        if request.request_id in self._put_off:
-            self.on_new_request(request)
-        state = self._state_of(request)
-        changed = self._evictions > evictions or self._loading_across - {request.request_id}
+        if vllm_request.request_id in self._put_off:
+            self.on_new_request(vllm_request)
+        request = self._request_of(vllm_request)
+        changed = self._evictions > evictions or self._loading_across - {vllm_request.request_id}
         if changed and num_computed_tokens:
             # vLLM asks again, and has no hit of its own by then: also none of a load from before the change, whose
             # blocks it shares with the step in which their request goes on.
             return None, False
-        answer = self._match(state, num_computed_tokens)
+        answer = self.match(request, num_computed_tokens)
         self._observer.telemetry.lookup_took(self._clock() - started)
-        if answer[0] is not None:
-            self._end_deferral(state)
-        elif state.deferred_since is None:
-            state.deferred_since = started
-        return answer
+        if isinstance(answer, Wait):
+            if request.waiting.deferred_since is None:
+                request.waiting.deferred_since = started
+            return None, False
+        self._end_deferral(request)
+        return (answer.tokens, answer.between_steps) if isinstance(answer, Hit) else (0, False)
 
-    def _end_deferral(self, state: RequestState) -> None:
+    def _end_deferral(self, request: Request) -> None:
         """Note that vLLM need not ask again."""
-        since, state.deferred_since = state.deferred_since, None
+        since, request.waiting.deferred_since = request.waiting.deferred_since, None
         if since is not None:
             self._observer.telemetry.lookup_was_deferred(self._clock() - since)
 
-    def _match(self, state: RequestState, num_computed_tokens: int) -> tuple[int | None, bool]:
-        state.drop_lease()
-        if state.audit is not None:
-            state.audit.computed = max(state.audit.computed, num_computed_tokens)
+    def match(self, request: Request, num_computed_tokens: int) -> Match:
+        """What is promised to a request, or why nothing is."""
+        request.waiting.release_lease()
+        if request.auditing.audit is not None:
+            request.auditing.audit.computed = max(request.auditing.audit.computed, num_computed_tokens)
         # Also for a request that loads nothing: vLLM's own hit may include unfilled blocks of another one.
-        if self.loading.jobs.is_unconfirmed(state, num_computed_tokens):
-            return None, False
-        if not self._may_load(state):
-            if self._options.loads:
-                self.loading.refuse(state, num_computed_tokens, self._why_not(state))
-            return 0, False
-        return self.loading.match(state, num_computed_tokens)
+        if self.loads.is_unconfirmed(request, num_computed_tokens):
+            return WAIT
+        if not self._options.loads:
+            return Miss("skip_load", 0)
+        if not self._may_load(request):
+            return self.matcher.refuse(request, num_computed_tokens, self._why_not(request))
+        return self.matcher.match(request, num_computed_tokens)
 
-    def _why_not(self, state: RequestState) -> str:
-        if state.disabled:
+    def _why_not(self, request: Request) -> str:
+        if request.loading.failed:
             return "failed"
-        return "unidentified" if state.unidentified else "switched_off" if self.audit.loads_off else "skip_load"
+        return "unidentified" if request.unidentified else "switched_off" if self.audit.loads_off else "skip_load"
 
-    def update_state_after_alloc(self, request: Request, block_ids: BlockTables, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, vllm_request: VLLMRequest, block_ids: BlockTables, num_external_tokens: int
+    ) -> None:
         """Blocks are allocated: order the load that was promised, or release its lease."""
-        state = self._state_of(request)
-        self.loading.allocated(state, self._block_map.select(block_ids), num_external_tokens)
-        self._observer.recent.scheduled(state)
+        request = self._request_of(vllm_request)
+        self.matcher.allocated(request, self._block_map.select(block_ids), num_external_tokens)
+        self._observer.recent.scheduled(request)
 
     def hit_sources(self, request_id: str) -> dict[str, int]:
         """The tokens that were last promised to a request, by tier."""
-        state = self._requests.get(request_id)
-        return dict(state.sources) if state is not None else {}
+        request = self._requests.get(request_id)
+        return dict(request.report.sources) if request is not None else {}
 
     def fail_load(self, request_id: str, block_ids: BlockTables, num_external_tokens: int) -> None:
         """A promised load could not be ordered: report its blocks as failed."""
-        state, tables = self._requests.get(request_id), self._block_map.select(block_ids)
-        if state is None:
-            unfilled = [block for table in tables for block in table if block]
-            self.loading.jobs.evict_blocks(set(unfilled))
-            self._builder.load([], unfilled)
-            return
-        state.disabled = True
-        state.drop_lease()
-        self.loading.jobs.fail(state, tables, state.computed + num_external_tokens)
+        request, tables = self._requests.get(request_id), self._block_map.select(block_ids)
+        if request is None:
+            self.loads.fail_unknown(tables)
+        else:
+            self.loads.fail(request, tables, request.waiting.computed + num_external_tokens)
 
     def plan_step(
         self,
@@ -389,7 +398,8 @@ class Scheduler:
             if request_id in self._requests:
                 self.load_audits.give_up(self._requests[request_id])
         self.load_audits.order(overwritten)
-        self.loading.end_step(scheduled_tokens, len(progress))
+        self.loads.end_step(scheduled_tokens, len(progress))
+        self.matcher.end_step()
         if self._across:
             self._keep_apart(progress, blocks_of)
         if (self._options.stores or self.audit.on) and not self._refused:
@@ -406,7 +416,7 @@ class Scheduler:
             if request_id not in self._across and blocks & earlier and request_id in self._requests:
                 self._requests[request_id].leave_out()
                 self._across[request_id] = blocks
-        self.loading.jobs.evict_blocks(earlier)
+        self.loads.evict_blocks(earlier)
         self._loading_across.difference_update(progress)
 
     def take_plan(self) -> StepPlan:
@@ -417,27 +427,27 @@ class Scheduler:
     def _store_completed(
         self, request_id: str, computed: int, blocks_of: Callable[[str], BlockTables | None], offers: Sequence[Offer]
     ) -> None:
-        state = self._requests.get(request_id)
-        if state is None:
+        request = self._requests.get(request_id)
+        if request is None:
             return
-        state.follow()
+        request.follow()
         stores = self._options.stores
-        complete = self.storing.completes(state, computed) if stores else 0
-        tail = stores and self.storing.completes_tail(state, computed)
-        states = self.boundaries.states > 0 and (stores or state.audit is not None)
-        found = blocks_of(request_id) if complete or tail or states or state.audit is not None else None
+        complete = self._chunks.completes(request, computed) if stores else 0
+        tail = stores and self._chunks.completes_tail(request, computed)
+        states = self.boundaries.states > 0 and (stores or request.auditing.audit is not None)
+        found = blocks_of(request_id) if complete or tail or states or request.auditing.audit is not None else None
         if found is None:
             return
         tables = self._block_map.select(found)
         if complete:
-            before = state.stored
-            self.storing.store(state, complete, tables)
-            self.audit.stored(state, state.keys(state.stored)[before:])
+            before = request.storing.stored
+            self._chunks.store(request, complete, tables)
+            self.audit.stored(request, request.keys(request.storing.stored)[before:])
         if tail:
-            self.storing.store_tail(state, tables)
+            self._chunks.store_tail(request, tables)
         if states:
-            self._states.take(state, computed, tables, offers)
-        self.audit.compare(state, computed, tables)
+            self._states.take(request, computed, tables, offers)
+        self.audit.compare(request, computed, tables)
 
     # -- answers ------------------------------------------------------------------------------------------
 
@@ -448,64 +458,43 @@ class Scheduler:
             self._note(report)
         except Exception:
             logger.exception("lmkv: a report of the workers could not be read; what they copied counts as failed")
-            self._taint_all()
+            self._jobs.distrust()
             ends = {job: evolve(part, ok=False) for job, part in report.jobs.items()}
-        for job, merged in self._merge(ends):
+        for job, merged in self._jobs.answered(ends):
             try:
-                self._end_job(job, merged)
+                self._jobs.end(job, merged)
             except Exception:
                 # It has ended, and the others must: a load without an end keeps requests waiting for ever.
                 logger.exception("lmkv: what follows from the end of a copy failed")
 
     def _note(self, report: WorkerReport) -> None:
-        """Note all that a report tells but the ends of jobs. After a failed load, taint stores before they end."""
+        """Note all that a report tells but the ends of jobs. After a failed load, distrust stores before they end."""
         self._mapped |= report.mapped
         if report.refusal and not self._refused:
             self._refused = True
             logger.error("lmkv: nothing is cached from now on: %s", report.refusal)
         for step in report.steps:
-            self.loading.jobs.step_ended(step)
+            self.loads.step_ended(step)
         for number, digest in report.adapters:
             self._adapters.loaded(number, digest)
             self._leave_out_adapter(number, digest)
         # Before any store is published, and without waiting for the other ranks' answers: a store that is
         # reported together with a failed load may contain KV that was computed from unfilled blocks.
-        if any(not part.ok and self.loading.jobs.may_have_been_read(job) for job, part in report.jobs.items()):
-            self._taint_all()
+        if any(not part.ok and self.loads.may_have_been_read(job) for job, part in report.jobs.items()):
+            self._jobs.distrust()
 
-    def _end_job(self, job: int, report: JobReport) -> None:
-        for kind in (self.loading.jobs, self.storing, self._states, self.audit):
-            if job in kind:
-                kind.ended(job, report)
-        if job in self.load_audits:
-            self.load_audits.read_again(job, report)
-
-    def _taint_all(self) -> None:
-        self.storing.taint_all()
-        self._states.taint_all()
-        self.audit.taint_all()
-
-    def _on_wrong(self, state: RequestState, chunk: int, honest: bool) -> None:
+    def _on_wrong(self, request: Request, chunk: int, own_kv_is_right: bool) -> None:
         """This chunk of a request was wrong: whatever was computed from it is not stored, and vLLM forgets it, too."""
-        self._taint_all()
+        self._jobs.distrust()
         self._evict_all()
-        keys = state.chain.keys[: chunk + 1][-1:]
+        keys = request.chain.keys[: chunk + 1][-1:]
         for other in self._requests.values():
-            if other is state or not set(keys).isdisjoint(other.chain.keys):
-                if other is not state or not honest:
+            if other is request or not set(keys).isdisjoint(other.chain.keys):
+                if other is not request or not own_kv_is_right:
                     # Nor is what it computes compared: it would accuse what others store anew.
                     other.options.skip_save = True
                     self.audit.end(other)
-                other.stored, other.tail_due = min(other.stored, chunk), True
-
-    def _merge(self, reports: Mapping[int, JobReport]) -> Iterator[tuple[int, JobReport]]:
-        for job, part in reports.items():
-            known = self._reports.pop(job, None)
-            merged = part if known is None else known.merge(part)
-            if merged.ranks < self._options.ranks:
-                self._reports[job] = merged
-            else:
-                yield job, merged
+                other.storing.begin_again(chunk)
 
     def take_events(self) -> list[Event]:
         """The chunks that have come into a tier or left it since the last call."""
@@ -518,14 +507,13 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether copies have been ordered whose end has not been reported."""
-        kinds = self.loading.jobs, self.storing, self._states, self.audit, self.load_audits
-        return any(kind.busy for kind in kinds)
+        return len(self._jobs) > 0 or bool(self.loads.between_steps)
 
     def reset(self) -> None:
         """Empty host memory. Lower tiers keep their chunks, which are found again if the weights are still the same."""
         self.suspect()
         # Copies under way may be of requests that have ended.
-        self._taint_all()
+        self._jobs.distrust()
         self._store.clear(lower=False)
         self._observer.reset()
 
@@ -537,21 +525,21 @@ class Scheduler:
         """
         self._suspicions += 1
         self.load_audits.forget()
-        for state in self._requests.values():
-            self._leave_out_across(state)
+        for request in self._requests.values():
+            self._leave_out_across(request)
 
-    def _leave_out_across(self, state: RequestState) -> None:
+    def _leave_out_across(self, request: Request) -> None:
         """The request runs on, but others get no blocks of it."""
-        self._leave_out(state)
-        blocks = self.loading.jobs.stop(state)
-        self._across.setdefault(state.request_id, blocks)
+        self._leave_out(request)
+        blocks = self.loads.stop(request)
+        self._across.setdefault(request.request_id, blocks)
         if blocks:
-            self._loading_across.add(state.request_id)
+            self._loading_across.add(request.request_id)
 
-    def _leave_out(self, state: RequestState) -> None:
-        state.drop_lease()
-        state.leave_out()
-        self.audit.end(state)
+    def _leave_out(self, request: Request) -> None:
+        request.waiting.release_lease()
+        request.leave_out()
+        self.audit.end(request)
 
     def forget_adapter(self, number: int) -> None:
         """The adapter of this number may be another one from now on."""
@@ -560,11 +548,11 @@ class Scheduler:
 
     def _leave_out_adapter(self, number: int, loaded: str = "") -> None:
         """Requests with the adapter of this number, unless it is the one that was loaded, store and load no more."""
-        for state in self._requests.values():
-            if state.adapter[0] == number and state.adapter[1] != loaded and not state.unidentified:
-                self._leave_out_across(state)
+        for request in self._requests.values():
+            if request.adapter[0] == number and request.adapter[1] != loaded and not request.unidentified:
+                self._leave_out_across(request)
                 # Also what the step has stored that the adapter was loaded for.
-                self._taint_all()
+                self._jobs.distrust()
 
     def forget_media(self) -> None:
         """vLLM has forgotten the images, sounds and videos that it had encoded."""

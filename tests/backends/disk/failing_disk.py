@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lmkv.backends.disk import chunkfile
+from lmkv.store.guards import attempt
 from lmkv.store.tiered import TieredStore
-from lmkv.store.tiers.attempt import attempt
 from lmkv.testing.clocks import ManualClock
 from tests.kit import LIMIT
 from tests.store.shared_store import CHUNK, KEYS, get, open_store, put

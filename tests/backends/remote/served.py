@@ -22,9 +22,9 @@ from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
 from lmkv.memory.paged import PagedMemory
-from lmkv.store.tiers.stats import TierStats
-from lmkv.vllm.block_map import BlockMap, Group
-from lmkv.vllm.scheduler.options import SchedulerOptions
+from lmkv.store.stats import TierStats
+from lmkv.vllm.plan.block_map import BlockMap, Group
+from lmkv.vllm.scheduler.context import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest

@@ -891,7 +891,7 @@ def test_a_neighbours_chunk_is_found_by_the_next_request(server: RedisServer) ->
     shared_lookup = other.look_up_shared(keys)
     assert shared_lookup is not None
     assert shared_lookup.wait(LIMIT)
-    assert other.count_prefix(keys) == (0, 6)
+    assert other.catalog.count_prefix(keys) == (0, 6)
     assert get(other, keys) == [0] * 6
     one.close()
     other.close()

@@ -290,7 +290,7 @@ def test_a_store_has_its_slab_registered(tmp_path: Path) -> None:
             store.slab.view(reservation.slots[key])[:] = payload
             reservation.commit()
         eventually(lambda: backend.contains([key]) == [True])
-        eventually(lambda: store.lookup([key]) == [Presence.LOWER], "it is in no slot any more")
+        eventually(lambda: store.catalog.lookup([key]) == [Presence.LOWER], "it is in no slot any more")
         store.slab.array[:] = 0
         promotion = store.promote([key])
         assert promotion.wait(LIMIT)

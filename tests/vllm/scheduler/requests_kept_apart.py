@@ -24,9 +24,9 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiered import TieredStore
-from lmkv.vllm.identity import request_root
-from lmkv.vllm.media import Media
-from lmkv.vllm.requests.options import RequestOptions
+from lmkv.vllm.plan.identity import request_root
+from lmkv.vllm.plan.media import Media
+from lmkv.vllm.plan.options import RequestOptions
 from tests.kit import LIMIT
 
 CHUNK = 16

@@ -36,12 +36,12 @@ from lmkv.protocols import Admission, Backend, Policy, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.vllm import compat
-from lmkv.vllm.block_map import BlockMap, Group
-from lmkv.vllm.metadata import StepPlan
-from lmkv.vllm.observe.events import Describe, Event, EventRecorder
-from lmkv.vllm.observe.metrics import Values, merge
-from lmkv.vllm.scheduler.options import SchedulerOptions
+from lmkv.vllm.plan.block_map import BlockMap, Group
+from lmkv.vllm.plan.metadata import StepPlan
+from lmkv.vllm.scheduler.context import SchedulerOptions
+from lmkv.vllm.scheduler.events import Describe, Event, EventRecorder
 from lmkv.vllm.scheduler.scheduler import Scheduler
+from lmkv.vllm.scheduler.telemetry import Values, merge
 from lmkv.vllm.worker import Worker
 from tests.kit import LIMIT
 from tests.simulated_device import SimulatedDevice
@@ -294,7 +294,7 @@ class SimulatedVLLM:
         )
         self.scheduler.watch_blocks(lambda: len(self.free), self._evict_blocks, num_blocks)
         self.scheduler.audit.sampler.draw = rng.random
-        self.scheduler.loading.stop_at = compat.stop_at
+        self.scheduler.matcher.stop_at = compat.stop_at
         self.memories: list[list[np.ndarray]] = []
         """Of each rank, and each of its layers, the same bytes as the worker's."""
         self.workers = []
@@ -683,7 +683,7 @@ class SimulatedVLLM:
                 self._share(request, start + count)
             self.scheduler.update_state_after_alloc(request, request.blocks, external)
             # After a reset, too.
-            wants_none = self.scheduler._state_of(request).options.skip_load
+            wants_none = self.scheduler._request_of(request).options.skip_load
             self.looked_up += 0 if request.admitted or wants_none else request.num_tokens - 1 - local
             request.admitted = True
             self.waiting.remove(request)

@@ -12,8 +12,8 @@ import pytest
 
 from lmkv.chunks.hashing import chunk_keys
 from lmkv.memory.copier import ChunkCopy
-from lmkv.vllm.block_map import BlockMap, Group
-from lmkv.vllm.scheduler.async_load import AsyncLoad
+from lmkv.vllm.plan.block_map import BlockMap, Group
+from lmkv.vllm.scheduler.loads import AsyncLoad
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
 CHUNK, CHUNKS = 8, 6

@@ -13,8 +13,8 @@ import pytest
 from lmkv.chunks.hashing import state_keys
 from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey
-from lmkv.vllm.block_map import Group
-from lmkv.vllm.scheduler.auditor import Sampler
+from lmkv.vllm.plan.block_map import Group
+from lmkv.vllm.scheduler.audit import Sampler
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, Table
 
 TOKENS = list(range(44))
@@ -51,7 +51,7 @@ def damage(running: SimulatedVLLM, key: ChunkKey, rank: int = 0) -> None:
 
 
 def where(running: SimulatedVLLM, found: Sequence[ChunkKey]) -> list[Presence]:
-    return running.store.lookup(found)
+    return running.store.catalog.lookup(found)
 
 
 def total(running: SimulatedVLLM, name: str) -> int:

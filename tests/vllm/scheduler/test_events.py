@@ -18,9 +18,9 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey, Listed
-from lmkv.vllm.block_map import Group
-from lmkv.vllm.observe.events import Blocks, BlocksStored, Event, EventRecorder, Place, place_of
-from lmkv.vllm.requests.request import RequestState
+from lmkv.vllm.plan.block_map import Group
+from lmkv.vllm.plan.request import Request
+from lmkv.vllm.scheduler.events import Blocks, BlocksStored, Event, EventRecorder, Place, place_of
 from tests.kit import LIMIT, Residents
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
@@ -115,7 +115,7 @@ class Surviving(WrapperBackend):
         """It outlives its store."""
 
 
-def chunks_of(state: RequestState, size: int) -> Iterator[tuple[ChunkKey, int, int]]:
+def chunks_of(state: Request, size: int) -> Iterator[tuple[ChunkKey, int, int]]:
     """Each of its keys, with the first token of the chunk and how many there are."""
     for index, key in enumerate(state.chain.keys):
         yield key, index * size, size
@@ -123,18 +123,18 @@ def chunks_of(state: RequestState, size: int) -> Iterator[tuple[ChunkKey, int, i
         yield state.tail, state.tail_chunk * size, state.tail.tokens
 
 
-def found(engine: SimulatedVLLM, states: Iterable[RequestState]) -> dict[tuple[Place, int], set[Any]]:
+def found(engine: SimulatedVLLM, states: Iterable[Request]) -> dict[tuple[Place, int], set[Any]]:
     """The whole blocks of these requests that each place has, of groups without windows."""
     places: dict[tuple[Place, int], set[Any]] = {}
     for state in states:
         for key, start, count in chunks_of(state, engine.scheduler._chunk_size):
             has = Residents()
             engine.store.catalog.replay_to(has, [key])
-            assert bool(has.of) == (engine.store.lookup([key]) != [Presence.MISS])
+            assert bool(has.of) == (engine.store.catalog.lookup([key]) != [Presence.MISS])
             for number, group in enumerate(engine.groups):
                 whole = count // group.block_size * group.block_size
                 if group.window is None and whole:
-                    blocks = describe([*engine.groups])(state.request, number, start, start + whole)
+                    blocks = describe([*engine.groups])(state.vllm, number, start, start + whole)
                     for tier in has.of:
                         places.setdefault((place_of(tier), number), set()).update(blocks.hashes)
     return places
@@ -169,11 +169,11 @@ class Driver:
         options = self.options | {"medium": self.medium, "describe": describe(self.groups)}
         with closing(SimulatedVLLM(rng, groups=self.groups, **options)) as engine:
             assert engine.store.wait_indexed(LIMIT)
-            states: list[RequestState] = []
+            states: list[Request] = []
             for name in range(rng.randint(2, 10)):
                 request = request_of(rng, f"{number} {name}")
                 engine.add(request)
-                states.append(engine.scheduler._state_of(request))
+                states.append(engine.scheduler._request_of(request))
                 for _ in range(rng.randint(0, 9)):
                     engine.step()
                 index.replay(engine.events)
@@ -351,7 +351,7 @@ def test_a_copy_that_ends_after_a_reset_and_its_request_tells_nothing() -> None:
     with small_engine(save_unfull_chunk=False, lower_chunks=40, depth=3) as engine:
         request = SimulatedRequest("first", list(range(60)), 60, 20, "a")
         engine.add(request)
-        while not (engine.scheduler.storing.busy and len(engine.store._tiers[0].index)):
+        while not (engine.scheduler.busy and len(engine.store._tiers[0].index)):
             engine.step()
         engine.abort(request)
         engine.scheduler.reset()
@@ -383,7 +383,7 @@ def test_many_changes_are_told_over_several_steps(monkeypatch: pytest.MonkeyPatc
     with small_engine(save_unfull_chunk=False) as engine:
         assert len(serve(engine, "first", tokens)) == 8
         engine.store.drop(list(engine.store._primary.entries))
-        monkeypatch.setattr("lmkv.vllm.observe.events._BATCH_CHANGES", 3)
+        monkeypatch.setattr("lmkv.vllm.scheduler.events._BATCH_CHANGES", 3)
         steps = [told(engine.scheduler.take_events()) for _ in range(4)]
         assert [len(step) for step in steps] == [3, 3, 2, 0]
         assert [block for step in steps for _, _, blocks in step for block in blocks] == hashes(tokens, 0, 64)

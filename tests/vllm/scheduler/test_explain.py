@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.block_map import Group
-from lmkv.vllm.observe.explain import EvictionLog
+from lmkv.vllm.plan.block_map import Group
+from lmkv.vllm.scheduler.explain import EvictionLog
 from tests.kit import LIMIT, chain
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
@@ -124,7 +124,7 @@ def test_what_is_too_short() -> None:
 
 def test_what_is_less_than_the_least_that_is_loaded(engine: SimulatedVLLM) -> None:
     serve(engine, PROMPT)
-    engine.scheduler.loading._options = engine.scheduler._options.__class__(
+    engine.scheduler.matcher._options = engine.scheduler._options.__class__(
         save_unfull_chunk=True, min_retrieve_tokens=len(PROMPT), clock=lambda: engine.now
     )
     assert missed(engine, PROMPT) == {"reason": "too_short", "tokens": len(PROMPT) - 1}
@@ -145,7 +145,7 @@ def test_what_vllm_or_another_connector_did_not_take(engine: SimulatedVLLM) -> N
 
 
 def test_what_is_just_being_stored(engine: SimulatedVLLM) -> None:
-    keys = engine.scheduler._state_of(asks(engine, PROMPT)).keys(1)
+    keys = engine.scheduler._request_of(asks(engine, PROMPT)).keys(1)
     with engine.store.reserve(keys):
         request = asks(engine, PROMPT)
         while engine.scheduler.get_num_new_matched_tokens(request, 0)[0] is None:
@@ -175,7 +175,7 @@ def test_a_deadline_that_passed(tiered: SimulatedVLLM) -> None:
 
 def test_a_tier_that_is_slower_than_the_model(tiered: SimulatedVLLM) -> None:
     serve(tiered, PROMPT, *OTHERS)
-    cost = tiered.scheduler.loading.wait.cost
+    cost = tiered.scheduler.timing.cost
     cost.observe_step(1_000_000, 0.001)
     cost.observe_load("lower", 1, 1.0)
     assert missed(tiered, PROMPT) == {"reason": "slower", "tokens": len(PROMPT) - 1, "tier": "lower"}

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from lmkv.policies import MinTokens
-from lmkv.vllm.requests.hints import AgentHint
-from lmkv.vllm.requests.options import RequestOptions
+from lmkv.vllm.plan.options import AgentHint, RequestOptions
 from tests.kit import LIMIT
 from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM
 from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, asks, engine_of, serve
@@ -27,7 +26,7 @@ def engine() -> Iterator[SimulatedVLLM]:
 
 def in_memory(engine: SimulatedVLLM, tokens: list[int], salt: str = "a") -> int:
     """How many leading chunks are in host memory."""
-    return engine.store.count_prefix(engine.scheduler.keys_of(tokens, salt, {}))[0]
+    return engine.store.catalog.count_prefix(engine.scheduler.keys_of(tokens, salt, {}))[0]
 
 
 def offered(engine: SimulatedVLLM, computed: int = 0, **params: Any) -> int | None:
@@ -124,7 +123,7 @@ def test_an_agents_hint_prefetches(engine: SimulatedVLLM) -> None:
     request = asks(engine, PROMPT, agent_hint=hint(None, "offload", "prefetch"), **{"lmkv.skip_load": True})
     assert engine.store.drain(LIMIT)
     engine.scheduler.request_finished(request)
-    assert engine.store.count_prefix(engine.scheduler._state_of(request).keys(3)) == (3, 3)
+    assert engine.store.catalog.count_prefix(engine.scheduler._request_of(request).keys(3)) == (3, 3)
 
 
 def test_hints_come_as_a_field_of_the_request_too() -> None:

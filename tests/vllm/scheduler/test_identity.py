@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from lmkv.vllm.identity import Adapters, Stamps, folder_of, stamps
 from lmkv.vllm.model import config_digest
+from lmkv.vllm.plan.identity import Adapters, Stamps, folder_of, stamps
 from tests.vllm.families import write_adapter
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
 from tests.vllm.scheduler.test_explain import engine_of
@@ -108,7 +108,7 @@ def test_an_adapter_without_an_identity_is_not_cached(
         options = engine.scheduler._requests["r"].options
         assert (options.skip_save, options.skip_load) == (True, True)
         assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-        missed = engine.scheduler._requests["r"].miss
+        missed = engine.scheduler._requests["r"].report.miss
         assert missed is not None
         assert (missed.reason, missed.looked_up) == ("unidentified", 0)
         engine.scheduler.request_finished(request)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.vllm.requests.options import RequestOptions
+from lmkv.vllm.plan.options import RequestOptions
 from tests.vllm.scheduler.requests_kept_apart import REQUESTS, image, last_key, request, store_all
 
 ROOT = Path(__file__).parents[3]

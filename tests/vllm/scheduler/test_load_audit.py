@@ -16,9 +16,9 @@ import pytest
 from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.outcomes import Presence
 from lmkv.vllm import compat
-from lmkv.vllm.block_map import Group
-from lmkv.vllm.metadata import JobReport, ReadOrder, WorkerReport
-from lmkv.vllm.observe.metrics import merge
+from lmkv.vllm.plan.block_map import Group
+from lmkv.vllm.plan.metadata import JobReport, ReadOrder, WorkerReport
+from lmkv.vllm.scheduler.telemetry import merge
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, Table
 from tests.vllm.scheduler.test_audit import CHUNK, TOKENS, ask, total as counted
 from tests.vllm.scheduler.test_schedules import one_of_a_few_conversations
@@ -55,7 +55,7 @@ def loading(running: SimulatedVLLM, name: str) -> SimulatedRequest:
     running.forget()
     request = SimulatedRequest(name, list(TOKENS), len(TOKENS), 20, "a")
     running.add(request)
-    while not request.loaded or running.scheduler.loading.jobs.busy:
+    while not request.loaded or running.scheduler.loads.busy:
         running.step()
     return request
 
@@ -114,8 +114,8 @@ def test_a_request_that_goes_on_with_wrong_kv_stores_and_shares_nothing_more() -
         assert request.status == "running"
         running.finish()
         keys = running.scheduler.keys_of(request.all_token_ids, "a", {})
-        assert running.store.lookup(keys[:5]) == [Presence.READY] * 5
-        assert set(running.store.lookup(keys[5:])) == {Presence.MISS}
+        assert running.store.catalog.lookup(keys[:5]) == [Presence.READY] * 5
+        assert set(running.store.catalog.lookup(keys[5:])) == {Presence.MISS}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -329,7 +329,7 @@ def test_what_a_sleep_has_taken_is_not_read_back(ended: bool) -> None:
         worker = running.workers[0]
         request = SimulatedRequest("loads", list(TOKENS), len(TOKENS), 20, "a")
         running.add(request)
-        while not (request.loaded and not running.scheduler.loading.jobs.busy if ended else worker._running):
+        while not (request.loaded and not running.scheduler.loads.busy if ended else worker._running):
             running.step()
         worker.suspend()
         worker.resume()

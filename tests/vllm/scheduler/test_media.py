@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from lmkv.vllm.media import Media, UnnamedMediaError, digest_of
+from lmkv.vllm.plan.media import Media, UnnamedMediaError, digest_of
 from tests.vllm.scheduler.requests_kept_apart import image
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
 from tests.vllm.scheduler.test_explain import engine_of

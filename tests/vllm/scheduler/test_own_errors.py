@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-from attrs import evolve
 
-from lmkv.vllm.block_map import Group
-from lmkv.vllm.metadata import JobReport, WorkerReport
-from lmkv.vllm.observe.recent import RecentRequests
-from lmkv.vllm.scheduler.load_jobs import LoadJobs
+from lmkv.vllm.plan.block_map import Group
+from lmkv.vllm.plan.metadata import JobReport, WorkerReport
+from lmkv.vllm.plan.request import Storing
+from lmkv.vllm.scheduler.jobs import Job
+from lmkv.vllm.scheduler.loads import Loads
+from lmkv.vllm.scheduler.observer import RecentRequests
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
 SEEDS = range(10)
@@ -78,7 +79,7 @@ def ask(engine: SimulatedVLLM, name: str, tokens: list[int], upto: int = 1) -> S
 def test_what_is_computed_from_a_load_that_could_not_be_ordered_is_not_stored(
     seed: int, shared: bool, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = Once(monkeypatch, LoadJobs, "order", "longer", after=after)
+    error = Once(monkeypatch, Loads, "order", "longer", after=after)
     with closing(engine(seed, prefix_caching=shared)) as simulated:
         first = list(range(20))
         longer = first + list(range(49, 37, -1))
@@ -119,7 +120,7 @@ def test_a_load_that_had_begun_before_an_error_ends_once(seed: int, monkeypatch:
 def test_an_error_reports_none_of_the_blocks_that_are_shared_with_a_running_request(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = Once(monkeypatch, LoadJobs, "begin", "fails")
+    error = Once(monkeypatch, Loads, "begin", "fails")
     with closing(engine(seed, num_blocks=34, depth=2)) as simulated:
         rng = random.Random(seed)
         tokens = [rng.randrange(50) for _ in range(64)]
@@ -151,7 +152,7 @@ def test_no_end_that_is_lost_keeps_anybody_waiting(seed: int, where: str, option
         method, raised = getattr(owner, name), []
 
         def once(*arguments: Any, **named: Any) -> Any:
-            if not raised and (name != "_note" or scheduler.loading.jobs.busy):
+            if not raised and (name != "_note" or scheduler.loads.busy):
                 raised.append(True)
                 raise RuntimeError("injected")
             return method(*arguments, **named)
@@ -176,17 +177,14 @@ def test_an_error_behind_one_end_keeps_no_other_from_being_noted() -> None:
         scheduler: Any = simulated.scheduler
         noted = []
 
-        class Kind:
-            def __contains__(self, job: int) -> bool:
-                return True
-
-            def ended(self, job: int, report: JobReport) -> None:
-                noted.append(job)
+        class Planner:
+            def ended(self, number: int, job: Job, report: JobReport) -> None:
+                noted.append(number)
                 raise RuntimeError("injected")
 
-        scheduler.audit, kept = Kind(), scheduler.audit
+        for number in (1, 2):
+            scheduler._jobs.begin(number, Job(planner=Planner(), request=scheduler))
         scheduler.on_report(WorkerReport({1: JobReport(1, ok=True), 2: JobReport(1, ok=True)}))
-        scheduler.audit = kept
     assert noted == [1, 2]
 
 
@@ -195,7 +193,7 @@ def test_a_lost_report_taints_what_is_being_stored(seed: int) -> None:
     with closing(engine(seed, device=True)) as simulated:
         scheduler: Any = simulated.scheduler
         ask(simulated, "stores", list(range(40)))
-        while not scheduler.storing.busy:
+        while not scheduler.busy:
             simulated.step()
 
         def broken(report: WorkerReport) -> None:
@@ -204,7 +202,7 @@ def test_a_lost_report_taints_what_is_being_stored(seed: int) -> None:
         scheduler._note, note = broken, scheduler._note
         scheduler.on_report(WorkerReport())
         scheduler._note = note
-        assert all(job.tainted for job in scheduler.storing._jobs.values())
+        assert all(job.distrusted for job in scheduler._jobs.of(Job))
         simulated.finish()
         assert not simulated.wrong
 
@@ -220,14 +218,14 @@ def test_a_window_that_could_not_be_ordered_keeps_nobody_waiting(seed: int, monk
             try:
                 plan_step(*step)
             except RuntimeError:
-                running.scheduler.loading.jobs.give_up()
+                running.scheduler.loads.cancel()
 
         monkeypatch.setattr(running.scheduler, "plan_step", guarded)
         tokens = list(range(44))
         running.add(SimulatedRequest("stores", tokens, len(tokens), 1, "a"))
         running.finish()
         running.forget()
-        once = Once(monkeypatch, LoadJobs, "_order_window", "loads")
+        once = Once(monkeypatch, Loads, "_order_window", "loads")
         running.add(SimulatedRequest("loads", tokens, len(tokens), 1, "a"))
         running.finish()
         assert once.raised
@@ -240,12 +238,9 @@ def test_an_error_at_the_end_of_a_store_keeps_nothing_from_what_waits_for_it() -
         called.append("fails")
         raise RuntimeError("injected")
 
-    with closing(engine(0)) as simulated:
-        ask(simulated, "one", list(range(20)))
-        simulated.step()
-        state = evolve(simulated.scheduler._requests["one"], copying=1)
-        for call in (partial(called.append, "first"), fails, partial(called.append, "last")):
-            state.once_stored(call)
-        with pytest.raises(RuntimeError, match="injected"):
-            state.copy_ended()
+    storing = Storing(copying=1)
+    for call in (partial(called.append, "first"), fails, partial(called.append, "last")):
+        storing.once_stored(call)
+    with pytest.raises(RuntimeError, match="injected"):
+        storing.copy_ended()
     assert called == ["first", "fails", "last"]

@@ -13,11 +13,11 @@ from lmkv.chunks.hashing import KeyChain, state_keys
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import Chunk
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.block_map import BlockMap, Group
-from lmkv.vllm.requests.patience import STALL, Patience
-from lmkv.vllm.scheduler.load_policy import LoadCost
-from lmkv.vllm.scheduler.options import SchedulerOptions
+from lmkv.vllm.plan.block_map import BlockMap, Group
+from lmkv.vllm.plan.request import STALL, Patience
+from lmkv.vllm.scheduler.context import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
+from lmkv.vllm.scheduler.timing import LoadCost
 from tests.kit import LIMIT, NEVER, Gated, Persistent, eventually, listing_every, lower, memory, payload, small_store
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 from tests.vllm.scheduler.test_explain import OTHERS, PROMPT, asks, engine_of, report, serve
@@ -135,7 +135,7 @@ def test_io_threads_are_let_in_where_a_request_has_them_read_and_once_in_a_while
         tiered.scheduler.on_new_request(requests[-1])
         return len(slept)
 
-    monkeypatch.setattr("lmkv.vllm.scheduler.tier_wait.time.sleep", slept.append)
+    monkeypatch.setattr("lmkv.vllm.scheduler.match.time.sleep", slept.append)
     tiered.disks[0].latency = math.inf
     assert arrives(PROMPT) == 1
     tiered.now += 1.0
@@ -175,7 +175,7 @@ def test_what_did_not_arrive_counts_for_no_tier(tiered: SimulatedVLLM) -> None:
 
 def test_a_model_that_computes_slowly_waits_longer_and_a_fast_one_not_at_all(tiered: SimulatedVLLM) -> None:
     for speed, patience in ((2.0, (len(PROMPT) - 1) / 2.0), (1e6, 0.0)):
-        tiered.scheduler.loading.wait.cost = LoadCost(prefill_speed=speed)
+        tiered.scheduler.timing.cost = LoadCost(prefill_speed=speed)
         tiered.disks[0].latency = math.inf
         request = asks(tiered, PROMPT)
         assert lookup(tiered, request) is None
@@ -189,7 +189,7 @@ def test_a_model_that_computes_slowly_waits_longer_and_a_fast_one_not_at_all(tie
 
 
 def test_a_tier_that_was_given_up_is_slow_until_a_probe_shows_otherwise(tiered: SimulatedVLLM) -> None:
-    cost = tiered.scheduler.loading.wait.cost = LoadCost(prefill_speed=100.0)
+    cost = tiered.scheduler.timing.cost = LoadCost(prefill_speed=100.0)
     tiered.disks[0].latency = math.inf
     request = asks(tiered, PROMPT)
     assert lookup(tiered, request) is None
@@ -236,7 +236,7 @@ def test_a_stream_waits_no_longer_in_all_its_windows_than_computing_takes() -> N
     prompt = [(3 * token) % 50 for token in range(40 * 8 + 1)]
     with closing(engine_of(num_blocks=200, ram_chunks=8, lower_chunks=60, load_mode="async")) as engine:
         serve(engine, prompt, *OTHERS[:4])
-        engine.scheduler.loading.wait.cost = LoadCost(prefill_speed=len(prompt) / 1.0)
+        engine.scheduler.timing.cost = LoadCost(prefill_speed=len(prompt) / 1.0)
         engine.disks[0].latency = 0.5
         request = SimulatedRequest("streams", list(prompt), len(prompt), 1, "a", {"lmkv.report": True})
         engine.add(request)
@@ -247,8 +247,8 @@ def test_a_stream_waits_no_longer_in_all_its_windows_than_computing_takes() -> N
         assert engine.now - before < 1.0 + 0.5 + 0.1
         engine.disks[0].latency = 0.0
         engine.finish()
-        assert engine.scheduler.loading.wait.cost.loads["lower"].of(40) > 0
-        engine.scheduler.loading.wait.cost.prefill_speed = len(prompt) / 1.0
+        assert engine.scheduler.timing.cost.loads["lower"].of(40) > 0
+        engine.scheduler.timing.cost.prefill_speed = len(prompt) / 1.0
         request = asks(engine, prompt)
         assert lookup(engine, request) is not None
         assert report(engine, request)["reason"] == "slower"
@@ -277,7 +277,7 @@ class TestTwoTiers:
 
     def test_each_is_measured_by_what_it_delivers(self, both: tuple[Scheduler, dict[str, Gated], ManualClock]) -> None:
         scheduler, gates, clock = both
-        cost = scheduler.loading.wait.cost
+        cost = scheduler.timing.cost
         for gate in gates.values():
             gate.shut("read")
         request = SimulatedRequest("r", PROMPT, len(PROMPT), 1, "a")
@@ -286,7 +286,7 @@ class TestTwoTiers:
             gate.waiting("read")
         clock.advance(0.01)
         gates["fast"].open()
-        promotion = scheduler._requests["r"].promotion
+        promotion = scheduler._requests["r"].waiting.promotion
         assert promotion is not None
         eventually(lambda: promotion.ready == 2, "the head")
         clock.advance(5.0)
@@ -317,7 +317,7 @@ class TestTwoTiers:
         self, both: tuple[Scheduler, dict[str, Gated], ManualClock]
     ) -> None:
         scheduler, _, _ = both
-        cost = scheduler.loading.wait.cost
+        cost = scheduler.timing.cost
         cost.observe_step(1000, 1.0)
         cost.observe_load("slow", 1, 10.0)
         request = SimulatedRequest("r", PROMPT, len(PROMPT), 1, "a", {"lmkv.report": True})
@@ -352,7 +352,7 @@ class TestStates:
         block_map = BlockMap(self.CHUNK, (Group(self.CHUNK), Group(self.CHUNK, state=1)))
         options = SchedulerOptions(save_unfull_chunk=False, load_mode="async", clock=clock)
         with closing(Scheduler(store, namespace, block_map, options)) as made:
-            cost, nbytes = made.loading.wait.cost, store.slab.slot_bytes
+            cost, nbytes = made.timing.cost, store.slab.slot_bytes
             cost.observe_step(1000, 1.0)
             cost.observe_load("fast", nbytes, 0.001)
             yield made
@@ -371,7 +371,7 @@ class TestStates:
     def test_a_state_is_worth_what_it_saves_computing(
         self, scheduler: Scheduler, seconds: float, computed: int, hit: int
     ) -> None:
-        scheduler.loading.wait.cost.observe_load("slow", scheduler.store.slab.slot_bytes, seconds)
+        scheduler.timing.cost.observe_load("slow", scheduler.store.slab.slot_bytes, seconds)
         request = SimulatedRequest("r", list(self.TOKENS), len(self.TOKENS), 1, "a")
         answer: list[int | None] = [None]
 

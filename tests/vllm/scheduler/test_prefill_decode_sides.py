@@ -14,8 +14,8 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import Chunk, ChunkKey
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.block_map import BlockMap, Group
-from lmkv.vllm.scheduler.options import SchedulerOptions
+from lmkv.vllm.plan.block_map import BlockMap, Group
+from lmkv.vllm.scheduler.context import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from tests.kit import (
     LIMIT,
@@ -53,7 +53,7 @@ class Side:
 
     def keys(self, request: SimulatedRequest) -> list[ChunkKey]:
         """Of two chunks and the tail."""
-        keys = self.scheduler._state_of(request).keys_with_tail(2)
+        keys = self.scheduler._request_of(request).keys_with_tail(2)
         assert len(keys) == 3
         return keys
 
@@ -193,9 +193,9 @@ def test_the_longer_it_waits_the_less_often_it_looks(decode: Side) -> None:
     request, looks = decode.asks(**{"lmkv.wait_for": 22}), 0
     state = decode.scheduler._requests[request.request_id]
     for _ in range(800):
-        before = state.look_at
+        before = state.waiting.look_at
         assert decode.match(request) is None
-        looks += state.look_at > before
+        looks += state.waiting.look_at > before
         decode.clock.advance(0.001)
     assert 5 < looks < 40
 
@@ -228,7 +228,7 @@ def test_what_loading_is_worth_is_decided_once_shared_tiers_have_answered() -> N
     """One chunk is known and not worth the delay of a load; with those that are found it is."""
     made = side(stores=False, load_or_recompute=True)
     with closing(made.scheduler):
-        cost, nbytes = made.scheduler.loading.wait.cost, made.store.slab.slot_bytes
+        cost, nbytes = made.scheduler.timing.cost, made.store.slab.slot_bytes
         cost.observe_step(1000, 1.0)
         for chunks in (1, 2, 4):
             cost.observe_load("remote", chunks * nbytes, 0.010 + chunks * 1e-5)
@@ -236,7 +236,7 @@ def test_what_loading_is_worth_is_decided_once_shared_tiers_have_answered() -> N
         made.others_store(keys[:1])
         assert made.store.look_up_shared(keys[:1]) is not None
         made.others_store(keys)
-        assert made.store.count_prefix(keys) == (0, 1)
+        assert made.store.catalog.count_prefix(keys) == (0, 1)
         assert made.answer(made.asks()) == 21
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lmkv.chunks.layout import LayerPages
-from lmkv.vllm.model import describe
-from lmkv.vllm.ranks import Ranks
+from lmkv.vllm.model import Ranks, describe
 from tests.vllm.scheduler.test_scratch import BLOCK, CHUNK, kv_cache_config, latent, vllm_config, window
 
 pytestmark = pytest.mark.vllm

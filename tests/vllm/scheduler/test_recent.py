@@ -12,8 +12,8 @@ from lmkv.agent.explanation import ADVICE
 from lmkv.agent.service import Prompt
 from lmkv.cli.top import shortened
 from lmkv.errors import printable
-from lmkv.vllm.observe.metrics import REASONS
-from lmkv.vllm.observe.recent import RecentRequests
+from lmkv.vllm.scheduler.observer import RecentRequests
+from lmkv.vllm.scheduler.telemetry import REASONS
 from tests.agent.serving import TOKEN, service_of_scheduler, serving
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, engine_of

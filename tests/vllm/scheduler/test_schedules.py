@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import event, given, strategies as st
 
-from lmkv.vllm.block_map import Group
-from lmkv.vllm.scheduler.async_load import AsyncLoad
-from lmkv.vllm.scheduler.state_planner import StatePlanner
+from lmkv.vllm.plan.block_map import Group
+from lmkv.vllm.scheduler.loads import AsyncLoad
+from lmkv.vllm.scheduler.stores import StateStores
 from tests.vllm.scheduler.simulated_vllm import Replay, Ring, SimulatedRequest, SimulatedVLLM, Table
 
 GROUPS: dict[str, list[Table]] = {
@@ -183,18 +183,18 @@ def test_a_second_turn_loads_the_last_state_that_no_accepted_draft_has_passed(de
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_states_that_accepted_drafts_have_passed_would_show(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Had they been looked for once the drafts were accepted, where the step before was to put them."""
-    take, expected = StatePlanner.take, dict[str, Any]()
+    take, expected = StateStores.take, dict[str, Any]()
 
-    def remembers(self: StatePlanner, state: Any, computed: int, tables: Any, offers: Any = ()) -> None:
+    def remembers(self: StateStores, state: Any, computed: int, tables: Any, offers: Any = ()) -> None:
         tokens, blocks = expected.pop(state.request_id, (0, {}))
         if self._keyed(state, tokens):
             self._step_ended(state, tokens // self._chunk_size, blocks)
         take(self, state, computed, tables, offers)
         end = (computed + 3) // self._chunk_size * self._chunk_size
-        if end > state.request.num_tokens > state.request.num_prompt_tokens:
+        if end > state.num_tokens > state.prompt_tokens:
             expected[state.request_id] = end, self._block_map.state_blocks(tables, end)
 
-    monkeypatch.setattr(StatePlanner, "take", remembers)
+    monkeypatch.setattr(StateStores, "take", remembers)
     wrong = 0
     for seed in range(20):
         expected.clear()
@@ -228,7 +228,7 @@ def test_an_aborted_load_frees_its_blocks_once_the_device_is_done_with_them() ->
                     engine.step()
                 for request in asked:
                     if request.status != "ended" and rng.random() < 0.7:
-                        load = engine.scheduler.loading.jobs.between_steps.get(request.request_id)
+                        load = engine.scheduler.loads.between_steps.get(request.request_id)
                         while_copying += load is not None and load.copying > 0
                         engine.abort(request)
                 others = [rng.randrange(50) for _ in range(50)]

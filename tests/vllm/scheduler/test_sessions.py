@@ -23,7 +23,7 @@ def engine() -> Iterator[SimulatedVLLM]:
 
 def keys(engine: SimulatedVLLM, request: SimulatedRequest) -> list[ChunkKey]:
     """Of three chunks of eight tokens, and of the tail."""
-    return engine.scheduler._state_of(request).keys_with_tail(3)
+    return engine.scheduler._request_of(request).keys_with_tail(3)
 
 
 def streamed(engine: SimulatedVLLM, picture: str) -> list[ChunkKey]:
@@ -64,7 +64,7 @@ def test_a_token_that_was_thrown_away_is_in_no_key(engine: SimulatedVLLM) -> Non
     request = SimulatedRequest("streams", list(range(15)), 15, 1, "a")
     engine.scheduler.on_new_request(request)
     request.all_token_ids.append(49)
-    assert len(engine.scheduler._state_of(request).keys(2)) == 2
+    assert len(engine.scheduler._request_of(request).keys(2)) == 2
     request.all_token_ids[15:] = PLACEHOLDERS
     request.num_prompt_tokens = request.num_tokens
     fresh = SimulatedRequest("fresh", list(request.all_token_ids), request.num_tokens, 1, "a")

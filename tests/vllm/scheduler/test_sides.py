@@ -17,14 +17,13 @@ from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.memory.paged import PagedMemory, block_rows
 from lmkv.memory.slab import Slab, SlabRef
 from lmkv.vllm import compat
-from lmkv.vllm.block_map import BlockMap, Group
 from lmkv.vllm.compat import Numbers
-from lmkv.vllm.identity import request_root
-from lmkv.vllm.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
-from lmkv.vllm.model import ServedModel
-from lmkv.vllm.ranks import Ranks
-from lmkv.vllm.requests.options import RequestOptions
-from lmkv.vllm.scheduler.load_policy import LoadCost, LoadMode, LoadTime
+from lmkv.vllm.model import Ranks, ServedModel
+from lmkv.vllm.plan.block_map import BlockMap, Group
+from lmkv.vllm.plan.identity import request_root
+from lmkv.vllm.plan.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
+from lmkv.vllm.plan.options import RequestOptions
+from lmkv.vllm.scheduler.timing import LoadCost, LoadMode, LoadTime
 from lmkv.vllm.worker import Worker
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmkv.chunks.hashing import TailKey
-from lmkv.vllm.block_map import Group
+from lmkv.vllm.plan.block_map import Group
 from tests.kit import LIMIT
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, next_token
 
@@ -175,7 +175,7 @@ def test_a_tail_is_stored_once_there_are_slots_for_what_comes_before_it() -> Non
     with engine_of(ram_chunks=8) as engine:
         others = engine.store.reserve([bytes([n]) * 32 for n in range(8)])
         engine.add(SimulatedRequest("a", list(range(12)), 12, 4, "a"))
-        while engine.scheduler._requests["a"].request.num_tokens < 13:
+        while engine.scheduler._requests["a"].num_tokens < 13:
             engine.step()
         others.abort()
         engine.finish()

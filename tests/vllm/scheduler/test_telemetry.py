@@ -16,9 +16,8 @@ import pytest
 
 from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
-from lmkv.vllm.metadata import JobReport
-from lmkv.vllm.observe.metrics import METRICS, REASONS, Samples, Values, merge
-from lmkv.vllm.observe.telemetry import Telemetry
+from lmkv.vllm.plan.metadata import JobReport
+from lmkv.vllm.scheduler.telemetry import METRICS, REASONS, Samples, Telemetry, Values, merge
 from tests.kit import LIMIT, SLOT, chain, get, lower, memory, put, put_below, small_store
 from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM
 from tests.vllm.scheduler.test_explain import OTHERS, PROMPT, asks, engine_of, serve

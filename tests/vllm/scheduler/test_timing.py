@@ -7,8 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from lmkv.vllm.block_map import Group
-from lmkv.vllm.metadata import WorkerReport
+from lmkv.vllm.plan.block_map import Group
+from lmkv.vllm.plan.metadata import WorkerReport
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
 
@@ -17,16 +17,16 @@ def test_pipelined_steps_do_not_look_faster_than_they_are(depth: int) -> None:
     """vLLM schedules up to `depth` steps at once; each takes a second then, one after the other."""
     options = {"groups": [Group(4)], "num_blocks": 90, "chunk_size": 8, "ram_chunks": 20, "depth": depth}
     with closing(SimulatedVLLM(random.Random(0), **options)) as engine:
-        loading, waiting = engine.scheduler.loading, []
+        scheduler, waiting = engine.scheduler, []
         for step in range(12):
             engine.now += 0.001
-            loading.end_step(1000, 1)
+            scheduler.loads.end_step(1000, 1)
             waiting.append(engine.scheduler.take_plan().timed)
             if step >= depth - 1:
                 engine.now += 1.0
                 engine.scheduler.on_report(WorkerReport(steps={waiting.pop(0)}))
-        assert 900 < loading.wait.cost.prefill_speed < 1100
-        assert loading.jobs.timed_steps == len(waiting)
+        assert 900 < scheduler.timing.cost.prefill_speed < 1100
+        assert scheduler.loads.timed_steps == len(waiting)
 
 
 def test_workers_report_the_end_of_the_steps_that_are_timed() -> None:
@@ -35,5 +35,5 @@ def test_workers_report_the_end_of_the_steps_that_are_timed() -> None:
         for number in range(20):
             engine.add(SimulatedRequest(f"r{number}", list(range(number, number + 48)), 48, 2, "a"))
         engine.finish()
-        assert engine.scheduler.loading.wait.cost.prefill_speed > 0
-        assert engine.scheduler.loading.jobs.timed_steps == 0
+        assert engine.scheduler.timing.cost.prefill_speed > 0
+        assert engine.scheduler.loads.timed_steps == 0

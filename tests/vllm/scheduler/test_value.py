@@ -18,7 +18,7 @@ from lmkv.policies.shadow import Shadow
 from lmkv.protocols import ChunkKey, Policy, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.observe.value import KEPT, SIZES, MemoryValue
+from lmkv.vllm.scheduler.value import KEPT, SIZES, MemoryValue
 from tests.kit import LIMIT, SLOT, chain
 
 TOKENS = 16

@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from lmkv.testing.faults import FaultyBackend
-from lmkv.vllm.block_map import Group
+from lmkv.vllm.plan.block_map import Group
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
 LONGEST = 0.85

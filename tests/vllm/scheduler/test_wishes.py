@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from lmkv.policies import LRU, Quotas
-from lmkv.vllm.requests.options import MAX_TAG_CHARACTERS, MAX_TAGS, RequestOptions
+from lmkv.vllm.plan.options import MAX_TAG_CHARACTERS, MAX_TAGS, RequestOptions
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, asks, engine_of, missed, serve
 
@@ -27,7 +27,7 @@ def engine() -> Iterator[SimulatedVLLM]:
 
 def in_memory(engine: SimulatedVLLM, tokens: list[int], salt: str) -> int:
     """How many leading chunks are in host memory."""
-    return engine.store.count_prefix(engine.scheduler.keys_of(tokens, salt, {}))[0]
+    return engine.store.catalog.count_prefix(engine.scheduler.keys_of(tokens, salt, {}))[0]
 
 
 def mallory(engine: SimulatedVLLM, **params: Any) -> None:

@@ -22,8 +22,8 @@ from lmkv.memory.device import DeviceError, Staging
 from lmkv.memory.device_copier import DeviceCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name
-from lmkv.vllm.block_map import Group
-from lmkv.vllm.metadata import CopyOrder, StepPlan, WorkerReport
+from lmkv.vllm.plan.block_map import Group
+from lmkv.vllm.plan.metadata import CopyOrder, StepPlan, WorkerReport
 from lmkv.vllm.worker import Worker
 from tests.kit import LIMIT, eventually
 from tests.simulated_device import SimulatedDevice, SimulatedStream

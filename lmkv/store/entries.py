@@ -1,0 +1,225 @@
+"""One chunk in host memory: its slot, its state, who refers to it, and which bytes of the slot are its own."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+
+from attrs import define, field, frozen
+
+from lmkv.chunks.hashing import StateKey, TailKey
+from lmkv.chunks.layout import align_up
+from lmkv.protocols import ChunkKey
+
+_TAILS_IN_SMALL_MEMORY = 32
+"""Tails that host memory of 256 to 1,024 slots has room for; in a smaller one they have an eighth of the slots."""
+_SLOTS_PER_TAIL = 32
+"""Slots of a larger one for each tail: most of such a slot is unused, and conversations need them for whole chunks."""
+_STATE_SHARE = 2 / 3
+"""Share of the slots for states: twice as many as chunks, because a state needs all the chunks before it."""
+_TOKEN_BYTES = 4
+
+
+class State(Enum):
+    """State of an entry. An absent chunk has no entry."""
+
+    WRITING = "writing"
+    LOADING = "loading"
+    READY = "ready"
+
+
+@define(eq=False)
+class Entry:
+    """A chunk in host memory. Changed only under the store's lock.
+
+    `refs`: leases, reservations, running I/O, promotions and pins that refer to the slot. `removed`: out of
+    the index for good; the slot is freed with the last reference. `flushing`: evicted, and being copied to
+    lower tiers first. `in_policy`: known to the policy. `origin`: see `KeyChain.origin`; empty for a chunk that
+    is found by its key only. `prefetched`: brought by a prefetch, and not leased since.
+    """
+
+    key: ChunkKey = field(repr=bytes.hex)
+    slot: int
+    state: State
+    parent: ChunkKey = field(default=b"", repr=bytes.hex)
+    tokens: bytes = field(default=b"", repr=False)
+    origin: bytes = field(default=b"", repr=False)
+    refs: int = 1
+    removed: bool = False
+    flushing: bool = False
+    in_policy: bool = False
+    prefetched: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return self.state is State.READY and not self.removed
+
+
+@define(eq=False)
+class Share:
+    """The entries of one kind in host memory, least recently used first. Called under the store's lock.
+
+    `limit`: how many slots they may have.
+    """
+
+    limit: int
+    _entries: dict[ChunkKey, Entry] = field(init=False, factory=dict)
+    _idle: dict[str, OrderedDict[ChunkKey, Entry]] = field(init=False, factory=dict)
+    """The entries of each tenant that nobody refers to."""
+    _tenants: dict[ChunkKey, str] = field(init=False, factory=dict)
+    _counts: Counter[str] = field(init=False, factory=Counter)
+    _parts: dict[str, float] = field(init=False, factory=dict)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def full(self) -> bool:
+        """Whether another entry must take the place of one of these."""
+        return len(self._entries) >= self.limit
+
+    def add(self, entry: Entry, tenant: str = "", part: float = 1.0) -> None:
+        """`part`: the tenant's, of all slots."""
+        self._entries[entry.key], self._tenants[entry.key] = entry, tenant
+        self._counts[tenant] += 1
+        self._parts[tenant] = part
+        self._idle.setdefault(tenant, OrderedDict())
+        if not entry.refs:
+            self.release(entry.key)
+
+    def discard(self, key: ChunkKey) -> None:
+        self.hold(key)
+        del self._entries[key]
+        self._counts[self._tenants.pop(key)] -= 1
+
+    def hold(self, key: ChunkKey) -> None:
+        """Somebody refers to the entry."""
+        self._idle[self._tenants[key]].pop(key, None)
+
+    def release(self, key: ChunkKey) -> None:
+        """Nobody does any more, which counts as a use."""
+        self._idle[self._tenants[key]][key] = self._entries[key]
+
+    def touch(self, key: ChunkKey) -> None:
+        """Note a use of the entry, if it is of this kind."""
+        if key in self._entries and key in (idle := self._idle[self._tenants[key]]):
+            idle.move_to_end(key)
+
+    def clear(self) -> None:
+        self._entries, self._idle, self._tenants, self._counts = {}, {}, {}, Counter()
+
+    def count_ready(self) -> int:
+        return sum(entry.ready for entry in self._entries.values())
+
+    def oldest_unused(self, tenant: str = "") -> Entry | None:
+        """The least recently used entry that nobody refers to, of whoever exceeds its part by the most.
+
+        `tenant`: who wants to add one.
+        """
+        over = {each: self._counts[each] - self._parts[each] * self.limit for each in self._idle}
+        over[tenant] = over.get(tenant, 0.0) + 1
+        for each in sorted(self._idle, key=over.__getitem__, reverse=True):
+            if self._idle[each]:
+                return next(iter(self._idle[each].values()))
+        return None
+
+
+def shares(num_slots: int) -> dict[type, Share]:
+    """The shares of `num_slots` slots, by the type of the keys."""
+    tails = max(num_slots // _SLOTS_PER_TAIL, min(num_slots // 8, _TAILS_IN_SMALL_MEMORY))
+    return {TailKey: Share(max(1, tails)), StateKey: Share(max(1, int(num_slots * _STATE_SHARE)))}
+
+
+@frozen
+class Payloads:
+    """Which bytes of a slot lower tiers get: a whole chunk, a whole state, or the pages of a tail.
+
+    `spans(tokens)`: where the bytes of a tail of `tokens` tokens are in a slot. `sizes`: bytes of a chunk, and of each
+    state entry; none where all of them fill their slots.
+    """
+
+    slot_bytes: int
+    spans: Callable[[int], Sequence[slice]]
+    sizes: Sequence[int] = ()
+
+    def nbytes(self, key: ChunkKey) -> int:
+        """Bytes of the chunk in a lower tier."""
+        if type(key) is not TailKey:
+            number = key.number if type(key) is StateKey else 0
+            return align_up(self.sizes[number]) if number < len(self.sizes) else self.slot_bytes
+        return sum(span.stop - span.start for span in self.spans(key.tokens))
+
+    def gather(self, key: ChunkKey, slot: memoryview) -> memoryview:
+        """The payload in a slot: the slot's own memory, or a copy of a tail's parts."""
+        if type(key) is not TailKey:
+            return self._filled(key, slot)
+        return memoryview(b"".join(slot[span] for span in self.spans(key.tokens)))
+
+    def buffer(self, key: ChunkKey, slot: memoryview) -> memoryview:
+        """Memory to read a payload into, for `scatter`: the slot itself, or a buffer for a tail's parts."""
+        return memoryview(bytearray(self.nbytes(key))) if type(key) is TailKey else self._filled(key, slot)
+
+    def _filled(self, key: ChunkKey, slot: memoryview) -> memoryview:
+        nbytes = self.nbytes(key)
+        return slot if nbytes == len(slot) else slot[:nbytes]
+
+    def scatter(self, key: ChunkKey, payload: memoryview, slot: memoryview) -> None:
+        """Put a payload in its place in the slot."""
+        if type(key) is TailKey:
+            at = 0
+            for span in self.spans(key.tokens):
+                slot[span] = payload[at : at + span.stop - span.start]
+                at += span.stop - span.start
+
+
+@define(eq=False)
+class PrefixIndex:
+    """Chunks by their origin (see `KeyChain.origin`) and their tokens, as bytes. Not thread-safe."""
+
+    _chunks: dict[bytes, list[tuple[bytes, ChunkKey]]] = field(init=False, factory=dict, repr=False)
+    """For each origin, sorted by tokens, so that a neighbour has the longest common prefix."""
+
+    def add(self, origin: bytes, tokens: bytes, key: ChunkKey) -> None:
+        insort(self._chunks.setdefault(origin, []), (tokens, key))
+
+    def discard(self, origin: bytes, tokens: bytes, key: ChunkKey) -> None:
+        chunks = self._chunks[origin]
+        del chunks[bisect_left(chunks, (tokens, key))]
+        if not chunks:
+            del self._chunks[origin]
+
+    def longest(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
+        """`(key, count)`: the chunk whose first `count` tokens are those of `tokens`; `(b"", 0)` if none is."""
+        best, most = b"", 0
+        chunks = self._chunks.get(origin, [])
+        at = bisect_left(chunks, (tokens, b""))
+        for found, key in chunks[max(0, at - 1) : at + 1]:
+            count = _common(found, tokens)
+            if count > most:
+                best, most = key, count
+        return best, most
+
+    def shorter(self, origin: bytes, tokens: bytes) -> Iterator[ChunkKey]:
+        """Keys of the chunks whose tokens are a true prefix of `tokens`, from the longest on."""
+        chunks = self._chunks.get(origin, [])
+        for found, key in reversed(chunks[: bisect_left(chunks, (tokens, b""))]):
+            if not tokens.startswith(found):
+                return
+            yield key
+
+
+def _common(left: bytes, right: bytes) -> int:
+    """How many leading tokens are equal."""
+    low, high = 0, min(len(left), len(right)) // _TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left.startswith(right[: middle * _TOKEN_BYTES]):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,467 @@
+"""The index of a lower tier: its keys, their sizes, and how much of its capacity they take.
+
+A key is absent, being written, stored, doubted (stored, but it could not be read), a tombstone (never served again,
+its bytes still there) or being reclaimed (its bytes are being deleted). Only an absent key, a doubted one or a
+tombstone can be written, so that old bytes never pass for new ones. A doubted key counts, but is not found until it
+is written again or seen on the medium again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import groupby
+
+from attrs import define, field
+
+from lmkv.chunks.hashing import KEY_BYTES
+from lmkv.protocols import ChunkKey, Listed, Policy
+from lmkv.store.guards import Freezer
+from lmkv.store.guests import Content, Order, StoreObserver
+
+
+class LateWrites:
+    """Keys under which bytes from before a clear may still appear. Called under the store's lock.
+
+    A write that ends without an answer may lie in a buffer on its way to the store. Without a clear it does no harm:
+    its bytes are those of its key. After a clear the same key stands for new bytes, so a value that appears under it is
+    not trusted until this process has stored the key again.
+    """
+
+    def __init__(self) -> None:
+        self._unanswered: set[ChunkKey] = set()
+        self._suspect: set[ChunkKey] = set()
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        """Whether a value under this key may be from before a clear."""
+        return key in self._suspect
+
+    def unanswered(self, key: ChunkKey, *, cleared: bool) -> None:
+        """Note a write that ended without an answer. `cleared`: everything was cleared since it began."""
+        (self._suspect if cleared else self._unanswered).add(key)
+
+    def stored(self, key: ChunkKey) -> None:
+        """Note that the store took this process's value, and said that it had no other one."""
+        self._unanswered.discard(key)
+        self._suspect.discard(key)
+
+    def clear(self) -> None:
+        """Note that everything was cleared."""
+        self._suspect |= self._unanswered
+        self._unanswered.clear()
+
+
+class Victims(dict[ChunkKey, int]):
+    """Chunks to delete from the backend, and their sizes. One deleter has them at a time.
+
+    `room`: bytes that cannot be used until they are really free.
+    """
+
+    room = 0
+
+
+@define(eq=False)
+class ScanGuard:
+    """Keys changed since a scan of the medium started; the scan's results for them are stale.
+
+    `valid`: False once everything was cleared: no result of the scan may be indexed any more.
+    """
+
+    changed: set[ChunkKey] = field(factory=set)
+    valid: bool = True
+
+
+class TierIndex:
+    """Keys, sizes and order of a lower tier. Called under the store's lock.
+
+    `used`: bytes of the chunks that are stored and being written, never more than `capacity`. Tombstones are
+    deleted before anything is written in their place, so the medium stores no more than that either.
+
+    `other_namespace`: how many of the chunks belong to other namespaces (`SharesRoom`); they are evicted in
+    turn with the rest. `name`: the tier's, for the `observers`.
+    """
+
+    def __init__(
+        self, policy: Policy, capacity: int | None, name: str = "", observers: Sequence[StoreObserver] = ()
+    ) -> None:
+        self.order = Order(policy, name, self._content, self._freed, self._has)
+        self.capacity = capacity
+        self.used = self.other_namespace = 0
+        self.clearing = False
+        """Whether everything is being deleted, even chunks that were never indexed. Nothing is written meanwhile."""
+        self._name = name
+        self._observers = observers
+        self._sizes: dict[ChunkKey, int] = {}
+        self._doubted: set[ChunkKey] = set()
+        self._rewriting: dict[ChunkKey, int] = {}
+        self._writing: dict[ChunkKey, int] = {}
+        self._reading: set[ChunkKey] = set()
+        self.late_writes = LateWrites()
+        self._tombstones: dict[ChunkKey, int] = {}
+        self._reclaiming: set[ChunkKey] = set()
+        self._reclaiming_bytes = 0
+        self._scans: list[ScanGuard] = []
+        self._listing: ScanGuard | None = None
+        self._unseen: dict[ChunkKey, int] = {}
+        """Stored chunks that the listing under way has not found yet. They are in `_sizes` otherwise.
+
+        A copy of all keys instead would keep the scheduler waiting: 0.1 s for three million.
+        """
+        self._last_used, self._newest = math.inf, 0.0
+        self._freezer = Freezer()
+
+    def __repr__(self) -> str:
+        of = "" if self.capacity is None else f" of {self.capacity}"
+        deleted = len(self._tombstones) + len(self._reclaiming)
+        return f"<TierIndex: {len(self)} chunks, {self.used}{of} bytes, {deleted} to be deleted>"
+
+    @property
+    def policy(self) -> Policy:
+        return self.order.policy
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return (key in self._sizes or key in self._unseen) and key not in self._doubted
+
+    def __len__(self) -> int:
+        return len(self._sizes) + len(self._unseen)
+
+    def first(self) -> ChunkKey | None:
+        """Some stored chunk."""
+        return next(iter(self._sizes), None)
+
+    def sizes(self) -> dict[ChunkKey, int]:
+        """Bytes of each stored chunk, doubted ones included. O(chunks)."""
+        return self._unseen | self._sizes
+
+    def _has(self, key: ChunkKey) -> bool:
+        return key in self._sizes or key in self._unseen
+
+    def begin_read(self, key: ChunkKey) -> None:
+        """Keep a stored chunk from eviction while it is being read."""
+        self._reading.add(key)
+        self.order.hold(key)
+
+    def end_read(self, key: ChunkKey) -> None:
+        """End a read, which counts as a use; the chunk may have been removed meanwhile."""
+        self._reading.discard(key)
+        if self._has(key):
+            self.order.release(key)
+
+    # -- writing ------------------------------------------------------------------------------------------
+
+    def knows(self, key: ChunkKey) -> bool:
+        """Whether the key is stored and not doubted, or being written."""
+        return key in self or key in self._writing
+
+    def begin_write(
+        self, key: ChunkKey, nbytes: int, protect: Callable[[], frozenset[ChunkKey]] = frozenset
+    ) -> Victims | None:
+        """Make room for a chunk; None when that fails, or while old bytes of this key are being deleted.
+
+        Returns chunks to delete before writing; afterwards pass them to `reclaimed`. `protect` names the keys
+        that must not be evicted, and is called only if anything must be.
+        """
+        if self.clearing or self.knows(key) or key in self._reclaiming:
+            return None
+        if key in self._doubted:
+            self._rewriting[key] = self._sizes.get(key) or self._unseen[key]
+            self.discard(key)
+        evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, protect)
+        if evicted is None:
+            self._end_rewriting(key, stored=False, wanted=True)
+            return None
+        self._writing[key] = nbytes
+        self.used += nbytes
+        self._tombstones |= evicted
+        if key in self.late_writes:
+            self._tombstones.setdefault(key, 0)
+        # A chunk that is written over its own bytes does not use the room of the victims.
+        return self.take_tombstones(max(0, nbytes - self._rewriting.get(key, 0)))
+
+    def evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
+        """Evict more than this tier's own capacity demands; None when it cannot evict `nbytes`."""
+        evicted = self._evict_bytes(nbytes, protect)
+        if evicted is None:
+            return None
+        self._tombstones |= evicted
+        return self.take_tombstones()
+
+    def end_write(
+        self, key: ChunkKey, nbytes: int, *, stored: bool, wanted: bool = True, parent: ChunkKey = b""
+    ) -> None:
+        """End a write: index the chunk if it was `stored`; delete it if it is not `wanted` now."""
+        self._writing.pop(key, None)
+        self._note(key)
+        self.used -= nbytes
+        self._end_rewriting(key, stored=stored, wanted=wanted)
+        if stored and wanted:
+            self._add(key, nbytes, parent)
+        elif stored:
+            self._tombstones[key] = nbytes
+
+    def _end_rewriting(self, key: ChunkKey, *, stored: bool, wanted: bool) -> None:
+        """Restore a doubted chunk whose write has failed."""
+        nbytes = self._rewriting.pop(key, None)
+        if nbytes is None or stored:
+            return
+        if wanted:
+            self._add(key, nbytes)
+            self.doubt(key)
+        else:
+            self._tombstones[key] = nbytes
+
+    def _evict(self, needed: int, protect: Callable[[], frozenset[ChunkKey]]) -> dict[ChunkKey, int] | None:
+        if self.capacity is None or needed <= self.capacity:
+            return {}
+        return self._evict_bytes(needed - self.capacity, protect)
+
+    def _evict_bytes(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> dict[ChunkKey, int] | None:
+        victims = self.order.evict(nbytes, protect())
+        return None if victims is None else {key: self._drop(key) for key in victims}
+
+    def _add(self, key: ChunkKey, nbytes: int, parent: ChunkKey = b"") -> None:
+        self._add_all((key,), nbytes, (parent,))
+
+    def _add_all(self, keys: Sequence[ChunkKey], nbytes: int, parents: Sequence[ChunkKey]) -> None:
+        """Index chunks of as many bytes each, as `Policy.insert_chain` takes them."""
+        self.order.insert_chain(keys, nbytes, parents)
+        # In the order of the policy, which may have to be made anew of them.
+        self._sizes.update(dict.fromkeys(reversed(keys), nbytes))
+        self.used += nbytes * len(keys)
+        for key in keys:
+            self.other_namespace += _is_other_namespace(key)
+            self._tell_stored(key)
+        self._freezer.added(len(keys), len(self))
+
+    def _tell_stored(self, key: ChunkKey) -> None:
+        for observer in self._observers:
+            observer.stored(self._name, key)
+
+    def _tell_removed(self, key: ChunkKey) -> None:
+        for observer in self._observers:
+            observer.removed(self._name, key)
+
+    def _drop(self, key: ChunkKey) -> int:
+        self._note(key)
+        if key in self:
+            self._tell_removed(key)
+        self._doubted.discard(key)
+        nbytes = self._sizes.pop(key, 0) or self._unseen.pop(key)
+        self.used -= nbytes
+        self.other_namespace -= _is_other_namespace(key)
+        return nbytes
+
+    # -- removing -----------------------------------------------------------------------------------------
+
+    def discard(self, key: ChunkKey) -> None:
+        """Forget a chunk that the backend turned out not to have."""
+        if self._has(key):
+            self._drop(key)
+            self.order.discard(key)
+
+    def doubt(self, key: ChunkKey) -> None:
+        """Doubt a chunk that could not be read, though its bytes may be right."""
+        if key in self:
+            self._tell_removed(key)
+            self._doubted.add(key)
+
+    def _trust(self, key: ChunkKey) -> None:
+        """Trust a doubted chunk again, because it was seen on the medium."""
+        if key in self._doubted:
+            self._doubted.discard(key)
+            self._tell_stored(key)
+
+    def mark_deleted(self, keys: Iterable[ChunkKey], *, unknown: bool = False) -> None:
+        """Never serve these again, and have their bytes deleted; with `unknown` also unindexed keys."""
+        for key in keys:
+            if self._has(key):
+                # First: bytes that nobody knows of would be found again one day.
+                self._tombstones[key] = self._sizes.get(key) or self._unseen[key]
+                self._drop(key)
+                self.order.discard(key)
+            elif unknown and not self._is_deleted(key) and key not in self._writing:
+                self._note(key)
+                self._tombstones[key] = 0
+
+    def clear(self) -> Collection[ChunkKey]:
+        """Mark everything but other namespaces' chunks deleted, indexed or not; returns the indexed keys.
+
+        Ends a listing under way.
+        """
+        stored = {key: nbytes for key, nbytes in self.sizes().items() if not _is_other_namespace(key)}
+        self.mark_deleted(stored)
+        self.late_writes.clear()
+        self.clearing = True
+        for scan in self._scans:
+            scan.valid = False
+        self.end_listing()
+        return stored
+
+    def take_tombstones(self, replaced_by: int = 0) -> Victims:
+        """The tombstones, for the caller to delete their bytes. `replaced_by`: bytes that it then writes."""
+        victims, self._tombstones = Victims(self._tombstones), {}
+        self._reclaiming.update(victims)
+        victims.room = max(0, sum(victims.values()) - replaced_by)
+        self._reclaiming_bytes += victims.room
+        return victims
+
+    def reclaimed(self, victims: Victims, ok: bool) -> None:
+        """End the deletion of these tombstones; if not `ok`, they are tombstones again."""
+        self._reclaiming.difference_update(victims)
+        for key in victims:
+            self._note(key)
+        self._reclaiming_bytes -= victims.room
+        if not ok:
+            self._tombstones |= victims
+
+    # -- scans of the medium ------------------------------------------------------------------------------
+
+    def begin_scan(self) -> ScanGuard | None:
+        """The caller is about to scan the medium: note changed keys. None while everything is being deleted."""
+        if self.clearing:
+            return None
+        self._scans.append(ScanGuard())
+        return self._scans[-1]
+
+    def end_scan(self, scan: ScanGuard) -> None:
+        if scan in self._scans:
+            self._scans.remove(scan)
+
+    def _note(self, key: ChunkKey) -> None:
+        for scan in self._scans:
+            scan.changed.add(key)
+
+    def add_found(self, sizes: Mapping[ChunkKey, int], scan: ScanGuard) -> None:
+        """Index chunks, given with their bytes, that were seen since the scan began, if they fit."""
+        if not scan.valid:
+            return
+        for key, nbytes in sizes.items():
+            self._trust(key)
+            if self._refuse_late(key, nbytes):
+                continue
+            if self._is_new(key, scan):
+                evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
+                if evicted is not None:
+                    self._add(key, nbytes)
+                    self._tombstones |= evicted
+
+    def _is_new(self, key: ChunkKey, scan: ScanGuard) -> bool:
+        return not (self.knows(key) or key in scan.changed or self._is_deleted(key))
+
+    def _refuse_late(self, key: ChunkKey, nbytes: int) -> bool:
+        """Make a seen value a tombstone if it may be from before a clear; whether it was so."""
+        if key not in self.late_writes or self.knows(key):
+            return False
+        if key not in self._reclaiming:
+            self._tombstones[key] = nbytes
+        return True
+
+    def _is_deleted(self, key: ChunkKey) -> bool:
+        return key in self._tombstones or key in self._reclaiming
+
+    def begin_listing(self) -> bool:
+        """Begin a listing of the medium; False if there can be none now."""
+        self._listing = self.begin_scan()
+        if self._listing is None:
+            return False
+        self._unseen, self._sizes = self._sizes, {}
+        self._last_used = self._newest or math.inf
+        return True
+
+    def adopt(self, found: Sequence[Listed]) -> bool:
+        """Index chunks that a listing found, oldest use first; chunks beyond the capacity are deleted.
+
+        False: everything was cleared since the listing began, and it has to end.
+        """
+        if self._listing is None:
+            return False
+        now, sizes, unseen, last_used = time.time(), self._sizes, self._unseen, self._last_used
+        new: dict[ChunkKey, int] = {}
+        for item in found:
+            key, used = item.key, item.last_used
+            if key in unseen:
+                sizes[key] = unseen.pop(key)
+            if self._doubted:
+                self._trust(key)
+            # A time in the future is no use, and must not hide the uses of other chunks.
+            if used > now:
+                used = 0.0
+            if used > self._newest:
+                self._newest = used
+            # Empty chunks, too: a read finds them damaged, and then they can be stored again.
+            nbytes = max(item.nbytes, 1)
+            if key in sizes or key in new:
+                if used > last_used:
+                    # Used since the last listing, perhaps by another process. Those before it were used earlier.
+                    self._adopt(new)
+                    new.clear()
+                    self.order.touch([key])
+            elif not self._refuse_late(key, nbytes) and self._is_new(key, self._listing):
+                new[key] = nbytes
+        self._adopt(new)
+        return True
+
+    def _adopt(self, new: Mapping[ChunkKey, int]) -> None:
+        """Index new chunks, given with their bytes, least recently used first."""
+        fit = self.capacity is None or self.used + self._reclaiming_bytes + sum(new.values()) <= self.capacity
+        if fit:
+            # One call for all of a size: a listing holds the lock that the scheduler waits for.
+            for nbytes, keys in groupby(new, new.__getitem__):
+                each = list(keys)[::-1]
+                self._add_all(each, nbytes, [b""] * len(each))
+            return
+        for key, nbytes in new.items():
+            evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
+            if evicted is None:
+                self._tombstones[key] = nbytes
+            else:
+                self._add(key, nbytes)
+                self._tombstones |= evicted
+
+    def forget_unseen(self, most: int) -> bool:
+        """Drop up to `most` chunks that were stored all the while and not listed: others have deleted them.
+
+        True while there may be more.
+        """
+        for _ in range(min(most, len(self._unseen))):
+            key, self._sizes[key] = self._unseen.popitem()
+            if self._listing is not None and key not in self._listing.changed:
+                self.discard(key)
+        return bool(self._unseen)
+
+    def end_listing(self) -> None:
+        """End a listing, whether or not it has found everything."""
+        if self._listing is not None:
+            self.end_scan(self._listing)
+        if self._unseen:
+            # It has failed, or everything was cleared.
+            self._unseen |= self._sizes
+            self._sizes, self._unseen = self._unseen, {}
+        self._listing = None
+
+    # -- after an exception -------------------------------------------------------------------------------
+
+    def recount(self, reading: Collection[ChunkKey]) -> None:
+        """Put everything right after a change that was cut short. `reading`: the keys that are being read."""
+        for key in self._sizes.keys() & self._unseen.keys():
+            del self._unseen[key]
+        sizes = self.sizes()
+        self.used = sum(sizes.values()) + sum(self._writing.values())
+        self.other_namespace = sum(map(_is_other_namespace, sizes))
+        self._doubted &= sizes.keys()
+        self._reading = set(reading)
+        self.order.rebuild()
+
+    def _content(self) -> Content:
+        # The newest were stored last; what a listing has not found yet was stored before it.
+        chains = (((key,), nbytes, (b"",)) for key, nbytes in self.sizes().items())
+        return Content(chains, [key for key in self._reading if self._has(key)])
+
+    def _freed(self, keys: Sequence[ChunkKey]) -> int:
+        sizes = [self._sizes.get(key) or self._unseen.get(key, 0) for key in keys]
+        return sum(sizes) if all(sizes) and self._reading.isdisjoint(keys) else 0
+
+
+def _is_other_namespace(key: ChunkKey) -> bool:
+    return len(key) > KEY_BYTES

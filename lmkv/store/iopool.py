@@ -1,0 +1,284 @@
+"""The I/O threads of lower tiers. Their work is planned under the store's lock, and queued after its release."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import IntEnum
+
+from attrs import define, field
+
+from lmkv.store.guards import Bell, locked
+
+_TRIES = 10
+"""How often Ctrl-C may come into one thing that has to be done."""
+
+
+logger = logging.getLogger(__name__)
+
+
+class Priority(IntEnum):
+    """Order of service. A store waits for every load; a prefetch waits for every demanded load."""
+
+    LOAD = 0
+    PREFETCH = 1
+    DELETION = 2
+    STORE = 3
+
+
+@define(eq=False)
+class Job:
+    """`work` runs on an I/O thread and handles its own errors; `refused` runs if the pool does not take it.
+
+    Both get an `AfterLock` for further plans, which is run after them. `lane`: the tier whose threads do it.
+    """
+
+    work: Callable[[AfterLock], None]
+    priority: Priority
+    refused: Callable[[AfterLock], None]
+    lane: str = ""
+
+
+@define(eq=False)
+class AfterLock:
+    """Plans made under a lock, to be run after its release. `calls` come after `jobs` and must not raise."""
+
+    jobs: list[Job] = field(factory=list)
+    calls: deque[Callable[[AfterLock], None]] = field(factory=deque)
+
+    def run(self, submit: Callable[[Sequence[Job]], list[Job]]) -> None:
+        """Do everything, including plans that jobs and calls add meanwhile. No lock may be held.
+
+        `submit`: `IOPool.submit`, which queues jobs and returns the refused ones. An exception of one, or Ctrl-C, keeps
+        no other from being done, and is raised at the end. What it has cut short is done again: that does no harm.
+        """
+        raised: BaseException | None = None
+        tries = _TRIES
+        while self.jobs or self.calls:
+            try:
+                self._run(submit)
+            except BaseException as error:
+                raised, tries = error, tries - 1
+                if isinstance(error, Exception) or not tries:
+                    tries = _TRIES
+                    self._give_up()
+        if raised is not None:
+            raise raised
+
+    def _run(self, submit: Callable[[Sequence[Job]], list[Job]]) -> None:
+        if self.jobs:
+            # A chain is unreferenced tail first: its head is evicted last.
+            self.calls.extendleft(job.refused for job in submit(self.jobs))
+            self.jobs = []
+        while self.calls and not self.jobs:
+            self.calls[0](self)
+            self.calls.popleft()
+
+    def _give_up(self) -> None:
+        """Leave out what has just failed."""
+        if self.jobs:
+            self.calls.extendleft(job.refused for job in self.jobs)
+            self.jobs = []
+        else:
+            self.calls.popleft()
+
+
+def deletion(work: Callable[[], None], lane: str) -> Job:
+    """A job that a pool may refuse: the store serves nothing that it would delete."""
+    return Job(lambda after: work(), Priority.DELETION, lambda after: None, lane)
+
+
+@define(eq=False)
+class _Lane:
+    """The queues of a tier, and how many threads it has. `running`: jobs, `storing`: stores among them."""
+
+    wakeup: threading.Condition
+    threads: int = 0
+    running: int = 0
+    storing: int = 0
+    queues: dict[Priority, deque[Job]] = field(init=False, factory=lambda: {priority: deque() for priority in Priority})
+
+    @property
+    def pending(self) -> int:
+        """Jobs that wait or run."""
+        return self.running + sum(map(len, self.queues.values()))
+
+    @property
+    def stores(self) -> int:
+        """Stores that wait or run."""
+        return self.storing + len(self.queues[Priority.STORE])
+
+    def next(self, loads_only: bool) -> Job | None:
+        for priority in (Priority.LOAD, Priority.PREFETCH) if loads_only else Priority:
+            if self.queues[priority]:
+                return self.queues[priority].popleft()
+        return None
+
+    def take(self, first: Priority = Priority.LOAD) -> list[Job]:
+        """Everything that waits, of this priority and lower ones."""
+        queues = [queue for priority, queue in self.queues.items() if priority >= first]
+        taken = [job for queue in queues for job in queue]
+        for queue in queues:
+            queue.clear()
+        return taken
+
+
+class IOPool:
+    """`threads` daemon threads for each lane, at least two, over one queue per priority. Thread-safe.
+
+    Each tier is a lane, so that one that hangs keeps no other waiting. A quarter of a lane's threads, at least one,
+    takes loads alone, so that none waits for a write or a deletion. At most `max_stores` stores of a lane wait or run:
+    more are refused. Others are refused only once the pool is closed.
+    """
+
+    def __init__(self, threads: int = 16, max_stores: int = 64, name: str = "lmkv-io") -> None:
+        self._size = max(threads, 2)
+        self._storing = self._size - max(self._size // 4, 1)
+        self._max_stores = max_stores
+        self._name = name
+        self._lanes: dict[str, _Lane] = {}
+        self._lock = threading.Lock()
+        self._idle, self._room = Bell(), Bell()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def submit(self, jobs: Sequence[Job]) -> list[Job]:
+        """Queue jobs; returns those that were refused."""
+        with self._lock:
+            lanes = {name: self._lane(name) for name in {job.lane for job in jobs}}
+            queued = [self._queue(lanes[job.lane], job) for job in jobs]
+            for lane in lanes.values():
+                self._start_threads(lane)
+                if not lane.threads:
+                    lane.take()
+                lane.wakeup.notify_all()
+            return [job for job, ok in zip(jobs, queued, strict=True) if not (ok and lanes[job.lane].threads)]
+
+    @locked
+    def _lane(self, name: str) -> _Lane:
+        if name not in self._lanes:
+            self._lanes[name] = _Lane(threading.Condition(self._lock))
+        return self._lanes[name]
+
+    @locked
+    def _queue(self, lane: _Lane, job: Job) -> bool:
+        full = job.priority is Priority.STORE and lane.stores >= self._max_stores
+        if not (self._closed or full):
+            lane.queues[job.priority].append(job)
+        return not (self._closed or full)
+
+    def withdraw(self, lane: str, first: Priority) -> list[Job]:
+        """Take back what waits in a lane, of this priority and lower ones, in the order of service."""
+        with self._lock:
+            jobs = self._lane(lane).take(first)
+        self._room.ring()
+        self._idle.ring()
+        return jobs
+
+    @locked
+    def _start_threads(self, lane: _Lane) -> None:
+        """Start as many threads as there is work for; a lane's last ones take loads alone."""
+        while lane.threads < min(self._size, lane.pending):
+            name, loads_only = f"{self._name}-{len(self._threads)}", lane.threads >= self._storing
+            thread = threading.Thread(target=self._work, args=(lane, loads_only), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning("lmkv: no thread for I/O: %s", error)
+                return
+            self._threads.append(thread)
+            lane.threads += 1
+
+    def _work(self, lane: _Lane, loads_only: bool) -> None:
+        while True:
+            with self._lock:
+                while (job := lane.next(loads_only)) is None:
+                    if self._closed:
+                        return
+                    lane.wakeup.wait()
+                lane.running += 1
+                lane.storing += job.priority is Priority.STORE
+            try:
+                self._do(lane, job)
+            finally:
+                del job
+                with self._lock:
+                    lane.running -= 1
+                    idle = not self._pending
+                if idle:
+                    self._idle.ring()
+
+    def _do(self, lane: _Lane, job: Job) -> None:
+        after = AfterLock()
+        try:
+            try:
+                job.work(after)
+            finally:
+                if job.priority is Priority.STORE:
+                    self._end_store(lane)
+                after.run(self.submit)
+        except BaseException:
+            # The thread must go on, whatever a handler of logs raises.
+            with suppress(BaseException):
+                logger.exception("lmkv: an unexpected error in an I/O thread; please report it")
+
+    def _end_store(self, lane: _Lane) -> None:
+        """Count a store as ended before its follow-ups run: one of them may take its place."""
+        with self._lock:
+            lane.storing -= 1
+        self._room.ring()
+
+    @property
+    @locked
+    def _pending(self) -> int:
+        return sum(lane.pending for lane in self._lanes.values())
+
+    @property
+    def pending(self) -> int:
+        """Jobs waiting or running."""
+        with self._lock:
+            return self._pending
+
+    def wait_for_room(self, stores: int, lanes: Sequence[str], timeout: float) -> bool:
+        """Wait until each lane would take `stores` stores, at most `timeout` seconds; True when it would."""
+
+        def has_room() -> bool:
+            with self._lock:
+                return all(self._lane(name).stores + stores <= self._max_stores for name in lanes)
+
+        return self._room.wait_for(has_room, timeout)
+
+    def after_fork(self) -> None:
+        """In a child process: there are no threads, and the lock may have been held by one of them."""
+        self._lock = threading.Lock()
+        self._idle, self._room = Bell(), Bell()
+        self._threads, self._lanes, self._closed = [], {}, True
+
+    def runs_here(self) -> bool:
+        """Whether this thread is one of the pool's, which cannot wait for the others."""
+        return threading.current_thread() in self._threads
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until nothing waits or runs, at most `timeout` seconds; True when that is so."""
+        return self._idle.wait_for(lambda: not self.pending, timeout)
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Finish the waiting jobs, for at most `timeout` seconds, then end the threads. Idempotent.
+
+        False when a job hangs: its daemon thread is left behind, and waiting jobs are dropped.
+        """
+        deadline = time.monotonic() + timeout
+        self.drain(timeout)
+        with self._lock:
+            self._closed = True
+            for lane in self._lanes.values():
+                lane.take()
+                lane.wakeup.notify_all()
+        self._idle.ring()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()) + 0.05)
+        return not any(thread.is_alive() for thread in self._threads)

@@ -1,0 +1,403 @@
+"""Host memory as a tier: which chunk is in which slot, how many refer to it, and which may be evicted.
+
+Entries: absent -> WRITING (reserved) or LOADING (promoted) -> READY -> absent; docs/concurrency.md has the
+table. Nothing here locks, waits, copies or calls back: the store calls it under its own lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Protocol, runtime_checkable
+
+from attrs import asdict
+
+from lmkv.chunks.hashing import StateKey, TailKey
+from lmkv.errors import UsageError
+from lmkv.memory.slab import Slab
+from lmkv.protocols import ChunkKey, Policy, Tier
+from lmkv.store.entries import Entry, Payloads, PrefixIndex, Share, State, shares
+from lmkv.store.guards import Freezer
+from lmkv.store.guests import Content, Order, StoreObserver
+from lmkv.store.stats import TierCounters, TierStats
+
+# Looking a member up in its enum takes as long as everything else that is done with it here.
+_WRITING, _LOADING, _READY = State.WRITING, State.LOADING, State.READY
+_refs = attrgetter("refs")
+
+
+@runtime_checkable
+class HostMemory(Protocol):
+    """A backend of the first tier: one store takes its slots over."""
+
+    def take_slab(self) -> Slab: ...
+
+
+class PrimaryTier:
+    """The chunks in host memory. `retain`: False makes it mere staging: a chunk is removed with its last reference.
+
+    `spans`, `sizes`: see `Payloads`. `shares`: the slots for tails and for states, by the type of their keys.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        *,
+        retain: bool = True,
+        spans: Callable[[int], Sequence[slice]] | None = None,
+        sizes: Sequence[int] = (),
+        observers: Sequence[StoreObserver] = (),
+    ) -> None:
+        if not isinstance(tier.backend, HostMemory):
+            raise UsageError(f"the first tier must be host memory, a CPUPinnedBackend; {tier.name!r} has no slab")
+        if tier.admission is not None:
+            raise UsageError("host memory admits every chunk: give the admission to a lower tier")
+        self.name = tier.name
+        self.backend = tier.backend
+        self.slab = tier.backend.take_slab()
+        self.order = Order(tier.policy, tier.name, self._content, self._freed, self._has)
+        self.slot_bytes = self.slab.slot_bytes
+        self.entries: dict[ChunkKey, Entry] = {}
+        self.counters = TierCounters()
+        self.referenced = self.writing = self.loading = self.flushing = 0
+        self.wished: Counter[type] = Counter()
+        """Slots that pins and prefetches refer to, by the type of the keys."""
+        self._retain = retain
+        self._observers = observers
+        self._freezer = Freezer()
+        self.payloads = Payloads(self.slot_bytes, spans or (lambda tokens: [slice(0, self.slot_bytes)]), sizes)
+        self.prefixes = PrefixIndex()
+        self.shares = shares(self.slab.num_slots)
+        self.tails, self.states = self.shares[TailKey], self.shares[StateKey]
+
+    def __repr__(self) -> str:
+        free, of = self.slab.free_slots, self.slab.num_slots
+        return f"<PrimaryTier {self.name!r}: {len(self.entries)} chunks, {free} of {of} slots free>"
+
+    @property
+    def policy(self) -> Policy:
+        return self.order.policy
+
+    def slots_for_wishes(self, kind: type) -> int:
+        """Slots that pins and prefetches may still refer to: an eighth, of each kind, is left to loads and stores."""
+        slots: int = self.slab.num_slots
+        left = slots - max(1, slots // 8) - self.wished.total()
+        if kind in self.shares:
+            limit = self.shares[kind].limit
+            left = min(left, limit - limit // 8 - self.wished[kind])
+        return max(0, left)
+
+    def wish(self, kind: type, count: int) -> None:
+        """Note that a pin or a prefetch refers to another slot, or no longer."""
+        self.wished[kind] += count
+
+    def slots_of(self, share: float, kind: type) -> int:
+        """How many slots for keys of a type a share of them is, at least one unless it is 0."""
+        slots = self.shares[kind].limit if kind in self.shares else self.slab.num_slots
+        return max(1, int(slots * share)) if share > 0 else 0
+
+    def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
+        """The tenant that a chunk counts for, and its part of the slots; without quotas all are nobody's."""
+        return self.order.part_of(key, parent)
+
+    def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:
+        """The entries of the leading keys that are READY."""
+        found = []
+        for entry in map(self.entries.get, keys):
+            if entry is None or entry.state is not _READY:
+                break
+            found.append(entry)
+        return found
+
+    def use(self, entries: Sequence[Entry]) -> None:
+        """Refer to the READY entries of a chain, and count their use."""
+        for entry in entries:
+            self.ref(entry)
+            if entry.prefetched:
+                self.counters.prefetch_hits += 1
+                entry.prefetched = False
+        self._touch_shares(entries)
+        self.counters.hits += len(entries)
+
+    def _touch_shares(self, entries: Sequence[Entry]) -> None:
+        """Note the use of a chain's tail or states, which are its last entries."""
+        for entry in reversed(entries):
+            share = self.shares.get(type(entry.key))
+            if share is None:
+                break
+            share.touch(entry.key)
+
+    # -- references ---------------------------------------------------------------------------------------
+
+    def ref(self, entry: Entry) -> None:
+        """One more reference: until the last is dropped it is not evicted, nor its slot reused."""
+        if not entry.refs:
+            self.referenced += 1
+            if type(entry.key) in self.shares:
+                self.shares[type(entry.key)].hold(entry.key)
+            self.order.hold(entry.key)
+        elif entry.flushing:
+            # It is wanted again while it is being copied to a lower tier: it stays.
+            self._end_flush(entry)
+        entry.refs += 1
+
+    def unref(self, entry: Entry) -> None:
+        """Drop one reference. A chain's are dropped tail first: the head is used last, and evicted last."""
+        entry.refs -= 1
+        if entry.refs:
+            return
+        self.referenced -= 1
+        if entry.removed:
+            self.slab.free(entry.slot)
+            return
+        if entry.flushing or not self._retain:
+            self.remove(entry)
+            return
+        if type(entry.key) in self.shares:
+            self.shares[type(entry.key)].release(entry.key)
+        if entry.in_policy:
+            self.order.release(entry.key)
+        else:
+            entry.in_policy = True
+            self.order.insert_chain((entry.key,), self.slot_bytes, (entry.parent,))
+
+    def unref_chain(self, entries: Sequence[Entry]) -> None:
+        """Drop one reference to each entry of a chain, given head first. The policy gets all new ones at once."""
+        keys: list[ChunkKey] = []
+        parents: list[ChunkKey] = []
+        rest: list[Entry] = []
+        for entry in entries:
+            usual = entry.refs == 1 and not (entry.in_policy or entry.removed or entry.flushing) and self._retain
+            if not usual or type(entry.key) in self.shares:
+                rest.append(entry)
+            else:
+                # `unref` for the most frequent case, inlined as below.
+                entry.refs = 0
+                entry.in_policy = True
+                keys.append(entry.key)
+                parents.append(entry.parent)
+        self.referenced -= len(keys)
+        self.order.insert_chain(keys, self.slot_bytes, parents)
+        for entry in reversed(rest):
+            self.unref(entry)
+
+    # -- entries ------------------------------------------------------------------------------------------
+
+    def enter(
+        self, key: ChunkKey, slot: int, state: State, parent: ChunkKey = b"", tokens: bytes = b"", origin: bytes = b""
+    ) -> Entry:
+        """A new entry, whose only reference is that of the writer or the load that fills it."""
+        entry = self.entries[key] = Entry(key, slot, state, parent, tokens, origin)
+        if type(key) is not bytes and type(key) in self.shares:
+            self.shares[type(key)].add(entry, *self.part_of(key, parent))
+        self.referenced += 1
+        if state is _WRITING:
+            self.writing += 1
+        else:
+            self.loading += 1
+        return entry
+
+    def mark_chain_ready(self, entries: Sequence[Entry]) -> None:
+        """Make a chain's entries READY, and remove the tails that are prefixes of them."""
+        written = 0
+        for entry in entries:
+            if entry.origin or entry.removed or entry.state is not _WRITING:
+                self.mark_ready(entry)
+                if entry.origin:
+                    self._drop_shorter_tails(entry)
+            else:
+                # `mark_ready` for the most frequent case, inlined: storing spends much of its time here.
+                entry.state = _READY
+                written += 1
+                for observer in self._observers:
+                    observer.stored(self.name, entry.key)
+        self.writing -= written
+        self._freezer.added(written, len(self.entries))
+
+    def mark_ready(self, entry: Entry) -> None:
+        """Make an entry READY: its bytes are complete. The writer or load that filled it still refers to it."""
+        if not entry.removed:
+            if entry.state is _WRITING:
+                self.writing -= 1
+            else:
+                self.loading -= 1
+            if entry.origin:
+                self.prefixes.add(entry.origin, entry.tokens, entry.key)
+            for observer in self._observers:
+                observer.stored(self.name, entry.key)
+        entry.state = _READY
+
+    def remove(self, entry: Entry) -> None:
+        """Take an entry out of the index, filled or not; its slot is freed with its last reference. Idempotent."""
+        if entry.removed:
+            return
+        entry.removed = True
+        del self.entries[entry.key]
+        if entry.state is _WRITING:
+            self.writing -= 1
+        elif entry.state is _LOADING:
+            self.loading -= 1
+        else:
+            # It is not found any more.
+            self.counters.prefetch_expired += entry.prefetched
+            if entry.origin:
+                self.prefixes.discard(entry.origin, entry.tokens, entry.key)
+            for observer in self._observers:
+                observer.removed(self.name, entry.key)
+        if type(entry.key) is not bytes and type(entry.key) in self.shares:
+            self.shares[type(entry.key)].discard(entry.key)
+        if entry.in_policy:
+            self.order.discard(entry.key)
+        if entry.flushing:
+            self._end_flush(entry)
+        if not entry.refs:
+            self.slab.free(entry.slot)
+
+    def _drop_shorter_tails(self, entry: Entry) -> None:
+        """Remove the tails that are prefixes of a READY entry."""
+        if entry.ready:
+            for key in list(self.prefixes.shorter(entry.origin, entry.tokens)):
+                if key in self.tails and not self.entries[key].refs:
+                    self.remove(self.entries[key])
+
+    # -- eviction -----------------------------------------------------------------------------------------
+
+    def victims(self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1) -> Sequence[Entry]:
+        """Entries that the policy evicts for `slots` slots, or none; the caller removes or flushes them."""
+        evicted = self.order.evict(slots * self.slot_bytes, protect)
+        entries = [self.entries[key] for key in evicted or ()]
+        for entry in entries:
+            entry.in_policy = False
+        self.counters.evictions += len(entries)
+        return entries
+
+    def evict(self, protect: frozenset[ChunkKey] | set[ChunkKey], slots: int) -> None:
+        """Evict entries for `slots` slots, or none, and remove them."""
+        entries, observers, free = self.entries, self._observers, []
+        evicted = self.order.evict(slots * self.slot_bytes, protect) or ()
+        for key in evicted:
+            victim = entries[key]
+            victim.in_policy = False
+            if victim.origin or victim.prefetched or type(key) is not bytes:
+                self.remove(victim)
+            else:
+                # `remove` for the most frequent case, inlined: storing spends much of its time here.
+                victim.removed = True
+                del entries[key]
+                free.append(victim.slot)
+                for observer in observers:
+                    observer.removed(self.name, key)
+        self.counters.evictions += len(evicted)
+        self.slab.free(*free)
+
+    def evict_from(self, share: Share, key: ChunkKey) -> Entry | None:
+        """An entry of a kind, evicted for this key; the caller removes or flushes it. None: all are in use."""
+        victim = share.oldest_unused(self.part_of(key)[0])
+        if victim is not None and victim.in_policy:
+            victim.in_policy = False
+            self.order.discard(victim.key)
+            self.counters.evictions += 1
+        return victim
+
+    def begin_flush(self, victim: Entry) -> None:
+        """Keep a victim until its flush, its only reference, has ended; longer if it is leased."""
+        victim.flushing = True
+        victim.refs = 1
+        if type(victim.key) in self.shares:
+            self.shares[type(victim.key)].hold(victim.key)
+        self.referenced += 1
+        self.flushing += 1
+
+    def _end_flush(self, entry: Entry) -> None:
+        entry.flushing = False
+        self.flushing -= 1
+
+    # -- all of it ----------------------------------------------------------------------------------------
+
+    def clear(self) -> list[ChunkKey]:
+        """Remove everything; returns the keys. Referenced slots keep their bytes until unreferenced."""
+        keys = list(self.entries)
+        for entry in list(self.entries.values()):
+            self.remove(entry)
+        return keys
+
+    def recount(self, refs: Mapping[Entry, int], filled: Collection[Entry]) -> None:
+        """Put everything right after a change that was cut short.
+
+        `refs`: how many refer to each entry. `filled`: entries that somebody will make READY, or remove. An exception
+        within leaves the same work to be done again: entries change first, and what is counted from them last.
+        """
+        entries = {}
+        for key, entry in self.entries.items():
+            entry.refs = refs.get(entry, 0)
+            entry.flushing = entry.flushing and entry.refs > 0
+            if self._stays(entry, filled):
+                entries[key] = entry
+                entry.in_policy = entry.state is _READY and not entry.flushing
+            elif entry.state is _READY:
+                for observer in self._observers:
+                    observer.removed(self.name, key)
+        for entry in self.entries.values():
+            entry.removed = entry.key not in entries
+        gone = [entry for entry in refs if entry.removed]
+        for entry in gone:
+            entry.refs = refs[entry]
+        slots = {entry.slot for entry in (*entries.values(), *gone)}
+        self.entries = entries
+        self.slab.recount(slots)
+        self.prefixes = PrefixIndex()
+        for entry in entries.values():
+            if entry.ready and entry.origin:
+                self.prefixes.add(entry.origin, entry.tokens, entry.key)
+        for kind, share in self.shares.items():
+            share.clear()
+            for entry in entries.values():
+                if type(entry.key) is kind:
+                    share.add(entry, *self.part_of(entry.key, entry.parent))
+        self.referenced = sum(entry.refs > 0 for entry in entries.values()) + len(gone)
+        self.writing = sum(entry.state is _WRITING for entry in entries.values())
+        self.loading = sum(entry.state is _LOADING for entry in entries.values())
+        self.flushing = sum(entry.flushing for entry in entries.values())
+        self.order.rebuild()
+
+    def _stays(self, entry: Entry, filled: Collection[Entry]) -> bool:
+        if entry.removed or (entry.state is not _READY and entry not in filled):
+            return False
+        return self._retain or entry.refs > 0
+
+    def _content(self) -> Content:
+        known = [entry for entry in self.entries.values() if entry.in_policy]
+        return Content(self._chains(known), [entry.key for entry in known if entry.refs])
+
+    def _chains(self, entries: Iterable[Entry]) -> Iterator[tuple[Sequence[ChunkKey], int, Sequence[ChunkKey]]]:
+        """The entries, each with those that were stored just after it and continue its chain."""
+        keys: list[ChunkKey] = []
+        parents: list[ChunkKey] = []
+        for entry in entries:
+            if keys and entry.parent != keys[-1]:
+                yield keys, self.slot_bytes, parents
+                keys, parents = [], []
+            keys.append(entry.key)
+            parents.append(entry.parent)
+        if keys:
+            yield keys, self.slot_bytes, parents
+
+    def _has(self, key: ChunkKey) -> bool:
+        entry = self.entries.get(key)
+        return entry is not None and entry.in_policy
+
+    def _freed(self, keys: Sequence[ChunkKey]) -> int:
+        found = list(map(self.entries.get, keys))
+        return 0 if None in found or any(map(_refs, found)) else len(found) * self.slot_bytes
+
+    def stats(self) -> TierStats:
+        states = self.states.count_ready()
+        return TierStats(
+            **asdict(self.counters),
+            name=self.name,
+            chunks=len(self.entries) - self.writing - self.loading - states,
+            states=states,
+            used_bytes=(self.slab.num_slots - self.slab.free_slots) * self.slot_bytes,
+            capacity_bytes=self.slab.num_slots * self.slot_bytes,
+        )

@@ -1,0 +1,489 @@
+"""A lower tier as the store sees it: its index, its counters, and I/O on its backend that never raises.
+
+Methods without `@locked` run on I/O threads, and take the lock to plan and to note the outcome, never for I/O.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress, takewhile
+from typing import Literal, TypeVar
+
+import attrs
+
+from lmkv.chunks.hashing import KEY_BYTES
+from lmkv.errors import BackendUnavailable, CorruptChunkError
+from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
+from lmkv.protocols import Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
+from lmkv.store.guards import Changes, attempt, locked
+from lmkv.store.guests import GuardedAdmission, StoreObserver
+from lmkv.store.health import Breaker, Complaints, as_backend_error, checked, is_full, read_works, write_works
+from lmkv.store.index import TierIndex, Victims
+from lmkv.store.iopool import Priority
+from lmkv.store.stats import TierCounters, TierStats
+
+Operation = Literal["read", "write"]
+T = TypeVar("T")
+
+_MAX_TIMES = 1000
+_FIRST_BATCH, _BATCH_GROWTH = 4, 8
+_ANY = bytes(KEY_BYTES)
+_LONGEST_PAUSE = 4.0
+"""Most seconds between two writes to a tier whose writes fail."""
+_MAX_PAUSE = 600.0
+"""Seconds without an eviction, at most, for a medium that stays full all the same."""
+
+
+class LowerTier:
+    """A lower tier of a store. `payload_bytes`: size of a chunk, by its key. `lock`, `observers`: the store's.
+
+    `times`: seconds of the latest reads and writes that succeeded, until they are drained. `shared`: other processes
+    write to the medium, too, so that it may have chunks that the index does not know.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        payload_bytes: Callable[[ChunkKey], int],
+        lock: threading.Lock,
+        changes: Changes,
+        clock: Clock,
+        observers: Sequence[StoreObserver] = (),
+    ) -> None:
+        self.backend = backend = tier.backend
+        self.shared = isinstance(backend, Shared) and backend.shared
+        self.name = tier.name
+        self.write_mode = tier.write
+        self.index = TierIndex(tier.policy, tier.capacity_bytes, tier.name, observers)
+        self.admission = None if tier.admission is None else GuardedAdmission(tier.admission, tier.name)
+        self._payload_bytes = payload_bytes
+        self._lock, self._changes = lock, changes
+        self._clock = clock
+        self._counters = TierCounters()
+        self.times: deque[tuple[Operation, float]] = deque(maxlen=_MAX_TIMES)
+        # Each for itself, as a call that costs little may work where others fail: a lookup is no read.
+        self._lookups, self._reads = Breaker(clock), Breaker(clock)
+        # No request waits for these.
+        self._writes, self._clears = (Breaker(clock, longest_delay=_LONGEST_PAUSE) for _ in range(2))
+        # Deletions, and questions about sizes. Failures do not open it: each deletion has to be tried.
+        self._others = Breaker(clock)
+        # Evictions for the sake of a medium that is full: one that does not help fails.
+        self._relief = Breaker(clock, threshold=1, longest_delay=_MAX_PAUSE, quick_delay=_MAX_PAUSE)
+        self._complaints = Complaints(tier.name, clock)
+        self._failed_once: set[ChunkKey] = set()
+        self._clearing = False
+        self._silent = False
+        self._closed = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether its chunks can be read now."""
+        return self._reads.usable and not self._lookups.hangs and not self._closed
+
+    @property
+    def writable(self) -> bool:
+        """Whether a write may succeed now."""
+        return self.usable and self._writes.usable and not self._others.hangs and not self._clears.hangs
+
+    @property
+    def hangs(self) -> Priority | None:
+        """From which priority on nothing should wait, because calls of the backend hang."""
+        if self._reads.hangs or self._lookups.hangs:
+            return Priority.LOAD
+        return Priority.DELETION if any(each.hangs for each in (self._writes, self._others, self._clears)) else None
+
+    @locked
+    def has(self, key: ChunkKey) -> bool:
+        return key in self.index and self.usable
+
+    @locked
+    def wants(self, key: ChunkKey) -> bool:
+        """Whether the key should be written here: it is not, nor is it being written, and it is admitted."""
+        return not self.index.knows(key) and (self.admission is None or self.admission.admit(key))
+
+    def _cost(self, key: ChunkKey) -> int:
+        """Bytes that the chunk takes on the medium."""
+        nbytes, backend = self._payload_bytes(key), self.backend
+        if not isinstance(backend, SizesChunks):
+            return nbytes
+        return self._unless_hanging(lambda: checked(backend.stored_bytes(nbytes), int), nbytes)
+
+    def _unless_hanging(self, call: Callable[[], T], default: T) -> T:
+        """Make a call that is no read and no write. The default if it raises, or if another one hangs."""
+        with self._lock:
+            number = self._others.begin()
+        if number is None:
+            return default
+        try:
+            return attempt(call, lambda error: default)
+        finally:
+            with self._lock:
+                self._others.end(number, ok=True)
+
+    def stats(self) -> TierStats:
+        return TierStats(
+            **attrs.asdict(self._counters),
+            name=self.name,
+            chunks=len(self.index) - self.index.other_namespace,
+            used_bytes=self.index.used,
+            capacity_bytes=self.index.capacity,
+            hung_reads=self._reads.hanging + self._lookups.hanging,
+            hung_writes=self._writes.hanging + self._others.hanging + self._clears.hanging,
+            breaker=self._lookups.state if self._reads.state == "closed" else self._reads.state,
+            write_breaker=self._writes.state,
+        )
+
+    @locked
+    def count_dropped(self, chunks: int = 1) -> None:
+        """Count chunks that were not written, because too many others waited or because the tier hangs."""
+        self._counters.dropped += chunks
+
+    @locked
+    def close(self) -> None:
+        """Serve nothing and take nothing more."""
+        self._closed = True
+
+    # -- existence ----------------------------------------------------------------------------------------
+
+    def look_up(self, keys: Sequence[ChunkKey], *, each: bool = False) -> int:
+        """Ask the backend for leading chunks that the index does not know, index those that are there, and count them.
+
+        Batches grow, so that a prompt nobody has stored costs few questions. `each`: ask for all keys at once.
+        """
+        with self._lock:
+            scan = self.index.begin_scan() if self.usable else None
+        there, count = 0, len(keys) if each else _FIRST_BATCH
+        if scan is None:
+            return 0
+        try:
+            while there < len(keys):
+                batch = keys[there : there + count]
+                answer = self.contains(batch)
+                found = list(compress(batch, answer if each else takewhile(bool, answer)))
+                # Not under the lock: a backend of another package may hang.
+                sizes = {key: self._cost(key) for key in found}
+                with self._lock, self._changes:
+                    self.index.add_found(sizes, scan)
+                there += len(found)
+                if len(found) < len(batch):
+                    break
+                count *= _BATCH_GROWTH
+        finally:
+            with self._lock:
+                self.index.end_scan(scan)
+        self.reclaim()
+        return there
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """The backend's answer for each key; empty when it fails to answer."""
+        with self._lock:
+            call = self._lookups.begin()
+        if call is None:
+            return []
+        answer: list[bool] = []
+        ok = False
+        try:
+            ok = self._tried("contains", lambda: answer.extend(self.backend.contains(keys)))
+        finally:
+            with self._lock:
+                self._lookups.end(call, ok)
+        return answer
+
+    def probe(self) -> None:
+        """Where calls fail, ask for something, so that no request has to; once that is answered again, all are tried.
+
+        A lookup that works does not show that reads do: where reads fail, it also reads one chunk.
+        """
+        breakers = self._lookups, self._reads, self._writes
+        with self._lock:
+            if all(each.state == "closed" for each in breakers) or self.hangs is not None:
+                self._silent = False
+                return
+            key = self.index.first() if self._reads.state == "open" else None
+        answers = attempt(lambda: len(self.backend.contains([_ANY])) > 0, lambda error: False)
+        reads = answers and key is not None and self._reads_again(key)
+        with self._lock:
+            for each in breakers if answers and (self._silent or reads) else ():
+                each.hasten()
+            if reads:
+                self._reads.close()
+            self._silent = not answers
+
+    def _reads_again(self, key: ChunkKey) -> bool:
+        into = memoryview(bytearray(self._payload_bytes(key)))
+        result = attempt(lambda: checked(self.backend.read(key, into), Read), self._failed_read(key))
+        return result.status is ReadStatus.HIT
+
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool:
+        """Fill `into` with an indexed chunk; whether that worked."""
+        with self._lock:
+            call = self._reads.begin()
+        if call is None:
+            return False
+        started = self._clock()
+        result = attempt(lambda: checked(self.backend.read(key, into), Read), self._failed_read(key))
+        with self._lock, self._changes:
+            # Another server that answers in the store's place would cost one chunk after the other.
+            foreign = self.shared and isinstance(result.error, CorruptChunkError)
+            self._reads.end(call, False if foreign else read_works(result))
+            self.count_read(result, len(into), self._clock() - started)
+            deleted = self.judge(key, result)
+        self._complaints.failed(result.error)
+        if deleted:
+            self.reclaim()
+        return result.status is ReadStatus.HIT
+
+    def _failed_read(self, key: ChunkKey) -> Callable[[Exception], Read]:
+        return lambda error: Read.failed(as_backend_error(self.name, "read", key, error))
+
+    @locked
+    def count_read(self, result: Read, nbytes: int, seconds: float) -> None:
+        counters = self._counters
+        counters.reads += 1
+        if result.status is ReadStatus.HIT:
+            counters.hits += 1
+            counters.read_bytes += nbytes
+            self.times.append(("read", seconds))
+        counters.read_failures += result.status is ReadStatus.FAILED
+
+    @locked
+    def judge(self, key: ChunkKey, result: Read) -> bool:
+        """Forget, keep, doubt or mark deleted a chunk that was not read; True if marked, as its bytes are wrong."""
+        if isinstance(result.error, BackendUnavailable) and not self._failed_before(key):
+            return False
+        self._failed_once.discard(key)
+        damaged = isinstance(result.error, CorruptChunkError)
+        self._counters.lost += (damaged or result.status is ReadStatus.MISS) and key in self.index
+        if damaged:
+            self.index.mark_deleted([key])
+        elif result.status is ReadStatus.MISS:
+            self.index.discard(key)
+        elif result.status is ReadStatus.FAILED:
+            self.index.doubt(key)
+        return damaged
+
+    @locked
+    def _failed_before(self, key: ChunkKey) -> bool:
+        """Whether the chunk may be at fault, not its tier: others can be read, and it failed before."""
+        if self._reads.state != "closed":
+            self._failed_once.clear()
+            return False
+        known = key in self._failed_once
+        self._failed_once.add(key)
+        return known
+
+    # -- writing ------------------------------------------------------------------------------------------
+
+    def write(self, chunk: Chunk, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]) -> None:
+        """Store a chunk, making room first.
+
+        Asked under the lock: `is_wanted`, and `protect`, which keys must not be evicted for it.
+        """
+        if self.index.clearing:
+            self.delete_all()
+        cost = self._cost(chunk.key)
+        with self._lock, self._changes:
+            begun = self._begin_write(chunk.key, cost, is_wanted, protect)
+        if begun is None:
+            return
+        victims, call = begun
+        started = self._clock()
+        result = attempt(
+            lambda: self._make_room(chunk.key, victims, cost, protect) or self._write(chunk, cost, protect),
+            lambda error: Written.failed(as_backend_error(self.name, "write", chunk.key, error)),
+        )
+        if result.status is not WriteStatus.STORED:
+            self._release_bytes(cost)
+        with self._lock, self._changes:
+            self._writes.end(call, write_works(result))
+            self._count_write(result, len(chunk.payload), self._clock() - started)
+            wanted = is_wanted()
+            stored = self._is_stored(chunk.key, result, wanted=wanted)
+            self.index.end_write(chunk.key, cost, stored=stored, wanted=wanted, parent=chunk.parent)
+        self._complaints.wrote(result, self._until_deleted)
+        if not wanted:
+            self.reclaim()
+
+    @locked
+    def _is_stored(self, key: ChunkKey, result: Written, *, wanted: bool) -> bool:
+        """Whether the medium has the chunk now, and not one from before a clear."""
+        late = self.index.late_writes
+        if result.status is WriteStatus.STORED:
+            late.stored(key)
+        elif isinstance(result.error, BackendUnavailable):
+            late.unanswered(key, cleared=not wanted)
+        return result.status is WriteStatus.STORED or (result.status is WriteStatus.PRESENT and key not in late)
+
+    @locked
+    def _begin_write(
+        self, key: ChunkKey, cost: int, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]
+    ) -> tuple[Victims, int] | None:
+        if self.index.knows(key) or not is_wanted() or self._closed:
+            return None
+        if self.writable:
+            stored = len(self.index)
+            victims = self.index.begin_write(key, cost, protect)
+            if victims is not None:
+                self._counters.evictions += stored - len(self.index)
+                call = self._writes.begin()
+                assert call is not None
+                return victims, call
+        self._counters.write_rejects += 1
+        return None
+
+    def _make_room(
+        self, key: ChunkKey, victims: Victims, cost: int, protect: Callable[[], frozenset[ChunkKey]]
+    ) -> Written | None:
+        """Delete the victims, and more where others fill the medium, too; or say why nothing can be written.
+
+        A writer that reserves bytes beyond the capacity first frees as many, not counting chunks that another
+        process has deleted before. So all processes together keep to the capacity.
+        """
+        if self.index.capacity is None:
+            # Nobody needs their room: where they cannot be deleted, other chunks are written all the same.
+            deleted = self._tried("delete", lambda: self._reclaim(victims), then=self._until_deleted)
+            return None if deleted or key not in victims else Written.rejected("what is there cannot be deleted")
+        owed = self._reserve_bytes(cost)
+        freed = self._reclaim(victims)
+        while freed < owed:
+            with self._lock, self._changes:
+                more = self._evict_more(owed - freed, protect)
+            if more is None:
+                return Written.rejected("capacity")
+            freed += self._reclaim(more)
+        return None
+
+    def _reserve_bytes(self, cost: int) -> int:
+        """Reserve a chunk's bytes on a medium that others fill, too; how many have to be freed for it."""
+        if isinstance(self.backend, SharesRoom) and self.index.capacity is not None:
+            return min(self.backend.reserve_bytes(cost) - self.index.capacity, cost)
+        return 0
+
+    def _release_bytes(self, cost: int) -> None:
+        backend = self.backend
+        if isinstance(backend, SharesRoom) and self.index.capacity is not None:
+            self._tried("release", lambda: backend.release_bytes(cost))
+
+    def _evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
+        stored = len(self.index)
+        victims = self.index.evict_more(nbytes, protect)
+        self._counters.evictions += stored - len(self.index)
+        return victims
+
+    def _write(self, chunk: Chunk, cost: int, protect: Callable[[], frozenset[ChunkKey]]) -> Written:
+        """Write it; where the medium is full although the tier is not, evict once and try again.
+
+        Where that did not help, as others fill what it frees, nothing is evicted for a while.
+        """
+        written = checked(self.backend.write(chunk), Written)
+        with self._lock, self._changes:
+            if written.status is WriteStatus.STORED:
+                self._relief.close()
+            lacking = max(cost, written.lacking or 0)
+            # Who deletes more than its chunk takes does it for the others, too.
+            call = self._relief.begin() if is_full(written) and (lacking <= cost or not self._relief.busy) else None
+        if call is None:
+            return written
+        helped: bool | None = None
+        try:
+            with self._lock, self._changes:
+                victims = self._evict_more(lacking, protect)
+            if victims:
+                helped = False
+                self._reclaim(victims)
+                written = checked(self.backend.write(chunk), Written)
+                helped = not is_full(written) and write_works(written)
+        finally:
+            with self._lock:
+                self._relief.end(call, helped)
+        return written
+
+    @locked
+    def _count_write(self, result: Written, nbytes: int, seconds: float) -> None:
+        counters = self._counters
+        if result.status is WriteStatus.STORED:
+            counters.writes += 1
+            counters.written_bytes += nbytes
+            self.times.append(("write", seconds))
+        counters.write_rejects += result.status is WriteStatus.REJECTED
+        counters.write_failures += result.status is WriteStatus.FAILED
+
+    # -- deleting -----------------------------------------------------------------------------------------
+
+    def reclaim(self) -> None:
+        """Delete the tombstones' bytes. A chunk that cannot be deleted stays a tombstone for the next write."""
+        # Again, for those that came while a call hung.
+        while self._unless_hanging(self._reclaim_once, False):
+            pass
+
+    @property
+    def _until_deleted(self) -> str:
+        """The consequence of a failed deletion, for the log."""
+        return f"{'such chunks are not' if self.index.capacity is None else 'nothing is'} written here until that works"
+
+    def _reclaim_once(self) -> bool:
+        with self._lock, self._changes:
+            victims = self.index.take_tombstones()
+        return bool(victims) and self._tried("delete", lambda: self._reclaim(victims), then=self._until_deleted)
+
+    def delete_all(self) -> None:
+        """Delete everything, listed or not; until that has worked nothing is written."""
+        with self._lock:
+            call = None if self._clearing else self._clears.begin()
+            if call is None:
+                return
+            self._clearing = True
+            victims = self.index.take_tombstones()
+        what = "it was cleared, and nothing is written here until that has worked"
+        ok = self._tried("clear", lambda: self._reclaim(victims), then=what)
+        ok = ok and self._tried("clear", self._delete_unlisted, then=what)
+        with self._lock:
+            self._clears.end(call, ok)
+            self.index.clearing = not ok
+            self._clearing = False
+
+    def _tried(self, action: str, call: Callable[[], object], *, then: str = "") -> bool:
+        """Make a call and log its failure, with what follows from it; returns whether it succeeded."""
+
+        def run() -> bool:
+            call()
+            return True
+
+        def failed(error: Exception) -> bool:
+            self._complaints.failed(as_backend_error(self.name, action, b"", error), then=then)
+            return False
+
+        return attempt(run, failed)
+
+    def _reclaim(self, victims: Victims) -> int:
+        """Delete chunks that the index gave out; returns how many bytes that freed. Raises the backend's exceptions."""
+        ok = False
+        try:
+            freed = self._delete(victims)
+            ok = True
+        finally:
+            with self._lock, self._changes:
+                self.index.reclaimed(victims, ok)
+        return freed
+
+    def _delete(self, victims: Victims) -> int:
+        if not victims:
+            return 0
+        if isinstance(self.backend, SharesRoom):
+            return self.backend.reclaim(list(victims))
+        self.backend.delete(list(victims))
+        return sum(victims.values())
+
+    def _delete_unlisted(self) -> None:
+        if isinstance(self.backend, ListsKeys):
+            for batch in self.backend.list_keys():
+                self.backend.delete([found.key for found in batch])
+
+
+def first_with(tiers: Iterable[LowerTier], key: ChunkKey) -> LowerTier | None:
+    """Locked. The fastest of the tiers that stores the chunk."""
+    return next((tier for tier in tiers if tier.has(key)), None)

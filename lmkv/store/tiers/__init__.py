@@ -1,1 +1,0 @@
-"""One tier at a time: its index, its counters and its I/O."""

@@ -1,0 +1,292 @@
+"""Copies chunks to lower tiers: as they are stored (write-through) or as they are evicted (write-back)."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Literal
+
+from attrs import define, field
+
+from lmkv.protocols import Chunk, ChunkKey
+from lmkv.store.entries import Entry, Share
+from lmkv.store.guards import Changes, locked
+from lmkv.store.iopool import AfterLock, Job, Priority
+from lmkv.store.primary import PrimaryTier
+from lmkv.store.tier import LowerTier
+
+_FREE_SHARE = 16
+"""With write-back, this fraction of the slots is kept free, and at most as many chunks are flushed at a time."""
+
+
+@define(eq=False)
+class _Flush:
+    """Copies of one chain's chunks to a tier, head first. They refer to their chunks until the last of them has ended.
+
+    `chain`: to make room for one of its chunks, the tier evicts none of the chunks before it.
+    """
+
+    tier: LowerTier
+    chain: Sequence[ChunkKey]
+    copies: list[Entry]
+    running: list[Entry] = field(init=False, factory=list)
+    queued: deque[Entry] = field(init=False)
+    """Copies that no thread has begun, the last ones."""
+
+    def __attrs_post_init__(self) -> None:
+        self.queued = deque(self.copies)
+
+    def ancestors(self, key: ChunkKey) -> frozenset[ChunkKey]:
+        return frozenset(takewhile(lambda other: other != key, self.chain))
+
+
+@define(eq=False, repr=False)
+class Flusher:
+    """Makes copies in lower tiers. `on_slots_freed`: called without the lock when ended copies may have freed slots."""
+
+    _lock: threading.Lock
+    _changes: Changes
+    _primary: PrimaryTier
+    _tiers: Sequence[LowerTier]
+    _on_slots_freed: Callable[[AfterLock], None]
+    _late: defaultdict[LowerTier, deque[tuple[Entry, Sequence[ChunkKey]]]] = field(
+        init=False, factory=lambda: defaultdict(deque)
+    )
+    """Copies that the pool had no room for, with their chains. They refer to no slot: eviction may come first."""
+    _flushes: dict[_Flush, None] = field(init=False, factory=dict)
+    """Those that have not ended."""
+
+    @locked
+    def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: AfterLock) -> None:
+        """Plan the copies that write-through tiers want of entries that were just stored."""
+        for tier in self._tiers:
+            self._write_through(tier, entries, chain, after)
+
+    @locked
+    def _write_through(
+        self, tier: LowerTier, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: AfterLock
+    ) -> None:
+        copies = self._wanted(tier, entries, "through")
+        for entry in copies:
+            self._primary.ref(entry)
+        self._plan(tier, copies, chain, after)
+
+    @locked
+    def write_lost(self, chain: Sequence[ChunkKey], after: AfterLock) -> None:
+        """Plan copies of chunks in host memory for stores that have lost them. What a capacity evicts is not lost."""
+        ready = [entry for key in chain if (entry := self._primary.entries.get(key)) is not None and entry.ready]
+        for tier in self._tiers:
+            if tier.index.capacity is None and tier.writable:
+                planned = {entry for flush in self._flushes if flush.tier is tier for entry in flush.copies}
+                self._write_through(tier, [entry for entry in ready if entry not in planned], chain, after)
+
+    @locked
+    def write_to_shared(self, keys: Sequence[ChunkKey], after: AfterLock) -> int:
+        """Plan copies of leading chunks for shared tiers that lack them; how many are there, or on their way."""
+        shared = [tier for tier in self._tiers if tier.shared and tier.usable and tier.write_mode == "through"]
+        writable = any(tier.writable for tier in shared)
+        entries, count = [], 0
+        for key in keys if shared else ():
+            entry = self._primary.entries.get(key) if writable else None
+            known = any(tier.index.knows(key) if tier.writable else key in tier.index for tier in shared)
+            if entry is None and not known:
+                break
+            # A referenced entry is being written already, or will be when it is committed.
+            if entry is not None and entry.ready and not entry.refs and not known:
+                entries.append(entry)
+            count += 1
+        self.write_through(entries, keys, after)
+        return count
+
+    @locked
+    def flush(self, victim: Entry, after: AfterLock) -> bool:
+        """Plan the copies that write-back tiers want of a victim; False when none of them does."""
+        tiers = [tier for tier in self._tiers if self._wanted(tier, (victim,), "back")]
+        if tiers:
+            self._primary.begin_flush(victim)
+            victim.refs = len(tiers)
+            for tier in tiers:
+                self._plan(tier, [victim], (victim.parent, victim.key), after)
+        return bool(tiers)
+
+    @staticmethod
+    def _wanted(tier: LowerTier, entries: Sequence[Entry], mode: Literal["through", "back"]) -> list[Entry]:
+        if tier.write_mode != mode:
+            return []
+        wanted = [entry for entry in entries if not entry.removed and tier.wants(entry.key)]
+        if wanted and tier.hangs is not None:
+            tier.count_dropped(len(wanted))
+            wanted = []
+        return wanted
+
+    def _plan(self, tier: LowerTier, copies: list[Entry], chain: Sequence[ChunkKey], after: AfterLock) -> None:
+        """Queue copies, each of which refers to its entry already."""
+        if copies:
+            flush = _Flush(tier, chain, copies)
+            self._flushes[flush] = None
+            after.jobs += self._jobs(flush)
+
+    def _jobs(self, flush: _Flush) -> list[Job]:
+        # The same job for each: this runs on the scheduler's thread.
+        job = Job(partial(self._copy, flush), Priority.STORE, partial(self._refused, flush), flush.tier.name)
+        return [job] * len(flush.queued)
+
+    def _copy(self, flush: _Flush, after: AfterLock) -> None:
+        """Make the first copy that no thread has begun, on an I/O thread."""
+        with self._lock, self._changes:
+            if not flush.queued:
+                # Its job was queued again, because an exception came while it was.
+                return
+            entry = flush.queued.popleft()
+            flush.running.append(entry)
+        try:
+            payload = self._primary.payloads.gather(entry.key, self._primary.slab.view(entry.slot))
+            chunk = Chunk(entry.key, payload, entry.parent, entry.tokens)
+            flush.tier.write(chunk, lambda: not entry.removed, partial(flush.ancestors, entry.key))
+        finally:
+            with self._lock, self._changes:
+                flush.running.remove(entry)
+                self._end_if_done(flush, after)
+                self._plan_late(flush.tier, after)
+
+    def _refused(self, flush: _Flush, after: AfterLock) -> None:
+        """Make the last copy later, if the chunk is still here then. Its slot is not kept for it.
+
+        The pool refuses the last ones, and says so from the last to the first.
+        """
+        with self._lock, self._changes:
+            if not flush.queued:
+                return
+            flush.copies.pop()
+            entry = flush.queued.pop()
+            self._primary.unref(entry)
+            late = self._late[flush.tier]
+            if entry.removed or len(late) >= self._primary.slab.num_slots:
+                flush.tier.count_dropped()
+            else:
+                # Refused tail first, planned head first.
+                late.appendleft((entry, flush.chain))
+            self._end_if_done(flush, after)
+
+    @locked
+    def _plan_late(self, tier: LowerTier, after: AfterLock) -> None:
+        """Queue a late copy, because another copy has ended."""
+        late = self._late[tier]
+        while late:
+            entry, chain = late.popleft()
+            if entry.removed:
+                tier.count_dropped()
+            elif not tier.index.knows(entry.key):
+                self._primary.ref(entry)
+                self._plan(tier, [entry], chain, after)
+                return
+
+    @locked
+    def _end_if_done(self, flush: _Flush, after: AfterLock) -> None:
+        if not (flush.queued or flush.running):
+            self._flushes.pop(flush, None)
+            self._free(flush, after)
+
+    @locked
+    def _free(self, flush: _Flush, after: AfterLock) -> None:
+        """Free the slots of copies that are neither queued nor running."""
+        needed = {*flush.queued, *flush.running}
+        ended = [entry for entry in flush.copies if entry not in needed]
+        flush.copies = [entry for entry in flush.copies if entry in needed]
+        # Tail first, so that the head of the chain is evicted last, here and below.
+        for entry in reversed(ended):
+            self._primary.unref(entry)
+        if ended:
+            after.calls.append(self._on_slots_freed)
+
+    @locked
+    def give_up(self, tier: LowerTier, after: AfterLock) -> None:
+        """Drop the copies that wait for a tier that hangs. Slots are kept for calls that run alone."""
+        for flush in [flush for flush in self._flushes if flush.tier is tier]:
+            tier.count_dropped(len(flush.queued))
+            flush.queued.clear()
+            for entry in flush.running:
+                if entry.flushing and entry.refs == 1:
+                    # It was evicted, and this call alone keeps it: demands need not wait for its slot.
+                    self._primary.remove(entry)
+            self._end_if_done(flush, after)
+            self._free(flush, after)
+
+    @locked
+    def recount(self, refs: Counter[Entry], after: AfterLock) -> None:
+        """Count the references of the copies, and queue again those that no thread has begun."""
+        for flush in list(self._flushes):
+            # Some may have been refused, or ended, halfway.
+            flush.queued = deque(entry for entry in flush.queued if entry in flush.copies)
+            if not (flush.queued or flush.running):
+                del self._flushes[flush]
+                continue
+            refs.update(flush.copies)
+            after.jobs += self._jobs(flush)
+        after.calls.append(self._on_slots_freed)
+
+
+class SlotAllocator:
+    """Gives out slots. Called under the store's lock; nothing here waits.
+
+    `max_flushing`: evicted chunks that may be on their way to lower tiers at a time; 0: no write-back.
+    """
+
+    def __init__(self, primary: PrimaryTier, flusher: Flusher, *, max_flushing: int) -> None:
+        self._primary = primary
+        self._slab = primary.slab
+        self._flusher = flusher
+        self._free_target = max(1, primary.slab.num_slots // _FREE_SHARE)
+        self._write_back = max_flushing > 0
+        self._max_flushing = min(max(4, self._free_target), max_flushing)
+
+    def allocate(self, key: ChunkKey, after: AfterLock, protect: set[ChunkKey] | None = None) -> int | None:
+        """A free slot for a chunk, evicting if need be. None: every slot is referenced or being flushed."""
+        share = None if type(key) is bytes else self._primary.shares.get(type(key))
+        if share is not None and share.full and not self._evict_from(share, key, after):
+            return None
+        while (slot := self._slab.allocate()) is None:
+            if self._write_back and self._primary.flushing >= self._max_flushing:
+                return None
+            if not self._evict(after, protect or frozenset()):
+                return None
+        return slot
+
+    def free_up(self, count: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> None:
+        """Evict for `count` slots at once, which costs half as much as one by one.
+
+        With write-back it does nothing: `allocate` evicts, since it bounds the flushes under way.
+        """
+        missing = count - self._primary.slab.free_slots
+        if missing > 1 and not self._write_back:
+            self._primary.evict(protect, missing)
+
+    def _evict(self, after: AfterLock, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> bool:
+        """Evict for one slot, at once or once flushed; False when the policy has no victim."""
+        victims = self._primary.victims(protect)
+        for victim in victims:
+            self._drop(victim, after)
+        return bool(victims)
+
+    def _evict_from(self, share: Share, key: ChunkKey, after: AfterLock) -> bool:
+        """Evict an entry of this kind to make room for another; False when all are in use."""
+        victim = self._primary.evict_from(share, key)
+        if victim is not None:
+            self._drop(victim, after)
+        return victim is not None
+
+    def _drop(self, victim: Entry, after: AfterLock) -> None:
+        if not (self._write_back and self._flusher.flush(victim, after)):
+            self._primary.remove(victim)
+
+    def keep_free(self, after: AfterLock) -> None:
+        """With write-back, flush the next victims before their slots are wanted."""
+        if not self._write_back:
+            return
+        primary = self._primary
+        wanted = self._free_target - primary.slab.free_slots
+        while primary.flushing < min(wanted, self._max_flushing) and self._evict(after):
+            wanted = self._free_target - primary.slab.free_slots

@@ -1,0 +1,195 @@
+"""What a worker does beside whole copies: copies layer by layer, and comparisons of what was copied."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from attrs import frozen
+from cachetools import LRUCache
+
+from lmkv.chunks.layout import KVLayout
+from lmkv.errors import UsageError
+from lmkv.memory.comparison import Comparison, Difference, Part
+from lmkv.memory.copier import Copier, Event
+from lmkv.memory.device import Staging
+from lmkv.memory.layerwise import LayerReader, LayerWriter
+from lmkv.memory.paged import PagedMemory
+from lmkv.memory.readback import Digests, ReadBack, Reading
+from lmkv.memory.slab import SlabMap
+from lmkv.vllm.plan.metadata import CopyOrder, ReadOrder
+
+logger = logging.getLogger("lmkv.vllm")
+
+
+_REMEMBERED = 10_000_000
+"""Digests of audited loads that are kept until their blocks are given up: 80 MB."""
+
+
+class NotReadyError(UsageError):
+    """The worker cannot copy now, or ever. The log says so once; a copy that fails is logged each time."""
+
+
+class LayerwiseTransfer:
+    """Copies a step's loads or stores layer by layer while the model computes the other layers.
+
+    `orders` succeed or fail together. Begins at once; no method raises.
+    """
+
+    def __init__(self, orders: Sequence[CopyOrder], copier: Callable[[], Copier], *, loads: bool) -> None:
+        self.orders = orders
+        self.started = time.monotonic()
+        self._pipeline: LayerReader | LayerWriter | None = None
+        self._saved: set[int] = set()
+        self._attempt(lambda: self._begin(copier(), loads))
+
+    def _begin(self, copier: Copier, loads: bool) -> None:
+        copies = [copy for order in self.orders for copy in order.copies]
+        self._pipeline = LayerReader(copier, copies) if loads else LayerWriter(copier, copies)
+
+    def step(self, layer: int) -> None:
+        """The model is about to read this layer, or has written it."""
+        pipeline = self._pipeline
+        if isinstance(pipeline, LayerReader):
+            self._attempt(lambda: pipeline.wait(layer))
+        elif layer in self._saved:
+            if pipeline is not None:
+                logger.error("lmkv: the model computed a layer twice in one step; its store is discarded")
+            self._fail()
+        elif pipeline is not None:
+            self._saved.add(layer)
+            self._attempt(lambda: pipeline.save(layer))
+
+    def _fail(self) -> None:
+        """Fail after the copies that have begun have ended: their slots may be given to others next."""
+        pipeline, self._pipeline = self._pipeline, None
+        if isinstance(pipeline, LayerWriter):
+            with contextlib.suppress(Exception):
+                pipeline.last.wait()
+
+    def finish(self) -> Event | None:
+        """The event of all copies; None when they failed, and then none of them is running any more."""
+        pipeline, events = self._pipeline, list[Event]()
+        if pipeline is None:
+            return None
+        unread = isinstance(pipeline, LayerReader) and bool(pipeline.unread)
+        self._attempt(lambda: events.append(pipeline.finish()))
+        if unread and events:
+            # The model has read layers before they were loaded. The copies must end before vLLM is told so:
+            # it then computes the same blocks again.
+            logger.error("lmkv: the model did not wait for the layers of a load, which therefore failed")
+            events.pop().wait()
+        return events[0] if events else None
+
+    def _attempt(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except NotReadyError as error:
+            logger.debug("lmkv: copies fail: %s", error)
+            self._pipeline = None
+        except Exception:
+            logger.exception("lmkv: a copy of %d orders failed", len(self.orders))
+            self._pipeline = None
+
+
+def _number(digests: Digests) -> int:
+    return sum(len(copy) for part in digests for copy in part)
+
+
+@frozen
+class Comparing:
+    """The end of an order's comparison, as the event of its copy. All but `wait` raise what the comparison raised."""
+
+    _future: Future[list[Difference]]
+
+    def query(self) -> bool:
+        if not self._future.done():
+            return False
+        self._future.result()
+        return True
+
+    def wait(self) -> None:
+        self._future.exception()
+
+    @property
+    def differences(self) -> list[Difference]:
+        """The chunks that differ. Call it once the comparison has ended."""
+        return self._future.result()
+
+
+class Comparer:
+    """Compares what orders have copied, one order after the other, for one rank.
+
+    No slot of an order is changed until its `Comparing` has ended.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._pool: ThreadPoolExecutor | None = None
+        self._parts: Sequence[Part] = ()
+        self._layout: KVLayout | None = None
+        self._back: ReadBack | None = None
+        self.forget()
+
+    def register(
+        self, memory: PagedMemory, layout: KVLayout | None, parts: Sequence[Part], staging: Staging | None
+    ) -> None:
+        """Set the paged memory that is read back. `parts`: of its pages, by layer."""
+        self._parts, self._layout = parts, layout
+        self._back = None if layout is None else ReadBack(memory, layout, parts, self._rank, staging)
+        self.forget()
+
+    def forget(self) -> None:
+        """The paged memory loses its pages: also what is being compared now is not looked at again."""
+        self._loaded: LRUCache[int, Digests] = LRUCache(_REMEMBERED, _number)
+
+    def begin(self, order: CopyOrder, slab: SlabMap | None) -> Comparing:
+        """Compare what a store has copied. The copy has ended."""
+        assert self._layout is not None
+        assert slab is not None
+        comparison = Comparison(self._layout, slab, self._rank, self._parts)
+        return self._submit(lambda: comparison.differences(order.copies, order.compares))
+
+    def read(self, order: CopyOrder | ReadOrder) -> Reading:
+        """Read the blocks of an order, in the order of all that was launched until now."""
+        assert self._back is not None
+        return self._back.begin(order.copies)
+
+    def compare_load(self, order: CopyOrder, reading: Reading, slab: SlabMap | None) -> Comparing:
+        """Compare what was read after a load with the slots, and remember it. The reading has ended."""
+        back, loaded = self._back, self._loaded
+        assert back is not None
+        assert slab is not None
+
+        def differences() -> list[Difference]:
+            found = back.digests(reading, order.copies)
+            wrong = back.differences(order.copies, found, back.of_slots(order.copies, slab))
+            if not wrong and _number(found) <= _REMEMBERED:
+                loaded[order.job] = found
+            return wrong
+
+        return self._submit(differences)
+
+    def compare_again(self, order: ReadOrder, reading: Reading) -> Comparing:
+        """Compare what was read with what was read after the load, and forget that. The reading has ended."""
+        back, loaded = self._back, self._loaded
+        assert back is not None
+
+        def differences() -> list[Difference]:
+            known = loaded.pop(order.load, None)
+            found = back.digests(reading, order.copies)
+            return [] if known is None else back.differences(order.copies, found, known)
+
+        return self._submit(differences)
+
+    def _submit(self, compare: Callable[[], list[Difference]]) -> Comparing:
+        self._pool = self._pool or ThreadPoolExecutor(1, "lmkv-compare")
+        return Comparing(self._pool.submit(compare))
+
+    def close(self) -> None:
+        """Wait for the comparison under way. Idempotent."""
+        if self._pool is not None:
+            self._pool.shutdown()

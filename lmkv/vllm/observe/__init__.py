@@ -1,1 +1,0 @@
-"""Watches the scheduler side: metrics, reasons for misses, recent requests, KV events. Decides nothing."""

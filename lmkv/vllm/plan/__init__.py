@@ -1,0 +1,1 @@
+"""What scheduler and workers speak, and what a request is: below both sides of the connector."""

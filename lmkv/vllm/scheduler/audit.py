@@ -1,0 +1,456 @@
+"""Audits: `HitAudits` recomputes a sample of hits, `LoadAudits` reads a sample of loads back; both compare.
+
+Checksums prove that bytes are those that were written; only this proves that they are the right KV. The workers copy
+the fresh pages into slots of their own, as a store does, and compare them with the stored chunks as numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+from attrs import define
+from cachetools import LRUCache
+
+from lmkv.chunks.hashing import TailKey, state_keys
+from lmkv.memory.comparison import Difference
+from lmkv.memory.copier import ChunkCopy, Run
+from lmkv.protocols import ChunkKey
+from lmkv.store.leases import Lease, Reservation
+from lmkv.vllm.plan.metadata import JobReport
+from lmkv.vllm.plan.request import Audit, BlockTables, Request
+from lmkv.vllm.scheduler.context import PlanContext
+from lmkv.vllm.scheduler.jobs import Job
+
+logger = logging.getLogger("lmkv.vllm")
+
+_REMEMBERED = 100_000
+"""Chunks whose last audit, deletion or origin is known."""
+_NAMED = 3
+"""Layers, or blocks, that a log line names."""
+
+
+def named(names: Sequence[str]) -> str:
+    """The first of these names, for a log line."""
+    return ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
+
+
+@define
+class Sampler:
+    """Draws one of `1 / rate` hits, at random: what comes back in a pattern is found, too."""
+
+    rate: float
+    draw: Callable[[], float] = random.random
+
+    def __call__(self) -> bool:
+        return self.rate > 0 and self.draw() < self.rate
+
+
+@define(eq=False, kw_only=True)
+class _Comparison(Job):
+    audit: Audit
+    lease: Lease
+    reservation: Reservation
+    keys: Sequence[ChunkKey]
+    chunks: list[int]
+    """Number of each compared chunk in its prompt; of a state the chunk before it."""
+    states: bool
+
+
+class WrongChunks:
+    """The chunks that were found to be wrong, and which chunks behind them have been deleted since.
+
+    KV computed from a wrong chunk is wrong as well, and may be stored anywhere. So `purge` checks every request's
+    chunks before any is loaded.
+    """
+
+    def __init__(self, delete: Callable[[Sequence[ChunkKey]], object], states: int) -> None:
+        self._delete = delete
+        self._states = states
+        self._keys: dict[ChunkKey, str] = {}
+        """The finding for each wrong chunk, for the log."""
+        self._deleted: LRUCache[ChunkKey, bool] = LRUCache(_REMEMBERED)
+
+    def add(self, keys: Sequence[ChunkKey], found: str) -> None:
+        """Delete a wrong chunk, the first of `keys` if there is any, and those that are known to follow it."""
+        for key in keys[:1]:
+            self._keys.setdefault(key, found)
+        for key in keys:
+            self._deleted.pop(key, None)
+        self.purge(keys)
+
+    def is_in(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether one of these chunks was once wrong."""
+        return self.first_of(keys) is not None
+
+    def first_of(self, keys: Sequence[ChunkKey]) -> str | None:
+        """The finding for the first of these chunks that was once wrong."""
+        return next((self._keys[key] for key in keys if key in self._keys), None) if self._keys else None
+
+    def purge(self, keys: Sequence[ChunkKey]) -> None:
+        """Delete those chunks of a prompt that were stored behind a wrong one before it was found."""
+        if not self._keys:
+            return
+        first = next((number for number, key in enumerate(keys) if key in self._keys), len(keys))
+        stale = [key for key in keys[first:] if key not in self._deleted]
+        if stale:
+            self._delete([*stale, *(behind for key in stale for behind in state_keys(key, self._states))])
+            self._deleted.update(dict.fromkeys(stale, True))
+
+
+class HitAudits:
+    """Decides which hits are audited, and what follows. Called on the scheduling thread only; never waits.
+
+    `on_wrong(request, chunk, own_kv_is_right)`: called once the wrong chunk of this number of a request is deleted.
+    """
+
+    def __init__(self, context: PlanContext) -> None:
+        options = context.options
+        self._store = context.store
+        self._block_map = context.block_map
+        self._chunk_size = context.chunk_size
+        self._builder = context.builder
+        self._states = context.boundaries.states
+        self._telemetry = context.observer.telemetry
+        self._disables = options.audit_action == "disable"
+        self.on = options.audit_rate > 0 and options.audits_computed
+        self.sampler = Sampler(options.audit_rate)
+        self.wrong = WrongChunks(self._store.delete, self._states)
+        self.on_wrong: Callable[[Request, int, bool], None] = lambda request, chunk, own_kv_is_right: None
+        self._jobs = context.jobs
+        self._computed: LRUCache[tuple[ChunkKey, str], bool] = LRUCache(_REMEMBERED)
+        """Last chunks of hits that were audited by computing them, and the tiers that had them."""
+        self._behind: LRUCache[ChunkKey, str] = LRUCache(_REMEMBERED)
+        """Chunks that were computed behind a load, for the log."""
+
+    @property
+    def loads_off(self) -> bool:
+        """Whether nothing is loaded any more, because of a wrong chunk and `audit_action`."""
+        return self._telemetry.loads_off
+
+    def __repr__(self) -> str:
+        return f"<HitAudits: {self.sampler.rate:g} of hits>"
+
+    def takes(
+        self, request: Request, keys: Sequence[ChunkKey], sources: Mapping[str, int], tokens: int, seconds: float
+    ) -> bool:
+        """Whether the request is to compute its hit `keys`: drawn once. It would then compute `tokens` in `seconds`.
+
+        `sources`: the chunks that are not computed yet, by tier.
+        """
+        if request.auditing.audit is None and not request.auditing.decided:
+            request.auditing.decided = True
+            # Not the chunk that only begins like the rest of the prompt.
+            own = request.keys(len(keys))
+            end = next((n for n, pair in enumerate(zip(keys, own, strict=False)) if pair[0] != pair[1]), len(own))
+            first, tail = request.waiting.computed // self._chunk_size, self._tail(request, keys[end:])
+            if (end > first or tail is not None) and self.sampler():
+                tiers = [tier for tier, count in sources.items() for _ in range(count)]
+                # The next time that it is drawn it is loaded, so that copies are audited at any rate.
+                last = tail or own[end - 1], tiers[-1]
+                if self._computed.pop(last, False):
+                    request.auditing.reads_back = True
+                    return False
+                self._computed[last] = True
+                request.auditing.audit = Audit(first, end, tiers, request.waiting.computed, tail)
+                self._telemetry.audited(tokens, seconds)
+        return request.auditing.audit is not None
+
+    def _tail(self, request: Request, keys: Sequence[ChunkKey]) -> TailKey | None:
+        """The prompt's tail, if it comes next in the hit and has whole pages; not with windows, which may lack some."""
+        tail = request.tail if keys and keys[0] == request.tail and not self._block_map.windowed else None
+        begins = len(request.chain.keys) * self._chunk_size if tail is not None else 0
+        return tail if tail is not None and request.waiting.computed <= begins and self._whole(tail) else None
+
+    def _whole(self, tail: TailKey) -> int:
+        """Tokens of a tail in pages that are full: what else is in its last page is not known."""
+        size = max(group.block_size for group in self._block_map.groups)
+        return tail.tokens // size * size
+
+    def takes_load(self, request: Request) -> bool:
+        """Whether a load of this request is to be read back."""
+        drawn, request.auditing.reads_back = request.auditing.reads_back, False
+        return drawn or self.sampler()
+
+    def stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
+        """Note which load these chunks were computed behind: it may be to blame for what is in them."""
+        if self.on and request.report.hit_tokens:
+            text = f"computed by request {request.name} behind {request.report.hit_tokens} tokens that it had loaded"
+            self._behind.update(dict.fromkeys(keys, text))
+
+    # -- orders -------------------------------------------------------------------------------------------
+
+    def compare(self, request: Request, computed: int, tables: BlockTables) -> None:
+        """Order the comparison of the chunks that are complete after `computed` tokens."""
+        audit = request.auditing.audit
+        if audit is None:
+            return
+        chunks = range(audit.next, min(computed // self._chunk_size, audit.end))
+        if chunks:
+            audit.next = chunks.stop
+            keys = request.keys(chunks.stop)
+            copies = [lambda slot, chunk=chunk: self._block_map.compared_copy(slot, tables, chunk) for chunk in chunks]
+            self._order(request, audit, keys[chunks.start :], copies, list(chunks), states=False)
+        tail, end = audit.tail, audit.end
+        if tail is not None and computed >= end * self._chunk_size + tail.tokens:
+            copy_of = partial(self._block_map.store_copy, block_ids=tables, chunk=end, tokens=self._whole(tail))
+            self._order(request, audit, [tail], [copy_of], [end], states=False)
+        elif tail is not None:
+            return
+        if audit.next >= end:
+            self.end(request)
+
+    def compare_states(self, request: Request, chunks: int, blocks: Mapping[int, int]) -> None:
+        """Order the comparison of the states behind `chunks` chunks, where the hit would have ended."""
+        audit = request.auditing.audit
+        if audit is None or chunks != audit.end:
+            return
+        keys = request.state_keys(chunks)
+        copies = [lambda slot, number=key.number: self._block_map.state_copy(slot, number, blocks) for key in keys]
+        self._order(request, audit, keys, copies, [chunks - 1] * len(keys), states=True)
+
+    @staticmethod
+    def end(request: Request) -> None:
+        """Compare no more of what this request computes."""
+        request.auditing.audit = None
+        request.waiting.cancel()
+
+    def _order(
+        self,
+        request: Request,
+        audit: Audit,
+        keys: Sequence[ChunkKey],
+        copies_of: Sequence[Callable[[int], ChunkCopy | None]],
+        chunks: list[int],
+        *,
+        states: bool,
+    ) -> None:
+        """Compare the leading ones of `keys` that are in host memory, as far as there are slots for the fresh ones."""
+        lease = self._store.lease(keys)
+        fresh = [secrets.token_bytes(32) for _ in lease.keys]
+        reservation = self._store.reserve(fresh, protect=request.keys(audit.end))
+        slots = zip(reservation.slots.values(), lease.slots, copies_of, chunks, strict=False)
+        made = [(copy_of(slot), stored, chunk) for slot, stored, copy_of, chunk in slots]
+        copies = [(copy, stored, chunk) for copy, stored, chunk in made if copy is not None]
+        if not copies:
+            reservation.abort()
+            lease.release()
+            return
+        order = self._builder.store([copy for copy, _, _ in copies], [stored for _, stored, _ in copies])
+        numbers = [chunk for _, _, chunk in copies]
+        job = _Comparison(
+            planner=self,
+            request=request,
+            audit=audit,
+            lease=lease,
+            reservation=reservation,
+            keys=keys,
+            chunks=numbers,
+            states=states,
+        )
+        self._jobs.begin(order.job, job)
+
+    # -- ends ---------------------------------------------------------------------------------------------
+
+    def ended(self, number: int, job: Job, report: JobReport) -> None:
+        """All ranks have compared their parts: drop what is wrong."""
+        assert isinstance(job, _Comparison)
+        job.reservation.abort()
+        job.lease.release()
+        if not report.ok or job.distrusted:
+            return
+        wrong = sorted({job.chunks[each.copy] for each in report.differences})
+        tiers = [job.audit.tier(chunk) for chunk in job.chunks]
+        self._telemetry.compared(tiers, [job.audit.tier(chunk) for chunk in wrong], states=job.states)
+        if wrong:
+            found = self._log(job, report.differences, wrong[0])
+            # vLLM's own hit is not compared. If there was one, it may be wrong, and the cause of what was found.
+            first = 0 if job.audit.computed else wrong[0]
+            keys = job.request.keys_with_tail(len(job.request.chain.keys))[first:]
+            tail = [key for key in job.keys if isinstance(key, TailKey) and key not in keys]
+            self.wrong.add([*tail, *keys], found)
+            self._telemetry.loads_off |= self._disables
+            self.on_wrong(job.request, first, not job.audit.computed)
+
+    def _log(self, job: _Comparison, differences: Sequence[Difference], chunk: int) -> str:
+        """Log what was found, and return it."""
+        found = [each for each in differences if job.chunks[each.copy] == chunk]
+        layers = [layer for each in found for layer in each.layers]
+        at = chunk * self._chunk_size
+        key = job.keys[0] if isinstance(job.keys[0], TailKey) else job.request.keys(chunk + 1)[chunk]
+        cause, behind = self.wrong.first_of(job.request.keys(chunk)), self._behind.get(key)
+        what = "state" if job.states else "KV"
+        text = (
+            f"wrong {what} in {job.audit.tier(chunk)}: request {job.request.name}, "
+            f"tokens {at + min(each.first for each in found)} to {at + max(each.end for each in found) - 1}, "
+            f"{len(layers)} layers ({named(layers)}) on ranks {sorted({each.rank for each in found})}, "
+            f"deviation {max(each.deviation for each in found):.3g}"
+        )
+        logger.error(
+            "lmkv: audit: %s%s; it and all that depends on it is deleted%s",
+            text,
+            f"; it follows from {cause}" if cause else f"; it was {behind}" if behind else "",
+            ", and nothing is loaded any more" if self._disables else "",
+        )
+        return text
+
+
+@define(eq=False, kw_only=True)
+class _ReadAgain(Job):
+    load: AuditedLoad | None
+    """None: its blocks were computed again, or lost."""
+
+
+@define(eq=False)
+class AuditedLoad:
+    """A load whose blocks are read back.
+
+    `copies`: of the chunks from number `first` on, and of states. `tenure`: of its request (see `Request`) when it
+    was ordered.
+    """
+
+    request: Request
+    copies: list[ChunkCopy]
+    first: int
+    end: int
+    kind: str
+    tenure: int
+
+
+class LoadAudits:
+    """Decides which loads are audited, and what follows. Called on the scheduling thread only; never waits.
+
+    `on_wrong(request, chunk)`: called with a request whose blocks of this chunk do not hold what is stored.
+    """
+
+    def __init__(self, context: PlanContext, audit: HitAudits) -> None:
+        self._audit = audit
+        self._jobs = context.jobs
+        self._block_map = context.block_map
+        self._builder = context.builder
+        self._telemetry = context.observer.telemetry
+        self._disables = context.options.audit_action == "disable"
+        self._layerwise = context.options.whole_blocks
+        self.on_wrong: Callable[[Request, int], None] = lambda request, chunk: None
+        self._held: dict[int, AuditedLoad] = {}
+        """Loads whose request still has their blocks, by job."""
+        self._given_up: dict[int, AuditedLoad] = {}
+        """Loads whose request has given the blocks up since the last plan: nothing has written into these yet."""
+        self._left: set[Request] = set()
+
+    def take(
+        self, request: Request, copies: list[ChunkCopy], first: int, end: int, *, between_steps: bool
+    ) -> AuditedLoad | None:
+        """The load of a request, if it is to be audited. `end`: the token that it ends before."""
+        if not copies or not self._audit.takes_load(request):
+            return None
+        kind = "between steps" if between_steps else "layer by layer" if self._layerwise else "within a step"
+        return AuditedLoad(request, copies, first, end, kind, request.auditing.tenure)
+
+    def load_ended(self, job: int, load: AuditedLoad, report: JobReport) -> None:
+        """All ranks have compared what they have loaded."""
+        self._telemetry.audited_load(wrong=bool(report.differences))
+        request = load.request
+        if report.differences:
+            # Where it is computed again, nothing was computed from it.
+            self._wrong(load, report.differences, "load", spread=report.ok)
+        elif report.ok and request.auditing.tenure == load.tenure:
+            self._held[job] = load
+        elif report.ok and request in self._left and request.auditing.tenure == load.tenure + 1:
+            self._given_up[job] = load
+
+    def _wrong(self, load: AuditedLoad, differences: Sequence[Difference], what: str, *, spread: bool) -> None:
+        chunk, text = load.first + differences[0].copy, self._described(load, differences)
+        logger.error(
+            "lmkv: audit: wrong %s: %s; %s%s",
+            what,
+            text,
+            "it goes on" if spread else "it is computed instead",
+            ", and nothing is loaded any more" if self._disables else "",
+        )
+        self._telemetry.loads_off |= self._disables
+        if spread:
+            request, after = load.request, load.end // self._block_map.chunk_size
+            behind = [
+                key
+                for key in request.keys_with_tail(len(request.chain.keys))[after:]
+                if key not in request.report.promised
+            ]
+            self._audit.wrong.add(behind, f"a wrong {what}, {text}")
+            self.on_wrong(request, chunk)
+
+    def _described(self, load: AuditedLoad, differences: Sequence[Difference]) -> str:
+        size = self._block_map.chunk_size
+        # A state is read behind the last chunk.
+        last = -(-load.end // size) - 1
+        starts = [min(load.first + each.copy, last) * size for each in differences]
+        first = min(start + each.first for start, each in zip(starts, differences, strict=True))
+        end = max(start + each.end for start, each in zip(starts, differences, strict=True))
+        layers = list(dict.fromkeys(layer for each in differences for layer in each.layers))
+        blocks = list(dict.fromkeys(str(block) for each in differences for block in each.blocks))
+        return (
+            f"request {load.request.name}, tokens {first} to {min(end, load.end) - 1}, blocks {named(blocks)}, "
+            f"{len(layers)} layers ({named(layers)}) on ranks {sorted({each.rank for each in differences})}, "
+            f"copied {load.kind}, {len(load.copies)} chunks and states from {_tiers(load.request)}"
+        )
+
+    # -- once more ----------------------------------------------------------------------------------------
+
+    def give_up(self, request: Request) -> None:
+        """The request has ended, or was preempted."""
+        request.auditing.tenure += 1
+        self._left.add(request)
+        for job in [job for job, load in self._held.items() if load.request is request]:
+            self._given_up[job] = self._held.pop(job)
+
+    def order(self, overwritten: Collection[int]) -> None:
+        """Order that what was given up is read again, before this step writes into it.
+
+        `overwritten`: blocks that vLLM writes into before it hands the plan over.
+        """
+        for job, load in self._given_up.items():
+            copies = self._settled(load, overwritten)
+            if any(run.blocks for copy in copies for run in copy.runs):
+                order = self._builder.read(job, copies)
+                self._jobs.begin(order.job, _ReadAgain(planner=self, request=load.request, load=load))
+        self._given_up.clear()
+        self._left.clear()
+
+    def _settled(self, load: AuditedLoad, overwritten: Collection[int]) -> list[ChunkCopy]:
+        """Whole pages before the load's end, of tables that keep all blocks: nothing was to write into them."""
+        size, copies = self._block_map.chunk_size, []
+        for number, copy in enumerate(load.copies, load.first):
+            runs = []
+            for group, run in zip(self._block_map.groups, copy.runs, strict=True):
+                # States come behind the chunks, and so behind the end.
+                whole = max(0, (load.end - number * size) // group.block_size - run.first)
+                count = whole if group.window is None else 0
+                blocks = run.blocks[:count]
+                gone = next((n for n, block in enumerate(blocks) if block in overwritten), len(blocks))
+                runs.append(Run(run.first, blocks[:gone]))
+            copies.append(ChunkCopy(copy.slot, tuple(runs)))
+        return copies
+
+    def forget(self, request: Request | None = None) -> None:
+        """The blocks of a request, or all, are computed again, or lost."""
+        if request is None:
+            self._held.clear()
+            self._given_up.clear()
+            for job in self._jobs.of(_ReadAgain):
+                job.load = None
+        else:
+            self._held = {job: load for job, load in self._held.items() if load.request is not request}
+
+    def ended(self, number: int, job: Job, report: JobReport) -> None:
+        """All ranks have read the blocks again."""
+        assert isinstance(job, _ReadAgain)
+        if report.ok and report.differences and job.load is not None:
+            self._telemetry.audited_load(wrong=True, again=True)
+            self._wrong(job.load, report.differences, "block after a load that was right", spread=True)
+
+
+def _tiers(request: Request) -> str:
+    return ", ".join(tier for tier, count in request.report.source_chunks.items() if count) or "vLLM's own cache"

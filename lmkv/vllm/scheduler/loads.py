@@ -1,0 +1,491 @@
+"""`Loads`: the loads that were ordered, within a step and between steps, until every rank has answered.
+
+vLLM's prefix cache shares the blocks of a load within a step from their allocation on. Until the load is known
+to have succeeded no other request may share them, and if it fails they are evicted from that cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+from attrs import define, field
+
+from lmkv.chunks.hashing import StateKey
+from lmkv.memory.copier import ChunkCopy
+from lmkv.protocols import ChunkKey, Clock
+from lmkv.store.leases import Lease
+from lmkv.store.promotion import Promotion
+from lmkv.store.tiered import TieredStore
+from lmkv.vllm.plan.block_map import BlockMap
+from lmkv.vllm.plan.metadata import JobReport
+from lmkv.vllm.plan.request import STALL, BlockTables, Request
+from lmkv.vllm.scheduler.audit import AuditedLoad, LoadAudits
+from lmkv.vllm.scheduler.context import PlanContext
+from lmkv.vllm.scheduler.jobs import Job
+from lmkv.vllm.scheduler.timing import MIN_STEP_TOKENS, Timing
+
+logger = logging.getLogger("lmkv.vllm")
+
+
+@define(eq=False)
+class LoadWindow:
+    """Copies of `tokens`, to be ordered together. `lease`: of their slots. `last`: the load ends with this window.
+
+    `first`: number of the first chunk.
+    """
+
+    copies: list[ChunkCopy]
+    lease: Lease
+    failed_blocks: list[int]
+    last: bool
+    tokens: int = 0
+    first: int = 0
+
+
+@define(eq=False)
+class AsyncLoad:
+    """Loads tokens [start, end) of one request into its blocks, while the request does not compute.
+
+    `keys`: of the chunks from the one that contains token `start`, and of the states behind the last of them. While
+    up to `window` of them are copied the next ones are promoted, so that a load references 2 * `window` slots at most.
+    It ends early, naming the blocks that were not filled, when one is lost, none arrives for `timeout` seconds, or all
+    its waits together last longer than `limit` seconds.
+    """
+
+    store: TieredStore = field(repr=False)
+    block_map: BlockMap = field(repr=False)
+    keys: Sequence[ChunkKey] = field(repr=lambda keys: f"<{len(keys)} keys>")
+    block_ids: Sequence[list[int]] = field(repr=False)
+    start: int
+    end: int
+    window: int
+    timeout: float
+    clock: Clock = field(repr=False)
+    limit: float
+    promote: Callable[..., Promotion] = field(repr=False)
+    """As `TieredStore.promote`."""
+    stopped: bool = False
+    abandoned: bool = False
+    """Its request has ended: nobody computes the tokens that are not loaded."""
+    ended: bool = False
+    copying: int = 0
+    """Chunks of the window that is being copied, or 0."""
+    _copied: int = 0
+    _promotion: Promotion | None = None
+    _waits_since: float = field(default=0.0, repr=False)
+    """When the promotion began, or the copy of the window before it ended, whichever was later."""
+    _waited: float = field(default=0.0, repr=False)
+    """Seconds of the waits for windows before this one."""
+
+    @property
+    def first_chunk(self) -> int:
+        """Number of the first chunk that the load touches."""
+        return self.start // self.block_map.chunk_size
+
+    def advance(self) -> LoadWindow | None:
+        """The next window that can be copied now, or None. Never waits."""
+        if self.stopped and not self.ended:
+            # vLLM frees the blocks with the last window: not while the one before it is being copied into them.
+            return None if self.copying else self.give_up()
+        self._promote_next()
+        if self.ended or self.copying:
+            return None
+        promotion = self._promotion
+        assert promotion is not None
+        waits = self.clock() - self._waits_since
+        too_long = self._waited + waits > self.limit
+        if not promotion.done and not too_long and waits <= self.timeout:
+            return None
+        self._waited += waits
+        if not promotion.done and too_long:
+            # The chunks that are there by now are the last to be copied.
+            self.stopped = True
+        # Leased before the promotion is released: in between the chunks could be evicted.
+        lease = self.store.lease(promotion.keys)
+        self._drop_promotion()
+        if not lease:
+            return self.give_up()
+        return self._next_window(lease)
+
+    def _promote_next(self) -> None:
+        if self._promotion is None and not self.ended:
+            upto = self._copied + self.copying
+            if upto < len(self.keys):
+                self._promotion = self.promote(self.keys[upto:], limit=self.window)
+                self._waits_since = self.clock()
+
+    def _next_window(self, lease: Lease) -> LoadWindow:
+        size = self.block_map.chunk_size
+        base = self.first_chunk + self._copied
+        low, high = max(self.start, base * size), min(self.end, (base + len(lease)) * size)
+        copies = self.block_map.load_copies(lease.slots, self.block_ids, low, high)
+        copies += self._state_copies(lease)
+        self.copying = len(lease)
+        self.ended = high >= self.end and self._copied + len(lease) >= len(self.keys)
+        return LoadWindow(copies, lease, [], self.ended, max(0, high - low), base)
+
+    def _state_copies(self, lease: Lease) -> list[ChunkCopy]:
+        """Copies of the states among the leased entries. Raises ValueError for a state that vLLM has no block for."""
+        if not self.block_map.states:
+            return []
+        blocks = self.block_map.state_blocks(self.block_ids, self.end)
+        copies = []
+        for key, slot in zip(lease.keys, lease.slots, strict=True):
+            if isinstance(key, StateKey):
+                copy = self.block_map.state_copy(slot, key.number, blocks)
+                if copy is None:
+                    raise ValueError(f"no block for state {key.number} after {self.end} tokens")
+                copies.append(copy)
+        return copies
+
+    def _unfilled(self) -> list[int]:
+        low = max(self.start, (self.first_chunk + self._copied) * self.block_map.chunk_size)
+        return self.block_map.blocks_between(self.block_ids, low, self.end)
+
+    def give_up(self) -> LoadWindow:
+        """End here: a last window without copies, naming the blocks that were not filled."""
+        self.ended = True
+        self._drop_promotion()
+        return LoadWindow([], self.store.lease(()), self._unfilled(), last=True)
+
+    def copied(self, ok: bool) -> None:
+        """The copy of the window has ended on every rank, and its lease was released. After a failure it stops."""
+        if ok:
+            self._copied += self.copying
+        else:
+            self.stop()
+        self.copying, self._waits_since = 0, self.clock()
+
+    def stop(self) -> None:
+        """Copy nothing after the window that is being copied, and report the unfilled blocks.
+
+        vLLM frees the request's blocks only once the load is reported as ended, with the next window.
+        """
+        self.stopped = True
+        self._drop_promotion()
+
+    def _drop_promotion(self) -> None:
+        if self._promotion is not None:
+            self._promotion.release()
+            self._promotion = None
+
+
+class AsyncLoadAdmission:
+    """Whether another request may have blocks that are filled between steps.
+
+    vLLM cannot preempt a request whose blocks are being filled. Before it schedules another one it reserves
+    the blocks that these still need, but vLLM 0.32 reserves too few for layers with a sliding window: two
+    requests can then wait for each other's blocks for ever. For such models another request is admitted only
+    when the free blocks suffice for all of them. `free_blocks()`: how many vLLM has.
+    """
+
+    def __init__(self, block_map: BlockMap) -> None:
+        self._block_map = block_map
+        self._has_windows = any(group.window is not None for group in block_map.groups)
+        self._requests: dict[str, Request] = {}
+        self.free_blocks: Callable[[], int] = lambda: 0
+
+    def admits(self, request: Request) -> bool:
+        """Whether the request may begin an asynchronous load now."""
+        others = [other for other in self._requests.values() if other is not request]
+        if not others or not self._has_windows:
+            return True
+        lengths = [other.vllm.num_tokens for other in (*others, request)]
+        return sum(map(self._block_map.most_blocks, lengths)) <= self.free_blocks()
+
+    def begin(self, request: Request) -> None:
+        """Note that the request's blocks are allocated and not filled yet."""
+        self._requests[request.request_id] = request
+
+    def end(self, request: Request) -> None:
+        """Note that the request computes, has lost its blocks, or has ended."""
+        self._requests.pop(request.request_id, None)
+
+
+@define(eq=False, kw_only=True)
+class _LoadJob(Job):
+    """A load, or a window of one between steps.
+
+    `tokens`: that it loads. `load`: the one between steps that it is a window of. `unconfirmed`: blocks from token
+    `start` on that this step loads, or computes from those; vLLM shares them already.
+    """
+
+    lease: Lease
+    first_chunk: int
+    tokens: int
+    between_steps: bool
+    load: AsyncLoad | None = None
+    start: int = 0
+    unconfirmed: Sequence[int] = ()
+    audit: AuditedLoad | None = None
+
+
+class Loads:
+    """Orders loads and follows them to their end. Called on the scheduling thread only; never waits.
+
+    `admission`: of loads between steps. `evict_blocks(blocks)`: takes blocks out of vLLM's prefix cache.
+    `on_failed_load(request_id)`: called before vLLM goes on with that request.
+    """
+
+    def __init__(self, context: PlanContext, timing: Timing, audits: LoadAudits) -> None:
+        options = context.options
+        self._timing, self._audits = timing, audits
+        self._store = context.store
+        self._observer = context.observer
+        self._block_map = context.block_map
+        self._chunk_size = context.chunk_size
+        self._builder = context.builder
+        self._jobs = context.jobs
+        self._deadline, self._clock = options.prefetch_deadline, options.clock
+        # An asynchronous load references two windows at most: half of the slots, and leaves the other half.
+        self._window = max(1, context.store.slab.num_slots // 4)
+        self._async_loads: dict[str, tuple[Request, AsyncLoad]] = {}
+        self._steps: dict[int, tuple[int, float]] = {}
+        """Tokens of each step under way, and when it was scheduled, by the step's number."""
+        self._last_step, self._last_end = 0, 0.0
+        self.admission = AsyncLoadAdmission(context.block_map)
+        self.evict_blocks: Callable[[set[int]], None] = lambda blocks: None
+        self.on_failed_load: Callable[[str], None] = lambda request_id: None
+
+    @property
+    def between_steps(self) -> dict[str, AsyncLoad]:
+        """The loads between steps that have not ended, by request id."""
+        return {request_id: load for request_id, (_, load) in self._async_loads.items()}
+
+    @property
+    def busy(self) -> bool:
+        """Whether the end of a load has not been reported yet."""
+        return bool(self._async_loads) or any(True for _ in self._jobs.of(_LoadJob))
+
+    @property
+    def timed_steps(self) -> int:
+        """How many timed steps are under way."""
+        return len(self._steps)
+
+    def is_unconfirmed(self, request: Request, num_computed_tokens: int) -> bool:
+        """Whether vLLM's own hit may include blocks of a load that is not known to have succeeded.
+
+        Compares the tokens of the load's first block only: waiting a step in vain does no harm.
+        """
+        size = self._block_map.groups[0].block_size
+        return any(
+            job.start < num_computed_tokens and job.request.tokens(job.start, size) == request.tokens(job.start, size)
+            for job in self._jobs.of(_LoadJob)
+            if job.unconfirmed
+        )
+
+    def may_have_been_read(self, number: int) -> bool:
+        """Whether a step may have computed from the blocks of this load: none does before a load between steps ends."""
+        job = self._jobs.get(number)
+        return isinstance(job, _LoadJob) and not job.between_steps
+
+    # -- orders -------------------------------------------------------------------------------------------
+
+    def order(self, request: Request, lease: Lease, tables: BlockTables, end: int) -> None:
+        """Load the leased chunks up to token `end` within the step that is being scheduled."""
+        start = request.waiting.computed
+        copies = self._block_map.load_copies(lease.slots, tables, start, end)
+        if not self._block_map.covers(copies, start, end):
+            self._order_failed(request, tables, end, lease)
+            return
+        audit = self._audits.take(request, copies, start // self._chunk_size, end, between_steps=False)
+        order = self._builder.load(copies, [], audited=audit is not None)
+        self._follow(order.job, request, lease, tables, end, audit)
+
+    def fail(self, request: Request, tables: BlockTables, end: int) -> None:
+        """A promised load could not be ordered: report its blocks, up to token `end`, as failed."""
+        request.loading.failed = True
+        request.waiting.release_lease()
+        owner, load = self._async_loads.get(request.request_id, (None, None))
+        if load is not None and owner is request:
+            # It has begun. `end_step` reports its end.
+            load.stop()
+        else:
+            self._order_failed(request, tables, end)
+
+    def fail_unknown(self, tables: BlockTables) -> None:
+        """The same for a request that nobody knows."""
+        unfilled = [block for table in tables for block in table if block]
+        self.evict_blocks(set(unfilled))
+        self._builder.load([], unfilled)
+
+    def _order_failed(self, request: Request, tables: BlockTables, end: int, lease: Lease | None = None) -> None:
+        """Order a load without copies. `lease`: of chunks to drop."""
+        failed, between = (
+            self._block_map.blocks_between(tables, request.waiting.computed, end),
+            request.waiting.between_steps,
+        )
+        finishes = request.request_id if between else None
+        order = self._builder.load([], failed, between_steps=between, finishes=finishes)
+        # A job like others, so that whatever is computed from these blocks is not stored.
+        self._follow(order.job, request, lease or self._store.lease(()), tables, end)
+
+    def _follow(
+        self,
+        number: int,
+        request: Request,
+        lease: Lease,
+        tables: BlockTables,
+        end: int,
+        audit: AuditedLoad | None = None,
+    ) -> None:
+        start = request.waiting.computed
+        job = _LoadJob(
+            planner=self,
+            request=request,
+            lease=lease,
+            first_chunk=start // self._chunk_size,
+            tokens=end - start,
+            between_steps=request.waiting.between_steps,
+            start=start,
+            unconfirmed=tables[0][start // self._block_map.groups[0].block_size :],
+            audit=audit,
+        )
+        self._jobs.begin(number, job)
+
+    def begin(self, request: Request, keys: Sequence[ChunkKey], tables: BlockTables, end: int) -> None:
+        """Load `keys` up to token `end` between steps; the first of them has the first token that is not computed."""
+        here = self._store.catalog.count_prefix(keys)[0]
+        patience = self._timing.limit(keys, here, len(keys)) if here < len(keys) else None
+        load = AsyncLoad(
+            self._store,
+            self._block_map,
+            keys,
+            [list(table) for table in tables],
+            request.waiting.computed,
+            end,
+            # Chunks that are in host memory already are one window, if others still find slots meanwhile.
+            here if here == len(keys) <= self._timing.max_promoted else self._window,
+            # Stop waiting after so many seconds without a chunk, or in total; the rest is computed.
+            min(self._deadline, STALL if patience is None else patience),
+            self._clock,
+            math.inf if patience is None else patience,
+            self._timing.promote,
+        )
+        request.loading.begun += 1
+        self.admission.begin(request)
+        self._async_loads[request.request_id] = (request, load)
+
+    def end_step(self, scheduled_tokens: int, requests: int) -> None:
+        """A step was scheduled: order the windows that are ready."""
+        if scheduled_tokens >= MIN_STEP_TOKENS:
+            self._begin_timing(scheduled_tokens)
+        self._timing.mode.computing = requests
+        for request, load in list(self._async_loads.values()):
+            window = self._advance(load)
+            if window is not None:
+                try:
+                    self._order_window(request, load, window)
+                except Exception:
+                    # No worker will report it, and `cancel` waits for what is being copied.
+                    window.lease.release()
+                    load.copied(ok=False)
+                    raise
+            if load.ended:
+                del self._async_loads[request.request_id]
+
+    def cancel(self) -> None:
+        """Planning failed: cancel the loads between steps. Those being copied end at a later call."""
+        # Blocks that were given up are written into by this step, without having been read again.
+        self._audits.forget()
+        for request, load in list(self._async_loads.values()):
+            load.stop()
+            if not load.copying:
+                self._order_window(request, load, load.give_up())
+                del self._async_loads[request.request_id]
+
+    def _begin_timing(self, tokens: int) -> None:
+        self._last_step += 1
+        self._steps[self._last_step] = (tokens, self._clock())
+        self._builder.timed = self._last_step
+
+    def _order_window(self, request: Request, load: AsyncLoad, window: LoadWindow) -> None:
+        request.loading.failed |= bool(window.failed_blocks)
+        finishes = request.request_id if window.last else None
+        audit = self._audits.take(request, window.copies, window.first, load.end, between_steps=True)
+        made = window.copies, window.failed_blocks
+        order = self._builder.load(*made, between_steps=True, finishes=finishes, audited=audit is not None)
+        job = _LoadJob(
+            planner=self,
+            request=request,
+            lease=window.lease,
+            first_chunk=load.first_chunk,
+            tokens=window.tokens,
+            between_steps=True,
+            load=load,
+            audit=audit,
+        )
+        self._jobs.begin(order.job, job)
+
+    @staticmethod
+    def _advance(load: AsyncLoad) -> LoadWindow | None:
+        try:
+            return load.advance()
+        except Exception:
+            # vLLM keeps a request that loads until the load is reported as ended.
+            logger.exception("lmkv: an asynchronous load failed; the rest of it is recomputed")
+            return load.give_up()
+
+    # -- ends ---------------------------------------------------------------------------------------------
+
+    def step_ended(self, step: int) -> None:
+        """The output of a timed step has come. vLLM may have scheduled it before the step before it had ended."""
+        tokens, scheduled = self._steps.pop(step, (0, 0.0))
+        now = self._clock()
+        self._timing.cost.observe_step(tokens, now - max(scheduled, self._last_end))
+        self._last_end = now
+        # Reports come in the order of the steps: an earlier one that is missing never comes.
+        self._steps = {number: timed for number, timed in self._steps.items() if number > step}
+
+    def ended(self, number: int, job: Job, report: JobReport) -> None:
+        """All ranks have answered. Chunks of a failed load are dropped, and the request offered no more."""
+        assert isinstance(job, _LoadJob)
+        # The end of a load that was stopped, for its request or a copy before it failed, is no failure of its own.
+        counts = job.tokens or job.load is None or not job.load.stopped
+        # Not before the last rank has answered: until then they read the slots.
+        keys = job.lease.keys
+        job.lease.release()
+        if job.load is not None:
+            job.load.copied(report.ok)
+        if not report.ok:
+            # A copy that was wrong says nothing against the chunks.
+            self._failed(job, [] if report.differences else keys)
+        if job.audit is not None:
+            self._audits.load_ended(number, job.audit, report)
+        if counts:
+            self._observer.telemetry.loaded(job.tokens, report)
+        self._observer.loaded(job.request, report)
+        if report.ok:
+            self._timing.mode.observe(report.nbytes, report.seconds)
+
+    def _failed(self, job: _LoadJob, keys: Sequence[ChunkKey]) -> None:
+        """`keys`: of chunks that may be wrong."""
+        request = job.request
+        if job.load is None or not job.load.abandoned:
+            logger.warning("lmkv: a load for request %s failed; it is recomputed", request.name)
+            # vLLM may hand these blocks to others until this request recomputes them, and it may be aborted first.
+            self.evict_blocks(set(job.unconfirmed))
+            self.on_failed_load(request.request_id)
+            self.admission.end(request)
+            self._audits.forget(request)
+            request.loading.failed = True
+            self._observer.load_failed(request)
+            request.storing.begin_again(job.first_chunk)
+        self._store.drop(keys)
+
+    def stop(self, request: Request) -> set[int]:
+        """Have the request compute what its load between steps has not filled by now; returns the load's blocks."""
+        owner, load = self._async_loads.get(request.request_id, (None, None))
+        if load is None or owner is not request:
+            return set()
+        load.stop()
+        return {block for table in load.block_ids for block in table}
+
+    def forget(self, request: Request) -> None:
+        """The request has ended: stop its load between steps."""
+        self.admission.end(request)
+        if self.stop(request):
+            # Not deleted: the next step reports it as ended, and only then vLLM frees the blocks.
+            self._async_loads[request.request_id][1].abandoned = True

@@ -1,0 +1,446 @@
+"""`Matcher`: how many tokens a lookup promises vLLM, and how they are loaded.
+
+Chunks in host memory are loaded within the step that needs them, where vLLM can be told that such a load
+failed. Chunks of lower tiers are promoted while the request waits in vLLM's queue, so that the batch does not
+wait for them. Hits that are too long for host memory are loaded through it between steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+from attrs import define, field, frozen
+
+from lmkv.chunks.hashing import TailKey, token_bytes
+from lmkv.protocols import ChunkKey
+from lmkv.store.promotion import Promotion
+from lmkv.vllm.plan.request import BlockTables, Miss, Patience, Request, VLLMRequest
+from lmkv.vllm.scheduler.audit import HitAudits
+from lmkv.vllm.scheduler.context import PlanContext
+from lmkv.vllm.scheduler.loads import Loads
+from lmkv.vllm.scheduler.timing import Timing
+
+logger = logging.getLogger("lmkv.vllm")
+
+_MAX_ASYNC_LOADS = 3
+_YIELD, _YIELD_EVERY = 5e-5, 0.01
+"""Seconds for which the scheduling thread lets I/O threads have the interpreter, and least seconds between two."""
+_LOOK_EVERY = 0.01, 0.1, 1.0
+"""Least seconds between two looks for what another server stores, part of the time waited so far, and most seconds."""
+_LOOK_CHUNKS = 256
+"""Chunks that one look is for."""
+_SHARED = "?"
+"""Stands for all shared tiers where their answers to lookups are timed."""
+
+
+@frozen
+class Wait:
+    """Ask again in the next step."""
+
+
+@frozen
+class Hit:
+    """`tokens` beyond the computed ones are promised until the step's end. `between_steps`: how they are loaded."""
+
+    tokens: int
+    between_steps: bool
+
+
+Match: TypeAlias = Wait | Hit | Miss
+"""The answer to a lookup. A miss of 0 tokens: nothing was missing."""
+WAIT = Wait()
+
+
+@define(eq=False)
+class _Lookup:
+    """One lookup. `wanted`: keys of the chunks that a load may end with; vLLM has computed the first `computed`.
+
+    `keys`: of the longest hit, states included: the first `ready` are in host memory, the first `found` are worth
+    loading.
+    """
+
+    request: Request
+    computed: int
+    wanted: list[ChunkKey]
+    keys: list[ChunkKey] = field(factory=list)
+    ready: int = 0
+    found: int = 0
+
+
+class Matcher:
+    """Answers lookups and promises chunks. Called on the scheduling thread only; never waits.
+
+    `stop_at(request, tokens)`: has vLLM end a step of the request there, and hand over its states.
+    """
+
+    def __init__(self, context: PlanContext, timing: Timing, loads: Loads, audit: HitAudits) -> None:
+        self._timing, self._loads, self._audit = timing, loads, audit
+        self._store = context.store
+        self._observer = context.observer
+        self._block_map = context.block_map
+        self._boundaries = context.boundaries
+        self._chunk_size = context.chunk_size
+        self._options = context.options
+        self._clock = context.options.clock
+        self._may_load_within_step = context.loads_within_step
+        self._promised: dict[str, Request] = {}
+        self._yielded = -math.inf
+        self.stop_at: Callable[[VLLMRequest, int], None] = lambda request, tokens: None
+
+    def new_patience(self) -> Patience:
+        """The patience of a request that has not waited yet."""
+        return Patience(self._options.prefetch_deadline)
+
+    # -- arrival ------------------------------------------------------------------------------------------
+
+    def arrived(self, request: Request, keys: Sequence[ChunkKey]) -> None:
+        """Begin to look up and promote a new request's chunks while it waits in vLLM's queue."""
+        if request.options.max_load_tokens == 0:
+            return
+        request.waiting.shared_lookup = self._store.look_up_shared(keys, self._boundaries.states)
+        keys = self._boundaries.wanted(keys)
+        ready, found = self._worth_loading(request, keys)
+        if ready < found <= self._timing.max_promoted:
+            promotion = self._timing.promote(keys[:found], prefetch=True, owner=request.root)
+            request.waiting.promotion = promotion
+            self._yield(promotion)
+
+    def _yield(self, promotion: Promotion) -> None:
+        """Let the I/O threads begin. Without this they start when this thread next waits, 4 ms later."""
+        reads = any(origin != self._store.primary_name for origin in promotion.origins)
+        if reads and not 0 <= self._clock() - self._yielded < _YIELD_EVERY:
+            self._yielded = self._clock()
+            time.sleep(_YIELD)
+
+    # -- lookup -------------------------------------------------------------------------------------------
+
+    def match(self, request: Request, num_computed_tokens: int) -> Match:
+        """What can be loaded beyond the computed tokens, or why nothing is."""
+        self._loads.admission.end(request)
+        waiting = request.waiting
+        waiting.computed, waiting.between_steps = num_computed_tokens, False
+        if self._has_looked_lately(request):
+            return WAIT
+        lookup = _Lookup(request, num_computed_tokens // self._chunk_size, self._keys(request))
+        self._audit.wrong.purge(lookup.wanted)
+        for is_unfinished in (self._asks_shared_tiers, self._awaits_another_server, self._promotes):
+            if is_unfinished(lookup):
+                return WAIT
+        waiting.patience.end(self._clock())
+        return self._answer(lookup)
+
+    def _answer(self, lookup: _Lookup) -> Match:
+        """Promise what was found, all waits being over."""
+        request, computed = lookup.request, lookup.request.waiting.computed
+        keys, last = self._extended(request, lookup.keys[: lookup.found])
+        ready = len(keys) if lookup.ready == lookup.found else lookup.ready
+        chunks, between_steps = self._offer(request, ready, len(keys))
+        if between_steps and not self._loads.admission.admits(request):
+            if request.waiting.patience.lasts(self._clock(), lambda: math.inf, 0):
+                return WAIT
+            chunks = 0
+        last = last if chunks == len(keys) else self._chunk_size
+        hit = self._hit_tokens(request, self._boundaries.chunks(chunks), last)
+        need = max(0, hit - computed)
+        self._stop_where_prompts_part(request, lookup.wanted, max(hit, computed))
+        few = 0 < need < self._options.min_retrieve_tokens
+        miss = self._explained(lookup, hit, 0 if few else need, few=few)
+        self._observer.looked_up(request, miss, hit, need)
+        if few or not need:
+            request.waiting.cancel()
+            return miss or Miss("too_short", 0)
+        if self._options.lookahead:
+            chunks = -(-hit // self._chunk_size)
+        if self._audit.on and self._is_audited(request, keys[:chunks], lookup.computed, ready, need):
+            return Miss("audited", max(0, request.last_token - computed))
+        if not self._promise(request, keys[:chunks], lookup.computed, need, between_steps):
+            # An I/O thread has evicted some of them just now.
+            return WAIT
+        return Hit(need, between_steps)
+
+    def _explained(self, lookup: _Lookup, hit: int, need: int, *, few: bool) -> Miss | None:
+        """Why the tokens behind the hit are not loaded."""
+        end = lookup.request.waiting.computed + need
+        covered = end + self._options.lookahead if hit else end
+        late = lookup.request.waiting.patience.late
+        return self._observer.explainer.explain(lookup.request, lookup.wanted, end, covered, few=few, late=late)
+
+    def refuse(self, request: Request, num_computed_tokens: int, reason: str) -> Miss:
+        """Have the request load nothing."""
+        request.waiting.computed = num_computed_tokens
+        miss = Miss(reason, max(0, request.last_token - num_computed_tokens))
+        self._observer.missed(request, miss)
+        return miss
+
+    # -- waits, in their order ----------------------------------------------------------------------------
+
+    def _has_looked_lately(self, request: Request) -> bool:
+        """Whether it has looked lately for what another server stores."""
+        look_at = request.waiting.look_at
+        return look_at > 0.0 and self._clock() < look_at
+
+    def _asks_shared_tiers(self, lookup: _Lookup) -> bool:
+        """Whether shared tiers have not answered yet, and the request may wait for their answer."""
+        waiting, wanted = lookup.request.waiting, lookup.request.options.wait_for
+        asked, now = waiting.shared_lookup, self._clock()
+        if asked is None:
+            return False
+        if not asked.done:
+            # All waits for chunks that another server stores count as one, however many lookups they take.
+            tokens = len(lookup.wanted) * self._chunk_size
+            limit = partial(self._timing.cost.patience, _SHARED, tokens, 1)
+            return waiting.patience.lasts(now, partial(self._timing.compute_seconds, wanted) if wanted else limit, 0)
+        self._timing.cost.observe_load(_SHARED, 1, asked.seconds)
+        # The chunks that were found now may be worth loading.
+        waiting.shared_lookup = waiting.worth_loading = None
+        if not wanted:
+            waiting.patience.end(now)
+        return False
+
+    def _awaits_another_server(self, lookup: _Lookup) -> bool:
+        """Whether another server has still to store the tokens of `wait_for`; if so, asks for them again.
+
+        Later waits have a deadline of their own.
+        """
+        request, waiting, now = lookup.request, lookup.request.waiting, self._clock()
+        wanted = request.options.wait_for
+        if not wanted:
+            return False
+        # Many requests may wait, for long prompts: each goes on from what it has found, and looks less and less often.
+        keys = self._boundaries.entries(lookup.wanted[: -(-wanted // self._chunk_size)])
+        found = waiting.stored_elsewhere
+        found += self._store.catalog.count_prefix(keys[found:])[1]
+        missing = found < len(keys) and waiting.computed < wanted
+        waits = missing and waiting.patience.lasts(now, lambda: self._timing.compute_seconds(wanted), found)
+        asked = self._store.look_up_shared(keys[found : found + _LOOK_CHUNKS]) if waits else None
+        if asked is not None:
+            least, part, most = _LOOK_EVERY
+            more = found > waiting.stored_elsewhere
+            pause = 0.0 if more else min(max(least, part * waiting.patience.waited(now)), most)
+            waiting.shared_lookup, waiting.stored_elsewhere, waiting.look_at = asked, found, now + pause
+            return True
+        if missing:
+            message = "lmkv: request %s: of %d tokens that another server stores %d were found within %.1f s"
+            logger.warning(message, request.name, wanted, found * self._chunk_size, waiting.patience.spent)
+        request.options.wait_for, waiting.patience = 0, self.new_patience()
+        waiting.stored_elsewhere, waiting.look_at = 0, 0.0
+        return False
+
+    def _promotes(self, lookup: _Lookup) -> bool:
+        """Find the longest hit; whether the request waits until host memory has it."""
+        self._find(lookup)
+        if lookup.found <= max(lookup.ready, lookup.computed):
+            return False
+        if self._is_promoting(lookup):
+            return True
+        # The promotion has ended, now or before: its chunks are in host memory.
+        self._find(lookup)
+        if self._boundaries.states and lookup.ready < lookup.found <= self._timing.max_promoted:
+            lookup.keys = self._boundaries.ready(lookup.wanted, lookup.computed)
+            lookup.ready = lookup.found = len(lookup.keys)
+        return False
+
+    def _is_promoting(self, lookup: _Lookup) -> bool:
+        """Whether chunks `ready` to `found` fit into host memory, and the request may wait on for them."""
+        if lookup.found > self._timing.max_promoted:
+            return False
+        waiting, keys, ready, found = lookup.request.waiting, lookup.keys, lookup.ready, lookup.found
+        promotion = waiting.promotion
+        limit = partial(self._timing.limit, keys, ready, found, lookup.computed)
+        if not waiting.patience.lasts(self._clock(), limit, ready):
+            if promotion is not None:
+                self._timing.late(keys[ready:found], waiting.patience.spent)
+            waiting.cancel()
+            return False
+        if promotion is None or promotion.released or (promotion.done and len(promotion) < found):
+            # Promoted again, now as a load: a prefetch may have been cut short by its share of the slots.
+            # The old promotion is released afterwards, so that its chunks stay referenced.
+            demanded = self._timing.promote(keys[:found])
+            waiting.cancel()
+            promotion = waiting.promotion = demanded
+            if demanded.done and demanded.ready <= ready:
+                return False
+        return not promotion.done
+
+    # -- what was found -----------------------------------------------------------------------------------
+
+    def _keys(self, request: Request) -> list[ChunkKey]:
+        """The keys of the chunks that a load may end with."""
+        total, size = request.num_tokens, self._chunk_size
+        if request.loadable < request.last_token:
+            return request.keys(request.loadable // size)
+        if self._options.save_unfull_chunk:
+            return request.keys_with_tail(total // size)
+        return request.keys((total - 1) // size)
+
+    def _worth_loading(self, request: Request, keys: Sequence[ChunkKey]) -> tuple[int, int]:
+        """`(ready, found)`: leading chunks that can be leased, and leading chunks anywhere that are worth loading.
+
+        Decided once per request, and again once shared tiers have answered.
+        """
+        ready, found = self._store.catalog.count_prefix(keys)
+        waiting = request.waiting
+        computed = waiting.computed // self._chunk_size
+        if found > max(ready, computed):
+            if waiting.worth_loading is None:
+                waiting.worth_loading = self._timing.worth_loading(keys, ready, found, computed)
+            found = max(ready, int(min(found, waiting.worth_loading)))
+        return ready, found
+
+    def _find(self, lookup: _Lookup) -> None:
+        """Find the longest hit. With recurrent layers it ends where states are, and they are worth loading."""
+        request, chain, waiting = lookup.request, lookup.wanted, lookup.request.waiting
+        lookup.keys = chain
+        while self._boundaries.states:
+            if len(chain) > waiting.longest_hit:
+                chain = chain[: int(waiting.longest_hit)]
+            lookup.keys = self._boundaries.found(chain, lookup.computed)
+            lookup.ready, lookup.found = self._worth_loading(request, lookup.keys)
+            if lookup.found == len(lookup.keys):
+                return
+            # Some of them are slower to load than to compute: perhaps those of a shorter hit are not.
+            waiting.longest_hit = min(lookup.found, self._boundaries.chunks(len(lookup.keys)) - 1)
+            waiting.worth_loading = None
+        lookup.ready, lookup.found = self._worth_loading(request, lookup.keys)
+
+    def _extended(self, request: Request, keys: list[ChunkKey]) -> tuple[list[ChunkKey], int]:
+        """`(keys, tokens)`: with one more chunk in host memory whose first tokens continue the prompt, if any.
+
+        `tokens`: those of the last chunk that are the prompt's.
+        """
+        size, at = self._chunk_size, len(keys) * self._chunk_size
+        if keys and isinstance(keys[-1], TailKey):
+            shorter, last = self._extended(request, keys[:-1])
+            return (shorter, last) if len(shorter) == len(keys) and last > keys[-1].tokens else (keys, keys[-1].tokens)
+        limited = request.loadable < request.last_token or self._audit.wrong.is_in(keys)
+        if not self._options.save_unfull_chunk or self._block_map.windowed or limited or at >= request.last_token:
+            return keys, size
+        tokens = token_bytes(request.tokens(at, size))
+        key, count = self._store.catalog.longest_prefix(request.chain.origin(len(keys)), tokens)
+        left = request.last_token - at
+        usable = min(count, left)
+        # A few tokens with which many prompts begin alike are sooner computed than loaded.
+        few = usable < min(left, self._block_map.groups[0].block_size)
+        return (keys, size) if few else ([*keys, key], count)
+
+    def _offer(self, request: Request, ready: int, found: int) -> tuple[int, bool]:
+        """`(chunks, between_steps)`: how many chunks to promise, and whether they are loaded between steps.
+
+        Between steps: hits that are too long for host memory, and all where a load within a step may not
+        fail.
+        """
+        if request.loading.begun >= _MAX_ASYNC_LOADS:
+            # Preempted again and again. vLLM cannot preempt a request that is loading: two of them could
+            # preempt each other in turns for ever, where requests that compute make progress.
+            return (ready, False) if self._may_load_within_step else (0, False)
+        if max(ready, self._timing.max_promoted) < found:
+            return found, True
+        first = request.waiting.computed // self._chunk_size
+        nbytes = max(0, ready - first) * self._store.slab.slot_bytes
+        return ready, nbytes > 0 and (not self._may_load_within_step or self._timing.mode.between_steps(nbytes))
+
+    def _hit_tokens(self, request: Request, chunks: int, last: int) -> int:
+        """Tokens of a hit of `chunks` chunks, `last` of them in the last one, that may be loaded."""
+        lookahead = self._options.lookahead
+        whole = self._block_map.scratch or (lookahead > 1 and self._block_map.windowed)
+        if chunks and lookahead and whole:
+            # Such a hit must end with a chunk: elsewhere the pages of the window before it were not stored.
+            chunks, last, lookahead = chunks - 1, self._chunk_size, 0
+        found = (chunks - 1) * self._chunk_size + last if chunks else 0
+        hit = max(0, min(found - lookahead, request.last_token))
+        return hit - hit % self._block_map.groups[0].block_size if self._options.whole_blocks else hit
+
+    def _stop_where_prompts_part(self, request: Request, chain: Sequence[ChunkKey], hit: int) -> None:
+        """Where this prompt parts from an earlier one and no state is stored, have vLLM stop, so that one can be."""
+        if self._boundaries.states:
+            shared = self._store.catalog.count_prefix(chain)[1] * self._chunk_size
+            # Not within the answer of a preempted request, whose steps end where drafts are accepted.
+            if hit < shared <= request.hashed_tokens:
+                self.stop_at(request.vllm, shared)
+
+    # -- promises -----------------------------------------------------------------------------------------
+
+    def _is_audited(self, request: Request, keys: list[ChunkKey], first: int, ready: int, need: int) -> bool:
+        """Whether the request computes this hit, too. It keeps its promotion, so that its chunks stay until then."""
+        chunks = self._boundaries.chunks(len(keys)) - first
+        sources = self._sources(request, chunks, keys[max(first, ready) :])
+        speed = self._timing.cost.prefill_speed
+        if not self._audit.takes(request, keys, sources, need, need / speed if speed else 0.0):
+            return False
+        self._observer.missed(request, Miss("audited", max(0, request.last_token - request.waiting.computed)))
+        audit = request.auditing.audit
+        if self._boundaries.states and audit is not None:
+            self.stop_at(request.vllm, audit.end * self._chunk_size)
+        return True
+
+    def _promise(self, request: Request, keys: list[ChunkKey], first: int, need: int, between_steps: bool) -> bool:
+        """Lease what is loaded within the step; False if some of it has just gone."""
+        waiting = request.waiting
+        if between_steps:
+            below = keys[max(first, self._store.catalog.count_prefix(keys)[0]) :]
+        else:
+            # Leased before the promotion is released: in between the chunks could be evicted.
+            waiting.lease, below = self._store.lease(keys[first:]), []
+            if len(waiting.lease) < len(keys) - first:
+                waiting.release_lease()
+                return False
+        chunks = self._sources(request, self._boundaries.chunks(len(keys)) - first, below)
+        self._observer.promised(request, keys, chunks, self._in_tokens(chunks, need))
+        waiting.between_steps = between_steps
+        if not between_steps:
+            waiting.cancel()
+        self._promised[request.request_id] = request
+        return True
+
+    def _sources(self, request: Request, total: int, below: Sequence[ChunkKey]) -> dict[str, int]:
+        """The `total` chunks to load by tier. A chunk that was just promoted counts for the tier that it came from."""
+        host = self._store.primary_name
+        request.waiting.note_promoted()
+        lower = {name: count for name, count in request.waiting.promoted.items() if name != host}
+        if below:
+            name = self._store.catalog.tier_of(below[0]) or host
+            lower[name] = lower.get(name, 0) + len(below)
+        lower = {name: min(count, total) for name, count in lower.items()}
+        return {host: max(0, total - sum(lower.values())), **lower}
+
+    def _in_tokens(self, chunks: dict[str, int], need: int) -> dict[str, int]:
+        """The `need` tokens to load by tier: the first tier, host memory, has those that the others have not."""
+        host, *lower = chunks
+        tokens = {name: min(chunks[name] * self._chunk_size, need) for name in lower}
+        return {host: max(0, need - sum(tokens.values())), **tokens}
+
+    # -- allocation ---------------------------------------------------------------------------------------
+
+    def allocated(self, request: Request, tables: BlockTables, tokens: int) -> None:
+        """Blocks are allocated: order the promised load of `tokens` tokens, or release its lease for 0."""
+        waiting = request.waiting
+        promised = self._promised.pop(request.request_id, None) is not None
+        self._observer.scheduled(request, tokens, refused=promised and tokens <= 0)
+        if tokens <= 0:
+            waiting.release_lease()
+            self._loads.admission.end(request)
+            return
+        end = waiting.computed + tokens
+        if waiting.between_steps:
+            keys = request.report.promised[waiting.computed // self._chunk_size :]
+            self._loads.begin(request, keys, tables, end)
+        else:
+            self._loads.order(request, waiting.lease or self._store.lease(()), tables, end)
+            waiting.lease = None
+
+    def end_step(self) -> None:
+        """A step was scheduled: withdraw the promises not taken up."""
+        # A lease that waited with its request would keep its chunks from eviction.
+        for request in self._promised.values():
+            request.waiting.release_lease()
+        self._promised.clear()
+
+    def forget(self, request: Request) -> None:
+        """The request has ended: release its chunks."""
+        self._promised.pop(request.request_id, None)
+        request.waiting.release()

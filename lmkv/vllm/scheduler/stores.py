@@ -1,0 +1,334 @@
+"""Orders the copies of chunks, and of recurrent layers' states, into host memory, in the step that completes them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from attrs import define
+
+from lmkv.chunks.hashing import token_bytes
+from lmkv.memory.copier import ChunkCopy
+from lmkv.protocols import ChunkKey
+from lmkv.store.leases import Reservation
+from lmkv.vllm.plan.metadata import JobReport
+from lmkv.vllm.plan.request import BlockTables, Request
+from lmkv.vllm.scheduler.audit import HitAudits
+from lmkv.vllm.scheduler.context import PlanContext
+from lmkv.vllm.scheduler.jobs import Job
+
+logger = logging.getLogger("lmkv.vllm")
+
+
+Offer = tuple[int, int, int]
+"""vLLM's hand-over of a state: group, block, and the tokens before it."""
+
+
+@define(eq=False, kw_only=True)
+class _ChunkJob(Job):
+    reservation: Reservation
+    first_chunk: int
+    stored: int
+    total: int
+    """Leading tokens that are stored once this job has ended; `stored` of them by the job."""
+    chunks: int
+
+
+class ChunkStores:
+    """Decides which chunks are stored in which step. Called on the scheduling thread only."""
+
+    def __init__(self, context: PlanContext) -> None:
+        self._store = context.store
+        self._observer = context.observer
+        self._block_map = context.block_map
+        self._chunk_size = context.chunk_size
+        self._builder = context.builder
+        self._save_decode = context.options.save_decode
+        # The KV of a chunk's last positions is computed again once the tokens are known that it depends on.
+        self._late = max(0, context.options.lookahead - 1)
+        # With windows a hit ends where a chunk or tail ends: a tail is found by its prompt only.
+        self._by_prefix = context.options.save_unfull_chunk and not context.block_map.windowed
+        self._jobs = context.jobs
+
+    def completes(self, request: Request, computed: int) -> int:
+        """How many leading chunks are complete after `computed` tokens; 0 when all of them are stored."""
+        if computed < (request.storing.stored + 1) * self._chunk_size:
+            # Most steps of most requests.
+            return 0
+        # With asynchronous scheduling, tokens are computed before their ids are known here.
+        known = min(computed, request.num_tokens) - self._late
+        if not self._save_decode:
+            known = min(known, request.prompt_tokens)
+        if request.options.max_offload_tokens is not None:
+            known = min(known, request.options.max_offload_tokens)
+        complete = known // self._chunk_size
+        return complete if complete > request.storing.stored and not request.options.skip_save else 0
+
+    def store(self, request: Request, complete: int, tables: BlockTables) -> None:
+        """Order copies of those of the first `complete` chunks that no tier stores.
+
+        When no slot can be allocated the rest is tried again in the request's next step.
+        """
+        keys = request.keys(complete)
+        # Some may have been loaded, or stored by another request with the same prefix.
+        request.storing.stored += self._store.catalog.count_prefix(keys[request.storing.stored :])[1]
+        self._observer.track(request, keys[: request.storing.stored])
+        first = request.storing.stored
+        if first == complete:
+            return
+        self._store.hints.label(keys[first:], request.tenants)
+        self._store.hints.prompt(keys[first:], request.num_tokens)
+        # Protected: to store the end of a prompt must not evict its beginning, without which it is not found.
+        reservation = self._store.reserve(
+            keys[first:],
+            parent=request.chain.parent(first),
+            tokens=request.chain.token_bytes(first, complete),
+            origins=[request.chain.origin(index) for index in range(first, complete)] if self._by_prefix else (),
+            protect=keys,
+        )
+        request.storing.stored = first + reservation.accepted
+        if request.storing.stored < complete:
+            self._observer.telemetry.found_no_room()
+        copies = self._copies(reservation, keys, first, request.storing.stored, tables)
+        if copies:
+            order = self._builder.store(copies)
+            stored, total = len(copies) * self._chunk_size, request.storing.stored * self._chunk_size
+            self._begin(order.job, request, reservation, first, stored, total, len(copies))
+
+    def completes_tail(self, request: Request, computed: int) -> bool:
+        """Whether the prompt's tail is computed after `computed` tokens, is not stored, and in no whole chunk."""
+        if request.tail is None or not request.storing.tail_due or request.options.skip_save:
+            return False
+        end = request.tail_chunk * self._chunk_size + request.tail.tokens
+        if request.options.max_offload_tokens is not None and end > request.options.max_offload_tokens:
+            return False
+        return end <= computed < (request.tail_chunk + 1) * self._chunk_size
+
+    def store_tail(self, request: Request, tables: BlockTables) -> None:
+        """Order the copy of the prompt's tail, unless a chunk in host memory begins with it.
+
+        A tail is of use only with the chunks before it, so none of these is evicted for it.
+        """
+        tail, count, size = request.tail, request.tail_chunk, self._chunk_size
+        assert tail is not None
+        if request.storing.stored < count:
+            return
+        origin, tokens = request.chain.origin(count), token_bytes(request.tokens(count * size, tail.tokens))
+        request.storing.tail_due = False
+        if self._by_prefix and self._store.catalog.longest_prefix(origin, tokens)[1] == tail.tokens:
+            return
+        chain = request.keys_with_tail(count)
+        self._store.hints.label([tail], request.tenants)
+        reservation = self._store.reserve(
+            [tail],
+            parent=request.chain.parent(count),
+            tokens=tokens,
+            origins=[origin] if self._by_prefix else (),
+            protect=chain,
+        )
+        slot = reservation.slots.get(tail)
+        copy = None if slot is None else self._block_map.store_copy(slot, tables, count, tail.tokens)
+        if copy is None:
+            reservation.abort()
+            return
+        order = self._builder.store([copy])
+        self._begin(order.job, request, reservation, count, tail.tokens, count * size + tail.tokens, 1)
+
+    def _begin(
+        self,
+        number: int,
+        request: Request,
+        reservation: Reservation,
+        first: int,
+        stored: int,
+        total: int,
+        chunks: int = 1,
+    ) -> None:
+        job = _ChunkJob(
+            planner=self,
+            request=request,
+            reservation=reservation,
+            first_chunk=first,
+            stored=stored,
+            total=total,
+            chunks=chunks,
+        )
+        self._jobs.begin(number, job)
+        request.storing.copying += 1
+
+    def _copies(
+        self, reservation: Reservation, keys: Sequence[ChunkKey], first: int, end: int, tables: BlockTables
+    ) -> list[ChunkCopy]:
+        """Copies into the reserved slots. Slots of chunks whose blocks are not all there are freed."""
+        slots = reservation.slots
+        copies, unusable = [], []
+        for index in range(first, end):
+            slot = slots.get(keys[index])
+            copy = None if slot is None else self._block_map.store_copy(slot, tables, index)
+            if copy is not None:
+                copies.append(copy)
+            elif slot is not None:
+                unusable.append(keys[index])
+        reservation.abort(unusable)
+        return copies
+
+    def storing(self, keys: Sequence[ChunkKey]) -> Request | None:
+        """A request that is storing any of these chunks."""
+        wanted = set(keys)
+        found = (job.request for job in self._jobs.of(_ChunkJob) if not wanted.isdisjoint(job.reservation.slots))
+        return next(found, None)
+
+    def ended(self, number: int, job: Job, report: JobReport) -> None:
+        """All ranks have answered: publish the chunks, or free their slots."""
+        assert isinstance(job, _ChunkJob)
+        try:
+            self._end(job, report)
+        finally:
+            job.request.storing.copy_ended()
+
+    def _end(self, job: _ChunkJob, report: JobReport) -> None:
+        request, kept = job.request, report.ok and not job.distrusted
+        job.reservation.commit() if kept else job.reservation.abort()
+        self._observer.telemetry.stored(job.stored, job.chunks, report, kept=kept)
+        if not kept:
+            request.storing.begin_again(job.first_chunk)
+            # A copy that failed once would fail in every step that followed.
+            request.options.skip_save |= not report.ok
+            return
+        if job.first_chunk == 0:
+            self._observer.explainer.first_chunks.stored(request)
+        self._observer.track(request, request.keys_with_tail(job.total // self._chunk_size))
+        logger.info("lmkv: request %s: stored %d of %d tokens", request.name, job.stored, job.total)
+
+
+@define(eq=False, kw_only=True)
+class _StateJob(Job):
+    reservation: Reservation
+    chunks: int
+    replaces: int
+    """Leading chunks behind which this request's states are not needed any more, or 0."""
+
+
+class StateStores:
+    """Decides which states are stored in which step. Called on the scheduling thread only.
+
+    It stores the states that vLLM keeps, at prompts' ends and where prompts part; one every few chunks, while a prompt
+    is computed in several steps; and the last one of an answer.
+    """
+
+    def __init__(self, context: PlanContext, audit: HitAudits) -> None:
+        self._store = context.store
+        self._observer = context.observer
+        self._block_map = context.block_map
+        self._chunk_size = context.chunk_size
+        self._builder = context.builder
+        self._stores = context.options.stores
+        self._save_decode = context.options.save_decode
+        self._interval = context.options.state_interval or context.block_map.states
+        self._jobs = context.jobs
+        self._audit = audit
+
+    def take(self, request: Request, computed: int, tables: BlockTables, offers: Sequence[Offer] = ()) -> None:
+        """Order copies of the states that this step completes, once all chunks before them are stored.
+
+        `computed`: tokens after the step, drafts excluded. `tables`: after the step.
+        """
+        saves = self._stores and not request.options.skip_save
+        if not saves and request.auditing.audit is None:
+            return
+        handed: dict[int, dict[int, int]] = {}
+        for group, block, tokens in offers:
+            index = self._block_map.index(group)
+            # With asynchronous scheduling a block that was offered since the last step may be another request's by now.
+            if self._block_map.state_blocks(tables, tokens).get(index) == block:
+                handed.setdefault(tokens, {})[index] = block
+        for tokens, blocks in handed.items():
+            if self._keyed(request, tokens):
+                self._audit.compare_states(request, tokens // self._chunk_size, blocks)
+                if saves:
+                    request.storing.kept = max(request.storing.kept, tokens // self._chunk_size)
+                    self._order(request, tokens // self._chunk_size, blocks)
+        # With asynchronous scheduling the step computes tokens that become known later: what is known was computed by
+        # a step before. With drafts that step may have ended behind its first token.
+        for tokens in {min(computed, request.num_tokens), self._accepted(request)} - handed.keys():
+            if self._keyed(request, tokens):
+                blocks = self._block_map.state_blocks(tables, tokens)
+                self._audit.compare_states(request, tokens // self._chunk_size, blocks)
+                if saves:
+                    self._step_ended(request, tokens // self._chunk_size, blocks)
+
+    def _accepted(self, request: Request) -> int:
+        """Tokens of its answer that steps whose end is known have computed, accepted drafts among them; or 0."""
+        tokens = request.vllm.num_computed_tokens - request.vllm.num_in_flight_tokens
+        return tokens if tokens > request.prompt_tokens else 0
+
+    def _keyed(self, request: Request, tokens: int) -> bool:
+        """Whether these tokens are whole chunks with a key, and may be stored."""
+        prompt = request.prompt_tokens
+        limits = [request.num_tokens]
+        if not self._save_decode:
+            limits.append(prompt)
+        if request.options.max_offload_tokens is not None:
+            limits.append(request.options.max_offload_tokens)
+        return tokens % self._chunk_size == 0 and 0 < tokens <= min(limits)
+
+    def _step_ended(self, request: Request, chunks: int, blocks: Mapping[int, int]) -> None:
+        """A step ends behind `chunks` chunks: keep some of these states of a prompt, and the last of an answer."""
+        prompt = request.prompt_tokens
+        if chunks * self._chunk_size > prompt:
+            if chunks <= request.storing.last_states:
+                return
+            replaces, request.storing.last_states = request.storing.last_states, chunks
+            if replaces - request.storing.kept >= self._interval:
+                request.storing.kept, replaces = replaces, 0
+            self._order(request, chunks, blocks, replaces)
+        elif chunks - request.storing.kept >= self._interval:
+            request.storing.kept = chunks
+            self._order(request, chunks, blocks)
+
+    def _order(self, request: Request, chunks: int, blocks: Mapping[int, int], replaces: int = 0) -> None:
+        """Order copies of the states behind `chunks` chunks that no tier has."""
+        keys, chain = request.state_keys(chunks), request.keys(chunks)
+        missing = keys[self._store.catalog.count_prefix(keys)[1] :]
+        if not missing or request.storing.stored < chunks:
+            return
+        self._store.hints.label(missing, request.tenants)
+        reservation = self._store.reserve(missing, parent=chain[-1], protect=chain)
+        slots = reservation.slots
+        copies = [self._block_map.state_copy(slots[key], key.number, blocks) for key in missing if key in slots]
+        order = [copy for copy in copies if copy is not None]
+        if reservation.accepted < len(missing) or not order or len(order) < len(copies):
+            # Some would be of no use without the others.
+            reservation.abort()
+            return
+        number = self._builder.store(order).job
+        job = _StateJob(planner=self, request=request, reservation=reservation, chunks=chunks, replaces=replaces)
+        self._jobs.begin(number, job)
+        request.storing.copying += 1
+
+    def ended(self, number: int, job: Job, report: JobReport) -> None:
+        """All ranks have answered: publish the states, or free their slots."""
+        assert isinstance(job, _StateJob)
+        try:
+            self._end(job, report)
+        finally:
+            job.request.storing.copy_ended()
+
+    def _end(self, job: _StateJob, report: JobReport) -> None:
+        request, kept = job.request, report.ok and not job.distrusted
+        count = len(job.reservation)
+        job.reservation.commit() if kept else job.reservation.abort()
+        self._observer.telemetry.stored_states(count, report, kept=kept)
+        if not kept:
+            request.options.skip_save |= not report.ok
+            return
+        keys: list[ChunkKey] = [*request.keys(job.chunks), *request.state_keys(job.chunks)]
+        # They are evicted before the chunks that they need.
+        self._store.touch(keys)
+        self._observer.track(request, keys)
+        if job.replaces:
+            replaced = request.state_keys(job.replaces)
+            self._store.delete(replaced)
+            self._observer.explainer.evictions.forget(replaced)
+        tokens = job.chunks * self._chunk_size
+        logger.info("lmkv: request %s: stored its state after %d tokens", request.name, tokens)

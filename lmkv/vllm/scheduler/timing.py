@@ -1,0 +1,239 @@
+"""When to load: whether a tier is faster than the model, how long to wait for it, and whether to load within a step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+from attrs import define, field
+
+from lmkv.outcomes import Presence
+from lmkv.protocols import ChunkKey
+from lmkv.store.promotion import Promotion
+from lmkv.vllm.scheduler.context import PlanContext
+
+logger = logging.getLogger("lmkv.vllm")
+
+_SMOOTHING = 0.3
+_DECAY = 0.98
+MIN_STEP_TOKENS = 64
+"""The duration of a smaller step does not show the model's speed."""
+_PROBE_EVERY = 16
+"""Every sixteenth load that looks too slow is done while its request computes, to measure the tier again."""
+_USUAL = 4.0
+"""A load that takes this many times as long as expected is given up."""
+_STAKE = 0.25
+"""A request may always wait this share of its computing time for a load that is expected to be faster."""
+
+
+@define
+class LoadTime:
+    """Seconds that a tier takes for a load: a delay, and a time for each byte, fitted to its recent loads.
+
+    Least squares, older loads counting ever less. Loads of a single size leave it to the bytes alone.
+    """
+
+    nbytes: float = 0.0
+    seconds: float = 0.0
+    """Means of the loads' bytes and seconds."""
+    _variance: float = 0.0
+    _covariance: float = 0.0
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """Note that a load of `nbytes` took `seconds`."""
+        share = _SMOOTHING if self.seconds else 1.0
+        more, longer = nbytes - self.nbytes, seconds - self.seconds
+        self.nbytes += share * more
+        self.seconds += share * longer
+        self._variance = (1 - share) * (self._variance + share * more * more)
+        self._covariance = (1 - share) * (self._covariance + share * more * longer)
+
+    def of(self, nbytes: int) -> float:
+        """Expected seconds of a load of `nbytes`."""
+        most = self.seconds / self.nbytes
+        per_byte = self._covariance / self._variance if self._variance else most
+        # Neither faster with more bytes, nor in less than no time.
+        return self.seconds + min(max(per_byte, 0.0), most) * (nbytes - self.nbytes)
+
+
+@define
+class LoadCost:
+    """How fast prefill and the lower tiers were, and whether a load is worth it.
+
+    A step's duration includes everything the engine waited for, so that a single step can make the model look
+    slower but not faster than it is: the fastest of the recent steps counts. `prefill_speed`: tokens per
+    second. `loads`: by tier. `skipped`: loads that were not worth it, by tier, too.
+    """
+
+    enabled: bool = True
+    prefill_speed: float = 0.0
+    skipped: Counter[str] = field(factory=Counter)
+    loads: dict[str, LoadTime] = field(factory=dict)
+
+    def observe_step(self, tokens: int, seconds: float) -> None:
+        """Note that a step of the model computed `tokens` in `seconds`."""
+        if tokens >= MIN_STEP_TOKENS and seconds > 0:
+            self.prefill_speed = max(self.prefill_speed * _DECAY, tokens / seconds)
+
+    def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
+        """Note that a tier delivered `nbytes` in `seconds`, waiting in its queue included."""
+        if nbytes and seconds > 0:
+            self.loads.setdefault(tier, LoadTime()).observe(nbytes, seconds)
+
+    def worth_loading(self, tier: str, tokens: int, nbytes: int) -> bool:
+        """Whether loading is expected to be faster than computing; True for a tier without measurements."""
+        known = self.loads.get(tier)
+        if not self.enabled or known is None or not self.prefill_speed:
+            return True
+        load, compute = known.of(nbytes), tokens / self.prefill_speed
+        if load <= compute:
+            return True
+        self.skipped[tier] += 1
+        logger.debug(
+            "lmkv: %d tokens from %s would take %.3f s, computing them %.3f s: not loaded", tokens, tier, load, compute
+        )
+        return False
+
+    def wants_probe(self, tier: str) -> bool:
+        """Whether to do the tier's load that was last found too slow, while its request computes."""
+        return self.skipped[tier] % _PROBE_EVERY == 0
+
+    def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:
+        """Seconds after which a load of `tokens` is better given up for computing them.
+
+        At most the time that computing takes, and less for a tier whose speed is known. Infinite if everything is to
+        be loaded; None while no prefill has been measured.
+        """
+        if not self.enabled:
+            return math.inf
+        if not self.prefill_speed:
+            return None
+        compute = tokens / self.prefill_speed
+        known = self.loads.get(tier) if tier is not None else None
+        return compute if known is None else min(compute, max(_USUAL * known.of(nbytes), _STAKE * compute))
+
+
+MAX_STALL = 0.005
+"""Seconds. A load within a step delays every request of the batch by as long as it takes."""
+
+
+@define
+class LoadMode:
+    """Decides whether to load within a step or between steps.
+
+    `concurrent`: the device can copy while it computes. A CPU cannot: loads between steps gain nothing there.
+    `computing`: requests of the last step, which a load within the next step would delay.
+    """
+
+    mode: Literal["auto", "sync", "async"] = "auto"
+    concurrent: bool = False
+    computing: int = 0
+    _speed: float = 0.0
+    """Bytes per second from host memory, all ranks together."""
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """Note that a load of `nbytes` took `seconds`."""
+        if nbytes and seconds > 0:
+            speed = nbytes / seconds
+            self._speed += (speed - self._speed) * (_SMOOTHING if self._speed else 1)
+
+    def between_steps(self, nbytes: int) -> bool:
+        """Whether to load `nbytes` between steps; within one until a speed has been measured."""
+        if self.mode != "auto":
+            return self.mode == "async"
+        stalls = bool(self._speed) and nbytes / self._speed > MAX_STALL
+        return self.concurrent and self.computing > 0 and stalls
+
+
+class Timing:
+    """Decides by what loads and steps have taken. Called on the scheduling thread only; never waits.
+
+    `cost`: the speeds of the model and of each tier. `mode`: whether a load is within a step or between steps.
+    """
+
+    def __init__(self, context: PlanContext) -> None:
+        self._store = context.store
+        self._options = context.options
+        self._boundaries = context.boundaries
+        self._clock = context.options.clock
+        self._telemetry = context.observer.telemetry
+        self._chunk_size = context.chunk_size
+        self.cost = LoadCost(enabled=context.options.load_or_recompute)
+        self.mode = LoadMode(context.options.load_mode, concurrent=context.options.concurrent_copies)
+        self.max_promoted = max(1, context.store.slab.num_slots // 2)
+        """Chunks of one request that may be promoted at once."""
+
+    def worth_loading(self, keys: Sequence[ChunkKey], ready: int, found: int, computed: int) -> float:
+        """How many leading chunks are sooner loaded than computed: those before the first tier that is too slow.
+
+        Chunks `ready` to `found` are in lower tiers; the first `computed` are computed. Infinite if all are.
+        """
+        for tier, (count, nbytes) in self._store.catalog.by_tier(keys[ready:found]).items():
+            tokens = self._tokens(count, found, computed)
+            if tier is not None and not self.cost.worth_loading(tier, tokens, nbytes):
+                worth = next(n for n in range(ready, found) if self._store.catalog.tier_of(keys[n]) == tier)
+                if self.cost.wants_probe(tier):
+                    self._probe(keys[: min(found, self.max_promoted)])
+                return worth
+        return math.inf
+
+    def _tokens(self, count: int, found: int, computed: int) -> int:
+        """Tokens saved by loading `count` of `found` entries; the first `computed` chunks are computed already.
+
+        With recurrent layers all of the hit: its chunks are of no use without its states, nor these without them.
+        """
+        chunks = self._boundaries.chunks(found) - computed if self._boundaries.states else count
+        return chunks * self._chunk_size
+
+    def _probe(self, keys: Sequence[ChunkKey]) -> None:
+        """Measure a slow tier again while the request computes."""
+        probe = self.promote(keys, prefetch=True, ttl=self._options.prefetch_deadline)
+        probe.add_done_callback(probe.release)
+
+    def promote(
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        prefetch: bool = False,
+        limit: int | None = None,
+        ttl: float | None = None,
+        owner: bytes = b"",
+    ) -> Promotion:
+        """Promote chunks, and measure how fast their tiers deliver them, the time in queues included."""
+        started = self._clock()
+        promotion = self._store.promote(keys, prefetch=prefetch, limit=limit, ttl=ttl, owner=owner)
+
+        def measure() -> None:
+            for tier, (nbytes, at) in promotion.delivered.items():
+                if tier != self._store.primary_name:
+                    self.cost.observe_load(tier, nbytes, at - started)
+                    self._telemetry.promoted(tier, at - started)
+
+        promotion.add_done_callback(measure)
+        return promotion
+
+    def late(self, keys: Sequence[ChunkKey], seconds: float) -> None:
+        """Record that the tiers of these chunks take twice the time waited."""
+        presences = self._store.catalog.lookup(keys)
+        missing = [key for key, presence in zip(keys, presences, strict=True) if presence is not Presence.READY]
+        for tier, (_, nbytes) in self._store.catalog.by_tier(missing).items():
+            if tier is not None:
+                self.cost.observe_load(tier, nbytes, 2 * seconds)
+
+    def limit(self, keys: Sequence[ChunkKey], ready: int, found: int, computed: int = 0) -> float | None:
+        """Seconds that a request may wait for chunks `ready` to `found`; None while no speed is known.
+
+        `computed`: how many chunks it has computed.
+        """
+        tokens = self._tokens(found - ready, found, computed)
+        tiers = self._store.catalog.by_tier(keys[ready:found])
+        limits = [self.cost.patience(tier, tokens, nbytes) for tier, (_, nbytes) in tiers.items()]
+        return max((limit for limit in limits if limit is not None), default=None)
+
+    def compute_seconds(self, tokens: int) -> float:
+        """Seconds that `tokens` take to compute; infinite while no speed is known."""
+        seconds = self.cost.patience(None, tokens, 0)
+        return math.inf if seconds is None else seconds

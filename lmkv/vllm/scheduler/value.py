@@ -1,0 +1,170 @@
+"""`MemoryValue`: estimates the hits with more or less of each tier, by shadows that replay a sample of requests."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from attrs import define, field
+from cachetools import LRUCache
+
+from lmkv.errors import safe_repr
+from lmkv.policies import Shadow, like
+from lmkv.policies.base import BRANCHES, DEPTH
+from lmkv.protocols import ChunkKey, Clock
+from lmkv.store.guards import attempt
+from lmkv.store.tiered import TieredStore
+
+logger = logging.getLogger("lmkv.vllm")
+
+SIZES: Final = (0.5, 1.0, 2.0, 4.0)
+"""Sizes of each tier that are tried, as multiples of what it has."""
+_NOW: Final = SIZES.index(1.0)
+_SAMPLED_CHUNKS: Final = 4096
+_MAX_SHARE: Final = 0.001
+"""Largest share of the wall time to spend here. Beyond it fewer requests are sampled."""
+_FEWEST_CHUNKS: Final = 512
+"""A shadow of fewer chunks says nothing."""
+_BACKLOG: Final = 8
+"""A step replays one more for each so many requests that wait."""
+_SETTLE_SECONDS: Final = 5.0
+KEPT: Final = 0.999
+"""The weight of a sampled request is multiplied by this with each one after it."""
+_DAY: Final = 86_400
+
+
+@define(eq=False)
+class _Tier:
+    name: str
+    nbytes: int
+    shadows: list[Shadow]
+    found: list[float] = field(factory=lambda: [0.0] * len(SIZES))
+    """Tokens that would have been found with each size of this tier, all others being as they are."""
+    without: float = 0.0
+    """Tokens that the other tiers would have found alone."""
+
+
+class MemoryValue:
+    """Feeds shadows of the tiers on the scheduling thread; `report` is for any thread. Never waits.
+
+    A step has one shadow replay one finished request, or a few if many wait, so that no call takes long.
+    The sample is whole subtrees of prompts, from where conversations part, so that it has all chunks of a hit or none.
+    """
+
+    def __init__(self, store: TieredStore, chunk_tokens: int, clock: Clock = time.perf_counter) -> None:
+        self._store = store
+        self._chunk_tokens = chunk_tokens
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._children: LRUCache[ChunkKey, int] = LRUCache(1 << 16)
+        self._known: LRUCache[ChunkKey, None] = LRUCache(1 << 16)
+        self._replays = deque[Iterator[None]]()
+        self._started = clock()
+        self._spent = self._tokens = 0.0
+        self._begin(min(1.0, _SAMPLED_CHUNKS / max(1, store.slab.num_slots)))
+
+    def _begin(self, rate: float) -> None:
+        self._rate, self._sampled_tokens, self._sampled = rate, 0.0, 0
+        self._replays.clear()
+        self._tiers = [
+            _Tier(name, nbytes, [Shadow(like(policy), rate * nbytes * size) for size in SIZES])
+            for name, nbytes, policy in self._store.catalog.sizes()
+        ]
+
+    def finished(self, keys: Sequence[ChunkKey], tokens: int) -> None:
+        """Note the end of a request with a prompt of `tokens` tokens, which used these whole chunks, head first."""
+        if not keys:
+            return
+        started = self._clock()
+        self._tokens += tokens
+        own = self._part(keys)
+        if int.from_bytes(keys[own][:4]) < self._rate * (1 << 32):
+            self._replays.append(self._replay(keys, own, tokens))
+        self._spend(started)
+
+    def step(self) -> bool:
+        """Have a shadow replay a request; whether there is more to replay. A policy that raises ends a replay."""
+        if self._replays:
+            started = self._clock()
+            with self._lock:
+                for _ in range(1 + len(self._replays) // _BACKLOG):
+                    if not attempt(lambda: next(self._replays[0], self) is None, self._failed):
+                        self._replays.popleft()
+            self._spend(started)
+        return bool(self._replays)
+
+    def _failed(self, error: Exception) -> bool:
+        logger.warning("lmkv: a request is left out of the estimate of hits with more memory: %s", safe_repr(error))
+        return False
+
+    def _spend(self, started: float) -> None:
+        """Count the time since `started`, and sample fewer requests from now on if it is too much."""
+        now = self._clock()
+        self._spent += now - started
+        too_long = now - self._started > _SETTLE_SECONDS and self._spent > _MAX_SHARE * (now - self._started)
+        if too_long and self._rate * self._store.slab.num_slots > _FEWEST_CHUNKS:
+            with self._lock:
+                self._begin(self._rate / 2)
+            self._spent, self._started, self._tokens = 0.0, now, 0.0
+
+    def _part(self, keys: Sequence[ChunkKey]) -> int:
+        """Number of the first chunk that not many conversations share."""
+        parent = None
+        for key in keys[:DEPTH]:
+            if key not in self._known:
+                self._known[key] = None
+                if parent is not None:
+                    self._children[parent] = self._children.get(parent, 0) + 1
+            parent = key
+        shared = range(min(len(keys) - 1, DEPTH), 0, -1)
+        return next((own for own in shared if self._children.get(keys[own - 1], 0) >= BRANCHES), 0)
+
+    def _replay(self, keys: Sequence[ChunkKey], own: int, tokens: int) -> Iterator[None]:
+        """Replay a request in one shadow after the other, then count its hits."""
+        # Chunks that many share are in every tier of any size, and would fill a sampled one.
+        sampled = keys[own:] if self._rate < 1 else keys
+        shared = len(keys) - len(sampled)
+        size = self._store.slab.slot_bytes
+        hits: list[list[int]] = [[] for _ in self._tiers]
+        for found, tier in zip(hits, self._tiers, strict=True):
+            for shadow in tier.shadows:
+                found.append(shadow.request(sampled, size))
+                yield
+        self._sampled_tokens = self._sampled_tokens * KEPT + tokens
+        self._sampled += 1
+        for place, tier in enumerate(self._tiers):
+            others = [each[_NOW] + shared for number, each in enumerate(hits) if number != place]
+            beside = max(others, default=0)
+            tier.without = tier.without * KEPT + min(beside * self._chunk_tokens, tokens)
+            for number, hit in enumerate(hits[place]):
+                counted = min(max(shared + hit, beside) * self._chunk_tokens, tokens)
+                tier.found[number] = tier.found[number] * KEPT + counted
+
+    def report(self, prefill_speed: float = 0.0) -> dict[str, Any]:
+        """Estimates for each size of each tier. `prefill_speed`: measured tokens per second; 0 if not known.
+
+        `saved_seconds`: seconds of prefill a day, compared with the present size.
+        """
+        with self._lock:
+            a_day = self._tokens / max(self._clock() - self._started, 1e-9) * _DAY
+            whole = self._sampled_tokens
+
+            def point(size: float, tier: _Tier, found: float) -> dict[str, Any]:
+                ratio, more = (tokens / whole if whole else 0.0 for tokens in (found, found - tier.found[_NOW]))
+                seconds = round(more * a_day / prefill_speed, 1) if prefill_speed else None
+                return {"bytes": int(size * tier.nbytes), "hit_ratio": round(ratio, 5), "saved_seconds": seconds}
+
+            tiers = [
+                {
+                    "name": tier.name,
+                    "bytes": tier.nbytes,
+                    "points": [point(size, tier, found) for size, found in zip(SIZES, tier.found, strict=True)],
+                    "without": point(0, tier, tier.without),
+                }
+                for tier in self._tiers
+            ]
+            return {"sampled_requests": self._sampled, "sampled_share": self._rate, "tiers": tiers}
