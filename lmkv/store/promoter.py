@@ -110,7 +110,7 @@ class Promoter:
 
         Chunks of the rest of `chain` that no lower tier stores are evicted last for it.
         """
-        promotion = Promotion(self._lock, self.release, lambda: self.forked)
+        promotion = Promotion(self.release, lambda: self.forked)
         end = math.inf if ttl is None else self._clock() + ttl
         tenant, part = self._primary.part_of(keys[0]) if keys else ("", 0.0)
         work = self._unreleased[promotion] = _Work(promotion, prefetch, end, owner, tenant, part, chain)

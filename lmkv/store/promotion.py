@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from attrs import define, field
@@ -23,7 +23,40 @@ _CALLBACK_FAILED = "lmkv: a done callback of a promotion failed; it was %r: %r"
 
 
 @define(eq=False, repr=False)
-class Promotion:
+class Handle:
+    """Work under way that others wait for. Thread-safe."""
+
+    done: bool = field(init=False, default=False)
+    """Whether nothing is under way any more."""
+    _bell: Bell = field(init=False, factory=Bell)
+    _callbacks: deque[Callable[[], None]] = field(init=False, factory=deque)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until done, at most `timeout` seconds. Returns `done`."""
+        return self._bell.wait_for(lambda: self.done, timeout)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call back once done (at once if it is), on whichever thread finishes it. Must not block."""
+        self._callbacks.append(callback)
+        if self.done:
+            self._call_back()
+
+    def finish(self) -> None:
+        """End it. Called by whoever does the work, without the store's lock. Idempotent."""
+        self.done = True
+        self._bell.ring()
+        self._call_back()
+
+    def _call_back(self) -> None:
+        with suppress(IndexError):
+            while True:
+                # A deque gives each one to one thread. The other callbacks belong to others.
+                callback = self._callbacks.popleft()
+                attempt(callback, partial(logger.error, _CALLBACK_FAILED, callback))
+
+
+@define(eq=False, repr=False)
+class Promotion(Handle):
     """The leading chunks of a request that are, or will soon be, in host memory, as `TieredStore.promote` returns it.
 
     Notes
@@ -33,7 +66,6 @@ class Promotion:
     alone changes its public attributes, under the store's lock.
     """
 
-    _lock: threading.Lock
     _release: Callable[[Promotion], None]
     _is_forked: Callable[[], bool]
     entries: list[Entry] = field(init=False, factory=list)
@@ -44,10 +76,6 @@ class Promotion:
     failed_at: int | None = field(init=False, default=None)
     """The first of its chunks that will never arrive."""
     released: bool = field(init=False, default=False)
-    done: bool = field(init=False, default=False)
-    """Whether nothing is under way any more."""
-    _bell: Bell = field(init=False, factory=Bell)
-    _callbacks: deque[Callable[[], None]] = field(init=False, factory=deque)
 
     def __repr__(self) -> str:
         state = "released" if self.released else "done" if self.done else "under way"
@@ -86,36 +114,15 @@ class Promotion:
         """
         if not self.done and self._is_forked():
             raise ClosedError("a promotion belongs to the process that this one was forked from")
-        return self._bell.wait_for(lambda: self.done, timeout)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call back once done (at once if it is), on whichever thread finishes it. Must not block."""
-        with self._lock:
-            if not self.done:
-                self._callbacks.append(callback)
-                return
-        callback()
+        return super().wait(timeout)
 
     def release(self) -> None:
         """Drop the references. Reads that nobody else wants are skipped unless begun. Idempotent."""
         self._release(self)
 
-    def finish(self) -> None:
-        """End the promotion: nothing is under way any more. Called by the promoter, without the lock. Idempotent."""
-        with self._lock:
-            self.done = True
-        self._bell.ring()
-        while True:
-            with self._lock:
-                callback = self._callbacks.popleft() if self._callbacks else None
-            if callback is None:
-                return
-            # The other callbacks belong to others.
-            attempt(callback, partial(logger.error, _CALLBACK_FAILED, callback))
-
 
 @define(eq=False, repr=False)
-class SharedLookup:
+class SharedLookup(Handle):
     """Asks shared tiers for the leading chunks of some keys; made by `TieredStore.look_up_shared`.
 
     Each tier, fastest first, is asked for the keys that the tiers before it do not have. Done when all chunks are
@@ -133,8 +140,6 @@ class SharedLookup:
     _clock: Clock
     _started: float = field(init=False)
     seconds: float = field(init=False, default=0.0)
-    done: bool = field(init=False, default=False)
-    _bell: Bell = field(init=False, factory=Bell)
 
     def __attrs_post_init__(self) -> None:
         self._started = self._clock()
@@ -142,10 +147,6 @@ class SharedLookup:
     def __repr__(self) -> str:
         state = "done" if self.done else "under way"
         return f"<SharedLookup {state}: {len(self._keys)} chunks in {', '.join(tier.name for tier in self._tiers)}>"
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until done, at most `timeout` seconds. Returns `done`."""
-        return self._bell.wait_for(lambda: self.done, timeout)
 
     def job(self) -> Job:
         return self._job(self._keys, self._tiers)
@@ -172,6 +173,5 @@ class SharedLookup:
 
     def _end(self, after: AfterLock) -> None:
         self.seconds = self._clock() - self._started
-        self.done = True
-        self._bell.ring()
+        self.finish()
         after.calls.append(self._on_done)

@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -252,11 +253,15 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- interrupts ---------------------------------------------------------------------------------------
 
-    @rule(span=spans, nth=st.integers(1, 40), verb=st.sampled_from(["lease", "touch", "count_prefix", "lookup"]))
+    @rule(
+        span=spans,
+        nth=st.integers(1, 40),
+        verb=st.sampled_from(["lease", "touch", "catalog.count_prefix", "catalog.lookup"]),
+    )
     def interrupt(self, span: tuple[str, int, int], nth: int, verb: str) -> None:
         """Ctrl-C in a call whose result nobody gets."""
         with suppress(KeyboardInterrupt), Interrupted(nth):
-            getattr(self.store, verb)(keys_of(span))
+            attrgetter(verb)(self.store)(keys_of(span))
         self.store.reserve(())
 
     # -- removing -----------------------------------------------------------------------------------------
@@ -440,7 +445,7 @@ def _one_step(machine: StoreMachine, rng: random.Random) -> None:
         (4, lambda: machine.promote(span, rng.random() < 0.5, rng.choice([None, 2]), rng.choice([None, 1.0]))),
         (5, lambda: machine.promotions and machine.end_promotion(rng.randint(0, 7))),
         (1, lambda: machine.pin(span, rng.choice([None, 0.5, 3.0]))),
-        (2, lambda: machine.interrupt(span, rng.randint(1, 40), rng.choice(["lease", "touch", "lookup"]))),
+        (2, lambda: machine.interrupt(span, rng.randint(1, 40), rng.choice(["lease", "touch", "catalog.lookup"]))),
         (1, lambda: machine.time_passes(rng.choice([0.1, 1.0, 70.0]), rng.random() < 0.5)),
         (4, lambda: machine.remove(span, rng.choice(["drop"] * 6 + ["delete"] * 2 + ["clear"]))),
         (14, lambda: machine.io_moves(_moves(rng))),
