@@ -190,7 +190,7 @@ class Clock:
 
 def clocks() -> dict[str, Clock]:
     """The connector's methods; of them, copies; and what metrics take on vLLM's thread."""
-    from lmkv.memory.cpu_copier import CPUCopier
+    from lmkv.memory.copiers import CPUCopier
     from lmkv.vllm.connector import LMKVConnector
     from lmkv.vllm.prometheus import LMKVPromMetrics, LMKVStats
     from lmkv.vllm.scheduler.telemetry import Samples, Telemetry

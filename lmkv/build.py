@@ -16,7 +16,7 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.description import describe
 from lmkv.backends.remote.options import RemoteOptions
-from lmkv.chunks.authentication import Authenticator
+from lmkv.chunks.codec import Authenticator
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config

@@ -211,12 +211,12 @@ def test_a_module_imports_what_it_may(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("lmkv.policies.lru", "import torch.nn"),
-        ("lmkv.policies.lru", "from threading import Lock"),
-        ("lmkv.policies.lru", "def f():\n    import torch"),
-        ("lmkv.policies.lru", "from ..store.tiered import TieredStore"),
-        ("lmkv.policies.lru", "from lmkv.backends import disk"),
-        ("lmkv.store.tiered", "if TYPE_CHECKING:\n    from lmkv.policies.lru import LRU"),
+        ("lmkv.policies.queues", "import torch.nn"),
+        ("lmkv.policies.queues", "from threading import Lock"),
+        ("lmkv.policies.queues", "def f():\n    import torch"),
+        ("lmkv.policies.queues", "from ..store.tiered import TieredStore"),
+        ("lmkv.policies.queues", "from lmkv.backends import disk"),
+        ("lmkv.store.tiered", "if TYPE_CHECKING:\n    from lmkv.policies.queues import LRU"),
         ("lmkv.store.tiered", "from lmkv.backends.disk import LocalDiskBackend"),
         ("lmkv.store.tiered", "from lmkv import config"),
         ("lmkv.store.tiered", "import vllm.config"),
@@ -242,7 +242,7 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("lmkv.policies.lru", "from lmkv.protocols import ChunkKey\nfrom ..errors import UsageError"),
+        ("lmkv.policies.queues", "from lmkv.protocols import ChunkKey\nfrom ..errors import UsageError"),
         ("lmkv.backends.disk.backend", "from lmkv.chunks.codec import encode\nfrom .folder import ChunkFolder"),
         ("lmkv.store.tiered", "from lmkv import protocols\nimport threading\nfrom lmkv.memory.slab import Slab"),
         ("lmkv.cli.demo", "def run():\n    import vllm\nif TYPE_CHECKING:\n    from vllm import LLM"),

@@ -125,7 +125,7 @@ def test_a_change_of_what_all_depend_on_concerns_all() -> None:
         ("lmkv/engine/registry.py", "tests/test_engine.py"),
         ("lmkv/vllm/plugin.py", "tests/vllm/test_plugin.py"),
         ("tests/backends/disk/attacks/make_attacks.py", "tests/backends/disk/attacks/test_attacks.py"),
-        ("lmkv/policies/sieve.py", "tests/policies/test_policies.py"),
+        ("lmkv/policies/segments.py", "tests/policies/test_policies.py"),
     ],
 )
 def test_a_file_that_is_reached_by_a_name_alone(file: str, test: str) -> None:

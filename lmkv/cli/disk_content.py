@@ -18,8 +18,7 @@ from lmkv.backends.disk.folder import QUARANTINE, ChunkFolder
 from lmkv.backends.disk.namespaces import digests
 from lmkv.backends.disk.root import NotTrustedError, Root
 from lmkv.chunks import codec
-from lmkv.chunks.codec import Header
-from lmkv.chunks.format import ChunkFormat
+from lmkv.chunks.codec import ChunkFormat, Header
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import Listed
 

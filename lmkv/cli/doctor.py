@@ -25,7 +25,7 @@ from rich.text import Text
 
 from lmkv import __version__, plugins
 from lmkv.chunks import codec
-from lmkv.chunks.authentication import Authenticator
+from lmkv.chunks.codec import Authenticator
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
 from lmkv.cli.stores import VERBS, refusals, remedy, try_folder

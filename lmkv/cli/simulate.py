@@ -19,12 +19,8 @@ from rich.table import Table
 from lmkv.cli.sizing import kv_size
 from lmkv.errors import LmkvError, UsageError, outside, short_repr
 from lmkv.policies import Shadow, make_admission, make_policy
-from lmkv.simulation.clairvoyant import clairvoyant
-from lmkv.simulation.formats import read_trace
-from lmkv.simulation.hints import EndHints
-from lmkv.simulation.replay import replay
-from lmkv.simulation.tiers import replay_tiers
-from lmkv.simulation.trace import Trace
+from lmkv.simulation.replay import EndHints, clairvoyant, replay, replay_tiers
+from lmkv.simulation.trace import Trace, read_trace
 
 DEFAULT_TOKEN_BYTES = 131_072
 """KV of a token of an 8B model: 32 layers, 8 KV heads of 128, two bytes a value."""

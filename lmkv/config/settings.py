@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from attrs import Attribute, field, fields, frozen
 
-from lmkv.chunks.authentication import MIN_KEY_BYTES
+from lmkv.chunks.codec import MIN_KEY_BYTES
 from lmkv.config import lmcache
 from lmkv.config.folders import are_nested
 from lmkv.config.named_file import read_named

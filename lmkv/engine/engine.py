@@ -24,9 +24,8 @@ from lmkv.engine.validation import seconds
 from lmkv.engine.variant import PLAIN, Variant, root_of
 from lmkv.engine.windows import lease_window, look_up_shared
 from lmkv.errors import ClosedError, UsageError
-from lmkv.memory.copier import Copier
-from lmkv.memory.copier_factory import make_copier
-from lmkv.memory.layerwise import LayerReader, LayerWriter
+from lmkv.memory.copier import Copier, LayerReader, LayerWriter
+from lmkv.memory.copiers import make_copier
 from lmkv.memory.paged import PagedMemory
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiered import TieredStore

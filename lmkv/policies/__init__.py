@@ -7,22 +7,13 @@ from types import MappingProxyType
 
 from lmkv import plugins
 from lmkv.errors import ConfigError
-from lmkv.policies.adaptive import ADAPTIVE
+from lmkv.policies.adaptive import ADAPTIVE, WeightedAge
 from lmkv.policies.admission import ADMISSIONS, AdmitAll, AdmitNone, MinTokens, SecondTouch, make_admission
-from lmkv.policies.arc import ARC
 from lmkv.policies.base import PolicyBase
-from lmkv.policies.fifo import FIFO
-from lmkv.policies.lfu import LFU
-from lmkv.policies.like import like
-from lmkv.policies.lru import LRU
-from lmkv.policies.mru import MRU
-from lmkv.policies.queue import QueuePolicy
+from lmkv.policies.queues import FIFO, LFU, LRU, MRU, QueuePolicy
 from lmkv.policies.quota import Quotas
-from lmkv.policies.s3fifo import S3FIFO
+from lmkv.policies.segments import ARC, S3FIFO, SIEVE, SLRU
 from lmkv.policies.shadow import Shadow
-from lmkv.policies.sieve import SIEVE
-from lmkv.policies.slru import SLRU
-from lmkv.policies.weighted import WeightedAge
 from lmkv.protocols import Policy
 
 __all__ = [
@@ -73,3 +64,19 @@ def make_policy(name: str) -> Policy:
         raise ConfigError(f"unknown cache policy {name!r}; there are: {', '.join(policy_names())}")
     policy: Policy = plugins.make(place, f"cache_policy {name!r}", Policy)
     return policy
+
+
+def like(policy: Policy) -> Policy:
+    """An empty policy of the same kind, for a shadow; LRU for a class that cannot be made without arguments.
+
+    >>> like(LRU())
+    <LRU: 0 evictable bytes, 0 keys held>
+    """
+    if isinstance(policy, ADAPTIVE):
+        return WeightedAge(policy.weight)
+    if isinstance(policy, Quotas):
+        return like(policy.make())
+    try:
+        return type(policy)()
+    except TypeError:
+        return LRU()

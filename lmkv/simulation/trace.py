@@ -1,14 +1,20 @@
-"""`Trace`: the requests of a server, as the chunks that each of them used."""
+"""Traces of requests, and their formats: Mooncake's, RAGPulse's, run-length sessions, and what lmkv records."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
-from typing import Final
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
 
 from attrs import define, field
 
+from lmkv.errors import UsageError, outside, short_repr
 from lmkv.protocols import ChunkKey
 
 _KEY_BYTES: Final = 16
@@ -110,3 +116,249 @@ def chunked(blocks: Sequence[object], per_chunk: int, *, partial: bool) -> Itera
         return blocks
     end = len(blocks) if partial else len(blocks) // per_chunk * per_chunk
     return (tuple(blocks[at : at + per_chunk]) for at in range(0, end, per_chunk))
+
+
+_MOONCAKE_BLOCK, _SESSION_BLOCK, _RAG_BLOCK = 512, 64, 64
+_MAX_LINE = 16 << 20
+_MAX_BLOCKS = 1 << 20
+_MAX_NAME = 100
+_MAX_TOKENS = 1 << 40
+_MAX_TIME = 1e15
+"""At most: characters of a line, blocks of a request, characters of a name, tokens, seconds or milliseconds."""
+MEMORY = 4 << 30
+"""Bytes that a trace may take: 25 million blocks that make a million chunks take 2.6 of these 4 GiB."""
+_RAG_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
+
+
+def read_trace(
+    path: Path, chunk_tokens: int | None = None, *, spread: float = 0.0, seed: int = 1, memory: int = MEMORY
+) -> Trace:
+    """Read the trace in a file, or RAGPulse's in its folder; both may be compressed with zstd.
+
+    `chunk_tokens`: None for the trace's own block. `spread`: sessions of a run-length file begin at uniformly random
+    times within this number of seconds; 0: as the file says. `memory`: bytes that it may take. Raises UsageError for a
+    file that is none of these or takes more, with the line and what is wrong with it.
+    """
+    if path.is_dir():
+        path = next(iter(sorted(path.glob("0_trace.jsonl*"))), path / "0_trace.jsonl")
+    with parsed_lines(path) as lines:
+        first = next(lines, None)
+        reader, block = _reader(first, spread, seed)
+        size = chunk_tokens or block(first)
+    name = path.name.removesuffix(".zst").removesuffix(".jsonl").removesuffix("_trace")
+    name = path.absolute().parent.name if name == "0" else name
+    requests: list[TraceRequest] = []
+    room = Room(memory)
+    with parsed_lines(path) as lines:
+        for request in reader(name, lines, size, path, room):
+            room.take(REQUEST_BLOCKS)
+            requests.append(request)
+    requests.sort(key=lambda request: request.time)
+    return Trace(name, size, requests)
+
+
+Reader = Callable[[str, Iterator[Any], int, Path, Room], Iterator[TraceRequest]]
+
+
+def _reader(first: Any, spread: float, seed: int) -> tuple[Reader, Callable[[Any], int]]:
+    if not isinstance(first, dict):
+        raise ValueError("it is no JSON object")
+    if "lmkv_trace" in first:
+        return _recorded, _recorded_block
+    if "requests" in first:
+
+        def sessions(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -> Iterator[TraceRequest]:
+            return _sessions(name, lines, size, room, spread, random.Random(seed))
+
+        return sessions, lambda _: _SESSION_BLOCK
+    if isinstance(first.get("hash_ids"), dict):
+        return _ragpulse, lambda _: _RAG_BLOCK
+    return _mooncake, lambda _: _MOONCAKE_BLOCK
+
+
+def _mooncake(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -> Iterator[TraceRequest]:
+    table = KeyTable(name, room)
+    per = _blocks_per_chunk(size, _MOONCAKE_BLOCK)
+    for line in lines:
+        blocks = _names(line["hash_ids"])
+        room.take(len(blocks))
+        # An id stands for all that comes before it, too.
+        chunks = table.chain(0, chunked(blocks, per, partial=True)) if per > 1 else []
+        keys = chunks or [table.key(block) for block in _once(blocks)]
+        tokens, output = _count(line["input_length"]), _count(line["output_length"])
+        yield TraceRequest(_seconds(line["timestamp"]) / 1000, keys, tokens, output)
+
+
+def _sessions(
+    name: str, lines: Iterator[Any], size: int, room: Room, spread: float, chance: random.Random
+) -> Iterator[TraceRequest]:
+    per = _blocks_per_chunk(size, _SESSION_BLOCK)
+    for line in lines:
+        session = _session(line["id"])
+        table = KeyTable(f"{name} {session}", room)
+        requests = line["requests"]
+        start = chance.uniform(0, spread) - _seconds(requests[0][0]) if spread and requests else 0.0
+        for time, tokens, output, _, runs in requests:
+            if (count := sum(_count(count) for _, count in runs)) > _MAX_BLOCKS:
+                raise ValueError(f"a request has more than {_MAX_BLOCKS:,} blocks")
+            room.take(count)
+            blocks = [block for first, count in runs for block in range(_count(first), first + count)]
+            keys = table.chain(0, chunked(blocks, per, partial=False))
+            yield TraceRequest(start + _seconds(time), keys, _count(tokens), _count(output), session)
+
+
+def _ragpulse(name: str, lines: Iterator[Any], size: int, path: Path, room: Room) -> Iterator[TraceRequest]:
+    lengths = _rag_lengths(path, room)
+    table = KeyTable(name, room)
+    for line in lines:
+        parts = [(part, number) for part in _RAG_PARTS for number in _names(line["hash_ids"].get(part, []))]
+        total = _count(sum(lengths[number] for _, number in parts))
+        if total // size > _MAX_BLOCKS:
+            raise ValueError(f"a request has more than {_MAX_BLOCKS:,} chunks")
+        room.take(len(parts) + total // size)
+        keys = table.chain(0, _cut(parts, lengths, size))
+        output, session = _count(line["output_length"]), _session(line["session_id"])
+        yield TraceRequest(_seconds(float(line["timestamp"])), keys, total, output, session)
+
+
+def _rag_lengths(path: Path, room: Room) -> dict[Any, int]:
+    lengths: dict[Any, int] = {}
+    for side in sorted(path.parent.glob("[1-9]_*.jsonl*")):
+        with parsed_lines(side) as lines:
+            for entry in lines:
+                room.take(REQUEST_BLOCKS)
+                (number,) = _names([value for name, value in entry.items() if name.endswith("_id")][:1])
+                lengths[number] = _count(entry["token_length"])
+    return lengths
+
+
+def _cut(parts: list[tuple[str, Any]], lengths: dict[Any, int], size: int) -> Iterator[object]:
+    """The content of each whole chunk: which tokens of which parts."""
+    content: list[tuple[Any, int, int]] = []
+    left = size
+    for _, number in parts:
+        at, length = 0, lengths[number]
+        while at < length:
+            taken = min(left, length - at)
+            content.append((number, at, taken))
+            at, left = at + taken, left - taken
+            if not left:
+                yield tuple(content)
+                content, left = [], size
+
+
+def _recorded_block(header: Any) -> int:
+    return _count(header["chunk_tokens"], 1)
+
+
+def _recorded(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -> Iterator[TraceRequest]:
+    per = _blocks_per_chunk(size, _recorded_block(next(lines)))
+    table = KeyTable(name, room)
+    for line in lines:
+        names = _names(line["keys"].split())
+        room.take(len(names))
+        keys = [table.key(key) for key in _once(names)]
+        keys = keys if per == 1 else keys[per - 1 :: per]
+        tokens, output = _count(line["tokens"]), _count(line.get("output", 0))
+        yield TraceRequest(_seconds(line["t"]), keys, tokens, output, _session(line.get("session", "")))
+
+
+def _blocks_per_chunk(size: int, block: int) -> int:
+    if size % block:
+        raise ValueError(f"a chunk must be a multiple of the trace's blocks of {block} tokens, not {size}")
+    return size // block
+
+
+# -- what a line may have ------------------------------------------------------------------------------------
+
+
+def _count(value: Any, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= _MAX_TOKENS:
+        raise ValueError(f"{short_repr(value)} is no number of tokens or blocks")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    # nan is in no range
+    if type(value) not in (int, float) or not -_MAX_TIME <= value <= _MAX_TIME:
+        raise ValueError(f"{short_repr(value)} is no time")
+    return float(value)
+
+
+def _names(values: Any) -> list[Any]:
+    if not isinstance(values, list) or len(values) > _MAX_BLOCKS or not all(map(_is_name, values)):
+        raise ValueError(f"{short_repr(values)} is no list of ids")
+    return values
+
+
+def _is_name(value: object) -> bool:
+    """Each name is kept."""
+    if isinstance(value, str):
+        return len(value) <= _MAX_NAME
+    return type(value) is int and abs(value) < 10**_MAX_NAME
+
+
+def _once(names: list[Any]) -> list[Any]:
+    """Raise ValueError where a chunk would come before itself."""
+    if len({*names}) < len(names):
+        raise ValueError("a request has a block twice")
+    return names
+
+
+def _session(value: Any) -> str:
+    if not _is_name(value):
+        raise ValueError(f"{short_repr(value)} is no session")
+    return str(value)
+
+
+@contextmanager
+def parsed_lines(path: Path) -> Iterator[Iterator[Any]]:
+    """The JSON of each line that is not blank, decompressed if the file's name ends with .zst.
+
+    Raises UsageError, also for whatever a block raises about the line that it has read last: with file and line.
+    """
+    at = 0
+
+    def parsed(file: Any) -> Iterator[Any]:
+        nonlocal at
+        while text := file.readline(_MAX_LINE + 1):
+            at += 1
+            if len(text) > _MAX_LINE:
+                raise ValueError(f"it has more than {_MAX_LINE:,} characters")
+            if text.strip():
+                yield json.loads(text)
+
+    try:
+        if not path.is_file():
+            # A pipe would be waited for, and can be read once only.
+            raise ValueError("it is no file" if path.exists() else "there is no such file")
+        with _opened(path) as file:
+            yield parsed(file)
+    except (OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, UsageError):
+            raise
+        said = str(error) if type(error) is ValueError else repr(error)
+        raise UsageError(f"{path}{f', line {at}' if at else ''}: no trace: {outside(said)}") from error
+    except RecursionError as error:
+        raise UsageError(f"{path}, line {at}: no trace: it is nested too deeply") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    if path.suffix != ".zst":
+        with path.open(encoding="utf-8") as file:
+            yield file
+        return
+    zstd = _zstd(path)
+    try:
+        with zstd.open(path, "rt", encoding="utf-8") as file:
+            yield file
+    except zstd.ZstdError as error:
+        raise ValueError(f"it cannot be decompressed: {error}") from error
+
+
+def _zstd(path: Path) -> Any:
+    for name in ("compression.zstd", "zstandard"):  # the first is Python 3.14's
+        with suppress(ImportError):
+            return import_module(name)
+    raise UsageError(f'{path} is compressed: pip install "lmkv[traces]", or decompress it')

@@ -178,7 +178,7 @@ class FaultyCopier:
     --------
     >>> import torch
     >>> from lmkv.memory.copier import ChunkCopy, Run
-    >>> from lmkv.memory.copier_factory import make_copier
+    >>> from lmkv.memory.copiers import make_copier
     >>> from lmkv.memory.paged import PagedMemory
     >>> from lmkv.memory.slab import Slab
     >>> memory = PagedMemory.of([torch.zeros(4, 16)])

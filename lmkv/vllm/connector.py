@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmkv.config import Config
 from lmkv.errors import UsageError
-from lmkv.memory.copier_factory import check_device
+from lmkv.memory.copiers import check_device
 from lmkv.memory.paged import block_rows
 from lmkv.vllm import assemble, compat, kv_events
 from lmkv.vllm.agent import start_agent

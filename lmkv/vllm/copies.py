@@ -13,12 +13,10 @@ from cachetools import LRUCache
 
 from lmkv.chunks.layout import KVLayout
 from lmkv.errors import UsageError
-from lmkv.memory.comparison import Comparison, Difference, Part
-from lmkv.memory.copier import Copier, Event
+from lmkv.memory.comparison import Comparison, Difference, Digests, Part, ReadBack, Reading
+from lmkv.memory.copier import Copier, Event, LayerReader, LayerWriter
 from lmkv.memory.device import Staging
-from lmkv.memory.layerwise import LayerReader, LayerWriter
 from lmkv.memory.paged import PagedMemory
-from lmkv.memory.readback import Digests, ReadBack, Reading
 from lmkv.memory.slab import SlabMap
 from lmkv.vllm.plan.metadata import CopyOrder, ReadOrder
 

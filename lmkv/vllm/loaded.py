@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
 from lmkv.errors import printable, safe_repr
-from lmkv.memory.readback import factors
+from lmkv.memory.comparison import factors
 from lmkv.vllm import code
 from lmkv.vllm.code import as_json
 from lmkv.vllm.model import config_digest, source_of

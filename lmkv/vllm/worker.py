@@ -17,13 +17,12 @@ from attrs import define
 
 from lmkv.chunks.layout import KVLayout
 from lmkv.errors import UsageError
-from lmkv.memory.comparison import Difference, Part
+from lmkv.memory.comparison import Difference, Part, Reading
 from lmkv.memory.copier import DONE, Copier, Event
-from lmkv.memory.copier_factory import make_copier, make_staging
+from lmkv.memory.copiers import make_copier, make_staging
 from lmkv.memory.device import STAGING_BYTES, Staging
 from lmkv.memory.device_copier import LoadEvent
 from lmkv.memory.paged import PagedMemory
-from lmkv.memory.readback import Reading
 from lmkv.memory.slab import SlabMap, SlabRef, attach, wait_for_slab
 from lmkv.vllm.copies import Comparer, Comparing, LayerwiseTransfer, NotReadyError
 from lmkv.vllm.loaded import take_loads

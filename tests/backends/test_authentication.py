@@ -25,9 +25,7 @@ from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.remote.options import RemoteOptions
 from lmkv.chunks import codec
-from lmkv.chunks.authentication import Authenticator
-from lmkv.chunks.codec import FormatError
-from lmkv.chunks.format import ChunkFormat, SegmentDigests
+from lmkv.chunks.codec import Authenticator, ChunkFormat, FormatError, SegmentDigests
 from lmkv.errors import ConfigError, CorruptChunkError
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend, Chunk, ChunkKey

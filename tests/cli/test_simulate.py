@@ -20,10 +20,8 @@ from lmkv.cli.app import app
 from lmkv.cli.simulate import size_of
 from lmkv.errors import UsageError
 from lmkv.policies import Shadow, make_policy
-from lmkv.simulation.clairvoyant import clairvoyant
-from lmkv.simulation.formats import read_trace
-from lmkv.simulation.replay import replay
-from lmkv.simulation.tiers import replay_tiers
+from lmkv.simulation.replay import clairvoyant, replay, replay_tiers
+from lmkv.simulation.trace import read_trace
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from lmkv import Config, Engine
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.errors import UsageError
 from lmkv.memory.copier import ChunkCopy, Run, block_ids
-from lmkv.memory.copier_factory import check_device, make_copier
-from lmkv.memory.cpu_copier import CPUCopier
+from lmkv.memory.copiers import CPUCopier, check_device, make_copier
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab
 

@@ -15,11 +15,10 @@ import torch
 
 from lmkv import Config, Engine
 from lmkv.memory.copier import ChunkCopy, Run
-from lmkv.memory.cpu_copier import CPUCopier
+from lmkv.memory.copiers import CPUCopier
 from lmkv.memory.device import Staging
-from lmkv.memory.device_copier import DeviceCopier
+from lmkv.memory.device_copier import DeviceCopier, PinnedSlab
 from lmkv.memory.paged import PagedMemory
-from lmkv.memory.pinned import PinnedSlab
 from lmkv.memory.slab import Slab
 from tests.memory.accelerator import Accelerator
 

@@ -14,13 +14,11 @@ import torch
 from hypothesis import given, strategies as st
 
 from lmkv.errors import UsageError
-from lmkv.memory.copier import ChunkCopy, Event, Run
-from lmkv.memory.cpu_copier import CPUCopier
+from lmkv.memory.copier import ChunkCopy, Event, LayerReader, LayerWriter, Run
+from lmkv.memory.copiers import CPUCopier
 from lmkv.memory.device import DeviceError, Staging
-from lmkv.memory.device_copier import DeviceCopier, LoadEvent
-from lmkv.memory.layerwise import LayerReader, LayerWriter
+from lmkv.memory.device_copier import DeviceCopier, LoadEvent, PinnedSlab
 from lmkv.memory.paged import PagedMemory
-from lmkv.memory.pinned import PinnedSlab
 from lmkv.memory.slab import Slab
 from tests.simulated_device import SimulatedDevice
 

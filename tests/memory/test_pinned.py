@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lmkv.memory.device import DeviceError
-from lmkv.memory.pinned import PinnedSlab, pinning_threads
+from lmkv.memory.device_copier import PinnedSlab, pinning_threads
 from lmkv.memory.slab import Slab, SlabMap
 from tests.simulated_device import SimulatedDevice
 

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lmkv.memory.comparison import Part
+from lmkv.memory.comparison import Part, ReadBack, page_digests
 from lmkv.memory.copier import ChunkCopy, Run
-from lmkv.memory.cpu_copier import CPUCopier
+from lmkv.memory.copiers import CPUCopier
 from lmkv.memory.device import Staging
 from lmkv.memory.paged import PagedMemory
-from lmkv.memory.readback import ReadBack, page_digests
 from lmkv.memory.slab import Slab
 from tests.simulated_device import SimulatedDevice
 
@@ -45,7 +44,7 @@ def test_pages_are_read_in_the_order_of_the_blocks_and_in_several_parts(monkeypa
     blocks = torch.tensor([5, 3, 3, 0, 23])
     expected = [digest(rows[block]) for block in blocks.tolist()]
     assert page_digests(rows, blocks).tolist() == expected
-    monkeypatch.setattr("lmkv.memory.readback._WORDS", 2 * PAGE // 4)
+    monkeypatch.setattr("lmkv.memory.comparison._WORDS", 2 * PAGE // 4)
     assert page_digests(rows, blocks).tolist() == expected
     assert page_digests(rows, blocks[:0]).tolist() == []
 

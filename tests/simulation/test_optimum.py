@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lmkv.policies import POLICIES, make_policy
-from lmkv.simulation.clairvoyant import clairvoyant
-from lmkv.simulation.formats import read_trace
-from lmkv.simulation.replay import replay
-from lmkv.simulation.trace import Trace, TraceRequest
+from lmkv.simulation.replay import clairvoyant, replay
+from lmkv.simulation.trace import Trace, TraceRequest, read_trace
 
 TRACES = Path(os.environ.get("LMKV_TRACES", "/nowhere"))
 """A folder with Mooncake's and RAGPulse's traces."""

@@ -21,7 +21,7 @@ from kv_connector_torture.engine import Engine
 from kv_connector_torture.run import Hooks
 from kv_connector_torture.schedule import Schedule
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.memory.copier_factory import make_copier
+from lmkv.memory.copiers import make_copier
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.vllm.scheduler.telemetry import Telemetry
 

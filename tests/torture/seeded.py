@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lmkv.memory.copier import DONE, ChunkCopy
-from lmkv.memory.cpu_copier import CPUCopier
+from lmkv.memory.copiers import CPUCopier
 
 _ONE_IN = 4
 """One call in so many goes wrong."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from lmkv.memory.copier_factory import make_copier
+from lmkv.memory.copiers import make_copier
 from lmkv.testing.faults import FaultyCopier
 from lmkv.vllm.connector import LMKVConnector
 from tests.vllm.harness import BREAKS_COPIES

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lmkv.memory.copier import ChunkCopy, Event
-from lmkv.memory.cpu_copier import CPUCopier
+from lmkv.memory.copiers import CPUCopier
 from tests.vllm.alone import Alone
 from tests.vllm.harness import Engine, engine, external_hits, prompt
 from tests.vllm.kv_oracle import KVOracle

@@ -16,8 +16,8 @@ import pytest
 from lmkv.agent.client import Client
 from lmkv.cli.record import write_requests
 from lmkv.policies import make_policy
-from lmkv.simulation.formats import read_trace
 from lmkv.simulation.replay import replay
+from lmkv.simulation.trace import read_trace
 from tests.kit import LIMIT
 from tests.vllm.harness import engine
 

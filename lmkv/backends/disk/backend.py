@@ -23,9 +23,7 @@ from lmkv.backends.disk.root import NotTrustedError, Root
 from lmkv.backends.disk.settings import check_settings
 from lmkv.backends.disk.usage import Usage
 from lmkv.chunks import codec
-from lmkv.chunks.authentication import Authenticator
-from lmkv.chunks.codec import FormatError
-from lmkv.chunks.format import ChunkFormat
+from lmkv.chunks.codec import Authenticator, ChunkFormat, FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import (
     BackendError,

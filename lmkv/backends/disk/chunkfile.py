@@ -24,8 +24,7 @@ from lmkv.backends.disk.fileio import (
     write_fully,
 )
 from lmkv.chunks import codec
-from lmkv.chunks.codec import PAGE, FormatError, Header
-from lmkv.chunks.format import ChunkFormat, SegmentDigests
+from lmkv.chunks.codec import PAGE, ChunkFormat, FormatError, Header, SegmentDigests
 from lmkv.chunks.layout import align_up
 from lmkv.protocols import Chunk, ChunkKey
 

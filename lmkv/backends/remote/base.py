@@ -10,9 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
 from lmkv.backends.remote.value_codec import ValueCodec
-from lmkv.chunks.authentication import Authenticator
-from lmkv.chunks.codec import FormatError
-from lmkv.chunks.format import ChunkFormat
+from lmkv.chunks.codec import Authenticator, ChunkFormat, FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import (
     BackendError,

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from lmkv.chunks.codec import FormatError, Header
-from lmkv.chunks.format import ChunkFormat, SegmentDigests
+from lmkv.chunks.codec import ChunkFormat, FormatError, Header, SegmentDigests
 from lmkv.protocols import Chunk, ChunkKey
 
 Fill = Callable[[memoryview], None]

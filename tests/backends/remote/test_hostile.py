@@ -24,7 +24,7 @@ from lmkv.backends.remote.objects import ObjectStoreBackend
 from lmkv.backends.remote.options import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
 from lmkv.backends.remote.value_codec import ValueCodec
-from lmkv.chunks.format import ChunkFormat
+from lmkv.chunks.codec import ChunkFormat
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, LmkvError
 from lmkv.outcomes import HIT, ReadStatus, WriteStatus
 from lmkv.protocols import Chunk, Listed

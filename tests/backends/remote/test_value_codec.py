@@ -13,8 +13,7 @@ from hypothesis import given, strategies as st
 
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.remote.value_codec import ValueCodec
-from lmkv.chunks.codec import FormatError
-from lmkv.chunks.format import ChunkFormat
+from lmkv.chunks.codec import ChunkFormat, FormatError
 from lmkv.errors import BackendError
 from lmkv.outcomes import ReadStatus
 from lmkv.protocols import Chunk

@@ -377,7 +377,7 @@ def test_a_device_that_has_no_memory_to_read_blocks_back_loads_as_ever(
 
     with engine(device=True, **MODES[mode]) as running:
         ask(running, "stores")
-        monkeypatch.setattr("lmkv.memory.readback.ReadBack.begin", full)
+        monkeypatch.setattr("lmkv.memory.comparison.ReadBack.begin", full)
         assert ask(running, "loads").loaded >= len(TOKENS) - 4
         assert "could not be read back" in caplog.text
         assert counted(running, "lmkv_failed_loads") == 0
