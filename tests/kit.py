@@ -20,6 +20,7 @@ from attrs import define, field
 import lmkv.store.tiered
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.wrapper import WrapperBackend
+from lmkv.errors import LmkvError, short_repr
 from lmkv.policies import make_policy
 from lmkv.protocols import Backend, ChunkKey, Listed, Tier
 from lmkv.store.leases import Lease
@@ -45,6 +46,24 @@ def eventually(
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {limit:.0f} s: {what}" + (f"; seen: {seen()}" if seen else ""))
         time.sleep(0.002)
+
+
+def every(cases: Iterable[Any], check: Callable[..., object]) -> None:
+    """Check each case of a table, and fail with all that are wrong; a case that is a tuple is several arguments."""
+    wrong = []
+    for case in cases:
+        try:
+            check(*case if isinstance(case, tuple) else (case,))
+        except (AssertionError, LmkvError, ValueError, SyntaxError, pytest.fail.Exception) as error:
+            wrong.append(f"{short_repr(case)}: {error!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+def raised(error: type[BaseException], match: str, call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """What the error says that a call raises; `match` is found in it."""
+    with pytest.raises(error, match=match or None) as caught:
+        call(*args, **options)
+    return str(caught.value)
 
 
 def chain(name: str, count: int) -> list[ChunkKey]:
@@ -105,6 +124,12 @@ def put(store: TieredStore, keys: Sequence[ChunkKey], version: int = 0, protect:
             store.slab.view(slot)[:] = payload(key, version)
         reservation.commit()
         return reservation.accepted
+
+
+def put_through(store: TieredStore, keys: Sequence[ChunkKey], version: int = 0) -> None:
+    """Store chunks, and wait until every tier has what it takes of them."""
+    put(store, keys, version)
+    assert store.drain(LIMIT)
 
 
 def put_below(store: TieredStore, keys: Sequence[ChunkKey], version: int = 0) -> None:

@@ -24,6 +24,7 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.cli.bench import PAGES_TARGET
 from lmkv.cli.engines import Answer
 from lmkv.protocols import Chunk
+from tests.kit import raised
 from tests.pages import ROOT
 from tests.servers import needs_package, redis_server
 
@@ -92,8 +93,7 @@ def test_a_database_with_keys_is_not_used(tmp_path: Path) -> None:
 def test_a_plain_read_reads_as_many_files_as_a_prompt_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
 ) -> None:
-    with pytest.raises(LookupError, match="no chunks"):
-        files_of(tmp_path, in_memory=in_memory)
+    raised(LookupError, "no chunks", files_of, tmp_path, in_memory=in_memory)
     with closing(LocalDiskBackend(tmp_path / "kv", bytes(32), direct="off")) as backend:
         for number, nbytes in enumerate((8192, 8192, 8192, 8192, 4096, 4096)):
             backend.write(Chunk(bytes(31) + bytes([number]), memoryview(bytes(nbytes))))
@@ -105,14 +105,12 @@ def test_a_plain_read_reads_as_many_files_as_a_prompt_has(
     monkeypatch.undo()
     assert len(opened) == len(set(opened)) == 2, "two of two prompts' four whole chunks, and no tail"
     os.truncate(opened[1], 4096)
-    with pytest.raises(RuntimeError, match="was not read at once"):
-        read()
+    raised(RuntimeError, "was not read at once", read)
 
 
 def test_a_plain_read_gets_as_many_values_as_a_prompt_has(tmp_path: Path) -> None:
     with redis_server("valkey", tmp_path) as server, closing(Redis.from_url(server.url)) as client:
-        with pytest.raises(LookupError, match="no chunks"):
-            values_of(server.url)
+        raised(LookupError, "no chunks", values_of, server.url)
         for number, nbytes in enumerate((8192, 8192, 8192, 8192, 4096)):
             client.set(str(number), bytes(nbytes))
         read = values_of(server.url)
@@ -120,8 +118,7 @@ def test_a_plain_read_gets_as_many_values_as_a_prompt_has(tmp_path: Path) -> Non
         read()
         assert client.info("commandstats")["cmdstat_get"]["calls"] == gets + 2
         client.flushall()
-        with pytest.raises(RuntimeError, match="Redis has lost"):
-            read()
+        raised(RuntimeError, "Redis has lost", read)
 
 
 def test_a_store_is_measured_beside_its_client_and_left_as_it_was(tmp_path: Path) -> None:

@@ -20,12 +20,13 @@ import torch
 from lmkv import Config, Engine, Variant
 from lmkv.backends.null import NullBackend
 from lmkv.backends.remote.options import RemoteOptions
-from lmkv.errors import BackendUnavailable, ClosedError, ConfigError, UsageError, short_repr
+from lmkv.errors import BackendUnavailable, ClosedError, ConfigError, UsageError
 from lmkv.memory import slab_files
 from lmkv.protocols import Backend
 from lmkv.store.iopool import Job, Priority
+from lmkv.testing.backend_suite import in_threads
 from tests.forked import Child
-from tests.kit import LIMIT, chain, eventually, lower, memory, put, small_store
+from tests.kit import LIMIT, chain, eventually, every, lower, memory, put_through, raised, small_store
 
 BLOCK, CHUNK, BLOCKS = 4, 16, 32
 
@@ -109,88 +110,94 @@ BAD_TOKENS += [list, torch.ones(CHUNK, dtype=torch.int64, device="meta"), torch.
 BAD_TOKENS += [[float("nan")] * CHUNK, [-1] * CHUNK, [2**32] * CHUNK, torch.ones(CHUNK), np.ones((CHUNK, 1), int)]
 
 
-@pytest.mark.parametrize("blocks", BAD_BLOCKS, ids=repr)
-def test_what_is_no_sequence_of_block_ids_is_refused(engine: Engine, blocks: Any) -> None:
-    for call in (engine.store, engine.retrieve):
-        with pytest.raises(UsageError, match="block"):
-            call(range(CHUNK), blocks)
-    assert engine.lookup(range(CHUNK)) == 0
+BAD_SECONDS = [None, "3", float("nan"), True, [1]]
+BAD_SKIPS = [-1, -CHUNK, 1.5, None, "16", True]
 
 
-@pytest.mark.parametrize("blocks", [[0, 1, 2, 32], [0, 1, 2, -1], [0, 1, 2, 2**70]], ids=repr)
-def test_blocks_that_do_not_exist_are_refused(engine: Engine, blocks: Any) -> None:
-    with pytest.raises(UsageError, match="block"):
-        engine.store(range(CHUNK), blocks)
-    assert engine.lookup(range(CHUNK)) == 0
-    engine.store(range(CHUNK), [0, 1, 2, 3])
-    with pytest.raises(UsageError, match="block"):
-        engine.retrieve(range(CHUNK), blocks)
-
-
-@pytest.mark.parametrize(
-    "blocks",
-    [range(4), (0, 1, 2, 3), np.arange(4), torch.arange(4), np.arange(4, dtype=np.uint8)],
-    ids=lambda blocks: type(blocks).__name__,
-)
-def test_any_sequence_of_integers_will_do(engine: Engine, blocks: Any) -> None:
-    assert engine.store(range(CHUNK), blocks) == CHUNK
-    assert engine.retrieve(range(CHUNK), blocks) == CHUNK
-
-
-@pytest.mark.parametrize("tokens", BAD_TOKENS, ids=lambda tokens: repr(tokens)[:20])
-def test_what_is_no_sequence_of_tokens_is_refused(engine: Engine, tokens: Any) -> None:
-    calls: list[Callable[[], object]] = [
-        lambda: engine.store(tokens, range(4)),
-        lambda: engine.retrieve(tokens, range(4)),
-        lambda: engine.lookup(tokens),
-        lambda: engine.prefetch(tokens),
-        lambda: engine.pin(tokens),
-    ]
-    for call in calls:
-        with pytest.raises(UsageError, match="token"):
-            call()
-
-
-@pytest.mark.parametrize("skip", [-1, -CHUNK, 1.5, None, "16", True])
-def test_a_skip_that_is_no_count_of_tokens_is_refused(skip: Any) -> None:
+def test_what_is_no_argument_is_refused_and_nothing_is_moved() -> None:
     tensors = paged()
-    with open_engine(tensors) as engine:
-        engine.store(range(2 * CHUNK), range(8))
-        before = [tensor.clone() for tensor in tensors]
-        with pytest.raises(UsageError, match="skip_tokens"):
-            engine.retrieve(range(2 * CHUNK), range(8, 16), skip_tokens=skip)
-        with (
-            pytest.raises(UsageError, match="skip_tokens"),
-            engine.retrieve_layers(range(2 * CHUNK), range(8, 16), skip_tokens=skip),
-        ):
-            pass
-        assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
+    calls: dict[str, tuple[list[Any], list[Callable[[Engine, Any], object]]]] = {
+        "block": (
+            [*BAD_BLOCKS, [0, 1, 2, 32], [0, 1, 2, -1], [0, 1, 2, 2**70]],
+            [
+                lambda engine, bad: engine.store(range(CHUNK), bad),
+                lambda engine, bad: engine.retrieve(range(CHUNK), bad),
+            ],
+        ),
+        "token": (
+            BAD_TOKENS,
+            [
+                *(lambda engine, bad: engine.store(bad, range(4)), lambda engine, bad: engine.retrieve(bad, range(4))),
+                *(Engine.lookup, Engine.prefetch, Engine.pin),
+            ],
+        ),
+        "skip_tokens": (
+            BAD_SKIPS,
+            [
+                lambda engine, bad: engine.retrieve(range(CHUNK), range(8, 12), skip_tokens=bad),
+                lambda engine, bad: engine.retrieve_layers(range(CHUNK), range(8, 12), skip_tokens=bad).__enter__(),
+            ],
+        ),
+        "variant": (
+            BAD_VARIANTS,
+            [
+                lambda engine, bad, verb=verb: getattr(engine, verb)(range(CHUNK), variant=bad)  # type: ignore[misc]
+                for verb in ("lookup", "prefetch", "pin", "keys")
+            ],
+        ),
+        "wait": (BAD_SECONDS, [lambda engine, bad: engine.store(range(CHUNK), range(4), wait=bad)]),
+        "timeout": (
+            BAD_SECONDS,
+            [
+                lambda engine, bad: engine.retrieve(range(CHUNK), range(4), timeout=bad),
+                lambda engine, bad: engine.lookup(range(CHUNK), timeout=bad),
+                lambda engine, bad: engine.drain(bad),
+            ],
+        ),
+        "ttl": (BAD_SECONDS[1:], [lambda engine, bad: engine.pin(range(CHUNK), ttl=bad)]),
+    }
+    for stored in (False, True):
+        with open_engine(tensors) as engine:
+            if stored:
+                engine.store(range(CHUNK), range(4))
+            before = [tensor.clone() for tensor in tensors]
+            every(
+                [
+                    (UsageError, match, call, engine, bad)
+                    for match, (bads, of) in calls.items()
+                    for bad in bads
+                    for call in of
+                ],
+                raised,
+            )
+            assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
+            assert engine.lookup(range(CHUNK)) == stored * CHUNK
+
+
+def test_any_sequence_of_integers_will_do(engine: Engine) -> None:
+    for blocks in (range(4), (0, 1, 2, 3), np.arange(4), torch.arange(4), np.arange(4, dtype=np.uint8)):
+        assert engine.store(range(CHUNK), blocks) == engine.retrieve(range(CHUNK), blocks) == CHUNK
 
 
 HUGE = 10**5000
 """More digits than Python will write."""
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda engine: engine.lookup([HUGE] * CHUNK),
-        lambda engine: engine.lookup(["x" * 100_000] * CHUNK),
-        lambda engine: engine.store(range(CHUNK), [0, 1, 2, HUGE]),
-        lambda engine: engine.store(range(CHUNK), [0, 1, 2, -HUGE]),
-        lambda engine: engine.store(range(CHUNK), ["x" * 100_000] * 4),
-        lambda engine: engine.retrieve(range(CHUNK), range(4), skip_tokens=-HUGE),
-        lambda engine: engine.lookup(range(CHUNK), variant=Variant(cache_salt=["x" * 100_000])),
-        lambda engine: Engine.open(paged(), block_size=-HUGE, model="m"),
-        lambda engine: Engine.open(paged(), block_size=HUGE, model="m"),
-        lambda engine: Engine.open(paged(), block_size=4, model=HUGE),
-        lambda engine: Engine.open(paged(), block_size=4, model="m", block_axis=HUGE),
-    ],
-)
-def test_what_is_huge_is_refused_in_a_line(engine: Engine, call: Callable[[Engine], object]) -> None:
-    with pytest.raises(UsageError) as refused:
-        call(engine)
-    assert len(str(refused.value)) < 300
+def test_what_is_huge_is_refused_in_a_line(engine: Engine) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: engine.lookup([HUGE] * CHUNK),
+        lambda: engine.lookup(["x" * 100_000] * CHUNK),  # type: ignore[list-item]
+        lambda: engine.store(range(CHUNK), [0, 1, 2, HUGE]),
+        lambda: engine.store(range(CHUNK), [0, 1, 2, -HUGE]),
+        lambda: engine.store(range(CHUNK), ["x" * 100_000] * 4),  # type: ignore[list-item]
+        lambda: engine.retrieve(range(CHUNK), range(4), skip_tokens=-HUGE),
+        lambda: engine.lookup(range(CHUNK), variant=Variant(cache_salt=["x" * 100_000])),  # type: ignore[arg-type]
+        lambda: Engine.open(paged(), block_size=-HUGE, model="m"),
+        lambda: Engine.open(paged(), block_size=HUGE, model="m"),
+        lambda: Engine.open(paged(), block_size=4, model=HUGE),  # type: ignore[arg-type]
+        lambda: Engine.open(paged(), block_size=4, model="m", block_axis=HUGE),
+    ]
+    assert [number for number, call in enumerate(calls) if len(raised(UsageError, "", call)) >= 300] == []
 
 
 BAD_VARIANTS = [None, "salt", Variant(cache_salt=5), Variant(cache_salt=True), Variant(cache_salt=HUGE)]  # type: ignore[arg-type]
@@ -198,103 +205,56 @@ BAD_VARIANTS += [Variant(lora=["a", "b"]), Variant(lora=("a",)), Variant(lora=("
 BAD_VARIANTS += [Variant(tags=None), Variant(tags=["a"]), Variant(tags={"a": object()}), Variant(tags={1: "a"})]  # type: ignore[arg-type,dict-item]
 
 
-@pytest.mark.parametrize("variant", BAD_VARIANTS, ids=range(len(BAD_VARIANTS)))
-def test_what_is_no_variant_is_refused(engine: Engine, variant: Any) -> None:
-    for call in (engine.lookup, engine.prefetch, engine.pin, engine.keys):
-        with pytest.raises(UsageError, match="variant"):
-            call(range(CHUNK), variant=variant)
-
-
-@pytest.mark.parametrize("seconds", [None, "3", float("nan"), True, [1]], ids=repr)
-def test_seconds_that_are_no_number_are_refused(engine: Engine, seconds: Any) -> None:
-    calls: dict[str, Callable[[], object]] = {
-        "wait": lambda: engine.store(range(CHUNK), range(4), wait=seconds),
-        "timeout": lambda: engine.retrieve(range(CHUNK), range(4), timeout=seconds),
-    }
-    for name, call in calls.items():
-        with pytest.raises(UsageError, match=name):
-            call()
-    for call in (lambda: engine.lookup(range(CHUNK), timeout=seconds), lambda: engine.drain(seconds)):
-        with pytest.raises(UsageError, match="timeout"):
-            call()
-    if seconds is not None:
-        with pytest.raises(UsageError, match="ttl"):
-            engine.pin(range(CHUNK), ttl=seconds)
-
-
-@pytest.mark.parametrize("seconds", [float("inf"), HUGE, 1e300, np.float32(60), -1], ids=short_repr)
-def test_any_number_of_seconds_will_do(tmp_path: Path, seconds: Any) -> None:
+def test_any_number_of_seconds_will_do(tmp_path: Path) -> None:
     with open_engine(paged(), tmp_path) as engine:
         assert engine.store(range(CHUNK), range(4), wait=LIMIT) == CHUNK
-        assert engine.store(range(CHUNK), range(4), wait=seconds) == CHUNK
-        assert engine.lookup(range(2 * CHUNK), timeout=seconds) == CHUNK
-        assert engine.retrieve(range(CHUNK), range(4), timeout=seconds) == CHUNK
-        assert engine.pin(range(CHUNK), ttl=seconds) == CHUNK
-        engine.drain(seconds)
-        engine.wait_indexed(seconds)
+        for seconds in (float("inf"), HUGE, 1e300, np.float32(60), -1):
+            assert engine.store(range(CHUNK), range(4), wait=seconds) == CHUNK
+            assert engine.lookup(range(2 * CHUNK), timeout=seconds) == CHUNK
+            assert engine.retrieve(range(CHUNK), range(4), timeout=seconds) == CHUNK
+            assert engine.pin(range(CHUNK), ttl=seconds) == CHUNK
+            engine.drain(seconds)
+            engine.wait_indexed(seconds)
 
 
-BAD_TENSORS: dict[str, Any] = {
-    "none": None,
-    "a number": 5,
-    "nothing": [],
-    "a numpy array": [np.zeros((BLOCKS, BLOCK, 2))],
-    "no dimension": [torch.tensor(1.0)],
-    "no blocks": [torch.zeros(0, BLOCK)],
-    "empty blocks": [torch.zeros(BLOCKS, 0)],
-    "a tensor and a gap": [torch.zeros(BLOCKS, BLOCK), None],
-    "one block many times": [torch.zeros(1, BLOCK).expand(BLOCKS, BLOCK)],
-    "sparse": [torch.zeros(BLOCKS, BLOCK).to_sparse()],
-    "without memory": [torch.zeros(BLOCKS, BLOCK, device="meta")],
-}
+NO_MEMORY: list[Any] = [
+    *(None, 5, [], [np.zeros((BLOCKS, BLOCK, 2))], [torch.tensor(1.0)], [torch.zeros(0, BLOCK)]),
+    *([torch.zeros(BLOCKS, 0)], [torch.zeros(BLOCKS, BLOCK), None], [torch.zeros(BLOCKS, BLOCK).to_sparse()]),
+    [torch.zeros(1, BLOCK).expand(BLOCKS, BLOCK)],  # one block many times
+    [torch.zeros(BLOCKS, BLOCK, device="meta")],
+]
 
 
-@pytest.mark.parametrize("tensors", BAD_TENSORS.values(), ids=BAD_TENSORS)
-def test_what_is_no_paged_memory_is_refused(tensors: Any) -> None:
-    with pytest.raises(UsageError):
-        open_engine(tensors)
+def test_what_is_no_paged_memory_and_no_setting_of_it_is_refused() -> None:
+    def opened(given: Any = None, **options: Any) -> None:
+        options = {"block_size": BLOCK, "config": Config(max_local_cpu_size=0.001), **options}
+        Engine.open(paged() if given is None else given, model="m", **options)
+
+    every(NO_MEMORY, lambda given: raised(UsageError, "", open_engine, given))
+    for given in (torch.tensor(1.0), 5, "layers"):
+        raised(UsageError, r"kv_caches|tensor", opened, given)
+    for axis in (2, -1, None, "0"):
+        raised(UsageError, "block_axis", opened, block_axis=axis)
+    raised(UsageError, "axis 1", opened, [torch.zeros(BLOCKS)], block_axis=1)
+    for size in (0, -4, 1.5, None, True):
+        raised(UsageError, "block_size", opened, block_size=size)
+    for config in ({"chunk_size": 256}, {}, "lmkv.yaml"):
+        raised(UsageError, r"as Config\.load", opened, config=config)
 
 
-@pytest.mark.parametrize("given", [torch.tensor(1.0), None, 5, "layers"], ids=repr)
-def test_what_are_no_tensors_is_refused(given: Any) -> None:
-    with pytest.raises(UsageError, match=r"kv_caches|tensor"):
-        Engine.open(given, block_size=4, model="m", config=Config(max_local_cpu_size=0.001))
-
-
-@pytest.mark.parametrize("axis", [2, -1, None, "0"])
-def test_an_axis_without_blocks_is_refused(axis: Any) -> None:
-    with pytest.raises(UsageError, match="block_axis"):
-        open_engine(paged(), block_axis=axis)
-    with pytest.raises(UsageError, match="axis 1"):
-        open_engine([torch.zeros(BLOCKS)], block_axis=1)
-
-
-@pytest.mark.parametrize("layer", [-1, 2, 99, None, "0", 1.0], ids=repr)
-def test_a_layer_that_does_not_exist_is_refused(engine: Engine, layer: Any) -> None:
-    with engine.store_layers(range(CHUNK), range(4)) as writer, pytest.raises(UsageError, match="layer"):
-        writer.save(layer)
-    with engine.retrieve_layers(range(CHUNK), range(4)) as reader, pytest.raises(UsageError, match="layer"):
-        reader.wait(layer)
-    assert reader.tokens == CHUNK
-
-
-@pytest.mark.parametrize("size", [0, -4, 1.5, None, True])
-def test_a_block_size_that_is_no_count_is_refused(size: Any) -> None:
-    with pytest.raises(UsageError, match="block_size"):
-        Engine.open(paged(), block_size=size, model="m", config=Config(max_local_cpu_size=0.001))
-
-
-@pytest.mark.parametrize("config", [{"chunk_size": 256}, {}, "lmkv.yaml"], ids=repr)
-def test_what_is_no_config_is_refused(config: Any) -> None:
-    with pytest.raises(UsageError, match=r"as Config\.load"):
-        Engine.open([torch.zeros(4, 4, 2)], block_size=4, model="m", config=config)
+def test_a_layer_that_does_not_exist_is_refused(engine: Engine) -> None:
+    for layer in (-1, 2, 99, None, "0", 1.0):
+        with engine.store_layers(range(CHUNK), range(4)) as writer:
+            raised(UsageError, "layer", writer.save, layer)
+        with engine.retrieve_layers(range(CHUNK), range(4)) as reader:
+            raised(UsageError, "layer", reader.wait, layer)
+        assert reader.tokens == CHUNK
 
 
 def test_a_file_in_the_way_of_the_disk_tier_is_named(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("a file")
     for folder in (tmp_path / "kv", tmp_path / "kv" / "below"):
-        with pytest.raises(BackendUnavailable, match="name a folder"):
-            open_engine(paged(), folder)
+        raised(BackendUnavailable, "name a folder", open_engine, paged(), folder)
 
 
 # -- what is stored with patience ----------------------------------------------------------------------
@@ -337,15 +297,11 @@ def test_who_stores_with_patience_waits_for_a_disk_that_stands_still(tmp_path: P
 def test_threads_that_store_with_patience_lose_nothing_either(tmp_path: Path) -> None:
     with open_engine(paged(), tmp_path) as engine:
 
-        def store(first: int) -> None:
-            for number in range(first, first + 150):
+        def store(thread: int) -> None:
+            for number in range(1000 * thread, 1000 * thread + 150):
                 assert engine.store([number] * CHUNK, [0, 1, 2, 3], wait=LIMIT) == CHUNK
 
-        threads = [threading.Thread(target=store, args=(first,)) for first in (0, 1000, 2000)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT)
+        in_threads(3, store)
         assert engine.drain(LIMIT)
         assert engine.stats().store.tiers[1].chunks == 450
 
@@ -461,8 +417,7 @@ def test_a_store_that_is_collected_on_its_own_io_thread_is_closed() -> None:
     """It cannot wait there for its own threads to end."""
     store = small_store(4, lower(memory(8, "low")))
     pool, primary = store._pool, store._primary.backend
-    put(store, chain("a", 1))
-    assert store.drain(LIMIT)
+    put_through(store, chain("a", 1))
     store.itself = store  # type: ignore[attr-defined]
     forgotten = threading.Event()
     gc.disable()

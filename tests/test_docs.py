@@ -14,6 +14,7 @@ import lmkv
 from lmkv import errors
 from lmkv.config import Config
 from tests.forked import python
+from tests.kit import every
 from tests.pages import BLOCKS, FENCE, PAGES, ROOT, Block, extracted
 from tests.test_architecture import ALLOWED
 
@@ -38,22 +39,16 @@ def name_of(page: Path) -> str:
 # -- links ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_internal_links_resolve(page: Path) -> None:
+def test_links_within_and_files_that_are_named_exist() -> None:
     broken = []
-    for found in LINK.finditer(prose(page)):
-        path, _, anchor = found["target"].partition("#")
-        if ":" in path:
-            continue
-        target = (page.parent / path).resolve() if path else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(found["target"])
-    assert not broken
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_that_are_named_exist(page: Path) -> None:
-    assert [path for path in NAMED_FILE.findall(prose(page)) if not (ROOT / path).exists()] == []
+    for page in PAGES:
+        for found in LINK.finditer(prose(page)):
+            path, _, anchor = found["target"].partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if ":" not in path and (not target.exists() or (anchor and anchor not in anchors(target))):
+                broken.append((name_of(page), found["target"]))
+        broken += [(name_of(page), path) for path in NAMED_FILE.findall(prose(page)) if not (ROOT / path).exists()]
+    assert broken == []
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:
@@ -70,20 +65,19 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 # -- code ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=str)
-def test_python_is_python(block: Block) -> None:
-    compile(block.code, block.page, "exec")
+def test_code_is_of_its_language(tmp_path: Path) -> None:
+    def check(block: Block) -> None:
+        (tmp_path / "lmkv.yaml").write_text(block.code)
+        match block.language:
+            case "python":
+                compile(block.code, block.page, "exec")
+            case "json":
+                json.loads(block.code)
+            case "yaml":
+                assert Config.load(file=tmp_path / "lmkv.yaml", env={}).sources
 
-
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "json"], ids=str)
-def test_json_is_json(block: Block) -> None:
-    json.loads(block.code)
-
-
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
-def test_yaml_is_a_configuration(block: Block, tmp_path: Path) -> None:
-    (tmp_path / "lmkv.yaml").write_text(block.code)
-    assert Config.load(file=tmp_path / "lmkv.yaml", env={}).sources
+    assert {"python", "json", "yaml"} <= {block.language for block in BLOCKS}
+    every(BLOCKS, check)
 
 
 def test_the_backend_of_the_docs_passes_the_suite(tmp_path: Path) -> None:
@@ -128,18 +122,13 @@ TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
 DRAW = runpy.run_path(str(ROOT / "docs" / "drawings" / "draw.py"))
 
 
-@pytest.mark.parametrize("name", TABLES["PAGES"])
-def test_what_pages_have_from_the_code_is_up_to_date(name: str) -> None:
-    """On failure: python docs/tables.py"""
-    assert (ROOT / "docs" / name).read_text() == TABLES["page"](name)
-
-
-@pytest.mark.parametrize("source", DRAW["SOURCES"], ids=name_of)
-def test_drawings_are_those_of_their_sources(source: Path) -> None:
-    """On failure: python docs/drawings/draw.py"""
-    drawing = source.with_suffix(".svg").read_text()
-    assert DRAW["digest"](source) in drawing
-    assert ElementTree.fromstring(drawing).tag == "{http://www.w3.org/2000/svg}svg"
+def test_what_pages_have_from_the_code_is_up_to_date() -> None:
+    """On failure: python docs/tables.py, or python docs/drawings/draw.py"""
+    assert [name for name in TABLES["PAGES"] if (ROOT / "docs" / name).read_text() != TABLES["page"](name)] == []
+    for source in DRAW["SOURCES"]:
+        drawing = source.with_suffix(".svg").read_text()
+        assert DRAW["digest"](source) in drawing, source
+        assert ElementTree.fromstring(drawing).tag == "{http://www.w3.org/2000/svg}svg"
 
 
 @pytest.mark.parametrize("source", DRAW["SOURCES"], ids=name_of)

@@ -23,7 +23,7 @@ from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.errors import ClosedError, UsageError
 from lmkv.policies import LRU, MinTokens
 from lmkv.testing.clocks import ManualClock
-from tests.kit import LIMIT, Gated, assert_idle, eventually, listing_every
+from tests.kit import LIMIT, Gated, assert_idle, eventually, listing_every, raised
 from tests.servers import PROGRAMS, redis_server
 
 BLOCK = 4
@@ -210,12 +210,10 @@ def test_tokens_and_timeouts_that_cannot_be_are_told(engine: Engine) -> None:
 
 def test_blocks_that_do_not_exist_are_told_and_leave_nothing_behind(engine: Engine, model: Model) -> None:
     prompt = tokens(32)
-    with pytest.raises(UsageError, match="block ids"):
-        engine.store(prompt, [*blocks_of(32)[:-1], BLOCKS])
+    raised(UsageError, "block ids", engine.store, prompt, [*blocks_of(32)[:-1], BLOCKS])
     assert engine.lookup(prompt) == 0
     blocks = stored(engine, model, prompt)
-    with pytest.raises(UsageError, match="block ids"):
-        engine.retrieve(prompt, [-1, *blocks[1:]])
+    raised(UsageError, "block ids", engine.retrieve, prompt, [-1, *blocks[1:]])
 
 
 def test_a_full_tier_keeps_the_head_of_a_long_prompt(model: Model) -> None:
@@ -385,8 +383,7 @@ def test_waiting_for_what_will_never_be_listed_ends_with_the_engine(model: Model
     gated.open()
     closing.join(LIMIT)
     assert answers == [False]
-    with pytest.raises(ClosedError):
-        engine.wait_indexed()
+    raised(ClosedError, "", engine.wait_indexed)
 
 
 def test_a_restart_finds_what_is_on_disk(model: Model, tmp_path: Path) -> None:
@@ -607,8 +604,7 @@ def test_a_closed_engine_says_so(model: Model) -> None:
         lambda: engine.unpin(prompt),
         lambda: engine.clear(),
     ):
-        with pytest.raises(ClosedError, match="'lmkv' is closed"):
-            call()
+        raised(ClosedError, "'lmkv' is closed", call)
     assert engine.stats().stored_tokens == 32
 
 
@@ -642,10 +638,8 @@ def test_a_store_that_is_overtaken_by_close_publishes_nothing(model: Model, tmp_
 def test_an_engine_without_memory_looks_but_does_not_copy(model: Model) -> None:
     with Engine(TieredStore(host(model.layout, 4)), namespace(), layout=model.layout) as engine:
         assert engine.lookup(tokens(32)) == 0
-        with pytest.raises(UsageError, match="no paged memory"):
-            engine.store(tokens(32), blocks_of(32))
-        with pytest.raises(UsageError, match="no paged memory"):
-            engine.retrieve(tokens(32), blocks_of(32))
+        raised(UsageError, "no paged memory", engine.store, tokens(32), blocks_of(32))
+        raised(UsageError, "no paged memory", engine.retrieve, tokens(32), blocks_of(32))
 
 
 def test_slots_must_hold_a_chunk_and_the_primary_tier_must_be_memory(model: Model, tmp_path: Path) -> None:
@@ -661,10 +655,8 @@ def test_slots_must_hold_a_chunk_and_the_primary_tier_must_be_memory(model: Mode
 def test_a_slab_belongs_to_one_store(model: Model) -> None:
     tier = host(model.layout, 4)
     store = TieredStore(tier)
-    with pytest.raises(UsageError, match="belong to a store"):
-        TieredStore(tier)
-    with pytest.raises(UsageError, match="belong to a store"):
-        tier.backend.contains([bytes(32)])
+    raised(UsageError, "belong to a store", TieredStore, tier)
+    raised(UsageError, "belong to a store", tier.backend.contains, [bytes(32)])
     store.close()
 
 
@@ -749,8 +741,7 @@ def test_engines_by_name(model: Model) -> None:
     lmkv.destroy("one")
     assert first.closed
     assert not second.closed
-    with pytest.raises(UsageError, match=r"no engine 'one'; registered: two"):
-        lmkv.get("one")
+    raised(UsageError, r"no engine 'one'; registered: two", lmkv.get, "one")
     assert lmkv.get_or_create("one", make) is made[2]
     made[2].close()
     assert lmkv.get_or_create("one", make) is made[3], "one that was closed by hand is made anew"

@@ -34,7 +34,7 @@ from lmkv.memory.slab import Slab
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import chunk_of, listed, read_back
 from tests.forked import Child, Tell
-from tests.kit import LIMIT
+from tests.kit import LIMIT, raised
 
 OTHER, GROUP = 65534, 54321
 NAMESPACE = bytes(range(32))
@@ -131,8 +131,7 @@ def test_a_folder_that_he_has_made_is_refused_with_what_to_do(everybodys: Path, 
 
 def test_a_folder_within_one_of_his_is_refused(everybodys: Path) -> None:
     done_by_another(make_folder, str(everybodys / "his"))
-    with pytest.raises(BackendUnavailable, match="belongs to user 65534"):
-        LocalDiskBackend(everybodys / "his" / "deep" / "kv", NAMESPACE)
+    raised(BackendUnavailable, "belongs to user 65534", LocalDiskBackend, everybodys / "his" / "deep" / "kv", NAMESPACE)
 
 
 def link(target: str, place: str) -> None:
@@ -141,8 +140,7 @@ def link(target: str, place: str) -> None:
 
 def test_a_link_of_his_is_refused_and_one_of_the_operators_is_not(everybodys: Path, tmp_path: Path) -> None:
     done_by_another(link, str(tmp_path), str(everybodys / "lmkv"))
-    with pytest.raises(BackendUnavailable, match="belongs to user 65534"):
-        LocalDiskBackend(everybodys / "lmkv", NAMESPACE)
+    raised(BackendUnavailable, "belongs to user 65534", LocalDiskBackend, everybodys / "lmkv", NAMESPACE)
     assert list(tmp_path.iterdir()) == []
     (everybodys / "own").symlink_to(tmp_path)
     backend, chunk = LocalDiskBackend(everybodys / "own", NAMESPACE), chunk_of(5000)
@@ -189,8 +187,7 @@ def test_a_namespace_that_he_has_made_is_neither_served_nor_written(
     assert (written.status, type(written.error)) == (WriteStatus.FAILED, BackendUnavailable)
     assert "remove it" in str(written.error)
     for call in (lambda: backend.contains([chunk.key]), lambda: listed(backend), lambda: backend.delete([chunk.key])):
-        with pytest.raises(BackendUnavailable):
-            call()
+        raised(BackendUnavailable, "", call)
     assert sorted(shared.rglob("*")) == before
 
 
@@ -479,8 +476,7 @@ def test_nobody_else_may_write_to_what_is_made_on_the_way_to_the_root(everybodys
     made = [everybodys / "a", everybodys / "a" / "b", root, root / NAMESPACE.hex()]
     assert [stat.S_IMODE(each.stat().st_mode) for each in made] == [0o755, 0o755, 0o700, 0o700]
     (everybodys / "file").touch()
-    with pytest.raises(BackendUnavailable, match="there is a file"):
-        LocalDiskBackend(everybodys / "file" / "kv", NAMESPACE)
+    raised(BackendUnavailable, "there is a file", LocalDiskBackend, everybodys / "file" / "kv", NAMESPACE)
 
 
 def test_users_have_namespaces_of_their_own_below_one_root(shared: Path) -> None:
@@ -503,8 +499,7 @@ def test_the_way_to_a_folder_may_lead_through_what_others_were_given(tmp_path: P
     his.mkdir(parents=True)
     everybodys.chmod(0o1777)
     os.chown(his, OTHER, OTHER)
-    with pytest.raises(NotTrustedError, match="belongs to user 65534"):
-        Root.checked(his)
+    raised(NotTrustedError, "belongs to user 65534", Root.checked, his)
 
 
 def test_no_warning_where_nothing_is_wrong(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ from lmkv.outcomes import ReadStatus
 from lmkv.policies import make_admission, make_policy
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import BackendSuite
-from tests.kit import LIMIT, chain
+from tests.kit import LIMIT, chain, raised
 from tests.pages import extracted
 
 NAMESPACE = Namespace(model="m", dtype="u8", chunk_size=16, block_size=16)
@@ -165,8 +165,7 @@ def test_an_admission_of_a_configuration() -> None:
     ],
 )
 def test_what_cannot_be_used_is_named(make: Any, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        make()
+    raised(ConfigError, named, make)
 
 
 @pytest.mark.parametrize("scheme", ["broken", "nowhere", "others:breaks", "others:NoPolicy"])

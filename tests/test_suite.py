@@ -83,7 +83,7 @@ def test_each_nightly_part_has_its_reason() -> None:
 @pytest.mark.parametrize(
     ("file", "nearest", "not_concerned"),
     [
-        ("lmkv/store/health.py", "tests/store/tiers/test_breaker.py", "tests/policies/test_policies.py"),
+        ("lmkv/store/health.py", "tests/store/test_breaker.py", "tests/policies/test_policies.py"),
         ("lmkv/backends/remote/redis.py", "tests/backends/remote/test_redis.py", "tests/vllm/test_connector.py"),
         ("lmkv/cli/top.py", "tests/cli/test_server.py", "tests/vllm/test_families.py"),
         ("lmkv/vllm/worker.py", "tests/vllm/scheduler/test_worker.py", "tests/store/test_tiered.py"),

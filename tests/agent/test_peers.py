@@ -25,7 +25,7 @@ from tests.agent.serving import (
     store_over,
     tokenize,
 )
-from tests.kit import LIMIT
+from tests.kit import LIMIT, raised
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
 from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, engine_of
 
@@ -77,8 +77,7 @@ def test_a_prefetch_is_for_all_under_one_name(stores: list[TieredStore], client:
     assert hits(client.prefetched(begun["id"]), "ready_tokens") == [24, 24]
     assert client.cancel(begun["id"])["cancelled"]
     assert [store.stats().leased for store in stores] == [0, 0]
-    with pytest.raises(httpx.HTTPStatusError, match="404"):
-        client.prefetched(begun["id"])
+    raised(httpx.HTTPStatusError, "404", client.prefetched, begun["id"])
 
 
 def test_a_prefetch_may_be_for_one(stores: list[TieredStore], client: Client) -> None:
@@ -119,8 +118,7 @@ def test_a_session_is_ended_where_it_is_known(stores: list[TieredStore], client:
     ended = put(stores[1], TEXT)
     stores[1].hints.session(b"", name, ended)
     assert client.end_session(name) == {"session": name, "ended": True}
-    with pytest.raises(httpx.HTTPStatusError, match="404"):
-        client.end_session(name)
+    raised(httpx.HTTPStatusError, "404", client.end_session, name)
     for number in range(30):
         put(stores[1], f"{number:04}" * 2)
     assert stores[1].catalog.count_prefix(kept)[0] == len(kept)
@@ -153,10 +151,8 @@ def test_an_engine_that_is_away_is_named(stores: list[TieredStore], servers: lis
     assert client.prefetch(TEXT)["ready_tokens"] == 24
     assert client.stats()["tiers"][0]["chunks"] == 6
     assert "ConnectError" in client.requests()["unavailable"]["1"]
-    with pytest.raises(httpx.HTTPStatusError, match=r"503 .*engine 1 is unavailable"):
-        client.lookup(TEXT, engine=1)
-    with pytest.raises(httpx.HTTPStatusError, match=r"400 .*there is no such engine; there are 0, 1"):
-        client.lookup(TEXT, engine=7)
+    raised(httpx.HTTPStatusError, r"503 .*engine 1 is unavailable", client.lookup, TEXT, engine=1)
+    raised(httpx.HTTPStatusError, r"400 .*there is no such engine; there are 0, 1", client.lookup, TEXT, engine=7)
 
 
 def test_what_one_refuses_is_said(client: Client) -> None:

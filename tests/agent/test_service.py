@@ -45,7 +45,7 @@ from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.agent import clear_namespace
 from lmkv.vllm.scheduler.observer import TraceRecorder
 from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, serving, short_socket, store_over, tokenize
-from tests.kit import LIMIT, Gated, eventually, memory
+from tests.kit import LIMIT, Gated, eventually, memory, raised
 
 
 @pytest.fixture
@@ -97,8 +97,7 @@ def test_tools_and_what_else_a_template_is_given_belong_to_a_chat(store: TieredS
     assert found["hit_tokens"] == found["total_tokens"] - 1 > 22
     assert client.lookup(messages)["hit_tokens"] == 0
     for prompt in ("hello", [1, 2]):
-        with pytest.raises(httpx.HTTPStatusError, match="belong to messages"):
-            client.lookup(prompt, **given)
+        raised(httpx.HTTPStatusError, "belong to messages", client.lookup, prompt, **given)
     with pytest.raises(httpx.HTTPStatusError, match="is the server's"):
         client.lookup(messages, chat_template_kwargs={"chat_template": "{{ 1 }}"})
 
@@ -211,8 +210,7 @@ def test_prefetch_brings_a_prompt_from_disk(store: TieredStore, client: Client) 
     assert store.stats().leased == 0
     for call in (client.prefetched, client.cancel):
         for name in (begun["id"], "a?b#c"):
-            with pytest.raises(httpx.HTTPStatusError, match=r"404 .* no prefetch"):
-                call(name)
+            raised(httpx.HTTPStatusError, r"404 .* no prefetch", call, name)
 
 
 def test_what_a_neighbour_has_stored_is_found(store: TieredStore, client: Client, tmp_path: Path) -> None:
@@ -255,8 +253,7 @@ def test_a_namespace_is_cleared_by_the_engine_that_shares_its_folder(tmp_path: P
     server = AgentServer(lambda: application(service_of(store, clear_namespace=clear), TOKEN), Address("127.0.0.1:0"))
     with closing(server), Client(server.url, TOKEN) as client:
         for none in ("", "0123456789abcdef"):
-            with pytest.raises(httpx.HTTPStatusError, match=r"not one namespace begins|422"):
-                client.clear(namespace=none)
+            raised(httpx.HTTPStatusError, r"not one namespace begins|422", client.clear, namespace=none)
         with pytest.raises(httpx.HTTPStatusError, match=r"400 .* cannot be narrowed down"):
             client.clear("the first prompt", namespace=other.digest.hex())
         assert client.clear(namespace=other.digest.hex()[:12].upper()) == {"deleted_chunks": 4}
@@ -267,15 +264,13 @@ def test_a_namespace_is_cleared_by_the_engine_that_shares_its_folder(tmp_path: P
 
 
 def test_without_a_folder_there_is_no_other_namespace(client: Client) -> None:
-    with pytest.raises(httpx.HTTPStatusError, match="no folder with namespaces"):
-        client.clear(namespace="ab")
+    raised(httpx.HTTPStatusError, "no folder with namespaces", client.clear, namespace="ab")
 
 
 def test_everything_cannot_be_narrowed_down(store: TieredStore, client: Client) -> None:
     put(store, "the first prompt", "tenant")
     for apart in ({"cache_salt": "tenant"}, {"tags": {"team": "a"}}):
-        with pytest.raises(httpx.HTTPStatusError, match=r"400 .* cannot be narrowed down"):
-            client.clear(**apart)
+        raised(httpx.HTTPStatusError, r"400 .* cannot be narrowed down", client.clear, **apart)
     assert store.stats().primary.chunks == 4
 
 
@@ -311,10 +306,8 @@ def test_a_trace_begins_at_any_number(store: TieredStore, number: int) -> None:
     with serving(service_of(store, trace=recorder.since)) as (server,), Client(server.url, TOKEN) as client:
         assert client.trace(number)["requests"] == []
         for most in (1 << 63, 10**400, -1):
-            with pytest.raises(httpx.HTTPStatusError, match="422"):
-                client.trace(most)
-            with pytest.raises(httpx.HTTPStatusError, match="422"):
-                client.send("GET", f"/v1/requests?limit={most}")
+            raised(httpx.HTTPStatusError, "422", client.trace, most)
+            raised(httpx.HTTPStatusError, "422", client.send, "GET", f"/v1/requests?limit={most}")
 
 
 def note(recorder: TraceRecorder, requests: int, chunks: int) -> None:
@@ -386,8 +379,7 @@ def test_a_session_is_ended_with_the_salt_and_tags_of_its_requests(store: Tiered
     store.hints.session(root_of("alice", {"team": "red"}), "1", put(store, "a prompt of 23 letters,"))
     with serving(service_of(store, root_of=root_of)) as (server,), Client(server.url, TOKEN) as client:
         for scope in ({}, {"cache_salt": "mallory"}, {"cache_salt": "alice"}, {"tags": {"team": "red"}}):
-            with pytest.raises(httpx.HTTPStatusError, match="404"):
-                client.end_session("1", **scope)
+            raised(httpx.HTTPStatusError, "404", client.end_session, "1", **scope)
         assert client.end_session("1", cache_salt="alice", tags={"team": "red"})["ended"]
 
 
@@ -409,8 +401,7 @@ def test_without_the_token_nothing_is_answered(store: TieredStore, server: Agent
     put(store, "16 tokens it has")
     with Client(server.url, token) as client:
         for call in (client.stats, client.clear, lambda: client.lookup("x"), lambda: client.prefetched("x")):
-            with pytest.raises(httpx.HTTPStatusError, match="401"):
-                call()
+            raised(httpx.HTTPStatusError, "401", call)
     assert store.stats().primary.chunks == 4
 
 
@@ -442,8 +433,7 @@ def test_a_prompt_that_the_engine_does_not_take_is_refused(store: TieredStore) -
         assert client.lookup("16 tokens it has")["hit_tokens"] == 15
         for prompt in ("17 tokens it has.", [1] * 17, [{"role": "user", "content": "0123456789a"}]):
             for call in (client.lookup, client.prefetch, client.pin, client.unpin, client.clear):
-                with pytest.raises(httpx.HTTPStatusError, match=r"400 .* 17 tokens, and this engine takes 16"):
-                    call(prompt)
+                raised(httpx.HTTPStatusError, r"400 .* 17 tokens, and this engine takes 16", call, prompt)
     assert store.stats().primary.chunks == 4
 
 
@@ -453,13 +443,11 @@ def test_a_prefetch_that_waits_when_the_server_ends_is_told_so(slow: Gated, slow
         with Client(slow_server.url, TOKEN) as other:
             eventually(lambda: _is_known(other, "mine"), "it is known")
         slow_server.close()
-        with pytest.raises(httpx.HTTPStatusError, match=r"503 .*the engine is shutting down"):
-            answer.result(LIMIT)
+        raised(httpx.HTTPStatusError, r"503 .*the engine is shutting down", answer.result, LIMIT)
 
 
 def test_a_prompt_in_two_ways_is_refused(service: CacheService) -> None:
-    with pytest.raises(UsageError, match="one of text, messages and tokens"):
-        service.lookup(Prompt(text="a", tokens=[1]))
+    raised(UsageError, "one of text, messages and tokens", service.lookup, Prompt(text="a", tokens=[1]))
 
 
 def test_a_closed_store_answers_nothing_found(store: TieredStore, client: Client) -> None:
@@ -487,8 +475,7 @@ class TestAddresses:
         ids=lambda text: repr(text)[:20],
     )
     def test_of_others_are_refused(self, text: str) -> None:
-        with pytest.raises(ConfigError, match="must be unix:/path, or a loopback address"):
-            Address(text).bind()
+        raised(ConfigError, "must be unix:/path, or a loopback address", Address(text).bind)
 
     def test_engines_of_a_server_have_one_each(self) -> None:
         first = Address("127.0.0.1:8377"), Address("unix:/run/lmkv.sock")
@@ -521,8 +508,7 @@ class TestUnixSockets:
         # From the start, not once its server's thread runs.
         with socket.socket(socket.AF_UNIX) as early:
             early.connect(str(path))
-        with pytest.raises(OSError, match="in use"):
-            Address(f"unix:{path}").bind()
+        raised(OSError, "in use", Address(f"unix:{path}").bind)
         bound.close()
 
     def test_of_servers_that_start_at_the_same_time_one_has_it(self, path: Path) -> None:
@@ -558,8 +544,7 @@ class TestUnixSockets:
             busy.bind(str(path))
             busy.listen(0)
             waiting.connect(str(path))
-            with pytest.raises(OSError, match="in use"):
-                Address(f"unix:{path}").bind()
+            raised(OSError, "in use", Address(f"unix:{path}").bind)
 
     def test_one_of_another_server_stays(self, service: CacheService, path: Path) -> None:
         first = AgentServer(lambda: application(service, None), Address(f"unix:{path}"))
@@ -573,8 +558,7 @@ class TestUnixSockets:
 
     def test_a_file_of_that_name_is_not_deleted(self, path: Path) -> None:
         path.write_text("mine")
-        with pytest.raises(OSError, match="in use"):
-            Address(f"unix:{path}").bind()
+        raised(OSError, "in use", Address(f"unix:{path}").bind)
         assert path.read_text() == "mine"
 
 

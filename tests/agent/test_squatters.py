@@ -31,7 +31,7 @@ from tests.agent.rude import Answer, RudePeer, as_http, as_json
 from tests.agent.serving import TOKEN, engines_of, one_of, put, service_of, serving, short_socket, store_over
 from tests.agent.test_fuzz_peers import LOOKED_UP, STATS
 from tests.forked import Child, Tell
-from tests.kit import LIMIT, eventually
+from tests.kit import LIMIT, eventually, raised
 from tests.test_other_user import Another
 
 TEXT = "the 24 bytes of a prompt"
@@ -159,12 +159,10 @@ def test_the_folder_is_its_users_alone(memory_path: Path, monkeypatch: pytest.Mo
     assert (path.parent.stat().st_mode & 0o7777, path.suffix) == (0o700, ".3")
     assert first.private(3) == Address("localhost:8377").private(3) != Address("127.0.0.1:8378").private(3)
     path.parent.chmod(0o750)
-    with pytest.raises(PermissionError, match="mode 0700"):
-        first.private(3)
+    raised(PermissionError, "mode 0700", first.private, 3)
     path.parent.chmod(0o700)
     memory_path.chmod(0o777)
-    with pytest.raises(PermissionError, match=r"others may replace"):
-        first.private(3)
+    raised(PermissionError, r"others may replace", first.private, 3)
     memory_path.chmod(0o1777)
     assert first.private(3).text == f"unix:{path}"
 

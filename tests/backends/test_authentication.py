@@ -30,7 +30,7 @@ from lmkv.errors import ConfigError, CorruptChunkError
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend, Chunk, ChunkKey
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, new_key, read_back, statuses
-from tests.kit import LIMIT
+from tests.kit import LIMIT, raised
 from tests.servers import redis_server
 
 KEY, OTHER_KEY = b"k" * 32, b"K" * 64
@@ -314,8 +314,7 @@ def test_whatever_bytes_are_changed_and_checksums_made_right_it_is_refused(chang
         blob[at] ^= flips
     for forged in (bytes(blob), resealed_if_possible(bytes(blob))):
         if forged != BLOB:
-            with pytest.raises(FormatError):
-                served(forged)
+            raised(FormatError, "", served, forged)
 
 
 def resealed_if_possible(blob: bytes) -> bytes:
@@ -375,14 +374,12 @@ def test_the_derivation_is_the_documented_one() -> None:
 
 @pytest.mark.parametrize("key", [b"", b"short", b"k" * 31])
 def test_a_short_key_is_refused(tmp_path: Path, key: bytes) -> None:
-    with pytest.raises(ConfigError, match="32 bytes"):
-        LocalDiskBackend(tmp_path, NAMESPACE, authentication_key=key)
+    raised(ConfigError, "32 bytes", LocalDiskBackend, tmp_path, NAMESPACE, authentication_key=key)
 
 
 def test_without_cryptography_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
-    with pytest.raises(ConfigError, match=r"pip install 'lmkv\[auth\]'"):
-        LocalDiskBackend(tmp_path, NAMESPACE, authentication_key=KEY)
+    raised(ConfigError, r"pip install 'lmkv\[auth\]'", LocalDiskBackend, tmp_path, NAMESPACE, authentication_key=KEY)
     assert LocalDiskBackend(tmp_path, NAMESPACE).contains([]) == []
 
 
@@ -405,8 +402,7 @@ def test_checksums_can_be_checked_without_the_key() -> None:
     codec.verify_segments(header, CHUNK.payload)
     broken = bytearray(CHUNK.payload)
     broken[5000] ^= 1
-    with pytest.raises(FormatError, match="segment 1 "):
-        codec.verify_segments(header, memoryview(broken))
+    raised(FormatError, "segment 1 ", codec.verify_segments, header, memoryview(broken))
 
 
 def test_keys_of_one_namespace_make_other_files_than_those_of_another(tmp_path: Path) -> None:

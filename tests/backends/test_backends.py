@@ -33,7 +33,7 @@ from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
 from tests.backends.remote.folder_store import FolderBackend
 from tests.forked import python
-from tests.kit import LIMIT, chain, eventually, get, lower, put_below, small_store
+from tests.kit import LIMIT, chain, eventually, get, lower, put_below, raised, small_store
 from tests.pages import ROOT
 
 T = TypeVar("T")
@@ -267,8 +267,7 @@ def test_settings_of_another_writer_do_not_matter(tmp_path: Path) -> None:
     ],
 )
 def test_bad_settings_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=str(next(iter(settings)))):
-        LocalDiskBackend(tmp_path, **{"namespace": NAMESPACE, **settings})
+    raised(ConfigError, str(next(iter(settings))), LocalDiskBackend, tmp_path, **{"namespace": NAMESPACE, **settings})
 
 
 @pytest.mark.parametrize(
@@ -281,8 +280,7 @@ def test_bad_settings_are_refused(tmp_path: Path, settings: dict[str, Any]) -> N
     ],
 )
 def test_misuse_is_told_and_nothing_is_written(disk: LocalDiskBackend, tmp_path: Path, chunk: Chunk) -> None:
-    with pytest.raises(UsageError):
-        disk.write(chunk)
+    raised(UsageError, "", disk.write, chunk)
     assert files_below(tmp_path) == []
 
 
@@ -295,8 +293,7 @@ def test_direct_io_is_insisted_on_or_done_without(tmp_path: Path, monkeypatch: p
         return real_open(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(ConfigError, match="O_DIRECT"):
-        LocalDiskBackend(tmp_path, NAMESPACE, direct="on")
+    raised(ConfigError, "O_DIRECT", LocalDiskBackend, tmp_path, NAMESPACE, direct="on")
     backend = LocalDiskBackend(tmp_path, NAMESPACE)
     assert not backend.direct_io
     chunk = Chunk(new_key(), page_aligned(8192, os.urandom(8192)))
@@ -401,8 +398,7 @@ def test_an_exit_in_a_coroutine_ends_its_own_call_alone(tmp_path: Path) -> None:
             return await super().contains(keys)
 
     adapter = AsyncAdapter(Exits(tmp_path / "files"), deadline=LIMIT)
-    with pytest.raises(SystemExit):
-        adapter.contains([bytes(32)])
+    raised(SystemExit, "", adapter.contains, [bytes(32)])
     assert adapter.contains([bytes(32)]) == [False]
     adapter.close()
     assert not adapter._thread.is_alive()
@@ -474,8 +470,7 @@ def test_the_nth_call_fails_as_told(tmp_path: Path) -> None:
     assert os.strerror(errno.EIO) in str(read.error)
     assert read_back(faulty, chunk) == chunk.payload
     faulty.fail_call()
-    with pytest.raises(BackendUnavailable):
-        faulty.delete([chunk.key])
+    raised(BackendUnavailable, "", faulty.delete, [chunk.key])
 
 
 def test_latency_is_slept_and_only_for_the_chosen_verbs() -> None:
@@ -569,8 +564,7 @@ def test_a_missed_deadline_of_a_read_or_write_is_a_value(hanging: AsyncAdapter) 
         assert result.status in (ReadStatus.FAILED, WriteStatus.FAILED)
         assert isinstance(result.error, BackendUnavailable)
         assert result.error.key == chunk.key.hex()
-    with pytest.raises(BackendUnavailable):
-        hanging.contains([chunk.key])
+    raised(BackendUnavailable, "", hanging.contains, [chunk.key])
     hanging.deadline = LIMIT
 
 
@@ -586,8 +580,7 @@ def test_a_coroutine_that_was_given_up_cannot_reach_the_callers_memory(hanging: 
 
 
 def test_bugs_of_an_async_backend_come_through(hanging: AsyncAdapter) -> None:
-    with pytest.raises(ValueError, match="a bug"):
-        hanging.delete([new_key()])
+    raised(ValueError, "a bug", hanging.delete, [new_key()])
 
 
 def test_the_adapters_thread_is_named_and_joined() -> None:
@@ -627,8 +620,7 @@ def test_an_asynchronous_listing_can_be_left_half_way() -> None:
     assert len(next(listing)) == len(next(listing)) == 1
     adapter.close()
     assert ended == ["here"]
-    with pytest.raises(ClosedError):
-        next(listing)
+    raised(ClosedError, "", next, listing)
 
 
 # -- asynchronous files --------------------------------------------------------------------------------
@@ -662,8 +654,7 @@ def test_files_are_not_written_below_a_medium_that_is_no_longer_mounted(tmp_path
         assert isinstance(adapter.write(chunk).error, BackendUnavailable)
         assert isinstance(adapter.read(chunk.key, memoryview(bytearray(100))).error, BackendUnavailable)
         for ask in (lambda: adapter.contains([chunk.key]), lambda: list(adapter.list_keys())):
-            with pytest.raises(BackendUnavailable, match="mount it again"):
-                ask()
+            raised(BackendUnavailable, "mount it again", ask)
         path.mkdir()
     assert files_below(tmp_path) == []
     adapter.close()
@@ -674,8 +665,7 @@ def test_what_the_medium_refuses_is_told(files: Any, tmp_path: Path) -> None:
     chunk = chunk_of(100)
     obstacle = tmp_path / "chunks" / f"{chunk.key.hex()}.chunk"
     obstacle.mkdir()
-    with pytest.raises(BackendError, match="delete failed"):
-        files.delete([chunk.key])
+    raised(BackendError, "delete failed", files.delete, [chunk.key])
     read = files.read(chunk.key, memoryview(bytearray(100)))
     assert read.status is ReadStatus.FAILED
     shutil.rmtree(tmp_path / "chunks")

@@ -17,6 +17,7 @@ from lmkv.chunks import codec
 from lmkv.chunks.codec import PAGE, FormatError, Header
 from lmkv.protocols import Chunk
 from lmkv.testing import strategies
+from tests.kit import raised
 
 NAMESPACE = b"\x01" * 32
 SEGMENTS = st.sampled_from([4096, 8192, 65536, codec.DEFAULT_SEGMENT_BYTES])
@@ -83,8 +84,7 @@ def test_a_chunk_of_a_writer_that_is_known_to_be_wrong_is_not_read(monkeypatch: 
     unknown = memoryview(packed(evolve(SMALL, writer=(0, 0, 0))))
     assert codec.parse_header(older).writer == (0, 0, 9)
     monkeypatch.setattr(codec, "REFUSED_WRITERS", {(0, 0, 9)})
-    with pytest.raises(FormatError, match=r"written by lmkv 0\.0\.9"):
-        codec.parse_header(older)
+    raised(FormatError, r"written by lmkv 0\.0\.9", codec.parse_header, older)
     assert codec.parse_header(unknown).writer == (0, 0, 0)
     assert codec.parse_header(memoryview(packed(SMALL))) == SMALL
 
@@ -95,22 +95,19 @@ def test_every_flipped_bit_of_a_header_is_noticed() -> None:
         for bit in (0, 3, 7):
             data = bytearray(good)
             data[at] ^= 1 << bit
-            with pytest.raises(FormatError):
-                codec.parse_header(memoryview(data))
+            raised(FormatError, "", codec.parse_header, memoryview(data))
 
 
 def test_every_shortened_header_is_noticed() -> None:
     good = memoryview(packed(SMALL))
     for nbytes in range(len(good)):
-        with pytest.raises(FormatError):
-            codec.parse_header(good[:nbytes])
+        raised(FormatError, "", codec.parse_header, good[:nbytes])
 
 
 @given(st.binary(max_size=3 * PAGE))
 @example(b"")
 def test_random_bytes_are_rejected(data: bytes) -> None:
-    with pytest.raises(FormatError):
-        codec.parse_header(memoryview(data))
+    raised(FormatError, "", codec.parse_header, memoryview(data))
 
 
 @given(at=st.integers(0, 131), junk=st.binary(min_size=1, max_size=16))
@@ -154,8 +151,7 @@ def test_each_lie_has_its_complaint(offset: int, form: str, value: int, complain
     struct.pack_into(form, data, offset, value)
     if offset != 12:
         resealed(data)
-    with pytest.raises(FormatError, match=complaint):
-        codec.parse_header(memoryview(data))
+    raised(FormatError, complaint, codec.parse_header, memoryview(data))
 
 
 def test_a_lie_about_many_segments_needs_the_bytes_to_be_there() -> None:
@@ -172,8 +168,7 @@ def test_a_lie_about_many_segments_needs_the_bytes_to_be_there() -> None:
 )
 def test_a_header_that_cannot_be_is_not_packed(change: dict[str, Any]) -> None:
     header = evolve(SMALL, **change)
-    with pytest.raises(FormatError):
-        codec.pack_header(header, memoryview(bytearray(header.header_bytes)))
+    raised(FormatError, "", codec.pack_header, header, memoryview(bytearray(header.header_bytes)))
 
 
 @given(data=st.data(), chunk=strategies.chunks(), segment_bytes=SEGMENTS)
@@ -182,8 +177,7 @@ def test_any_changed_byte_of_a_payload_is_noticed(data: st.DataObject, chunk: Ch
     at = data.draw(st.integers(0, len(chunk.payload) - 1))
     broken = bytearray(chunk.payload)
     broken[at] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(FormatError, match=f"segment {at // segment_bytes} "):
-        codec.verify_segments(header, memoryview(broken))
+    raised(FormatError, f"segment {at // segment_bytes} ", codec.verify_segments, header, memoryview(broken))
 
 
 @pytest.mark.parametrize(("nbytes", "plausible"), [(0, 0), (4096, 0), (8191, 0), (8192, 1), (8193, 0), (12288, 1)])

@@ -18,6 +18,7 @@ from lmkv.cli.app import app
 from lmkv.cli.bench import DISK, OWN, RAM, bare_chain, hit_in
 from lmkv.cli.engines import WRITES_ENDED, Answer, wait_until_settled
 from lmkv.cli.report import Row, compared, interleaved, interval, median_ratio, reached
+from tests.kit import raised
 
 ROUNDS = {"cache": [1.0, 1.0, 1.0], "lmkv": [2.0, 1.5, 4.0]}
 
@@ -127,8 +128,7 @@ def test_a_hit_counts_where_all_of_it_came_from_that_tier(name: str, sources: di
     if right:
         hit_in(name, answer, 100)
     else:
-        with pytest.raises(RuntimeError, match="a hit of 90 tokens"):
-            hit_in(name, answer, 100)
+        raised(RuntimeError, "a hit of 90 tokens", hit_in, name, answer, 100)
     with pytest.raises(RuntimeError, match="a hit of 90 tokens"):  # half of the prompt at most was found
         hit_in(name, answer, 200)
 

@@ -22,7 +22,7 @@ from lmkv.cli.app import app
 from lmkv.cli.doctor import Finding
 from lmkv.config import Config
 from lmkv.vllm import plugin
-from tests.kit import LIMIT
+from tests.kit import LIMIT, raised
 from tests.servers import PROGRAMS, Proxy, RedisServer, free_port, redis_server
 
 NOT_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -74,8 +74,7 @@ class TestConfiguration:
 
     @pytest.mark.parametrize("text", ["{", "[]", "3"])
     def test_what_is_no_json_object_is_refused(self, text: str) -> None:
-        with pytest.raises(typer.BadParameter):
-            doctor.json_object(text)
+        raised(typer.BadParameter, "", doctor.json_object, text)
 
 
 class TestSecrets:

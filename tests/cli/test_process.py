@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from lmkv.cli.engines import ChildFailedError, ChildProcess
-from tests.kit import eventually
+from tests.kit import eventually, raised
 
 PROGRAM = """
 import os, subprocess, sys, time
@@ -60,8 +58,7 @@ def test_questions_are_answered_and_what_is_printed_is_logged(tmp_path: Path) ->
 def test_a_child_that_ends_is_an_error_with_its_last_lines(tmp_path: Path) -> None:
     with child(tmp_path) as process:
         for question in ("end", "anything more"):
-            with pytest.raises(ChildFailedError, match=r"ended with 3:\nprinted"):
-                process.ask(question)
+            raised(ChildFailedError, r"ended with 3:\nprinted", process.ask, question)
         process.close()
 
 
@@ -69,7 +66,6 @@ def test_a_child_that_does_not_answer_is_killed_with_all_that_it_started(tmp_pat
     with child(tmp_path) as process:
         other: int = process.ask("start another")
         assert not has_ended(other)
-        with pytest.raises(ChildFailedError, match="did not answer within 1 s"):
-            process.ask("hang", timeout=1)
+        raised(ChildFailedError, "did not answer within 1 s", process.ask, "hang", timeout=1)
         assert process._child.returncode == -9
         eventually(lambda: has_ended(other))

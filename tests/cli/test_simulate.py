@@ -22,6 +22,7 @@ from lmkv.errors import UsageError
 from lmkv.policies import Shadow, make_policy
 from lmkv.simulation.replay import clairvoyant, replay, replay_tiers
 from lmkv.simulation.trace import read_trace
+from tests.kit import raised
 
 
 @pytest.fixture
@@ -74,8 +75,7 @@ def test_a_compressed_trace_is_the_same(sessions: Path) -> None:
 def test_larger_chunks_are_cut_from_the_blocks(sessions: Path) -> None:
     small, large = read_trace(sessions), read_trace(sessions, 256)
     assert [len(request.keys) // 4 for request in small.requests] == [len(request.keys) for request in large.requests]
-    with pytest.raises(UsageError, match="multiple of the trace's blocks of 64"):
-        read_trace(sessions, 100)
+    raised(UsageError, "multiple of the trace's blocks of 64", read_trace, sessions, 100)
 
 
 def test_prefixes_share_keys_and_sessions_do_not(sessions: Path) -> None:
@@ -120,8 +120,7 @@ def test_a_picture_is_drawn(sessions: Path, tmp_path: Path) -> None:
 
 def test_sizes_are_read_as_people_write_them() -> None:
     assert [size_of(text, 100, 5000) for text in ("5%", "64GiB", "64GB", "20")] == [25_000, 64 << 30, 64 * 10**9, 2000]
-    with pytest.raises(UsageError, match="'much' is no size"):
-        size_of("much", 1, 1)
+    raised(UsageError, "'much' is no size", size_of, "much", 1, 1)
 
 
 MOONCAKE: dict[str, Any] = {"timestamp": 5, "input_length": 1500, "output_length": 3, "hash_ids": [1, 2, 3]}
@@ -224,10 +223,8 @@ def test_a_file_that_is_none_or_broken_is_no_trace(tmp_path: Path, sessions: Pat
             file.write("0" * (1 << 20))
     (tmp_path / "latin.jsonl").write_bytes(b"\xff\xfe")
     for name in ("pipe", "not.zst", "cut.zst", "bomb.zst", "latin.jsonl", "none"):
-        with pytest.raises(UsageError, match=f"{name}(, line [0-9]+)?: no trace: "):
-            read_trace(tmp_path / name)
-    with pytest.raises(UsageError, match="/dev/zero: no trace: it is no file"):
-        read_trace(Path("/dev/zero"))
+        raised(UsageError, f"{name}(, line [0-9]+)?: no trace: ", read_trace, tmp_path / name)
+    raised(UsageError, "/dev/zero: no trace: it is no file", read_trace, Path("/dev/zero"))
 
 
 @pytest.mark.parametrize(

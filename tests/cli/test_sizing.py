@@ -14,6 +14,7 @@ from lmkv.cli.app import app
 from lmkv.cli.doctor import examine, show
 from lmkv.cli.sizing import KVDtype, kv_size
 from lmkv.cli.small_model import SmallModel
+from tests.kit import raised
 
 QWEN3_8B = {
     "num_hidden_layers": 36,
@@ -212,5 +213,4 @@ class TestDoctor:
 
 def test_brackets_without_end_are_refused(folder: Path) -> None:
     (folder / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="cannot be read"):
-        kv_size(folder)
+    raised(ValueError, "cannot be read", kv_size, folder)

@@ -19,6 +19,7 @@ from lmkv.memory.copier import ChunkCopy, Run, block_ids
 from lmkv.memory.copiers import CPUCopier, check_device, make_copier
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab
+from tests.kit import raised
 
 BLOCKS = 12
 BLOCK_SIZE = 4
@@ -187,8 +188,7 @@ def test_blocks_that_do_not_exist_are_refused_before_anything_moves(name: str, b
     copies = [ChunkCopy(0, (Run(0, [1, 2, 3]),)), ChunkCopy(1, (Run(0, [4, block, 5]),))]
     before = [tensor.clone() for tensor in tensors]
     for move in (setup.copier.store, setup.copier.load):
-        with pytest.raises(UsageError, match="block ids"):
-            move(copies)
+        raised(UsageError, "block ids", move, copies)
     assert setup.chunk(0) == bytes(setup.layout.chunk_bytes)
     for tensor, old in zip(tensors, before, strict=True):
         assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
@@ -199,8 +199,7 @@ def test_slots_that_do_not_exist_are_refused(slot: int) -> None:
     axis, make = LAYOUTS["[B,H,N,C]"]
     setup = Setup(make(torch.uint8), axis)
     for move in (setup.copier.store, setup.copier.load):
-        with pytest.raises(UsageError, match="slot"):
-            move([ChunkCopy(slot, (Run(0, [1, 2, 3]),))])
+        raised(UsageError, "slot", move, [ChunkCopy(slot, (Run(0, [1, 2, 3]),))])
 
 
 def test_each_rank_has_its_own_segment_of_a_slot() -> None:
@@ -231,16 +230,14 @@ def test_each_group_has_its_own_blocks() -> None:
     assert chunk[:128] == bytes(large[5].tolist() + large[0].tolist())
     assert chunk[128 : 128 + 32] == bytes(32)
     assert chunk[160:192] == bytes(small[19].tolist() + small[7].tolist())
-    with pytest.raises(UsageError):
-        copier.store([ChunkCopy(0, (Run(0, [6, 0]), Run(2, [19, 7])))])
+    raised(UsageError, "", copier.store, [ChunkCopy(0, (Run(0, [6, 0]), Run(2, [19, 7])))])
 
 
 def test_memory_layout_and_slab_must_fit_each_other() -> None:
     axis, make = LAYOUTS["[B,H,N,C]"]
     setup = Setup(make(torch.bfloat16), axis)
     other = KVLayout(12, (LayerPages(99, 3),) * 3)
-    with pytest.raises(UsageError, match="page sizes"):
-        CPUCopier(setup.memory, other, setup.slab)
+    raised(UsageError, "page sizes", CPUCopier, setup.memory, other, setup.slab)
     with pytest.raises(UsageError, match="do not fit"):
         CPUCopier(setup.memory, setup.memory.layout(BLOCK_SIZE * PAGES, [BLOCK_SIZE], num_ranks=2), Slab(4096, 8192))
 
@@ -275,8 +272,7 @@ def test_other_accelerators_are_refused_in_words(
 ) -> None:
     """ROCm's devices are called "cuda", and there is no libcuda to load."""
     monkeypatch.setattr(torch.version, "hip", hip)
-    with pytest.raises(UsageError, match=f"CPUs and NVIDIA GPUs; this is .*{said}"):
-        check_device(kind)
+    raised(UsageError, f"CPUs and NVIDIA GPUs; this is .*{said}", check_device, kind)
     check_device("cpu")
 
 
@@ -335,8 +331,7 @@ def test_what_is_no_block_id_is_refused_before_anything_moves(given: list[Any]) 
     copies = [ChunkCopy(0, (Run(0, [4, 5, 6]),)), ChunkCopy(1, (Run(0, given),))]
     before = [tensor.clone() for tensor in tensors]
     for move in (setup.copier.store, setup.copier.load, setup.copier.store_layers, setup.copier.load_layers):
-        with pytest.raises(UsageError, match="a block id must be an integer, not"):
-            move(copies)
+        raised(UsageError, "a block id must be an integer, not", move, copies)
     assert setup.chunk(0) == bytes(setup.layout.chunk_bytes)
     for tensor, old in zip(tensors, before, strict=True):
         assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
@@ -344,8 +339,7 @@ def test_what_is_no_block_id_is_refused_before_anything_moves(given: list[Any]) 
 
 @pytest.mark.parametrize("given", GIVEN_FOR_A_SEQUENCE.values(), ids=GIVEN_FOR_A_SEQUENCE)
 def test_what_is_no_sequence_of_block_ids_is_refused_by_its_name(given: Any) -> None:
-    with pytest.raises(UsageError, match=r"must be a.* integers?, not \S"):
-        block_ids(given)
+    raised(UsageError, r"must be a.* integers?, not \S", block_ids, given)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +379,6 @@ def test_an_engine_over_layers_of_different_block_counts_is_refused() -> None:
 @pytest.mark.parametrize("blocks", [np.arange(6.0), [True] * 6, [0, 1, 2, 3, 4.5, 5]], ids=["f", "b", "one"])
 def test_an_engine_stores_nothing_from_what_are_no_blocks(blocks: Any) -> None:
     with engine_of([torch.randn(BLOCKS, 2, BLOCK_SIZE, 8)]) as engine:
-        with pytest.raises(UsageError, match="a block id must be an integer"):
-            engine.store(range(24), blocks)
+        raised(UsageError, "a block id must be an integer", engine.store, range(24), blocks)
         assert engine.lookup(range(24)) == 0
         assert engine.store(range(24), np.arange(6)) == engine.retrieve(range(24), torch.arange(6)) == 24

@@ -20,6 +20,7 @@ from lmkv.memory.device import DeviceError, Staging
 from lmkv.memory.device_copier import DeviceCopier, LoadEvent, PinnedSlab
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab
+from tests.kit import raised
 from tests.simulated_device import SimulatedDevice
 
 BLOCKS, PAGES, LAYERS, SLOTS = 12, 2, 3, 6
@@ -324,8 +325,7 @@ def test_a_device_without_room_for_staging_memory_says_so() -> None:
     memory = memory_of("alike")
     device = SimulatedDevice(1, memory_bytes=1 << 20)
     device.adopt(memory.rows)
-    with pytest.raises(DeviceError, match="out of memory"):
-        Staging(device, memory, 1 << 20)
+    raised(DeviceError, "out of memory", Staging, device, memory, 1 << 20)
 
 
 def test_a_load_says_how_long_the_device_took_for_it() -> None:
@@ -346,10 +346,8 @@ def test_a_device_that_has_failed_fails_every_copy_and_can_be_closed(action: str
     event = getattr(world.copier, action)(world.copies([0, 1]))
     world.device.fail("an uncorrectable memory error")
     for call in (event.query, event.wait, lambda: getattr(world.copier, action)(world.copies([2]))):
-        with pytest.raises(DeviceError, match="uncorrectable"):
-            call()
-    with pytest.raises(DeviceError, match="uncorrectable"):
-        world.copier.close()
+        raised(DeviceError, "uncorrectable", call)
+    raised(DeviceError, "uncorrectable", world.copier.close)
     assert not world.device.registered
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lmkv import Config, Engine
 from lmkv.errors import ClosedError
-from tests.kit import LIMIT
+from tests.kit import LIMIT, raised
 
 BLOCK, CHUNK, LAYERS, BLOCKS = 4, 8, 3, 10
 TOKENS = list(range(3 * CHUNK + 5))
@@ -90,8 +90,7 @@ def store_and_break(engine: Engine) -> None:
 def test_an_exception_publishes_nothing_and_frees_everything() -> None:
     case = Case()
     with case.engine as engine:
-        with pytest.raises(RuntimeError, match="the model"):
-            store_and_break(engine)
+        raised(RuntimeError, "the model", store_and_break, engine)
         assert engine.lookup(TOKENS) == 0
         stats = engine.stats().store
         assert (stats.writing, stats.leased) == (0, 0)
@@ -138,5 +137,4 @@ def retrieve_and_close(engine: Engine) -> None:
 def test_an_engine_that_was_closed_meanwhile_says_so() -> None:
     case = Case()
     case.stored()
-    with pytest.raises(ClosedError):
-        retrieve_and_close(case.engine)
+    raised(ClosedError, "", retrieve_and_close, case.engine)

@@ -8,6 +8,7 @@ import torch
 from lmkv.chunks.layout import LayerPages
 from lmkv.errors import UsageError
 from lmkv.memory.paged import PagedMemory, block_rows, planes
+from tests.kit import raised
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.uint8])
@@ -52,23 +53,20 @@ def test_dimensions_of_one_may_have_any_stride() -> None:
     ids=["every second value", "every second row", "cut rows", "expanded"],
 )
 def test_blocks_with_holes_are_refused(tensor: torch.Tensor) -> None:
-    with pytest.raises(UsageError, match=r"layer 7: .*not dense"):
-        block_rows(tensor, "layer 7")
+    raised(UsageError, r"layer 7: .*not dense", block_rows, tensor, "layer 7")
 
 
 @pytest.mark.parametrize("stride", [0, 4])
 def test_blocks_that_share_memory_are_refused(stride: int) -> None:
     tensor = torch.zeros(100, dtype=torch.uint8).as_strided((4, 8), (stride, 1))
-    with pytest.raises(UsageError, match="overlap"):
-        block_rows(tensor)
+    raised(UsageError, "overlap", block_rows, tensor)
 
 
 def test_planes() -> None:
     tensor = torch.zeros(2, 5, 8)
     assert [plane.shape for plane in planes(tensor, 0)] == [(2, 5, 8)]
     assert [plane.shape for plane in planes(tensor, 1)] == [(5, 8), (5, 8)]
-    with pytest.raises(UsageError, match="block_axis must be the first or second axis"):
-        planes(tensor, 2)
+    raised(UsageError, "block_axis must be the first or second axis", planes, tensor, 2)
 
 
 def test_layers_of_a_block_in_one_run_are_fused() -> None:
@@ -110,8 +108,6 @@ def test_the_layout_of_memory() -> None:
     layout = memory.layout(16, [8, 4], num_ranks=2)
     assert layout.layers == (LayerPages(64, 2, 0), LayerPages(16, 4, 1))
     assert layout.chunk_bytes == 2 * (128 + 64)
-    with pytest.raises(UsageError, match="chunk_size 12 is not a multiple of the block size 8"):
-        memory.layout(12, [8, 4])
-    with pytest.raises(UsageError, match="no KV tensors"):
-        PagedMemory([])
+    raised(UsageError, "chunk_size 12 is not a multiple of the block size 8", memory.layout, 12, [8, 4])
+    raised(UsageError, "no KV tensors", PagedMemory, [])
     assert memory.device.type == "cpu"

@@ -29,7 +29,7 @@ from lmkv.memory import slab_files
 from lmkv.memory.machine import clamp_capacity
 from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name, wait_for_slab
 from tests.forked import Child, Tell
-from tests.kit import LIMIT, eventually
+from tests.kit import LIMIT, eventually, raised
 
 SLOT = 8192
 MIB = 1 << 20
@@ -87,8 +87,7 @@ def test_a_slot_is_in_use_until_it_is_released() -> None:
 @pytest.mark.parametrize("slot", [0, -1, 2, 100])
 def test_what_is_not_in_use_cannot_be_released(slot: int) -> None:
     slab = Slab(SLOT, 2 * SLOT)
-    with pytest.raises(UsageError, match="not in use"):
-        slab.free(slot)
+    raised(UsageError, "not in use", slab.free, slot)
     assert slab.free_slots == 2
 
 
@@ -110,8 +109,7 @@ def test_acquiring_and_releasing_do_not_depend_on_how_much_is_in_use() -> None:
 
 @pytest.mark.parametrize(("slot_bytes", "capacity"), [(0, 100), (-4096, 100), (100, 4096), (4096, 4095)])
 def test_a_slab_that_cannot_be_is_refused(slot_bytes: int, capacity: int) -> None:
-    with pytest.raises(UsageError):
-        Slab(slot_bytes, capacity)
+    raised(UsageError, "", Slab, slot_bytes, capacity)
 
 
 # -- sharing -------------------------------------------------------------------------------------------
@@ -140,8 +138,7 @@ def test_a_mapping_outlives_the_owner_and_no_file_is_left() -> None:
     mapped = attach(ref)
     slab.close()
     assert bytes(mapped.view(0)[:3]) == b"abc"
-    with pytest.raises(OSError, match="No such file"):
-        attach(ref)
+    raised(OSError, "No such file", attach, ref)
     mapped.close()
 
 
@@ -158,8 +155,7 @@ def test_views_outlive_close() -> None:
     slab.close()
     view[:] = b"x" * SLOT
     assert view == b"x" * SLOT
-    with pytest.raises(IndexError):
-        slab.view(0)
+    raised(IndexError, "", slab.view, 0)
 
 
 # -- memory --------------------------------------------------------------------------------------------
@@ -212,16 +208,14 @@ def test_capacity_is_cut_to_the_machine_with_one_line(
 def test_a_tier_without_room_for_a_chunk_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: SLOT)
     monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (0, 0))
-    with pytest.raises(ConfigError, match=r"max_local_cpu_size.*available memory.*chunk_size"):
-        clamp_capacity(10 * SLOT, SLOT)
+    raised(ConfigError, r"max_local_cpu_size.*available memory.*chunk_size", clamp_capacity, 10 * SLOT, SLOT)
 
 
 def test_a_small_slab_is_given_whatever_others_have_been_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: 1000 * SLOT)
     monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (5000 * SLOT, 0))
     assert clamp_capacity(3 * SLOT - 1, SLOT) == 2 * SLOT
-    with pytest.raises(ConfigError, match="other engines on this host may take"):
-        clamp_capacity(4 * SLOT, SLOT)
+    raised(ConfigError, "other engines on this host may take", clamp_capacity, 4 * SLOT, SLOT)
 
 
 def test_the_limit_of_locked_memory_is_none_of_ours() -> None:
@@ -275,8 +269,7 @@ def test_what_another_engine_has_not_taken_yet_is_its_own() -> None:
     first = my_slab(70)
     assert clamp_capacity(1000 * SLOT, SLOT) == 10 * SLOT
     second = my_slab(10)
-    with pytest.raises(ConfigError, match="give all engines on this host a smaller one"):
-        clamp_capacity(1000 * SLOT, SLOT)
+    raised(ConfigError, "give all engines on this host a smaller one", clamp_capacity, 1000 * SLOT, SLOT)
     first.close()
     second.close()
 
@@ -398,10 +391,8 @@ def test_two_threads_make_their_slabs_one_after_the_other() -> None:
 def test_another_file_under_the_same_number_is_not_mapped() -> None:
     """In another container, or once the owner has ended, the same path may be another engine's slab."""
     slab, other = my_slab(2), my_slab(2)
-    with pytest.raises(FileNotFoundError, match="is not the slab lmkv-slab-test-"):
-        attach(evolve(slab.ref, path=other.ref.path))
-    with pytest.raises(FileNotFoundError, match="is not the slab"):
-        attach(evolve(slab.ref, path="/dev/null"))
+    raised(FileNotFoundError, "is not the slab lmkv-slab-test-", attach, evolve(slab.ref, path=other.ref.path))
+    raised(FileNotFoundError, "is not the slab", attach, evolve(slab.ref, path="/dev/null"))
     slab.close()
     other.close()
 

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lmkv.errors import UsageError
 from lmkv.policies import LRU, POLICIES, make_policy
 from lmkv.protocols import TakesHints
+from tests.kit import raised
 
 names = st.integers(0, 14)
 """Few, so that known, held and discarded keys come up again and again."""
@@ -53,8 +54,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def insert(self, number: int, size: int) -> None:
         key = key_of(number)
         if key in self.known:
-            with pytest.raises(UsageError):
-                self.policy.insert(key, size)
+            raised(UsageError, "already", self.policy.insert, key, 90 + size)
         else:
             self.policy.insert(key, size, parent_of(number))
             self.known[key] = Known(size)
@@ -66,8 +66,11 @@ class PolicyMachine(RuleBasedStateMachine):
         self.policy.insert_chain(keys, size, [parent_of(int.from_bytes(key, "big")) for key in keys])
         self.known |= {key: Known(size) for key in keys}
         if keys != chain:
-            with pytest.raises(UsageError):
-                self.policy.insert_chain(chain[:1], size, [b""])
+            raised(UsageError, "", self.policy.insert_chain, chain[:1], size, [b""])
+
+    @rule(number=names, size=st.sampled_from([0, -1]))
+    def insert_nothing(self, number: int, size: int) -> None:
+        raised(UsageError, "size|already", self.policy.insert, key_of(number), size)
 
     @rule(number=names)
     def touch(self, number: int) -> None:
@@ -83,8 +86,7 @@ class PolicyMachine(RuleBasedStateMachine):
         key = key_of(number)
         change = self.policy.hold if held else self.policy.release
         if key not in self.known:
-            with pytest.raises(UsageError):
-                change(key)
+            raised(UsageError, key.hex(), change, key)
         else:
             change(key)
             self.known[key].held = held
@@ -136,6 +138,30 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 TestPolicies = PolicyMachine.TestCase
+HISTORIES: list[list[tuple[str, Any]]] = [
+    [("hold_or_release", (0, True)), ("evict", (20, {2})), ("hold_or_release", (0, False)), ("evict", (20, set()))],
+    [
+        ("hold_or_release", (1, True)),
+        *(("evict", (most, kept)) for most, kept in ((21, set()), (11, {0}), (1, {0, 2}))),
+    ],
+    [("evict", (10, {0, 2, 3})), ("evict", (0, set())), ("evict", (-1, set())), ("evict", (6, set()))],
+    [("hold_or_release", (1, True))] * 2 + [("discard", (1,)), ("insert", (1, 3)), ("evict", (24, set()))],
+    [("insert", (0, 9)), ("hold_or_release", (0, True)), ("insert", (0, 9)), ("insert_nothing", (5, 0))],
+    [("discard", (number,)) for number in (0, 1, 2, 0)] + [("evict", (1, set())), ("hold_or_release", (0, True))],
+]
+"""Calls after three keys of ten bytes were inserted."""
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_histories_that_were_wrong_once(name: str) -> None:
+    for history in HISTORIES:
+        machine = PolicyMachine()
+        machine.start(name)
+        for call, arguments in [("insert", (number, 10)) for number in range(3)] + history:
+            getattr(machine, call)(*arguments)
+            machine.knows_the_same_keys()
+            machine.has_not_a_byte_more_than_can_be_evicted()
+        machine.teardown()
 
 
 # -- whole requests ------------------------------------------------------------------------------------

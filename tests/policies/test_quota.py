@@ -7,6 +7,7 @@ from hypothesis import given, strategies as st
 
 from lmkv.errors import UsageError
 from lmkv.policies import LRU, POLICIES, Quotas, make_policy
+from tests.kit import raised
 
 
 def stored(policy: Quotas, tenant: str, names: list[int], size: int = 10) -> None:
@@ -60,8 +61,7 @@ def test_when_others_are_held_even_those_within_a_quota_go() -> None:
 
 
 def test_more_than_all_cannot_be_promised() -> None:
-    with pytest.raises(UsageError, match="100 % together"):
-        Quotas(LRU, {"alice": 0.6, "bob": 0.6})
+    raised(UsageError, "100 % together", Quotas, LRU, {"alice": 0.6, "bob": 0.6})
 
 
 @given(

@@ -12,7 +12,7 @@ from lmkv.errors import ConfigError
 from lmkv.policies import LRU, POLICIES, Quotas, make_policy
 from lmkv.store.hints import Hints
 from lmkv.testing.clocks import ManualClock
-from tests.kit import chain
+from tests.kit import chain, raised
 
 A, B, C = chain("a", 4), chain("b", 4), chain("c", 4)
 
@@ -147,5 +147,4 @@ def test_quotas_are_read_as_people_write_them() -> None:
     ]
     assert Config(quotas="salt-2bd806c97f0e00af=40 team:red=20").quotas == Config(quotas=given[0]).quotas
     for bad in ("alice", "alice=x", "=4", "alice=60 bob=60", 7, {"alice": -1}):
-        with pytest.raises(ConfigError, match="quotas"):
-            Config(quotas=bad)
+        raised(ConfigError, "quotas", Config, quotas=bad)

@@ -10,7 +10,7 @@ import pytest
 
 from lmkv.store.guards import attempt
 from lmkv.store.iopool import AfterLock, IOPool, Job, Priority
-from tests.kit import LIMIT
+from tests.kit import LIMIT, raised
 
 LOAD, PREFETCH, DELETION, STORE = Priority
 
@@ -229,5 +229,4 @@ def test_attempt_turns_errors_into_values_and_lets_ends_through() -> None:
     assert attempt(lambda: "fine", str) == "fine"
     assert attempt(lambda: str(1 // 0), lambda error: type(error).__name__) == "ZeroDivisionError"
     assert attempt(panic, str) == "PanicError('on purpose')"
-    with pytest.raises(KeyboardInterrupt):
-        attempt(stop, str)
+    raised(KeyboardInterrupt, "", attempt, stop, str)

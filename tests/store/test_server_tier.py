@@ -14,7 +14,19 @@ from lmkv.policies import LRU
 from lmkv.protocols import Clock, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
-from tests.kit import LIMIT, NEVER, chain, eventually, get, listing_every, lower, memory, put, put_below, small_store
+from tests.kit import (
+    LIMIT,
+    NEVER,
+    chain,
+    eventually,
+    get,
+    listing_every,
+    lower,
+    memory,
+    put_below,
+    put_through,
+    small_store,
+)
 from tests.servers import PROGRAMS, Proxy, RedisServer, redis_server
 
 NAMESPACE = bytes(range(32))
@@ -162,15 +174,13 @@ def test_where_deletions_are_refused_a_clear_says_why_nothing_is_written(
         refuse(client, "unlink")
         store.clear()
         for number in range(12):
-            put(store, chain(f"new {number}", 1))
-            assert store.drain(LIMIT)
+            put_through(store, chain(f"new {number}", 1))
         said = [each for each in caplog.messages if "nothing is written here" in each]
         assert len(said) == 1
         assert "redis" in said[0]
         assert "unlink" in said[0].lower()
         clock.advance(61)
-        put(store, chain("much later", 1))
-        assert store.drain(LIMIT)
+        put_through(store, chain("much later", 1))
         assert len([each for each in caplog.messages if "nothing is written here" in each]) == 2, "again once a minute"
         assert store.stats().tiers[1].writes == 6
         allow(client, "unlink")

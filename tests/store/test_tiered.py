@@ -33,6 +33,8 @@ from tests.kit import (
     payload,
     put,
     put_below,
+    put_through,
+    raised,
     small_store,
     versions,
 )
@@ -52,8 +54,7 @@ def kept(store: TieredStore, keys: list[ChunkKey]) -> list[bool]:
 def test_a_stored_chain_is_evicted_from_its_tail(policy: str, below: bool) -> None:
     store = small_store(6, *([lower(memory(20, "low"))] if below else []), policy=policy)
     keys = chain("a", 6)
-    put(store, keys)
-    store.drain(LIMIT)
+    put_through(store, keys)
     put(store, chain("b", 2))
     assert kept(store, keys) == [True] * 4 + [False] * 2
 
@@ -73,11 +74,9 @@ def test_a_lower_tier_evicts_from_the_tail_and_never_the_head_of_what_it_is_give
     below = memory(4, "low")
     store = small_store(10, lower(below, 4))
     keys = chain("a", 10)
-    put(store, keys)
-    store.drain(LIMIT)
+    put_through(store, keys)
     assert below.contains(keys) == [True] * 4 + [False] * 6
-    put(store, chain("b", 1))
-    store.drain(LIMIT)
+    put_through(store, chain("b", 1))
     assert below.contains(keys) == [True] * 3 + [False] * 7
 
 
@@ -118,8 +117,7 @@ def test_a_chain_that_passes_through_evicts_nothing_of_its_own_that_is_nowhere_e
     store = small_store(5, lower(memory(20, "low")))
     keys = chain("a", 6)
     put_below(store, keys[:3])
-    put(store, keys[3:])
-    assert store.drain(LIMIT)
+    put_through(store, keys[3:])
     store._tiers[0].index.mark_deleted(keys[3:])
     put(store, chain("b", 2))  # used later than the end of the chain
     assert store.drain(LIMIT)
@@ -188,8 +186,7 @@ def test_an_unlisted_chunk_is_not_taken_for_a_new_one_before_it_is_deleted() -> 
     assert store.wait_indexed(LIMIT)
     assert disk.contains(keys) == [False]
     store.drop(keys)
-    put(store, keys, version=3)
-    assert store.drain(LIMIT)
+    put_through(store, keys, version=3)
     store.drop(keys)
     assert get(store, keys) == [3]
 
@@ -203,13 +200,11 @@ def test_nothing_is_written_until_a_failed_clear_has_been_made_up_for() -> None:
     store.clear()
     assert store.drain(LIMIT)
     for version in (2, 3):
-        put(store, keys, version)
-        assert store.drain(LIMIT)
+        put_through(store, keys, version)
         store.drop(keys)
         assert store.catalog.count_prefix(keys) == (0, 0)
     failing.failing = set()
-    put(store, keys, version=4)
-    assert store.drain(LIMIT)
+    put_through(store, keys, version=4)
     store.drop(keys)
     assert get(store, keys) == [4]
 
@@ -219,18 +214,15 @@ def test_a_failed_deletion_never_turns_old_bytes_into_new_ones() -> None:
     failing = Failing(below)
     store = small_store(4, lower(failing))
     keys = chain("a", 2)
-    put(store, keys, version=1)
-    store.drain(LIMIT)
+    put_through(store, keys, version=1)
     failing.failing = {"delete"}
     store.clear()
     store.drain(LIMIT)
-    put(store, keys, version=2)
-    store.drain(LIMIT)
+    put_through(store, keys, version=2)
     store.drop(keys)
     assert get(store, keys) in ([], [2, 2])
     failing.failing = set()
-    put(store, keys, version=3)
-    store.drain(LIMIT)
+    put_through(store, keys, version=3)
     store.drop(keys)
     assert get(store, keys) in ([], [3, 3])
     assert_idle(store)
@@ -257,8 +249,7 @@ def test_the_callers_thread_never_touches_a_backend() -> None:
     store = small_store(2, lower(gated, 10))
     keys = chain("a", 4)
     for key in keys:
-        put(store, [key])
-        assert store.drain(LIMIT)
+        put_through(store, [key])
     get(store, keys[:2])
     store.delete(keys[:1])
     store.clear()
@@ -303,11 +294,9 @@ def test_victims_that_cannot_be_deleted_keep_their_room() -> None:
     below = memory(20, "low")
     failing = Failing(below)
     store = small_store(10, lower(failing, 3))
-    put(store, chain("a", 3))
-    store.drain(LIMIT)
+    put_through(store, chain("a", 3))
     failing.failing = {"delete"}
-    put(store, chain("b", 3))
-    store.drain(LIMIT)
+    put_through(store, chain("b", 3))
     assert sum(below.contains(chain("a", 3) + chain("b", 3))) == 3
     failing.failing = set()
 
@@ -378,8 +367,7 @@ def test_whatever_a_backend_raises_nothing_leaks(verb: str, error: BaseException
     store = small_store(3, lower(failing, 2))
     for name in "abc":
         keys = chain(name, 2)
-        put(store, keys)
-        store.drain(LIMIT)
+        put_through(store, keys)
         get(store, keys)
         store.drop(keys)
         get(store, keys)
@@ -396,13 +384,11 @@ def test_a_tier_works_again_after_a_backend_that_cannot_say_what_a_chunk_takes()
 
     below = Sized(memory(10, "low"), "stored_bytes")
     store = small_store(4, lower(below, 4))
-    put(store, chain("a", 2))
-    store.drain(LIMIT)
+    put_through(store, chain("a", 2))
     assert_idle(store)
     below.failing.clear()
     keys = chain("b", 2)
-    put(store, keys)
-    store.drain(LIMIT)
+    put_through(store, keys)
     store.drop(keys)
     assert len(get(store, keys)) == 2
 
@@ -418,8 +404,7 @@ def test_an_admission_that_raises_admits_nothing_and_leaks_nothing(error: type[B
 
     store = small_store(3, evolve(lower(memory(10, "low"), 2), admission=Broken()))
     keys = chain("a", 2)
-    put(store, keys)
-    store.drain(LIMIT)
+    put_through(store, keys)
     assert_idle(store)
     assert len(get(store, keys)) == 2
     assert store.stats().tiers[1].chunks == 0
@@ -474,8 +459,7 @@ def test_a_policy_that_fails_costs_no_slot_and_no_call(
     with store.lease(chain("held", 1)) as lease:
         for number in range(8):
             keys = chain(f"{number}", 4)
-            put(store, keys)
-            assert store.drain(LIMIT)
+            put_through(store, keys)
             store.touch(keys)
             store.hints.give(keys, 1)
             get(store, chain(f"{number - 1}", 4))
@@ -509,8 +493,7 @@ def test_an_observer_that_raises_is_told_nothing_more(
     store, observer = small_store(4, lower(memory(10, "low"), 2)), Raises()
     store.catalog.add_observer(observer)
     for name in "abc":
-        put(store, chain(name, 2))
-        assert store.drain(LIMIT)
+        put_through(store, chain(name, 2))
     assert_idle(store)
     assert observer.calls == 1
     assert [record.levelname for record in caplog.records] == ["ERROR"]
@@ -577,8 +560,7 @@ def test_a_tier_that_hangs_keeps_no_other_from_its_work(verb: str) -> None:
     hanging.open()
     assert_idle(store)
     assert (store.stats().tiers[1].hung_reads, store.stats().tiers[1].hung_writes) == (0, 0)
-    put(store, chain("after", 4))
-    assert store.drain(LIMIT)
+    put_through(store, chain("after", 4))
     assert inner._slots.keys() >= {*chain("after", 4)}
     assert not inner._slots.keys() & {*old} or verb != "delete", "what was deleted meanwhile is deleted"
     store.close()
@@ -681,8 +663,7 @@ def test_a_guest_that_hangs_under_the_lock_keeps_no_store_from_closing(
     store = TieredStore(Tier(memory(4), guest if role == "policy" else LRU()), [tier])
     if role == "observer":
         store.catalog.add_observer(guest)  # type: ignore[arg-type]
-    put(store, chain("a", 4))
-    assert store.drain(LIMIT)
+    put_through(store, chain("a", 4))
     guest.shut = True
     thread = threading.Thread(target=put, args=(store, chain("b", 4)), daemon=True)
     thread.start()
@@ -691,8 +672,7 @@ def test_a_guest_that_hangs_under_the_lock_keeps_no_store_from_closing(
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
         "lmkv: a policy, filter or observer hangs; the store's host memory is left behind"
     ]
-    with pytest.raises(ClosedError):
-        backend.contains([])
+    raised(ClosedError, "", backend.contains, [])
     store.close(0.1)
     guest.opened.set()
     thread.join(LIMIT)
@@ -891,8 +871,7 @@ def test_a_backend_that_never_closes_is_left_behind_and_named(
         "lmkv: tier 'low' does not close; its thread is left behind"
     ]
     for backend in (other, store._primary.backend):
-        with pytest.raises(ClosedError):
-            backend.contains([])
+        raised(ClosedError, "", backend.contains, [])
     store.close()
     below.open()
 
@@ -917,16 +896,14 @@ def test_a_close_that_was_interrupted_is_carried_on() -> None:
     try:
         thread = threading.Thread(target=interrupt)
         thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            store.close(LIMIT)
+        raised(KeyboardInterrupt, "", store.close, LIMIT)
         thread.join()
     finally:
         signal.signal(signal.SIGINT, before)
     below.open()
     store.close(LIMIT)
     for backend in (below, store._primary.backend):
-        with pytest.raises(ClosedError):
-            backend.contains([])
+        raised(ClosedError, "", backend.contains, [])
 
 
 def test_a_closed_store_has_nothing_and_takes_nothing() -> None:
@@ -1033,8 +1010,7 @@ def test_a_promotion_whose_time_is_over_before_it_has_begun_leaks_nothing() -> N
     store = small_store(4, lower(memory(10, "low")))
     keys = chain("a", 3)
     put_below(store, keys)
-    put(store, chain("b", 3))
-    store.drain(LIMIT)
+    put_through(store, chain("b", 3))
     with store.lease(chain("b", 3)):
         store.promote(keys, ttl=0)
         store.reserve(())

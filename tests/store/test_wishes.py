@@ -18,7 +18,7 @@ from lmkv.protocols import ChunkKey, Policy, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.store.wishes import STEP, Wishes
 from lmkv.testing.clocks import ManualClock
-from tests.kit import LIMIT, NEVER, Gated, chain, listing_every, lower, memory, put, put_below, small_store
+from tests.kit import LIMIT, NEVER, Gated, chain, listing_every, lower, memory, put, put_below, put_through, small_store
 
 DAY = 86_000.0
 
@@ -225,8 +225,7 @@ def test_prefetches_and_pins_leave_slots_to_loads() -> None:
     below, here = chain("below", 16), chain("here", 16)
     put_below(store, below)
     for key in here:
-        put(store, [key])
-        assert store.drain(LIMIT)
+        put_through(store, [key])
     assert store.pin(here, DAY) == 14
     store.drop(here[6:])
     assert store.stats().pinned == 6
@@ -456,8 +455,7 @@ def test_a_hint_holds_in_a_tier_that_is_still_being_written(make: Callable[[], P
     gated.open()
     assert store.drain(LIMIT)
     for number in range(8):
-        put(store, chain(f"{number}", 1))
-        assert store.drain(LIMIT)
+        put_through(store, chain(f"{number}", 1))
     store.drop(keys)
     assert store.catalog.count_prefix(keys) == (0, 2)
 
@@ -467,16 +465,14 @@ def test_what_is_given_up_on_its_way_to_a_tier_goes_first_there(make: Callable[[
     gated = Gated(memory(8, "low"))
     store = small_store(32, Tier(gated, make(), capacity_bytes=4 << 12))
     keys, other = chain("a", 2), chain("b", 2)
-    put(store, other)
-    assert store.drain(LIMIT)
+    put_through(store, other)
     gated.shut("write")
     put(store, keys)
     gated.waiting("write")
     store.hints.give(keys, -1)
     gated.open()
     assert store.drain(LIMIT)
-    put(store, chain("c", 2))
-    assert store.drain(LIMIT)
+    put_through(store, chain("c", 2))
     store.drop([*keys, *other])
     assert [store.catalog.count_prefix(each)[1] for each in (keys, other)] == [0, 2]
 
@@ -608,8 +604,7 @@ def test_one_clients_wishes_leave_an_eighth_of_the_states() -> None:
     store = small_store(96, lower(memory(600, "low")), pin_share=1.0, prefetch_share=1.0)
     for number in range(80):
         keys = with_state(f"mallory {number}")[1:]
-        put(store, keys)
-        assert store.drain(LIMIT)
+        put_through(store, keys)
         store.pin(keys, DAY) or store.promote(keys, prefetch=True, ttl=DAY)
     states = store._primary.states
     assert store._primary.wished[StateKey] == states.limit - states.limit // 8

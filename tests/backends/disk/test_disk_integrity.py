@@ -24,6 +24,7 @@ from lmkv.medium import NAME as MARK
 from lmkv.outcomes import Read, ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, listed, new_key, read_back, statuses
+from tests.kit import raised
 
 NAMESPACE = bytes(range(32))
 PAYLOAD = os.urandom(5000)
@@ -349,8 +350,7 @@ def test_deleting_goes_on_after_a_failure_and_tells(tmp_path: Path, monkeypatch:
         real(path, **options)
 
     monkeypatch.setattr(os, "unlink", unlink)
-    with pytest.raises(NoSpaceError):
-        backend.delete([chunk.key for chunk in chunks])
+    raised(NoSpaceError, "", backend.delete, [chunk.key for chunk in chunks])
     assert backend.contains([chunk.key for chunk in chunks]) == [True, False, False]
 
 
@@ -437,8 +437,7 @@ def test_a_read_only_remount_and_back(medium: Medium) -> None:
     medium.remount("ro")
     written = backend.write(new)
     assert isinstance(written.error, NoSpaceError)
-    with pytest.raises(NoSpaceError):
-        backend.delete([old.key])
+    raised(NoSpaceError, "", backend.delete, [old.key])
     assert read_back(backend, old) == old.payload
     assert list(listed(backend)) == [old.key]
     reader = LocalDiskBackend(medium.folder / "kv", NAMESPACE)
@@ -497,10 +496,8 @@ def test_a_folder_that_may_not_be_entered(tmp_path: Path) -> None:
         read, _ = try_read(backend, chunk.key)
         with pytest.raises(BackendUnavailable):
             list(backend.list_keys())
-        with pytest.raises(BackendUnavailable):
-            backend.delete([chunk.key])
-        with pytest.raises(BackendUnavailable):
-            LocalDiskBackend(tmp_path / "another", NAMESPACE)
+        raised(BackendUnavailable, "", backend.delete, [chunk.key])
+        raised(BackendUnavailable, "", LocalDiskBackend, tmp_path / "another", NAMESPACE)
     assert isinstance(written.error, BackendUnavailable)
     assert isinstance(read.error, BackendUnavailable)
     assert backend.write(chunk_of(5000)).status is STORED

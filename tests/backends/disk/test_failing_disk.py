@@ -25,7 +25,7 @@ from lmkv.outcomes import ReadStatus
 from lmkv.testing.backend_suite import chunk_of, new_key
 from tests.backends.disk.failing_disk import CALLS, CHUNKS, ERRORS
 from tests.forked import Child, Tell
-from tests.kit import LIMIT
+from tests.kit import LIMIT, raised
 from tests.servers import missing
 from tests.store.shared_store import CHUNK, KEYS, get, open_store, put
 
@@ -171,8 +171,7 @@ def test_a_folder_that_cannot_be_asked_is_not_one_without_chunks(tmp_path: Path)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
-        with pytest.raises(BackendUnavailable):
-            backend.contains([chunk.key])
+        raised(BackendUnavailable, "", backend.contains, [chunk.key])
         with pytest.raises(BackendUnavailable):
             list(backend.list_all())
         read = backend.read(chunk.key, memoryview(bytearray(5000)))

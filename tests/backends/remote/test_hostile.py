@@ -31,7 +31,7 @@ from lmkv.protocols import Chunk, Listed
 from lmkv.testing.backend_suite import chunk_of, new_key
 from tests.backends.remote.hostile import Answer, Endpoint, longest_pause, of_http, of_redis
 from tests.backends.remote.server_suite import GIVEN_UP
-from tests.kit import LIMIT, eventually
+from tests.kit import LIMIT, eventually, raised
 
 NAMESPACE = bytes(range(32))
 TIMEOUT = 0.5
@@ -264,8 +264,7 @@ def test_a_listing_of_s3_that_never_ends_is_given_up(full: bool, monkeypatch: py
             listing = backend.list_keys()
             if full:
                 assert len(next(listing)) == len(names)
-            with pytest.raises(BackendError, match="the same page again" if full else "it lists no chunk for 0 s"):
-                next(listing)
+            raised(BackendError, "the same page again" if full else "it lists no chunk for 0 s", next, listing)
 
 
 def test_a_listing_that_never_ends_does_when_it_is_closed() -> None:
@@ -292,8 +291,7 @@ def test_answers_are_as_many_as_names_and_a_listing_ends(monkeypatch: pytest.Mon
     with closing(Answering("infinistore://127.0.0.1:1", NAMESPACE)) as backend:
         for answers in ([], [True], [True] * 3):
             backend.answers = answers
-            with pytest.raises(BackendError, match=f"{len(answers)} answers about 2 names"):
-                backend.contains([new_key(), new_key()])
+            raised(BackendError, f"{len(answers)} answers about 2 names", backend.contains, [new_key(), new_key()])
         sound, absurd = Listed(new_key(), 5000), Listed(new_key(), 1 << 60)
         backend.lists = [[sound, absurd]] * 5
         assert list(backend.list_keys()) == [[sound]] * 5

@@ -38,7 +38,7 @@ from tests.backends.remote.server_suite import (
     lengthen,
     lengthen_beyond_the_memory,
 )
-from tests.kit import eventually
+from tests.kit import eventually, raised
 from tests.servers import Proxy
 
 
@@ -232,8 +232,7 @@ class TestInfiniStoreSuite(ServerSuite):
         with closing(
             InfiniStoreBackend("infinistore://127.0.0.1:18080/", NAMESPACE, RemoteOptions(timeout=5.0))
         ) as other:
-            with pytest.raises(BackendUnavailable):
-                other.contains([new_key()])
+            raised(BackendUnavailable, "", other.contains, [new_key()])
             written = other.write(chunk_of(100))
             assert isinstance(written.error, BackendUnavailable)
 

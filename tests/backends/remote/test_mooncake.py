@@ -24,7 +24,7 @@ from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
 from tests.backends.remote.own_network import MOONCAKE, Mooncake, mooncake_servers
 from tests.backends.remote.server_suite import GIVEN_UP, NAMESPACE, PRESENT, STORED
 from tests.backends.remote.subprocess_suite import InSlab, SubprocessSuite, process_of
-from tests.kit import LIMIT, eventually
+from tests.kit import LIMIT, eventually, raised
 
 
 @pytest.fixture(scope="class")
@@ -81,8 +81,7 @@ class TestMooncakeSuite(SubprocessSuite):
         try:
             for _ in range(2):
                 started = time.monotonic()
-                with pytest.raises(BackendUnavailable):
-                    backend.contains([new_key()])
+                raised(BackendUnavailable, "", backend.contains, [new_key()])
                 assert time.monotonic() - started < GIVEN_UP
         finally:
             mooncake.master.resume()
@@ -181,8 +180,7 @@ def test_nobody_else_reaches_the_registered_memory(mooncake: Mooncake) -> None:
     ports = listening(process_of(backend, chunk).pid)
     assert ports, "it needs no filter any more"
     for port in ports:
-        with pytest.raises(TimeoutError):
-            socket.create_connection(("127.0.0.1", port), 0.5)
+        raised(TimeoutError, "", socket.create_connection, ("127.0.0.1", port), 0.5)
     assert is_hit(backend, chunk)
     backend.close()
     with_segment = MooncakeBackend(

@@ -50,7 +50,7 @@ from lmkv.testing.backend_suite import (
 from tests.backends.remote.server_suite import assert_fails_and_can_be_replaced, assert_unavailable
 from tests.backends.remote.subprocess_suite import ProcessSuite
 from tests.forked import Child, Tell
-from tests.kit import LIMIT, chain, eventually, lower, put, small_store
+from tests.kit import LIMIT, chain, eventually, lower, put_through, raised, small_store
 from tests.rules import RuledProxy
 from tests.servers import ObjectServer, Proxy, object_server
 
@@ -379,8 +379,7 @@ def test_what_does_not_answer_is_given_up_in_time(tmp_path: Path, deaf: str, ser
     try:
         started = time.monotonic()
         assert_all_unavailable(backend, chunk)
-        with pytest.raises(BackendUnavailable):
-            backend.contains([new_key() for _ in range(1000)])
+        raised(BackendUnavailable, "", backend.contains, [new_key() for _ in range(1000)])
         assert time.monotonic() - started < LIMIT
     finally:
         server.resume()
@@ -578,8 +577,7 @@ def test_a_file_of_keys_that_is_no_file_is_refused_at_once(
     if named_by == "variable":
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "keys"))
     option = f"?service_account={tmp_path}/keys" if named_by == "option" else ""
-    with pytest.raises(ConfigError, match="names no file"):
-        ObjectStoreBackend(f"gs://bucket{option}", NAMESPACE)
+    raised(ConfigError, "names no file", ObjectStoreBackend, f"gs://bucket{option}", NAMESPACE)
 
 
 def test_another_engine_finds_what_one_has_stored(server: ObjectServer, tmp_path: Path) -> None:
@@ -715,8 +713,7 @@ def test_a_store_that_refuses_to_delete_is_not_asked_for_each(
     with closing(backend_of(server.url(tmp_path.name, port=ruled.port))) as backend:
         assert statuses(backend, chunks) == [STORED] * 40
         ruled.rule = lambda method, path: (403, refusal("AccessDenied")) if method in ("POST", "DELETE") else None
-        with pytest.raises(BackendUnavailable, match="AccessDenied"):
-            backend.delete([chunk.key for chunk in chunks])
+        raised(BackendUnavailable, "AccessDenied", backend.delete, [chunk.key for chunk in chunks])
         assert ruled.refused <= 4
 
 
@@ -731,8 +728,7 @@ def test_a_question_that_fails_loses_its_own_answer_only(
         ruled.rule = lambda method, path: (503, b"") if path[-64:] in busy else None
         assert [index for index, found in enumerate(backend.contains(keys)) if not found] == [7, 12]
         ruled.rule = lambda method, path: (503, b"")
-        with pytest.raises(BackendUnavailable):
-            backend.contains(keys)
+        raised(BackendUnavailable, "", backend.contains, keys)
 
 
 def test_a_store_that_refuses_conditions_is_told_apart(server: ObjectServer, ruled: RuledProxy, tmp_path: Path) -> None:
@@ -750,8 +746,7 @@ def test_a_reason_is_logged_once_however_long_each_request_took(
     backend = backend_of(server.url(tmp_path.name, port=ruled.port))
     with closing(small_store(16, lower(backend))) as store:
         for key in chain(tmp_path.name, 4):
-            put(store, [key])
-            assert store.drain(LIMIT)
+            put_through(store, [key])
         assert store.stats().tiers[1].write_failures == 4
     [line] = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
     assert re.search(r"write of chunk [0-9a-f]{64} failed: PermissionDeniedError: .* for path \.\.\. Error", line)

@@ -38,7 +38,7 @@ from lmkv.testing.backend_suite import (
     statuses,
 )
 from tests.backends.remote.server_suite import assert_fails_and_can_be_replaced, assert_unavailable
-from tests.kit import LIMIT, chain, eventually, get, lower, put, put_below, small_store
+from tests.kit import LIMIT, chain, eventually, get, lower, put, put_below, raised, small_store
 from tests.servers import PROGRAMS, Proxy, RedisServer, free_port, missing, redis_server
 
 NAMESPACE = bytes(range(32))
@@ -690,16 +690,13 @@ def test_an_option_that_cannot_work_is_refused_at_once(scheme: str, query: str, 
 
 @pytest.mark.parametrize(("query", "says"), [("ssl_ciphers=x", "cipher"), ("ssl_min_version=5", "5")])
 def test_an_option_of_tls_that_a_cluster_does_not_take_is_refused_there(query: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        RedisBackend(f"rediss://host/?{query}", NAMESPACE)
-    with pytest.raises(ConfigError, match="cannot be chosen"):
-        RedisBackend(f"rediss+cluster://host/?{query}", NAMESPACE)
+    raised(ConfigError, says, RedisBackend, f"rediss://host/?{query}", NAMESPACE)
+    raised(ConfigError, "cannot be chosen", RedisBackend, f"rediss+cluster://host/?{query}", NAMESPACE)
 
 
 def test_a_database_that_is_no_number_is_refused_at_once() -> None:
     for database in ("one", "1/2", "-1"):
-        with pytest.raises(ConfigError, match="its database must be a number"):
-            RedisBackend(f"redis://host/{database}", NAMESPACE)
+        raised(ConfigError, "its database must be a number", RedisBackend, f"redis://host/{database}", NAMESPACE)
 
 
 def test_options_that_may_be_chosen_work(server: RedisServer) -> None:
@@ -716,8 +713,7 @@ def test_options_that_may_be_chosen_work(server: RedisServer) -> None:
 
 @pytest.mark.parametrize("database", ["/1", "/?db=1"])
 def test_a_database_of_a_cluster_is_refused_at_once(database: str) -> None:
-    with pytest.raises(ConfigError, match="a cluster has database 0 only"):
-        RedisBackend(f"redis+cluster://host{database}", NAMESPACE)
+    raised(ConfigError, "a cluster has database 0 only", RedisBackend, f"redis+cluster://host{database}", NAMESPACE)
     backend_of("redis+cluster://host/0").close()
 
 
@@ -745,8 +741,7 @@ def test_tls(tmp_path: Path, scheme: str) -> None:
     subprocess.run(lock, check=True, capture_output=True)
     mine = f"{scheme}://localhost:{port}?ssl_certfile={tmp_path / 'cert'}&ssl_keyfile={encrypted}"
     backend_of(f"{mine}&ssl_password=x").close()
-    with pytest.raises(ConfigError):
-        backend_of(mine)
+    raised(ConfigError, "", backend_of, mine)
 
 
 # -- clusters --------------------------------------------------------------------------------------------
@@ -851,8 +846,7 @@ def test_a_cluster_node_that_is_killed_costs_its_chunks_until_a_replica_takes_ov
                 assert isinstance(read.error, BackendUnavailable)
             else:
                 assert (read.status, into) == (ReadStatus.HIT, chunk.payload)
-        with pytest.raises(BackendUnavailable):
-            backend.contains([chunk.key for chunk in chunks])
+        raised(BackendUnavailable, "", backend.contains, [chunk.key for chunk in chunks])
         replica.execute_command("CLUSTER FAILOVER", "TAKEOVER")
         into = memoryview(bytearray(1000))
 

@@ -26,7 +26,7 @@ from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
 from tests.backends.remote.folder_store import UNREADABLE, FolderBackend, NoClientBackend
 from tests.backends.remote.server_suite import NAMESPACE, STORED, assert_unavailable
 from tests.backends.remote.subprocess_suite import InSlab, ProcessSuite, process_of
-from tests.kit import LIMIT, eventually
+from tests.kit import LIMIT, eventually, raised
 
 
 class TestProcesses(ProcessSuite):
@@ -188,8 +188,7 @@ def test_an_answer_to_an_interrupted_call_is_not_the_next_ones(backend: FolderBa
     assert backend.write(chunk).status is STORED
     (client,) = backend._clients
     client._connection = InterruptedSocket(fileno=client._connection.detach())
-    with pytest.raises(KeyboardInterrupt):
-        backend.contains([new_key()])
+    raised(KeyboardInterrupt, "", backend.contains, [new_key()])
     assert backend.contains([chunk.key]) == [True]
     assert backend.contains([new_key()]) == [False]
 

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from hypothesis import given, strategies as st
 
 from lmkv.backends.disk.backend import LocalDiskBackend
@@ -17,6 +16,7 @@ from lmkv.chunks.codec import ChunkFormat, FormatError
 from lmkv.errors import BackendError
 from lmkv.outcomes import ReadStatus
 from lmkv.protocols import Chunk
+from tests.kit import raised
 
 NAMESPACE = bytes(range(32))
 CODEC = ValueCodec(ChunkFormat(NAMESPACE, segment_bytes=4096))
@@ -101,5 +101,4 @@ def test_the_sound_one_is_served() -> None:
     into = memoryview(bytearray(len(CHUNK.payload)))
     CODEC.unpack(CHUNK.key, memoryview(SOUND), into)
     assert into == CHUNK.payload
-    with pytest.raises(FormatError):
-        CODEC.unpack(bytes(32), memoryview(SOUND), into)
+    raised(FormatError, "", CODEC.unpack, bytes(32), memoryview(SOUND), into)
