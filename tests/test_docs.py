@@ -197,7 +197,7 @@ def test_the_rooms_of_the_page_are_those_of_the_test() -> None:
 
 
 def test_every_request_option_is_explained() -> None:
-    source = (Path(lmkv.__file__).parent / "vllm" / "requests" / "options.py").read_text()
+    source = (Path(lmkv.__file__).parent / "vllm" / "plan" / "options.py").read_text()
     known = set(re.findall(r"\"(lmkv\.\w+)", source))
     explained = {re.sub(r"\.<name>$", "", row.split("`")[1]) for row in rows("vllm.md") if "`lmkv." in row}
     assert explained == known
