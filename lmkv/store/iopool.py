@@ -94,23 +94,17 @@ def deletion(work: Callable[[], None], lane: str) -> Job:
 
 @define(eq=False)
 class _Lane:
-    """The queues of a tier, and how many threads it has. `running`: jobs, `storing`: stores among them."""
+    """The queues of a tier, and how many threads it has. `running`: jobs."""
 
     wakeup: threading.Condition
     threads: int = 0
     running: int = 0
-    storing: int = 0
     queues: dict[Priority, deque[Job]] = field(init=False, factory=lambda: {priority: deque() for priority in Priority})
 
     @property
     def pending(self) -> int:
         """Jobs that wait or run."""
         return self.running + sum(map(len, self.queues.values()))
-
-    @property
-    def stores(self) -> int:
-        """Stores that wait or run."""
-        return self.storing + len(self.queues[Priority.STORE])
 
     def next(self, loads_only: bool) -> Job | None:
         for priority in (Priority.LOAD, Priority.PREFETCH) if loads_only else Priority:
@@ -131,18 +125,16 @@ class IOPool:
     """`threads` daemon threads for each lane, at least two, over one queue per priority. Thread-safe.
 
     Each tier is a lane, so that one that hangs keeps no other waiting. A quarter of a lane's threads, at least one,
-    takes loads alone, so that none waits for a write or a deletion. At most `max_stores` stores of a lane wait or run:
-    more are refused. Others are refused only once the pool is closed.
+    takes loads alone, so that none waits for a write or a deletion. Jobs are refused once the pool is closed.
     """
 
-    def __init__(self, threads: int = 16, max_stores: int = 64, name: str = "lmkv-io") -> None:
+    def __init__(self, threads: int = 16, name: str = "lmkv-io") -> None:
         self._size = max(threads, 2)
         self._storing = self._size - max(self._size // 4, 1)
-        self._max_stores = max_stores
         self._name = name
         self._lanes: dict[str, _Lane] = {}
         self._lock = threading.Lock()
-        self._idle, self._room = Bell(), Bell()
+        self._idle = Bell()
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -166,16 +158,14 @@ class IOPool:
 
     @locked
     def _queue(self, lane: _Lane, job: Job) -> bool:
-        full = job.priority is Priority.STORE and lane.stores >= self._max_stores
-        if not (self._closed or full):
+        if not self._closed:
             lane.queues[job.priority].append(job)
-        return not (self._closed or full)
+        return not self._closed
 
     def withdraw(self, lane: str, first: Priority) -> list[Job]:
         """Take back what waits in a lane, of this priority and lower ones, in the order of service."""
         with self._lock:
             jobs = self._lane(lane).take(first)
-        self._room.ring()
         self._idle.ring()
         return jobs
 
@@ -201,9 +191,8 @@ class IOPool:
                         return
                     lane.wakeup.wait()
                 lane.running += 1
-                lane.storing += job.priority is Priority.STORE
             try:
-                self._do(lane, job)
+                self._do(job)
             finally:
                 del job
                 with self._lock:
@@ -212,25 +201,17 @@ class IOPool:
                 if idle:
                     self._idle.ring()
 
-    def _do(self, lane: _Lane, job: Job) -> None:
+    def _do(self, job: Job) -> None:
         after = AfterLock()
         try:
             try:
                 job.work(after)
             finally:
-                if job.priority is Priority.STORE:
-                    self._end_store(lane)
                 after.run(self.submit)
         except BaseException:
             # The thread must go on, whatever a handler of logs raises.
             with suppress(BaseException):
                 logger.exception("lmkv: an unexpected error in an I/O thread; please report it")
-
-    def _end_store(self, lane: _Lane) -> None:
-        """Count a store as ended before its follow-ups run: one of them may take its place."""
-        with self._lock:
-            lane.storing -= 1
-        self._room.ring()
 
     @property
     @locked
@@ -243,19 +224,10 @@ class IOPool:
         with self._lock:
             return self._pending
 
-    def wait_for_room(self, stores: int, lanes: Sequence[str], timeout: float) -> bool:
-        """Wait until each lane would take `stores` stores, at most `timeout` seconds; True when it would."""
-
-        def has_room() -> bool:
-            with self._lock:
-                return all(self._lane(name).stores + stores <= self._max_stores for name in lanes)
-
-        return self._room.wait_for(has_room, timeout)
-
     def after_fork(self) -> None:
         """In a child process: there are no threads, and the lock may have been held by one of them."""
         self._lock = threading.Lock()
-        self._idle, self._room = Bell(), Bell()
+        self._idle = Bell()
         self._threads, self._lanes, self._closed = [], {}, True
 
     def runs_here(self) -> bool:

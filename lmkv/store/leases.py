@@ -18,7 +18,7 @@ from lmkv.store.iopool import AfterLock, IOPool
 from lmkv.store.primary import PrimaryTier
 from lmkv.store.promoter import Promoter
 from lmkv.store.tier import LowerTier, first_with
-from lmkv.store.writes import Flusher, SlotAllocator
+from lmkv.store.writes import SlotAllocator, Writes
 
 
 class Lease(AbstractContextManager["Lease"]):
@@ -171,7 +171,7 @@ class Reserver:
     _tiers: Sequence[LowerTier]
     _allocator: SlotAllocator
     _promoter: Promoter
-    _flusher: Flusher
+    _writes: Writes
     _pool: IOPool
 
     @locked
@@ -252,7 +252,7 @@ class Reserver:
                 if entry in waiters:
                     self._promoter.wake(entry, after)
             if self._tiers:
-                self._flusher.write_through(entries, chain, after)
+                self._writes.write_through(entries, chain, after)
             primary.unref_chain(entries)
             primary.counters.writes += len(entries)
             primary.counters.written_bytes += len(entries) * primary.slot_bytes

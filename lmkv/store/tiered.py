@@ -35,7 +35,7 @@ from lmkv.store.scanner import TierScanner
 from lmkv.store.stats import StoreStats
 from lmkv.store.tier import LowerTier
 from lmkv.store.wishes import Pins
-from lmkv.store.writes import Flusher, SlotAllocator
+from lmkv.store.writes import SlotAllocator, Writes
 
 logger = logging.getLogger(__name__)
 
@@ -123,25 +123,26 @@ class TieredStore:
         # Writes must not refer to so many slots that loads find none.
         self.max_pending_stores = max(1, min(_MAX_STORES, slots // 2)) if lower else slots
         """Chunks that can be stored at a time without a refused write to a lower tier."""
-        self._pool = IOPool(io_threads, self.max_pending_stores)
+        self._pool = IOPool(io_threads)
         self._pins = Pins(self._primary, clock, pin_share)
         orders = {self._primary.name: self._primary.order, **{tier.name: tier.index.order for tier in self._tiers}}
         prompted = [tier.admission for tier in self._tiers if tier.admission and tier.admission.sees_prompts]
         most = self._most_hinted(lower, retain)
         self.hints = Hints(self._lock, orders, clock, prompted, self._changes, most, self._primary.part_of)
-        self._flusher = Flusher(self._lock, self._changes, self._primary, self._tiers, self._resume)
+        most = self.max_pending_stores
+        self._writes = Writes(self._lock, self._changes, self._primary, self._tiers, self._resume, most)
         flushing = self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0
-        self._allocator = SlotAllocator(self._primary, self._flusher, max_flushing=flushing)
+        self._allocator = SlotAllocator(self._primary, self._writes, max_flushing=flushing)
         parts = self._primary, self._tiers
         lock = self._lock, self._changes
         self._promoter = Promoter(*lock, *parts, self._allocator, self._pool, prefetch_share, clock)
         self._holders = Holders(*lock, self._primary)
         self._reserver = Reserver(
-            *lock, self._holders, *parts, self._allocator, self._promoter, self._flusher, self._pool
+            *lock, self._holders, *parts, self._allocator, self._promoter, self._writes, self._pool
         )
         self.catalog = Catalog(self._lock, *parts, self._promoter, self._observers)
         self._recount = self._changes.repair = Recount(
-            self._holders, self._pins, self.hints, *parts, self._promoter, self._flusher, self._pool
+            self._holders, self._pins, self.hints, *parts, self._promoter, self._writes, self._pool
         )
         self._scanners: list[TierScanner] = []
         self._begin()
@@ -228,7 +229,7 @@ class TieredStore:
         """
         after = AfterLock()
         with self._lock, self._changes:
-            count = self._flusher.write_to_shared(keys, after)
+            count = self._writes.write_to_shared(keys, after)
         self._run(after)
         return count
 
@@ -236,7 +237,7 @@ class TieredStore:
         """Write chunks of a chain that are in host memory to stores without a capacity that lack them."""
         after = AfterLock()
         with self._lock, self._changes:
-            self._flusher.write_lost(() if self._closed else keys, after)
+            self._writes.write_lost(() if self._closed else keys, after)
         self._run(after)
 
     # -- pins ---------------------------------------------------------------------------------------------
@@ -263,7 +264,7 @@ class TieredStore:
         for tier in self._tiers:
             first = tier.hangs
             if first is not None:
-                self._flusher.give_up(tier, after)
+                self._writes.give_up(tier, after)
                 after.calls.extend(job.refused for job in reversed(self._pool.withdraw(tier.name, first)))
 
     # -- from lower tiers ---------------------------------------------------------------------------------
@@ -404,9 +405,7 @@ class TieredStore:
 
         Not for tiers that hang.
         """
-        with self._lock:
-            lanes = [tier.name for tier in self._tiers if tier.hangs is None]
-        return self._pool.wait_for_room(self.max_pending_stores, lanes, timeout)
+        return self._writes.wait_for_room(self.max_pending_stores, timeout)
 
     def drain(self, timeout: float = 10.0) -> bool:
         """Wait until no I/O is waiting or running, at most `timeout` seconds; True when that is so."""
@@ -480,7 +479,7 @@ class Recount:
     _primary: PrimaryTier
     _tiers: Sequence[LowerTier]
     _promoter: Promoter
-    _flusher: Flusher
+    _writes: Writes
     _pool: IOPool
 
     def __call__(self) -> None:
@@ -495,7 +494,7 @@ class Recount:
         refs = Counter(self._pins.recount())
         held = list(self._holders.entries())
         refs.update(entry for entry, _ in held)
-        self._flusher.recount(refs, after)
+        self._writes.recount(refs, after)
         filled = self._promoter.recount(refs) | {entry for entry, fills in held if fills}
         self._primary.recount(refs, filled)
         self._promoter.settle(after)

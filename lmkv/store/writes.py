@@ -13,7 +13,7 @@ from attrs import define, field
 
 from lmkv.protocols import Chunk, ChunkKey
 from lmkv.store.entries import Entry, Share
-from lmkv.store.guards import Changes, locked
+from lmkv.store.guards import Bell, Changes, locked
 from lmkv.store.iopool import AfterLock, Job, Priority
 from lmkv.store.primary import PrimaryTier
 from lmkv.store.tier import LowerTier
@@ -44,20 +44,25 @@ class _Flush:
 
 
 @define(eq=False, repr=False)
-class Flusher:
-    """Makes copies in lower tiers. `on_slots_freed`: called without the lock when ended copies may have freed slots."""
+class Writes:
+    """Makes copies in lower tiers. `on_slots_freed`: called without the lock when ended copies may have freed slots.
+
+    `most`: copies of a tier that wait for its threads or run. Only these refer to their slots, so that loads find some.
+    """
 
     _lock: threading.Lock
     _changes: Changes
     _primary: PrimaryTier
     _tiers: Sequence[LowerTier]
     _on_slots_freed: Callable[[AfterLock], None]
+    _most: int
     _late: defaultdict[LowerTier, deque[tuple[Entry, Sequence[ChunkKey]]]] = field(
         init=False, factory=lambda: defaultdict(deque)
     )
-    """Copies that the pool had no room for, with their chains. They refer to no slot: eviction may come first."""
+    """Copies beyond `most`, with their chains. They refer to no slot: eviction may come first."""
     _flushes: dict[_Flush, None] = field(init=False, factory=dict)
     """Those that have not ended."""
+    _ended: Bell = field(init=False, factory=Bell)
 
     @locked
     def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: AfterLock) -> None:
@@ -69,10 +74,27 @@ class Flusher:
     def _write_through(
         self, tier: LowerTier, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: AfterLock
     ) -> None:
-        copies = self._wanted(tier, entries, "through")
-        for entry in copies:
+        wanted, room, late = self._wanted(tier, entries, "through"), self._room(tier), self._late[tier]
+        for entry in wanted[:room]:
             self._primary.ref(entry)
-        self._plan(tier, copies, chain, after)
+        self._plan(tier, wanted[:room], chain, after)
+        left = max(0, self._primary.slab.num_slots - len(late))
+        late.extend((entry, chain) for entry in wanted[room:][:left])
+        tier.count_dropped(max(0, len(wanted) - room - left))
+
+    def _room(self, tier: LowerTier) -> int:
+        """Copies of a tier that can be planned now."""
+        flushes = [flush for flush in self._flushes if flush.tier is tier]
+        return max(0, self._most - sum(len(flush.queued) + len(flush.running) for flush in flushes))
+
+    def wait_for_room(self, copies: int, timeout: float) -> bool:
+        """Wait until each tier that does not hang has room for so many copies, at most `timeout` seconds."""
+
+        def has_room() -> bool:
+            with self._lock:
+                return all(self._room(tier) >= copies for tier in self._tiers if tier.hangs is None)
+
+        return self._ended.wait_for(has_room, timeout)
 
     @locked
     def write_lost(self, chain: Sequence[ChunkKey], after: AfterLock) -> None:
@@ -104,7 +126,10 @@ class Flusher:
     @locked
     def flush(self, victim: Entry, after: AfterLock) -> bool:
         """Plan the copies that write-back tiers want of a victim; False when none of them does."""
-        tiers = [tier for tier in self._tiers if self._wanted(tier, (victim,), "back")]
+        wanted = [tier for tier in self._tiers if self._wanted(tier, (victim,), "back")]
+        tiers = [tier for tier in wanted if self._room(tier)]
+        for tier in wanted:
+            tier.count_dropped(tier not in tiers)
         if tiers:
             self._primary.begin_flush(victim)
             victim.refs = len(tiers)
@@ -151,25 +176,16 @@ class Flusher:
                 flush.running.remove(entry)
                 self._end_if_done(flush, after)
                 self._plan_late(flush.tier, after)
+            self._ended.ring()
 
     def _refused(self, flush: _Flush, after: AfterLock) -> None:
-        """Make the last copy later, if the chunk is still here then. Its slot is not kept for it.
-
-        The pool refuses the last ones, and says so from the last to the first.
-        """
+        """Drop the last copy that no thread has begun: the pool is closed."""
         with self._lock, self._changes:
-            if not flush.queued:
-                return
-            flush.copies.pop()
-            entry = flush.queued.pop()
-            self._primary.unref(entry)
-            late = self._late[flush.tier]
-            if entry.removed or len(late) >= self._primary.slab.num_slots:
+            if flush.queued:
+                flush.queued.pop()
                 flush.tier.count_dropped()
-            else:
-                # Refused tail first, planned head first.
-                late.appendleft((entry, flush.chain))
-            self._end_if_done(flush, after)
+                self._end_if_done(flush, after)
+        self._ended.ring()
 
     @locked
     def _plan_late(self, tier: LowerTier, after: AfterLock) -> None:
@@ -205,6 +221,7 @@ class Flusher:
     @locked
     def give_up(self, tier: LowerTier, after: AfterLock) -> None:
         """Drop the copies that wait for a tier that hangs. Slots are kept for calls that run alone."""
+        after.calls.append(lambda after: self._ended.ring())
         for flush in [flush for flush in self._flushes if flush.tier is tier]:
             tier.count_dropped(len(flush.queued))
             flush.queued.clear()
@@ -235,10 +252,10 @@ class SlotAllocator:
     `max_flushing`: evicted chunks that may be on their way to lower tiers at a time; 0: no write-back.
     """
 
-    def __init__(self, primary: PrimaryTier, flusher: Flusher, *, max_flushing: int) -> None:
+    def __init__(self, primary: PrimaryTier, writes: Writes, *, max_flushing: int) -> None:
         self._primary = primary
         self._slab = primary.slab
-        self._flusher = flusher
+        self._writes = writes
         self._free_target = max(1, primary.slab.num_slots // _FREE_SHARE)
         self._write_back = max_flushing > 0
         self._max_flushing = min(max(4, self._free_target), max_flushing)
@@ -279,7 +296,7 @@ class SlotAllocator:
         return victim is not None
 
     def _drop(self, victim: Entry, after: AfterLock) -> None:
-        if not (self._write_back and self._flusher.flush(victim, after)):
+        if not (self._write_back and self._writes.flush(victim, after)):
             self._primary.remove(victim)
 
     def keep_free(self, after: AfterLock) -> None:

@@ -94,9 +94,8 @@ class Pausing(WrapperBackend):
 class SteppedPool:
     """An `IOPool` that does nothing by itself: `begin` starts the next queued job, `step` moves one."""
 
-    def __init__(self, threads: int, max_stores: int) -> None:
+    def __init__(self, threads: int) -> None:
         self._size = threads
-        self._max_stores = max_stores
         self._queues: dict[Priority, deque[Job]] = {priority: deque() for priority in Priority}
         self._running: list[_Running] = []
         self._closed = False
@@ -109,11 +108,9 @@ class SteppedPool:
         return [job for job in jobs if not self._queue(job)]
 
     def _queue(self, job: Job) -> bool:
-        queue = self._queues[job.priority]
-        if self._closed or (job.priority is Priority.STORE and len(queue) >= self._max_stores):
-            return False
-        queue.append(job)
-        return True
+        if not self._closed:
+            self._queues[job.priority].append(job)
+        return not self._closed
 
     def withdraw(self, lane: str, first: Priority) -> list[Job]:
         taken = [job for at, queue in self._queues.items() if at >= first for job in queue if job.lane == lane]
