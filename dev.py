@@ -64,7 +64,7 @@ CALLS_OF_THE_CONNECTOR = [
     "tests/vllm/test_connector.py",
     "tests/vllm/test_failures.py",
     "tests/vllm/test_fields.py",
-    "tests/vllm/test_families.py::test_a_failed_load_is_recomputed[hybrid, window larger than a chunk]",
+    "tests/vllm/test_families.py::TestFamilies::test_a_failed_load_is_recomputed[hybrid, window larger than a chunk]",
 ]
 PROPERTIES = ["-m", "hypothesis and not vllm and not gpu and not nightly"]
 ON_GPU = ["-m", "gpu and not nightly"]

@@ -20,7 +20,7 @@ EMBEDDING_STD = 0.05
 VOCAB = 1024
 MAX_POSITION = 4096
 
-_SMALL = {
+_SMALL: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_attention_heads": 4,
@@ -33,7 +33,7 @@ _SMALL = {
 }
 
 
-_NETS = {
+_NETS: dict[str, Any] = {
     "linear_num_value_heads": 2,
     "linear_num_key_heads": 1,
     "linear_key_head_dim": 128,
@@ -76,81 +76,57 @@ class Family:
         return folder
 
 
-def llama(**changes: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def causal(name: str, settings: str = "", **config: Any) -> Any:
+    """A model of transformers, of this configuration; `settings`: the name of its configuration, if it has another."""
+    import transformers
 
-    return LlamaForCausalLM(LlamaConfig(**{**_SMALL, **changes}))
+    made = getattr(transformers, f"{settings or name}Config")(**config)
+    return getattr(transformers, f"{name}ForCausalLM")(made)
+
+
+def llama(**changes: Any) -> Any:
+    return causal("Llama", **_SMALL | changes)
 
 
 def qwen3(**changes: Any) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**{**_SMALL, **changes}))
+    return causal("Qwen3", **_SMALL | changes)
 
 
 def mistral(window: int) -> Any:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    return MistralForCausalLM(MistralConfig(**_SMALL, sliding_window=window))
+    return causal("Mistral", **_SMALL, sliding_window=window)
 
 
 def gemma3(window: int, **changes: Any) -> Any:
     """Five layers with a window for one without, as Gemma 3 has them."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     settings = {**_SMALL, "num_hidden_layers": 6, "layer_types": kinds, "sliding_window": window, **changes}
-    return Gemma3ForCausalLM(Gemma3TextConfig(**settings, query_pre_attn_scalar=32))
+    return causal("Gemma3", "Gemma3Text", **settings, query_pre_attn_scalar=32)
 
 
 def gemma3n() -> Any:
     """The last two layers attend to the KV of layers before them."""
-    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
-
-    kinds = ["sliding_attention", "full_attention"] * 3
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 64}
     changes = {"num_hidden_layers": 6, "intermediate_size": [256] * 6, "tie_word_embeddings": True}
-    return Gemma3nForCausalLM(
-        Gemma3nTextConfig(
-            **{**_SMALL, **changes},
-            layer_types=kinds,
-            sliding_window=64,
-            num_kv_shared_layers=2,
-            vocab_size_per_layer_input=VOCAB,
-            hidden_size_per_layer_input=16,
-            laurel_rank=8,
-            activation_sparsity_pattern=[0.0] * 6,
-        )
-    )
+    layers = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2}
+    settings = {**_SMALL, **changes, **kinds, **layers}
+    return causal("Gemma3n", "Gemma3nText", **settings, laurel_rank=8, activation_sparsity_pattern=[0.0] * 6)
 
 
 def gemma4(window: int, shared: int = 0) -> Any:
     """Heads differ in size between layers with and without a window; the last `shared` have no own KV."""
-    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
-
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-    return Gemma4ForCausalLM(
-        Gemma4TextConfig(
-            **{**_SMALL, "num_hidden_layers": 6, "tie_word_embeddings": True},
-            layer_types=kinds,
-            sliding_window=window,
-            global_head_dim=64,
-            hidden_size_per_layer_input=0,
-            num_kv_shared_layers=shared,
-        )
-    )
+    kinds = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "sliding_window": window}
+    changes = {"num_hidden_layers": 6, "tie_word_embeddings": True, "num_kv_shared_layers": shared}
+    settings = {**_SMALL, **changes, **kinds}
+    return causal("Gemma4", "Gemma4Text", **settings, global_head_dim=64, hidden_size_per_layer_input=0)
 
 
 def deepseek_v2(**changes: Any) -> Any:
     """Multi-head latent attention; the latent has DeepSeek's own sizes, the only ones vLLM has on CPU."""
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    return DeepseekV2ForCausalLM(DeepseekV2Config(**{**_latent(), **changes}))
+    return causal("DeepseekV2", **_latent() | changes)
 
 
 def deepseek_v3(**changes: Any) -> Any:
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**{**_latent(), **changes}))
+    return causal("DeepseekV3", **_latent() | changes)
 
 
 def _latent() -> dict[str, Any]:
@@ -188,132 +164,80 @@ def _latent() -> dict[str, Any]:
 
 def hrm_text() -> Any:
     """The tokens of a prompt attend to all of it, also to later ones."""
-    from transformers import HrmTextConfig, HrmTextForCausalLM
-
-    settings = {**_SMALL, "num_hidden_layers": 2}
-    return HrmTextForCausalLM(HrmTextConfig(**settings, H_cycles=2, L_cycles=2, prefix_lm=True))
+    return causal("HrmText", **_SMALL | {"num_hidden_layers": 2}, H_cycles=2, L_cycles=2, prefix_lm=True)
 
 
 def falcon_h1(**changes: Any) -> Any:
     """Attention and a Mamba-2 mixer in every layer."""
-    from transformers import FalconH1Config, FalconH1ForCausalLM
-
     mixer = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
-    return FalconH1ForCausalLM(FalconH1Config(**{**_SMALL, **mixer, **changes}, mamba_chunk_size=32))
+    return causal("FalconH1", **{**_SMALL, **mixer, **changes}, mamba_chunk_size=32)
 
 
 def nemotron_h(**changes: Any) -> Any:
     """Layers of Mamba-2, of attention, and without either."""
-    from transformers import NemotronHConfig, NemotronHForCausalLM
-
     mixer = {"mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1, "ssm_state_size": 16, "chunk_size": 32}
     pattern = {"hybrid_override_pattern": "M-M*", "conv_kernel": 4}
-    return NemotronHForCausalLM(NemotronHConfig(**{**_SMALL, **mixer, **pattern, **changes}))
+    return causal("NemotronH", **{**_SMALL, **mixer, **pattern, **changes})
 
 
 def granite_4(**changes: Any) -> Any:
     """Three layers of Mamba-2 for one of attention."""
-    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
-
     sizes = {name: value for name, value in {**_SMALL, **changes}.items() if name != "head_dim"}
     mixer = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 32}
     scales = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
-    return GraniteMoeHybridForCausalLM(
-        GraniteMoeHybridConfig(
-            **sizes,
-            **mixer,
-            **scales,
-            layer_types=["mamba"] * 3 + ["attention"],
-            num_local_experts=0,
-            num_experts_per_tok=0,
-            shared_intermediate_size=256,
-            position_embedding_type="rope",
-            attention_multiplier=0.17,
-        )
-    )
+    scales |= {"attention_multiplier": 0.17}
+    layers = {"layer_types": ["mamba"] * 3 + ["attention"], "position_embedding_type": "rope"}
+    experts = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 256}
+    return causal("GraniteMoeHybrid", **{**sizes, **mixer, **scales, **layers, **experts})
 
 
 def zamba2() -> Any:
     """Layers of Mamba-2, and one with attention as well."""
-    from transformers import Zamba2Config, Zamba2ForCausalLM
-
     mixer = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_ngroups": 1, "n_mamba_heads": 8}
     attention = {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_head_dim": 64, "use_mem_rope": True}
-    return Zamba2ForCausalLM(
-        Zamba2Config(
-            vocab_size=VOCAB,
-            max_position_embeddings=MAX_POSITION,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            layers_block_type=["mamba", "mamba", "hybrid", "mamba"],
-            **mixer,
-            **attention,
-            chunk_size=32,
-            num_mem_blocks=1,
-            adapter_rank=8,
-        )
-    )
+    layers = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"]}
+    sizes = {name: _SMALL[name] for name in ("vocab_size", "max_position_embeddings", "hidden_size")}
+    more = {"intermediate_size": 256, "chunk_size": 32, "num_mem_blocks": 1, "adapter_rank": 8}
+    return causal("Zamba2", **{**sizes, **mixer, **attention, **layers, **more})
 
 
 def jamba() -> Any:
     """Three layers of Mamba-1 for one of attention."""
-    from transformers import JambaConfig, JambaForCausalLM
-
     sizes = {name: value for name, value in _SMALL.items() if name != "head_dim"}
     layers = {"attn_layer_period": 4, "attn_layer_offset": 3, "num_experts": 1}
     mixer = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 8}
-    return JambaForCausalLM(JambaConfig(**sizes, **layers, **mixer, use_mamba_kernels=False))
+    return causal("Jamba", **{**sizes, **layers, **mixer}, use_mamba_kernels=False)
 
 
 def qwen3_next() -> Any:
     """Three layers of gated delta nets for one of attention; heads have the only sizes that vLLM has on CPU."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
-    return Qwen3NextForCausalLM(
-        Qwen3NextConfig(**_SMALL, **_NETS, **experts, shared_expert_intermediate_size=64, mlp_only_layers=[])
-    )
+    experts |= {"shared_expert_intermediate_size": 64}
+    return causal("Qwen3Next", **{**_SMALL, **_NETS, **experts}, mlp_only_layers=[])
 
 
 def qwen3_5() -> Any:
     """The same without experts."""
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_SMALL, **_NETS))
+    return causal("Qwen3_5", "Qwen3_5Text", **_SMALL | _NETS)
 
 
 def lfm2() -> Any:
     """Three layers of short convolutions for one of attention."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    kinds = ["conv", "conv", "conv", "full_attention"]
+    kinds = {"layer_types": ["conv", "conv", "conv", "full_attention"], "block_auto_adjust_ff_dim": False}
     blocks = {"block_dim": 128, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "conv_dim": 128}
-    config = Lfm2Config(**_SMALL, layer_types=kinds, block_auto_adjust_ff_dim=False, **blocks)
-    return Lfm2ForCausalLM(config)
+    return causal("Lfm2", **{**_SMALL, **kinds, **blocks})
 
 
 def whisper() -> Any:
     """Encoder and decoder."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
+    shape = {"layers": 2, "attention_heads": 4, "ffn_dim": 256}
+    sides = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in shape.items()}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    nothing: dict[str, list[int]] = {"suppress_tokens": [], "begin_suppress_tokens": []}
     return WhisperForConditionalGeneration(
-        WhisperConfig(
-            vocab_size=VOCAB,
-            d_model=128,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=256,
-            decoder_ffn_dim=256,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=3,
-            suppress_tokens=[],
-            begin_suppress_tokens=[],
-        )
+        WhisperConfig(**{"vocab_size": VOCAB, "d_model": 128, **sides, **tokens, **nothing})
     )
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from lmkv.protocols import Clock
 from lmkv.store.tiered import TieredStore
+from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.compat import vllm_version
 from tests.kit import LIMIT
 
@@ -96,6 +97,46 @@ def engine(
                 llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
+
+
+def configured(model: Path, extra: dict[str, Any] | None = None, **options: Any) -> Any:
+    """vLLM's configuration of an engine, with lmkv as its connector if there are settings of lmkv's."""
+    os.environ.update(ENVIRONMENT)
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    if extra is not None:
+        transfer: dict[str, Any] = {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
+        options["kv_transfer_config"] = KVTransferConfig("LMKVConnector", kv_role="kv_both", **transfer)
+    return EngineArgs(model=str(model), skip_tokenizer_init=True, **options).create_engine_config()
+
+
+def full_attention(**changes: Any) -> Any:
+    """vLLM's specification of such a layer."""
+    os.environ.update(ENVIRONMENT)
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(
+        **{"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32, **changes}
+    )
+
+
+def kv_caches(*specs: Any, num_blocks: int = 100) -> Any:
+    """vLLM's configuration of KV caches, with a block table for each specification, or for layers' names and one."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    named = [spec if isinstance(spec, tuple) else ([f"{n}.layer"], spec) for n, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks, [], [KVCacheGroupSpec([*names], spec) for names, spec in named])
+
+
+def side_of(role: str, vllm_config: Any, caches: Any) -> Any:
+    """The connector's side, SCHEDULER or WORKER, as vLLM makes it."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from lmkv.vllm.connector import LMKVConnector
+
+    return LMKVConnector(vllm_config, KVConnectorRole[role], caches)
 
 
 @functools.cache
@@ -192,6 +233,21 @@ def pipelining() -> Iterator[None]:
         yield
 
 
+def parameters(max_tokens: int = 8, *, logprobs: int | None = None, **params: Any) -> Any:
+    """vLLM's parameters of a request for a greedy answer of so many tokens. `params`: `kv_transfer_params`."""
+    from vllm import SamplingParams
+
+    extra = {"kv_transfer_params": params} if params else None
+    return SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs, extra_args=extra
+    )
+
+
+def generated(outputs: Sequence[Any]) -> list[list[int]]:
+    """The token ids of each answer."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
 class Engine:
     """An `LLM` with the calls that tests need."""
 
@@ -209,16 +265,7 @@ class Engine:
         logprobs: int | None = None,
     ) -> list[Any]:
         """Generate greedily for all prompts at once; vLLM's RequestOutputs in the order of the prompts."""
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=logprobs,
-            extra_args={"kv_transfer_params": {"lmkv.report": True, **(params or {})}},
-        )
+        sampling = parameters(max_tokens, logprobs=logprobs, **{"lmkv.report": True, **(params or {})})
         requests = [
             {"prompt_token_ids": ids, **({"cache_salt": salts[index]} if salts else {})}
             for index, ids in enumerate(prompts)
@@ -228,16 +275,27 @@ class Engine:
 
     def ids(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
         """Only the generated token ids."""
-        return [list(output.outputs[0].token_ids) for output in self.run(prompts, **options)]
+        return generated(self.run(prompts, **options))
+
+    def again(self, prompts: Sequence[list[int]], **options: Any) -> list[Any]:
+        """The same as `run`, where vLLM has forgotten all that it had: hits can only come from the connector."""
+        self.forget_local()
+        return self.run(prompts, **options)
+
+    def repeats(self, prompts: Sequence[list[int]], hits: list[int], **options: Any) -> list[list[int]]:
+        """The answers, which are the same again, when so many tokens of each prompt are loaded."""
+        cold, warm = self.ids(prompts, **options), self.again(prompts, **options)
+        assert generated(warm) == cold, "after a hit there are other answers"
+        found = list(map(external_hits, warm))
+        assert found == hits, f"hits of {found} tokens instead of {hits}"
+        self.assert_nothing_leaked()
+        return cold
 
     def begin(self, ids: list[int], tokens: int, lora: Any = None) -> Callable[[int], list[int]]:
         """Add a request. Each call makes steps until its answer has so many tokens, and returns it; others go on."""
-        from vllm import SamplingParams
-
-        vllm, found, name = self.llm.llm_engine, list[int](), str(len(self._begun))
+        found, name = list[int](), str(len(self._begun))
         self._begun[name] = found
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        vllm.add_request(name, {"prompt_token_ids": ids}, params, lora_request=lora)
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, parameters(tokens), lora_request=lora)
 
         def has(count: int) -> list[int]:
             while len(found) < count:
@@ -255,6 +313,34 @@ class Engine:
         """Empty vLLM's own prefix cache, so that hits can only come from the connector."""
         assert self.llm.reset_prefix_cache()
 
+    @contextlib.contextmanager
+    def failing(self, verb: str = "load") -> Iterator[None]:
+        """The worker's copies of this kind fail in here, and there are some."""
+        broken: list[object] = []
+
+        def breaks(*orders: object, **_: object) -> None:
+            broken.append(orders)
+            raise OSError(f"injected: this {verb} breaks")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.worker._copier, verb, breaks)
+            yield
+        assert broken, f"there was no {verb}"
+
+    @contextlib.contextmanager
+    def preemptions(self) -> Iterator[list[str]]:
+        """The ids of requests that are preempted in here, one for each time."""
+        preempted: list[str] = []
+        original = self.scheduler._preempt_request
+
+        def noted(request: Any, *rest: Any, **more: Any) -> Any:
+            preempted.append(request.request_id)
+            return original(request, *rest, **more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.scheduler, "_preempt_request", noted)
+            yield preempted
+
     @property
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
@@ -269,11 +355,23 @@ class Engine:
         return self.connector.sides.scheduler._store
 
     @property
+    def states(self) -> int:
+        """Entries of lmkv's for the states of each boundary."""
+        return int(self.connector.sides.model.block_map.states)
+
+    @property
     def worker(self) -> Any:
         """The worker side of the connector."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group()._worker
+
+    @property
+    def worker_model(self) -> Any:
+        """What the worker side makes of the model."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._model
 
     @property
     def accepted_drafts(self) -> int:
@@ -288,6 +386,29 @@ class Engine:
         assert (stats.leased, stats.writing, stats.loading) == (0, 0, 0)
         assert not self.connector.sides.scheduler.busy
         assert not self.connector.sides.scheduler._requests
+
+
+CHUNK_BYTES = CHUNK * 4096
+"""Bytes of a chunk of the test model: 256 tokens, 4 layers, 2 KV heads of 64, keys and values, float32."""
+
+
+@contextlib.contextmanager
+def over_disk(model: Path, folder: Path, *, ram_chunks: float = 256, **options: Any) -> Iterator[Engine]:
+    """An engine that has listed its disk, and writes all it has before its end. It waits for it as long as that takes:
+
+    no time passes.
+    """
+    extra = {
+        "local_disk": f"file://{folder}",
+        "max_local_disk_size": 1.0,
+        "max_local_cpu_size": ram_chunks * CHUNK_BYTES / 2**30,
+        "disk_min_free": 0.0,
+        **options.pop("extra", {}),
+    }
+    with engine(model, clock=ManualClock(), extra=extra, **options) as running:
+        assert running.store.wait_indexed(LIMIT)
+        yield running
+        assert running.store.drain(LIMIT)
 
 
 def external_hits(output: Any) -> int:

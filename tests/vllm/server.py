@@ -73,6 +73,16 @@ def shared_files(processes: Iterable[int]) -> set[Path]:
     return found
 
 
+def complete(url: str, ids: list[int], *, timeout: float = 5 * LIMIT, **body: Any) -> Any:
+    """One completion of eight tokens, its report included, by OpenAI's client. `body`: more of the request."""
+    from openai import OpenAI
+
+    params = {"lmkv.report": True, **body.pop("params", {})}
+    extra = {"kv_transfer_params": params, **body}
+    with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout, max_retries=0) as client:
+        return client.completions.create(model=SERVED_NAME, prompt=ids, max_tokens=8, temperature=0, extra_body=extra)
+
+
 def child_environment(**more: str) -> dict[str, str]:
     """The environment of vLLM's own processes: as in the harness, but logging as users see it."""
     quiet = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_CONFIGURE_LOGGING"}

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmkv.testing.clocks import ManualClock
-from tests.kit import LIMIT
 from tests.vllm.families import Family, llama, write_adapter
-from tests.vllm.harness import Engine, engine, external_hits, prompt
+from tests.vllm.harness import Engine, external_hits, generated, over_disk, parameters, prompt
 
 LENGTH = 600
 IDS = prompt(120, LENGTH)
@@ -25,27 +23,21 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Family(llama).write(tmp_path_factory.mktemp("base"))
 
 
-@contextmanager
-def over_disk(base: Path, folder: Path, **options: Any) -> Iterator[Engine]:
-    disk = {"local_disk": str(folder), "max_local_disk_size": 1.0, "disk_min_free": 0.0}
-    loras = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
-    with engine(base, clock=ManualClock(), extra=disk, **loras, **options) as running:
-        yield running
-        assert running.store.drain(LIMIT)
+def with_adapters(base: Path, folder: Path, **options: Any) -> AbstractContextManager[Engine]:
+    return over_disk(base, folder, enable_lora=True, max_lora_rank=8, max_loras=1, **options)
 
 
 def ask(running: Engine, adapter: Path, number: int = 1, ids: list[int] = IDS) -> tuple[list[int], int]:
     """The answer with an adapter, and the tokens that were loaded for it."""
-    from vllm import SamplingParams
+    asked, params = [{"prompt_token_ids": ids}], parameters(**{"lmkv.report": True})
+    [output] = running.llm.generate(asked, params, lora_request=lora(adapter, number), use_tqdm=False)
+    return generated([output])[0], external_hits(output)
+
+
+def lora(adapter: Path, number: int = 1, **more: Any) -> Any:
     from vllm.lora.request import LoRARequest
 
-    params = SamplingParams(
-        temperature=0, max_tokens=8, ignore_eos=True, detokenize=False,
-        extra_args={"kv_transfer_params": {"lmkv.report": True}},
-    )  # fmt: skip
-    request = LoRARequest("a", number, str(adapter))
-    [output] = running.llm.generate([{"prompt_token_ids": ids}], params, lora_request=request, use_tqdm=False)
-    return list(output.outputs[0].token_ids), external_hits(output)
+    return LoRARequest("a", number, str(adapter), **more)
 
 
 def scale(adapter: Path, alpha: int) -> None:
@@ -56,10 +48,10 @@ def scale(adapter: Path, alpha: int) -> None:
 def test_another_scale_is_another_adapter(base: Path, tmp_path: Path) -> None:
     """After a restart, and under another number in the same process."""
     adapter = write_adapter(tmp_path / "adapter", seed=1)
-    with over_disk(base, tmp_path / "kv") as first:
+    with with_adapters(base, tmp_path / "kv") as first:
         before, _ = ask(first, adapter)
     scale(adapter, 64)
-    with over_disk(base, tmp_path / "kv") as second:
+    with with_adapters(base, tmp_path / "kv") as second:
         after, hit = ask(second, adapter)
         assert hit == 0
         assert after != before
@@ -75,30 +67,28 @@ def test_another_scale_is_another_adapter(base: Path, tmp_path: Path) -> None:
 def test_an_adapter_that_is_replaced_after_vllm_has_loaded_it(base: Path, tmp_path: Path) -> None:
     """Before its first request: what vLLM computes is neither the old files' nor the new ones'."""
     adapter, trained = write_adapter(tmp_path / "adapter", seed=1), write_adapter(tmp_path / "trained", seed=2)
-    with over_disk(base, tmp_path / "kv") as first:
+    with with_adapters(base, tmp_path / "kv") as first:
         preload(first, adapter)
         for file in trained.iterdir():
             file.rename(adapter / file.name)
         old, hit = ask(first, adapter)
         first.forget_local()
         assert ask(first, adapter) == (old, 0), "vLLM may drop it, and read the new files"
-    with over_disk(base, tmp_path / "kv") as restarted:
+    with with_adapters(base, tmp_path / "kv") as restarted:
         new, hit = ask(restarted, adapter)
         assert hit == 0
         assert new != old
 
 
-def preload(running: Engine, adapter: Path) -> None:
-    from vllm.lora.request import LoRARequest
-
-    assert running.llm.llm_engine.add_lora(LoRARequest("a", 1, str(adapter)))
+def preload(running: Engine, adapter: Path, **more: Any) -> None:
+    assert running.llm.llm_engine.add_lora(lora(adapter, **more))
 
 
 def test_an_adapter_that_was_loaded_before_its_first_request_hits(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", seed=1)
-    with over_disk(base, tmp_path / "kv") as first:
+    with with_adapters(base, tmp_path / "kv") as first:
         before, _ = ask(first, adapter)
-    with over_disk(base, tmp_path / "kv") as second:
+    with with_adapters(base, tmp_path / "kv") as second:
         preload(second, adapter)
         assert ask(second, adapter) == (before, LENGTH - 1)
         second.assert_nothing_leaked()
@@ -108,7 +98,7 @@ def test_an_adapter_that_vllm_has_dropped_and_read_again(base: Path, tmp_path: P
     """Other files by then: requests for it are computed, by whichever vLLM has."""
     adapter, other = write_adapter(tmp_path / "adapter", seed=1), write_adapter(tmp_path / "other", seed=3)
     trained = write_adapter(tmp_path / "trained", seed=2)
-    with over_disk(base, tmp_path / "kv", max_cpu_loras=1) as running:
+    with with_adapters(base, tmp_path / "kv", max_cpu_loras=1) as running:
         old, _ = ask(running, adapter)
         running.forget_local()
         assert ask(running, adapter) == (old, LENGTH - 1)
@@ -123,10 +113,8 @@ def test_an_adapter_that_vllm_has_dropped_and_read_again(base: Path, tmp_path: P
 
 def switch(running: Engine, adapter: Path, trained: Path) -> int:
     """Another adapter of the same name and number, loaded in place; returns the number."""
-    from vllm.lora.request import LoRARequest
-
     take(adapter, trained)
-    assert running.llm.llm_engine.add_lora(LoRARequest("a", 1, str(adapter), load_inplace=True))
+    preload(running, adapter, load_inplace=True)
     return 1
 
 
@@ -153,15 +141,15 @@ def test_what_vllm_has_cached_under_the_name_of_an_adapter_is_not_anothers(
 ) -> None:
     """vLLM's prefix cache knows adapters by their names alone."""
     adapter, trained = write_adapter(tmp_path / "adapter", seed=1), write_adapter(tmp_path / "trained", seed=2)
-    with over_disk(base, tmp_path / "other") as alone:
+    with with_adapters(base, tmp_path / "other") as alone:
         right, _ = ask(alone, trained)
-    with over_disk(base, tmp_path / "kv", max_cpu_loras=2) as running:
+    with with_adapters(base, tmp_path / "kv", max_cpu_loras=2) as running:
         assert ask(running, adapter)[0] != right
         number = change(running, adapter, trained)
         assert ask(running, adapter, number)[0] == right
         running.forget_local()
         assert ask(running, adapter, number)[0] == right
-    with over_disk(base, tmp_path / "kv") as restarted:
+    with with_adapters(base, tmp_path / "kv") as restarted:
         assert ask(restarted, adapter) == (right, LENGTH - 1)
 
 
@@ -172,14 +160,14 @@ def test_an_adapter_that_a_call_changes_in_place_is_another_one(base: Path, tmp_
                 weight.mul_(-2)
 
     adapter = write_adapter(tmp_path / "adapter", seed=1)
-    with over_disk(base, tmp_path / "kv") as running:
+    with with_adapters(base, tmp_path / "kv") as running:
         before, _ = ask(running, adapter)
         running.llm.apply_model(change)
         after, hit = ask(running, adapter)
         assert hit == 0
         assert after != before
         longer, _ = ask(running, adapter, ids=[*IDS, *IDS[:300]])
-    with over_disk(base, tmp_path / "kv") as restarted:
+    with with_adapters(base, tmp_path / "kv") as restarted:
         assert ask(restarted, adapter) == (before, LENGTH - 1)
         found, hit = ask(restarted, adapter, ids=[*IDS, *IDS[:300]])
         assert hit <= LENGTH
@@ -187,15 +175,13 @@ def test_an_adapter_that_a_call_changes_in_place_is_another_one(base: Path, tmp_
 
 
 def begun(running: Engine, adapter: Path, number: int, tokens: int) -> Callable[[int], list[int]]:
-    from vllm.lora.request import LoRARequest
-
-    return running.begin(IDS, tokens, LoRARequest("a", number, str(adapter)))
+    return running.begin(IDS, tokens, lora(adapter, number))
 
 
 def test_a_request_with_another_adapter_leaves_a_running_ones_where_it_is(base: Path, tmp_path: Path) -> None:
     """vLLM has room for one adapter: it would read the first one again, whose files are gone."""
     adapter, other = write_adapter(tmp_path / "adapter", seed=1), write_adapter(tmp_path / "other", seed=2)
-    with over_disk(base, tmp_path / "kv", max_cpu_loras=1) as running:
+    with with_adapters(base, tmp_path / "kv", max_cpu_loras=1) as running:
         first = begun(running, adapter, 1, 30)
         first(2)
         adapter.rename(tmp_path / "gone")
@@ -206,24 +192,21 @@ def test_a_request_with_another_adapter_leaves_a_running_ones_where_it_is(base: 
 
 def test_what_runs_while_its_adapter_is_replaced_stores_nothing_more(base: Path, tmp_path: Path) -> None:
     """In place, as `load_lora_adapter` has it: chunks of both would be stored as those of the first one."""
-    from vllm.lora.request import LoRARequest
-
     adapter, other = write_adapter(tmp_path / "adapter", seed=1), write_adapter(tmp_path / "other", seed=2)
-    with over_disk(base, tmp_path / "kv") as running:
+    with with_adapters(base, tmp_path / "kv") as running:
         across = begun(running, adapter, 1, 600)
         across(1)
-        request = LoRARequest("a", 1, str(other), load_inplace=True)
-        assert running.llm.llm_engine.add_lora(request)
+        preload(running, other, load_inplace=True)
         across(600)
         follow = [*IDS, *across(600)]
-    with over_disk(base, tmp_path / "kv") as restarted:
+    with with_adapters(base, tmp_path / "kv") as restarted:
         assert 0 < ask(restarted, adapter, ids=follow)[1] < LENGTH
 
 
 def test_a_number_that_means_another_adapter_now(base: Path, tmp_path: Path) -> None:
     adapter, other = write_adapter(tmp_path / "adapter", seed=1), write_adapter(tmp_path / "other", seed=2)
     third = write_adapter(tmp_path / "third", seed=3)
-    with over_disk(base, tmp_path / "kv", max_cpu_loras=1) as running:
+    with with_adapters(base, tmp_path / "kv", max_cpu_loras=1) as running:
         ask(running, adapter, number=1)
         ask(running, third, number=2)
         has_other, _ = ask(running, other, number=1)

@@ -65,8 +65,7 @@ def test_a_prompt_is_prefetched_from_disk_before_its_request(
             ):
                 client.lookup(TEXT * 100)
             client.clear()
-            first.forget_local()
-            assert external_hits(first.run([ids])[0]) == 0
+            assert external_hits(first.again([ids])[0]) == 0
     with pytest.raises(httpx.ConnectError), Client(url, "letmein") as client:
         client.stats()
 

@@ -11,7 +11,7 @@ import pytest
 from lmkv.vllm.scheduler.telemetry import Telemetry
 from tests.vllm import triton_cpu
 from tests.vllm.families import FAMILIES, RECURRENT
-from tests.vllm.harness import Engine, engine, external_hits, prompt
+from tests.vllm.harness import Engine, engine, external_hits, generated, prompt
 from tests.vllm.wrong_loads import FAULTS, Faulty
 
 KINDS = ("GQA, Qwen3", "GQA, fp8 KV", "MLA, DeepSeek-V2", "hybrid, window smaller than a chunk", "Mamba-2, Nemotron-H")
@@ -40,8 +40,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def ask(running: Engine, prompts: list[list[int]], max_tokens: int = 8) -> list[Any]:
     """Their outputs; nothing comes from vLLM's own prefix cache, and every comparison has ended."""
-    running.forget_local()
-    outputs = running.run(prompts, max_tokens=max_tokens)
+    outputs = running.again(prompts, max_tokens=max_tokens)
     while running.connector.sides.scheduler.busy:
         running.llm.llm_engine.step()
     return outputs
@@ -55,7 +54,7 @@ def damage(running: Engine, tokens: list[int], chunk: int) -> None:
 
 
 def answers(outputs: list[Any]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return generated(outputs)
 
 
 def hits_are_found_right_or_wrong(running: Engine, counts: Counter[str], unit: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.users import SKIPPED
-from tests.vllm.harness import BLOCK, Engine, engine, prompt
+from tests.vllm.harness import BLOCK, Engine, engine, generated, parameters, prompt
 
 
 @contextmanager
@@ -22,16 +22,8 @@ def engine_with(model: Path, connector: str, **settings: Any) -> Iterator[Engine
         yield running
 
 
-def parameters(params: dict[str, Any] | None = None) -> Any:
-    from vllm import SamplingParams
-
-    extra = {"kv_transfer_params": params} if params else None
-    return SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, extra_args=extra)
-
-
-def answer(running: Engine, ids: list[int], params: dict[str, Any] | None = None) -> list[int]:
-    [output] = running.llm.generate({"prompt_token_ids": ids}, parameters(params), use_tqdm=False)
-    return list(output.outputs[0].token_ids)
+def answer(running: Engine, ids: list[int], **params: Any) -> list[int]:
+    return generated(running.llm.generate({"prompt_token_ids": ids}, parameters(4, **params), use_tqdm=False))[0]
 
 
 def worker_side() -> Any:
@@ -47,14 +39,14 @@ def rows(of: np.ndarray) -> set[bytes]:
 def test_the_one_that_copies_has_copied_each_full_block_and_none_of_who_skips_it(model: Path) -> None:
     first, second, third = prompt(400, 9 * BLOCK + 12), prompt(401, 3 * BLOCK), prompt(406, 3 * BLOCK)
     with engine_with(model, "CopyingConnector", copied_tokens=10 * BLOCK) as running:
-        assert answer(running, first) == answer(running, first, SKIPPED), "vLLM's own cache answers this one"
+        assert answer(running, first) == answer(running, first, **SKIPPED), "vLLM's own cache answers this one"
         copying = worker_side()
         assert len(copying._layers) == 4
         for pages, copies in copying._layers:
             assert len(rows(copies[:9])) == 9
             assert rows(copies[:9]) <= rows(pages)
             assert (copies[9:] == 1).all()
-        answer(running, second, SKIPPED)
+        answer(running, second, **SKIPPED)
         assert copying._at == 9
         answer(running, third)
         assert copying._at == 2, "it begins anew where its memory ends"
@@ -82,7 +74,7 @@ def test_the_one_that_reads_has_a_request_wait_until_all_is_read(model: Path, tm
 
         may_read, core = threading.Event(), running.llm.llm_engine
         running.connector._read = may_read.wait
-        core.add_request("waits", {"prompt_token_ids": waits}, parameters())
+        core.add_request("waits", {"prompt_token_ids": waits}, parameters(4))
         try:
             for _ in range(20):
                 assert core.step() == []
@@ -93,5 +85,5 @@ def test_the_one_that_reads_has_a_request_wait_until_all_is_read(model: Path, tm
         found: list[Any] = []
         while not found:
             found = [output for output in core.step() if output.finished]
-        assert list(found[0].outputs[0].token_ids) == expected
+        assert generated(found) == [expected]
         assert len((tmp_path / "waits").read_text().split()) == 2

@@ -10,7 +10,7 @@ import pytest
 from lmkv.memory.copier import DONE
 from lmkv.vllm.plan.metadata import CopyOrder
 from lmkv.vllm.worker import _Running
-from tests.vllm.harness import CHUNK, Engine, external_hits, prompt
+from tests.vllm.harness import CHUNK, Engine, external_hits, generated, parameters, prompt
 
 pytestmark = [pytest.mark.runner_v2, pytest.mark.quick]
 
@@ -19,8 +19,7 @@ pytestmark = [pytest.mark.runner_v2, pytest.mark.quick]
 def test_a_repeated_prompt_hits_all_but_its_last_token(shared: Engine, length: int) -> None:
     ids = prompt(1000 + length, length)
     cold = shared.run([ids])[0]
-    shared.forget_local()
-    warm = shared.run([ids])[0]
+    warm = shared.again([ids])[0]
 
     assert external_hits(cold) == 0
     assert external_hits(warm) == warm.num_cached_tokens == length - 1
@@ -30,21 +29,14 @@ def test_a_repeated_prompt_hits_all_but_its_last_token(shared: Engine, length: i
 
 def test_outputs_equal_those_without_a_connector(shared: Engine, expected: dict[int, list[int]]) -> None:
     prompts = [prompt(seed, 1500) for seed in expected]
-    cold = shared.ids(prompts)
-    shared.forget_local()
-    warm = shared.run(prompts)
-
-    assert cold == list(expected.values())
-    assert [list(output.outputs[0].token_ids) for output in warm] == list(expected.values())
-    assert all(external_hits(output) == 1499 for output in warm)
+    assert shared.repeats(prompts, [1499] * len(prompts)) == list(expected.values())
 
 
 def test_a_shared_prefix_hits_up_to_where_prompts_part(shared: Engine) -> None:
     common = prompt(1, 700)
     first, second = common + prompt(2, 400), common + prompt(3, 400)
     shared.run([first])
-    shared.forget_local()
-    assert external_hits(shared.run([second])[0]) == 700
+    assert external_hits(shared.again([second])[0]) == 700
 
 
 def test_decoded_tokens_are_stored_when_their_chunk_completes(shared: Engine) -> None:
@@ -70,58 +62,43 @@ def test_two_salts_never_share(shared: Engine) -> None:
 def test_a_request_can_skip_saving_and_loading(shared: Engine) -> None:
     ids = prompt(11, 600)
     shared.run([ids], params={"lmkv.skip_save": True})
-    shared.forget_local()
-    assert external_hits(shared.run([ids])[0]) == 0
-    shared.forget_local()
-    assert external_hits(shared.run([ids], params={"lmkv.skip_load": True})[0]) == 0
-    shared.forget_local()
-    assert external_hits(shared.run([ids])[0]) == 599
+    assert external_hits(shared.again([ids])[0]) == 0
+    assert external_hits(shared.again([ids], params={"lmkv.skip_load": True})[0]) == 0
+    assert external_hits(shared.again([ids])[0]) == 599
 
 
 def test_tags_separate_requests(shared: Engine) -> None:
     ids = prompt(12, 600)
     shared.run([ids], params={"lmkv.tag.team": "blue"})
-    shared.forget_local()
-    assert external_hits(shared.run([ids], params={"lmkv.tag.team": "red"})[0]) == 0
-    shared.forget_local()
-    assert external_hits(shared.run([ids], params={"lmkv.tag.team": "blue"})[0]) == 599
+    assert external_hits(shared.again([ids], params={"lmkv.tag.team": "red"})[0]) == 0
+    assert external_hits(shared.again([ids], params={"lmkv.tag.team": "blue"})[0]) == 599
 
 
 def test_a_failed_load_is_recomputed_once_and_the_entry_is_dropped(
-    shared: Engine, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+    shared: Engine, expected: dict[int, list[int]]
 ) -> None:
     ids = prompt(3, 1500)
     shared.run([ids])
     shared.forget_local()
 
-    def broken(*_: object) -> None:
-        raise OSError("injected: the copy of this load breaks")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shared.worker._copier, "load", broken)
+    with shared.failing():
         failed = shared.run([ids])[0]
-    assert list(failed.outputs[0].token_ids) == expected[3]
+    assert generated([failed]) == [expected[3]]
     shared.assert_nothing_leaked()
 
-    shared.forget_local()
-    again = shared.run([ids])[0]
+    again = shared.again([ids])[0]
     assert external_hits(again) == 1499, "the recomputed chunks are stored anew"
-    assert list(again.outputs[0].token_ids) == expected[3]
+    assert generated([again]) == [expected[3]]
 
 
-def test_a_failed_store_is_a_future_miss(shared: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_store_is_a_future_miss(shared: Engine) -> None:
     ids = prompt(13, 900)
 
-    def broken(*_: object) -> None:
-        raise OSError("injected: the copy of this store breaks")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shared.worker._copier, "store", broken)
+    with shared.failing("store"):
         cold = shared.ids([ids])
         assert not shared.worker.take_failed_blocks(), "the blocks are good: nothing is to be recomputed"
     shared.assert_nothing_leaked()
-    shared.forget_local()
-    missed = shared.run([ids])[0]
+    missed = shared.again([ids])[0]
     assert external_hits(missed) == 0
     assert [list(missed.outputs[0].token_ids)] == cold
 
@@ -138,28 +115,22 @@ def test_while_the_engine_sleeps_everything_is_computed(shared: Engine, expected
     shared.run([ids])
     connector.unregister_kv_caches()
     for _ in range(2):
-        shared.forget_local()
-        assert list(shared.run([ids])[0].outputs[0].token_ids) == expected[3]
+        assert list(shared.again([ids])[0].outputs[0].token_ids) == expected[3]
     connector.restore_kv_caches()
     shared.assert_nothing_leaked()
     shared.run([ids])
-    shared.forget_local()
-    again = shared.run([ids])[0]
+    again = shared.again([ids])[0]
     assert external_hits(again) == 1499
-    assert list(again.outputs[0].token_ids) == expected[3]
+    assert generated([again]) == [expected[3]]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4])
 def test_an_abort_in_the_middle_leaves_nothing_behind(shared: Engine, steps: int) -> None:
-    from vllm import SamplingParams
-
     ids = prompt(14, 1500)
     core = shared.llm.llm_engine
-    for round_, _ in enumerate(range(2)):
+    for round_ in range(2):
         name = f"aborted-{steps}-{round_}"
-        request = core.add_request(
-            name, {"prompt_token_ids": ids}, SamplingParams(max_tokens=50, ignore_eos=True, detokenize=False)
-        )
+        request = core.add_request(name, {"prompt_token_ids": ids}, parameters(50))
         for _ in range(steps):
             core.step()
         core.abort_request([request or name])
@@ -175,16 +146,14 @@ def test_reset_leaves_no_hit_in_any_tier(shared: Engine) -> None:
     shared.run([ids])
     assert shared.llm.llm_engine.engine_core.reset_prefix_cache(reset_connector=True)
     assert external_hits(shared.run([ids])[0]) == 0
-    shared.forget_local()
-    assert external_hits(shared.run([ids])[0]) == 599
+    assert external_hits(shared.again([ids])[0]) == 599
 
 
 def test_one_line_for_a_lookup_and_one_for_each_steps_store(shared: Engine, caplog: pytest.LogCaptureFixture) -> None:
     ids = prompt(18, 600)
     with caplog.at_level(logging.INFO, logger="lmkv"):
         shared.run([ids])
-        shared.forget_local()
-        shared.run([ids])
+        shared.again([ids])
     lines = [record.getMessage().split(": ", 2)[2] for record in caplog.records if "request" in record.getMessage()]
     assert lines == [
         "total tokens 600, hit tokens 0, to load 0 (599 missed: not stored)",
@@ -204,11 +173,9 @@ def test_a_load_that_cannot_be_ordered_is_recomputed(
     longer = ids + prompt(50, 600)
     skipped = {"lmkv.skip_load": True, "lmkv.skip_save": True}
     right = shared.run([longer], params=skipped)[0].outputs[0].token_ids
-    shared.forget_local()
-    shared.run([ids])
+    shared.again([ids])
     # Blocks that are free have other bytes.
-    shared.forget_local()
-    shared.run([prompt(51, 2000)], params=skipped)
+    shared.again([prompt(51, 2000)], params=skipped)
     shared.forget_local()
 
     def broken(*_: object) -> None:
@@ -219,8 +186,7 @@ def test_a_load_that_cannot_be_ordered_is_recomputed(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, broken)
         assert shared.run([longer])[0].outputs[0].token_ids == right
-    shared.forget_local()
-    assert shared.run([longer])[0].outputs[0].token_ids == right
+    assert shared.again([longer])[0].outputs[0].token_ids == right
     shared.assert_nothing_leaked()
 
 

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.compat import yield_gil
 from tests.kit import LIMIT, NEVER, listing_every
-from tests.vllm.harness import Engine, engine, external_hits, prompt
+from tests.vllm.harness import external_hits, generated, over_disk, prompt
 
 pytestmark = pytest.mark.quick
-
-CHUNK_BYTES = 256 * 4096
-"""Bytes of a chunk of the test model: 256 tokens, 4 layers, 2 KV heads of 64, keys and values, float32."""
-
-
-def over_disk(model: Path, folder: Path, *, ram_chunks: float = 64, **options: Any) -> AbstractContextManager[Engine]:
-    """An engine for which no time passes: it waits for its disk as long as that takes."""
-    extra = {
-        "local_disk": f"file://{folder}",
-        "max_local_disk_size": 1.0,
-        "max_local_cpu_size": ram_chunks * CHUNK_BYTES / 2**30,
-        "disk_min_free": 0.0,
-    }
-    return engine(model, clock=ManualClock(), extra=extra, **options)
-
-
-def drain(running: Engine) -> None:
-    assert running.store.drain(LIMIT)
 
 
 def sources(output: Any) -> dict[str, int]:
@@ -44,16 +24,13 @@ def sources(output: Any) -> dict[str, int]:
 def test_a_prompt_hits_disk_after_a_restart(model: Path, tmp_path: Path) -> None:
     ids = prompt(30, 1500)
     with over_disk(model, tmp_path) as first:
-        cold = first.run([ids])[0]
-        drain(first)
+        cold = first.ids([ids])
     with over_disk(model, tmp_path) as second:
-        assert second.store.wait_indexed(LIMIT)
         warm = second.run([ids])[0]
         assert external_hits(warm) == 1499
         assert sources(warm) == {"cpu": 0, "disk": 1499}
-        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
-        second.forget_local()
-        again = second.run([ids])[0]
+        assert generated([warm]) == cold
+        again = second.again([ids])[0]
         assert sources(again) == {"cpu": 1499}, "a hit on disk is promoted"
         second.assert_nothing_leaked()
 
@@ -61,14 +38,12 @@ def test_a_prompt_hits_disk_after_a_restart(model: Path, tmp_path: Path) -> None
 def test_what_another_server_stores_is_hit_without_a_listing(model: Path, tmp_path: Path) -> None:
     ids = prompt(33, 1500)
     with over_disk(model, tmp_path / "other") as first:
-        cold = first.run([ids])[0]
-        drain(first)
+        cold = first.ids([ids])
     with listing_every(NEVER), over_disk(model, tmp_path / "kv") as second:
-        assert second.store.wait_indexed(LIMIT)
         shutil.copytree(tmp_path / "other", tmp_path / "kv", dirs_exist_ok=True)
         warm = second.run([ids])[0]
         assert sources(warm) == {"cpu": 0, "disk": 1499}
-        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+        assert generated([warm]) == cold
         second.assert_nothing_leaked()
 
 
@@ -80,9 +55,7 @@ def test_another_model_does_not_see_the_files(model: Path, tmp_path: Path) -> No
     ids = prompt(31, 600)
     with over_disk(model, tmp_path / "kv") as first:
         first.run([ids])
-        drain(first)
     with over_disk(other, tmp_path / "kv") as second:
-        assert second.store.wait_indexed(LIMIT)
         assert external_hits(second.run([ids])[0]) == 0
 
 
@@ -91,18 +64,18 @@ def test_a_prompt_four_times_the_ram_tier_is_loaded_from_disk(model: Path, tmp_p
     ids = prompt(32, 16 * 256 + 40)
     space = {"max_model_len": 4608, "kv_cache_memory_bytes": 20 << 20, "max_num_batched_tokens": 512}
     with over_disk(model, tmp_path, ram_chunks=4, **space) as running:
-        cold = running.run([ids])[0]
-        drain(running)
+        cold = running.ids([ids])
+        assert running.store.drain(LIMIT)
         # Copies down are refused when too many wait: another pass stores what is missing.
         for _ in range(100):
             running.forget_local()
             if running.store.stats().tiers[1].chunks == 17:
                 break
             running.run([ids])
-            drain(running)
+            assert running.store.drain(LIMIT)
         warm = running.run([ids])[0]
         assert external_hits(warm) == 16 * 256 + 39
-        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+        assert generated([warm]) == cold
         assert sources(warm).get("disk", 0) >= 12 * 256
         running.assert_nothing_leaked()
 
@@ -111,8 +84,7 @@ def test_a_prompt_four_times_the_ram_tier_is_loaded_from_disk(model: Path, tmp_p
 def test_damaged_files_are_recomputed_with_equal_output(model: Path, tmp_path: Path) -> None:
     ids = prompt(33, 1500)
     with over_disk(model, tmp_path) as first:
-        cold = first.run([ids])[0]
-        drain(first)
+        cold = first.ids([ids])
     files = sorted(tmp_path.rglob("*.kv1"))
     assert len(files) == 6
     for index, path in enumerate(files):
@@ -120,10 +92,9 @@ def test_damaged_files_are_recomputed_with_equal_output(model: Path, tmp_path: P
         data[len(data) // 2 + index] ^= 1
         path.write_bytes(data)
     with over_disk(model, tmp_path) as second:
-        assert second.store.wait_indexed(LIMIT)
         warm = second.run([ids])[0]
         assert external_hits(warm) == 0
-        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+        assert generated([warm]) == cold
         assert second.store.stats().tiers[1].read_failures > 0
         second.assert_nothing_leaked()
 
@@ -135,14 +106,12 @@ def test_files_lost_after_the_promise_are_recomputed(model: Path, tmp_path: Path
     ids = prompt(34, length)
     space = {"max_model_len": 4608, "kv_cache_memory_bytes": 20 << 20}
     with over_disk(model, tmp_path, ram_chunks=8, **space) as first:
-        cold = first.run([ids])[0]
-        drain(first)
+        cold = first.ids([ids])
     with over_disk(model, tmp_path, ram_chunks=8, **space) as second:
-        assert second.store.wait_indexed(LIMIT)
         for path in sorted(tmp_path.rglob("*.kv1"))[::2]:
             path.unlink()
         warm = second.run([ids])[0]
-        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+        assert generated([warm]) == cold
         second.assert_nothing_leaked()
 
 
@@ -150,11 +119,9 @@ def test_a_running_server_prefetches_what_a_request_names(model: Path, tmp_path:
     coming = prompt(35, 1000)
     with over_disk(model, tmp_path) as first:
         first.run([coming])
-        drain(first)
     with over_disk(model, tmp_path) as second:
-        assert second.store.wait_indexed(LIMIT)
         second.run([prompt(36, 40)], params={"lmkv.prefetch_tokens": coming})
-        drain(second)
+        assert second.store.drain(LIMIT)
         assert second.store.stats().primary.chunks == 3 + 2, "with the tails of both prompts"
         assert sources(second.run([coming])[0]) == {"cpu": 999}
 
@@ -164,7 +131,7 @@ def test_a_reset_keeps_the_disk_which_is_hit_under_equal_weights(model: Path, tm
     ids = prompt(38, 600)
     with over_disk(model, tmp_path) as running:
         running.run([ids])
-        drain(running)
+        assert running.store.drain(LIMIT)
         files = sorted(tmp_path.rglob("*.kv1"))
         core = running.llm.llm_engine.engine_core.engine_core
         if how == "reset":
@@ -172,7 +139,7 @@ def test_a_reset_keeps_the_disk_which_is_hit_under_equal_weights(model: Path, tm
         else:
             core.pause_scheduler("abort", clear_cache=True)
             core.resume_scheduler()
-        drain(running)
+        assert running.store.drain(LIMIT)
         assert len(files) == 3
         assert sorted(tmp_path.rglob("*.kv1")) == files
         assert sources(running.run([ids])[0]) == {"cpu": 0, "disk": 599}

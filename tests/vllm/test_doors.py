@@ -8,7 +8,7 @@ import pytest
 
 from tests.pages import extracted
 from tests.test_plugins import install
-from tests.vllm.harness import engine, external_hits, prompt
+from tests.vllm.harness import engine, external_hits, generated, prompt
 
 
 def test_the_guides_store_serves_hits(
@@ -38,11 +38,11 @@ def test_the_guides_store_serves_hits(
         assert first.store.stats().tiers[1].name == "sqlite"
     with engine(model, extra=extra, **options) as second:
         [output] = second.run([prompt(0, 1500)])
-        assert list(output.outputs[0].token_ids) == expected[0]
+        assert generated([output]) == [expected[0]]
         assert external_hits(output) >= 1280
         assert output.kv_transfer_params["lmkv"]["sources"]["sqlite"] >= 1280
         second.assert_nothing_leaked()
     with engine(model, extra={**extra, "authentication_key": "k" * 32}, **options) as stranger:
         [output] = stranger.run([prompt(0, 1500)])
-        assert list(output.outputs[0].token_ids) == expected[0]
+        assert generated([output]) == [expected[0]]
         assert external_hits(output) == 0

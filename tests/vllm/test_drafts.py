@@ -12,7 +12,7 @@ from attrs import frozen
 from tests.vllm import drafts
 from tests.vllm.alone import Alone
 from tests.vllm.drafts import DRAFTS, Drafts
-from tests.vllm.harness import Engine, engine, external_hits
+from tests.vllm.harness import Engine, engine, external_hits, generated
 
 # numba warns about vLLM's search for n-grams.
 pytestmark = pytest.mark.filterwarnings(r"ignore:\s*Encountered the use of a type that is scheduled for deprecation")
@@ -55,7 +55,7 @@ class Case:
         begun = [ids[:length] for ids in prompts()]
         outputs = self.running.run(begun, max_tokens=ANSWER, salts=[salt] * REQUESTS, params=params)
         hits = [(output.num_cached_tokens - external_hits(output), external_hits(output)) for output in outputs]
-        said = [list(output.outputs[0].token_ids) for output in outputs]
+        said = generated(outputs)
         return Answers(said, set(hits), self.running.accepted_drafts - before)
 
 

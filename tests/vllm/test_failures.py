@@ -16,9 +16,8 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
 from tests.kit import LIMIT, eventually
-from tests.vllm.harness import Engine, engine, external_hits, prompt
+from tests.vllm.harness import CHUNK_BYTES, Engine, engine, external_hits, parameters, prompt
 
-CHUNK_BYTES = 256 * 4096
 DEADLINE = 0.8
 CROWD = [prompt(1000 + number, 300) for number in range(120)]
 STEP = 0.01
@@ -60,16 +59,7 @@ def filled(model: Path, folder: Path, ids: list[int]) -> list[int]:
 
 
 def ask(running: Engine, name: str, ids: list[int], max_tokens: int = 2, **params: Any) -> None:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(
-        temperature=0,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args={"kv_transfer_params": params},
-    )
-    running.llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+    running.llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, parameters(max_tokens, **params))
 
 
 def finish(running: Engine) -> dict[str, list[int]]:
@@ -190,16 +180,14 @@ def test_a_disk_that_fails_opens_its_breaker_and_comes_back(model: Path, tmp_pat
         assert running.store.drain(LIMIT)
         assert running.store.stats().tiers[1].breaker == "open"
         disk.error_rate = 0.0
-        running.forget_local()
-        assert external_hits(running.run([ids], params=without)[0]) == 0
+        assert external_hits(running.again([ids], params=without)[0]) == 0
         clock.advance(1.0)
         # One read is let through to try, the others are not.
         running.forget_local()
         assert running.ids([ids], params=without) == [answer]
         assert running.store.drain(LIMIT)
         assert running.store.stats().tiers[1].breaker == "closed"
-        running.forget_local()
-        again = running.run([ids])[0]
+        again = running.again([ids])[0]
         assert external_hits(again) == 1499
         assert list(again.outputs[0].token_ids) == answer
         running.assert_nothing_leaked()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from attrs import field, frozen
 from lmkv.vllm.model import describe
 from tests.vllm import families
 from tests.vllm.drafts import DRAFTS
-from tests.vllm.harness import BLOCK, ENVIRONMENT
+from tests.vllm.harness import BLOCK, configured
 
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 2048}
 
@@ -32,13 +31,10 @@ class Engine:
 
 def namespace_of(engine: Engine, folder: Path) -> bytes:
     """The digest that chunk keys of such an engine grow from."""
-    os.environ.update(ENVIRONMENT)
-    from vllm.engine.arg_utils import EngineArgs
-
     if not folder.exists():
         families.Family(engine.model).write(folder)
     options = {"dtype": "float32", "block_size": BLOCK, "max_model_len": 2048, **engine.options}
-    vllm_config = EngineArgs(model=str(folder), skip_tokenizer_init=True, **options).create_engine_config()
+    vllm_config = configured(folder, **options)
     kv_cache_config = kv_cache_of(vllm_config)
     engine.change(vllm_config, kv_cache_config)
     return describe(vllm_config, kv_cache_config, engine.chunk_size).namespace.digest
@@ -59,26 +55,10 @@ def kv_cache_of(vllm_config: Any) -> Any:
     return KVCacheConfig(100, [], [KVCacheGroupSpec(layers, spec)], kv_cache_layout="LBHNC")
 
 
-def on_model(**values: Any) -> Callable[[Any, Any], None]:
+def on(part: str, **values: Any) -> Callable[[Any, Any], None]:
     def change(vllm_config: Any, kv_cache_config: Any) -> None:
         for name, value in values.items():
-            setattr(vllm_config.model_config, name, value)
-
-    return change
-
-
-def on_parallel(**values: Any) -> Callable[[Any, Any], None]:
-    def change(vllm_config: Any, kv_cache_config: Any) -> None:
-        for name, value in values.items():
-            setattr(vllm_config.parallel_config, name, value)
-
-    return change
-
-
-def on_attention(**values: Any) -> Callable[[Any, Any], None]:
-    def change(vllm_config: Any, kv_cache_config: Any) -> None:
-        for name, value in values.items():
-            setattr(vllm_config.attention_config, name, value)
+            setattr(getattr(vllm_config, f"{part}_config"), name, value)
 
     return change
 
@@ -87,13 +67,6 @@ def on_pages(**values: Any) -> Callable[[Any, Any], None]:
     def change(vllm_config: Any, kv_cache_config: Any) -> None:
         (group,) = kv_cache_config.kv_cache_groups
         group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, **values)
-
-    return change
-
-
-def on_layout(name: str) -> Callable[[Any, Any], None]:
-    def change(vllm_config: Any, kv_cache_config: Any) -> None:
-        kv_cache_config.kv_cache_layout = name
 
     return change
 
@@ -117,17 +90,17 @@ HIT = {
 MISS = {
     "revision": Engine(options={"revision": "other"}),
     "code revision": Engine(options={"code_revision": "other"}),
-    "implementation": Engine(change=on_model(model_impl="transformers")),
+    "implementation": Engine(change=on("model", model_impl="transformers")),
     "dtype": Engine(options={"dtype": "bfloat16"}),
     "kv_cache_dtype": Engine(options={"kv_cache_dtype": "fp8"}),
-    "quantization": Engine(change=on_model(quantization="awq")),
-    "quantization's settings": Engine(change=on_model(quantization_config={"bits": 4})),
+    "quantization": Engine(change=on("model", quantization="awq")),
+    "quantization's settings": Engine(change=on("model", quantization_config={"bits": 4})),
     "rope scaling": Engine(options={"hf_overrides": {"rope_parameters": _YARN}}),
     "rope theta": Engine(options={"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}}),
     "any override": Engine(options={"hf_overrides": {"rms_norm_eps": 0.001}}),
-    "layout": Engine(change=on_layout("LBNHC")),
-    "attention backend": Engine(change=on_attention(backend="TRITON_ATTN")),
-    "backend of one kind": Engine(change=on_attention(backend_per_kind={"full": "TRITON_ATTN"})),
+    "layout": Engine(change=lambda _, kv_cache: setattr(kv_cache, "kv_cache_layout", "LBNHC")),
+    "attention backend": Engine(change=on("attention", backend="TRITON_ATTN")),
+    "backend of one kind": Engine(change=on("attention", backend_per_kind={"full": "TRITON_ATTN"})),
     "layers": Engine(shaped(num_hidden_layers=3)),
     "KV heads": Engine(shaped(num_key_value_heads=4)),
     "head size": Engine(shaped(head_dim=64)),
@@ -136,7 +109,7 @@ MISS = {
     "block size": Engine(options={"block_size": 2 * BLOCK}),
     "chunk size": Engine(chunk_size=512),
     "sliding window": Engine(shaped(sliding_window=96, use_sliding_window=True, max_window_layers=0)),
-    "tensor parallel split": Engine(change=on_parallel(tensor_parallel_size=2)),
+    "tensor parallel split": Engine(change=on("parallel", tensor_parallel_size=2)),
 }
 
 

@@ -15,10 +15,9 @@ from attrs import define, field
 from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.plan.request import Request
 from lmkv.vllm.scheduler.events import EventRecorder, Place
-from tests.kit import Residents, eventually
+from tests.kit import LIMIT, Residents, eventually
 from tests.vllm.families import FAMILIES
-from tests.vllm.harness import BLOCK, Engine, engine, external_hits, prompt
-from tests.vllm.test_disk import CHUNK_BYTES, drain, over_disk
+from tests.vllm.harness import BLOCK, CHUNK_BYTES, Engine, engine, external_hits, over_disk, prompt
 from tests.vllm.test_families import TIGHT
 
 RAM, DISK = Place("CPU", "LOCAL"), Place("STORAGE", "LOCAL")
@@ -154,6 +153,12 @@ def one_more_step(running: Engine) -> None:
     running.run([prompt(1, 3)], max_tokens=1, params={"lmkv.skip_save": True})
 
 
+def settled(running: Engine) -> None:
+    """All is written, and what is to be told of it has been published."""
+    assert running.store.drain(LIMIT)
+    one_more_step(running)
+
+
 def known_to(events: Subscriber, running: Engine, prompts: list[list[int]]) -> bool:
     """Whether the events that were published so far say where these prompts are."""
     now = found(running, prompts)
@@ -180,8 +185,7 @@ def test_a_subscriber_knows_what_each_tier_has_under_eviction_pressure(model: Pa
         for turn in range(2):
             for ids in prompts:
                 running.run([ids])
-                drain(running)
-                one_more_step(running)
+                settled(running)
                 eventually(lambda: known_to(events, running, prompts), f"events of turn {turn}")
                 running.forget_local()
         index = events.read()
@@ -193,8 +197,7 @@ def test_a_subscriber_knows_what_each_tier_has_under_eviction_pressure(model: Pa
             hit = external_hits(running.run([ids])[0])
             known = [hashed in blocks for hashed in block_hashes(running, ids)]
             assert hit // BLOCK == ([*known, False].index(False))
-            drain(running)
-            one_more_step(running)
+            settled(running)
             running.forget_local()
 
 
@@ -226,9 +229,7 @@ def test_what_is_on_disk_after_a_restart_is_told_when_it_is_first_hit(model: Pat
     ids, other = prompt(67, 1500), prompt(68, 600)
     with over_disk(model, tmp_path / "kv") as first:
         first.run([ids, other])
-        drain(first)
     with over_disk(model, tmp_path / "kv", **publishing(tmp_path)) as second, subscriber(tmp_path) as events:
-        assert second.store.wait_indexed(60)
         one_more_step(second)
         assert events.read().places == {}
         assert external_hits(second.run([ids])[0]) == 1499
@@ -241,8 +242,7 @@ def test_after_a_reset_nothing_is_said_to_be_anywhere(model: Path, tmp_path: Pat
     ids = prompt(69, 600)
     with over_disk(model, tmp_path / "kv", **publishing(tmp_path)) as running, subscriber(tmp_path) as events:
         running.run([ids])
-        drain(running)
-        one_more_step(running)
+        settled(running)
         eventually(lambda: events.read().places.keys() == {RAM, DISK})
         assert running.llm.reset_prefix_cache(reset_connector=True)
         one_more_step(running)

@@ -8,7 +8,6 @@ import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,28 +18,18 @@ from safetensors.torch import load_file, save_file
 
 from lmkv.cli.small_model import SmallModel
 from lmkv.vllm import code, loaded
-from tests.kit import LIMIT
 from tests.vllm.alone import Alone
-from tests.vllm.harness import Engine, engine, external_hits, prompt
+from tests.vllm.harness import Engine, engine, external_hits, generated, over_disk, prompt
 
 LENGTH = 600
 IDS = prompt(80, LENGTH)
 OTHER = prompt(81, LENGTH)
 
 
-@contextmanager
-def over_disk(model: Path, folder: Path, **options: Any) -> Iterator[Engine]:
-    extra = {"local_disk": f"file://{folder}", "max_local_disk_size": 1.0, "disk_min_free": 0.0}
-    with engine(model, extra=extra | options.pop("extra", {}), **options) as running:
-        assert running.store.wait_indexed(LIMIT)
-        yield running
-        assert running.store.drain(LIMIT)
-
-
 def answer(running: Engine, ids: list[int]) -> tuple[int, list[int]]:
     """The hit's tokens, and the answer."""
     (output,) = running.run([ids])
-    return external_hits(output), list(output.outputs[0].token_ids)
+    return external_hits(output), generated([output])[0]
 
 
 def change(network: Any) -> None:
@@ -324,8 +313,7 @@ def test_blocks_of_a_request_that_runs_across_a_change_get_no_name(model: Path, 
         follow = [*IDS, *across(1)[:300]]
         running.begin(follow, 1)(1)
         across(400)
-        running.forget_local()
-        (found,) = running.run([follow], logprobs=1)
+        (found,) = running.again([follow], logprobs=1)
     assert external_hits(found) == len(follow) - 1
     with engine(model, connector=None) as plain:
         plain.llm.apply_model(change)
@@ -409,40 +397,15 @@ def identity_of(layer: torch.nn.Module, vllm_config: Any = None) -> str:
     return loaded._identity(vllm_config or config_of(), [("model.layer", layer)])
 
 
+def counts(identity: Callable[[Any], str], one: Any, other: Any) -> None:
+    """What the identity is made of decides it, and nothing else does."""
+    first, second, again = map(identity, (one, other, one))
+    assert first == again != second
+
+
 def test_what_the_model_was_built_with_counts() -> None:
     """Some models change their configuration while they are built, in the workers' process."""
-    found = [identity_of(torch.nn.Identity(), config_of(temperature=value)) for value in (1, 1, 2)]
-    assert found[0] == found[1] != found[2]
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_a_buffer_counts(persistent: bool) -> None:
-    """Such as the scale that fp8 KV is written with."""
-
-    def layer(scale: float) -> torch.nn.Module:
-        found = torch.nn.Module()
-        found.register_buffer("_k_scale", torch.tensor(scale), persistent=persistent)
-        return found
-
-    assert identity_of(layer(1.0)) == identity_of(layer(1.0)) != identity_of(layer(0.5))
-
-
-@pytest.mark.parametrize("place", ["", "impl", "quant_method", "scheme"])
-def test_a_scale_that_is_a_plain_tensor_counts(place: str) -> None:
-    def layer(scale: float) -> torch.nn.Module:
-        found = torch.nn.Module()
-        owner: Any = found
-        if place:
-            owner = SimpleNamespace()
-            setattr(found, place, owner)
-        owner.__dict__["input_scale"] = torch.tensor(scale)
-        return found
-
-    changed = layer(0.5)
-    before = identity_of(changed)
-    assert before == identity_of(layer(0.5)) != identity_of(layer(0.25))
-    changed.__dict__.get(place, changed).__dict__["input_scale"].fill_(0.25)
-    assert identity_of(changed) == identity_of(layer(0.25)), "also in place"
+    counts(lambda value: identity_of(torch.nn.Identity(), config_of(temperature=value)), 1, 2)
 
 
 class OfAPlugIn(torch.nn.Module):
@@ -453,32 +416,56 @@ class OfAPlugIn(torch.nn.Module):
             self.number = number
 
 
-def test_any_plain_tensor_of_a_plug_ins_layer_counts() -> None:
-    def layer(value: float) -> torch.nn.Module:
-        found = OfAPlugIn()
-        found.__dict__ |= {"steering": torch.tensor(value), "kv_cache": torch.rand(2)}
-        return found
-
-    assert identity_of(layer(1.0)) == identity_of(layer(1.0)) != identity_of(layer(0.5))
+def buffered(scale: float, *, persistent: bool) -> torch.nn.Module:
+    """Such as the scale that fp8 KV is written with."""
+    layer = torch.nn.Module()
+    layer.register_buffer("_k_scale", torch.tensor(scale), persistent=persistent)
+    return layer
 
 
-@pytest.mark.parametrize(
-    "hold",
-    [
-        lambda number: {"by": torch.full((2,), number)},
-        lambda number: [torch.zeros(2), torch.full((2,), number)],
-        lambda number: {"scales": {1: number}},
-        lambda number: OfAPlugIn.Numbers(number),
-        lambda number: SimpleNamespace(number=number),
-    ],
-)
-def test_what_a_plug_ins_layer_keeps_in_other_objects_counts(hold: Callable[[float], Any]) -> None:
-    found = []
-    for number in (2.0, 3.0, 2.0):
-        layer = OfAPlugIn()
-        layer.held = hold(number)
-        found.append(identity_of(layer))
-    assert found[0] == found[2] != found[1]
+def scaled(place: str, scale: float) -> torch.nn.Module:
+    """A scale that is a plain tensor, of the layer or of one of its parts."""
+    layer = torch.nn.Module()
+    owner: Any = layer
+    if place:
+        owner = SimpleNamespace()
+        setattr(layer, place, owner)
+    owner.__dict__["input_scale"] = torch.tensor(scale)
+    return layer
+
+
+def plugged_in(**held: Any) -> torch.nn.Module:
+    layer = OfAPlugIn()
+    layer.__dict__ |= {**held, "kv_cache": torch.rand(2)}
+    return layer
+
+
+PLACES = ("", "impl", "quant_method", "scheme")
+LAYERS: dict[str, Callable[[float], torch.nn.Module]] = {
+    "a buffer": lambda number: buffered(number, persistent=True),
+    "a buffer of no checkpoint": lambda number: buffered(number, persistent=False),
+    **{f"a scale in {place or 'the layer'}": functools.partial(scaled, place) for place in PLACES},
+    "a plug-in's tensor": lambda number: plugged_in(steering=torch.tensor(number)),
+    "in a dictionary": lambda number: plugged_in(held={"by": torch.full((2,), number)}),
+    "in a list": lambda number: plugged_in(held=[torch.zeros(2), torch.full((2,), number)]),
+    "two dictionaries deep": lambda number: plugged_in(held={"scales": {1: number}}),
+    "in an object of the plug-in's": lambda number: plugged_in(held=OfAPlugIn.Numbers(number)),
+    "in a namespace": lambda number: plugged_in(held=SimpleNamespace(number=number)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_what_is_in_a_layer_counts(kind: str) -> None:
+    """Also what a plug-in's layer keeps in other objects."""
+    counts(lambda number: identity_of(LAYERS[kind](number)), 1.0, 0.5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_scale_that_changes_in_place_counts(place: str) -> None:
+    layer = scaled(place, 0.5)
+    identity_of(layer)
+    layer.__dict__.get(place, layer).__dict__["input_scale"].fill_(0.25)
+    assert identity_of(layer) == identity_of(scaled(place, 0.25))
 
 
 @pytest.fixture
@@ -554,49 +541,18 @@ def of_a_general_plug_in(module: Any) -> str:
 @pytest.mark.parametrize("identity", [of_a_model, of_a_backend, of_a_worker, of_a_general_plug_in])
 def test_code_that_a_plug_in_calls_counts(plugged: Callable[[str, int], Any], identity: Callable[[Any], str]) -> None:
     """In another package, which only the plug-in's imports."""
-    found = [identity(plugged("plugged.layers", factor)) for factor in (1, 3, 1)]
-    assert found[0] == found[2] != found[1]
+    counts(lambda factor: identity(plugged("plugged.layers", factor)), 1, 3)
 
 
 @pytest.mark.parametrize("name", ["plugged.numbers", "plugged.late", "plugged.named"])
 def test_what_code_takes_from_another_module_counts(plugged: Callable[[str, int], Any], name: str) -> None:
     """A number, or something that it imports when it is called."""
-    found = [of_a_model(plugged(name, factor)) for factor in (1, 3, 1)]
-    assert found[0] == found[2] != found[1]
+    counts(lambda factor: of_a_model(plugged(name, factor)), 1, 3)
 
 
-def by_hook(layer: torch.nn.Module) -> None:
-    layer.register_forward_hook(lambda module, given, output: output * 2)
-
-
-def by_hook_before(layer: torch.nn.Module) -> None:
-    layer.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
-
-
-def by_function(layer: torch.nn.Module) -> None:
+def by_function(layer: torch.nn.Module, wrap: Callable[[Any], Any] = lambda function: lambda call: call) -> None:
     forward = layer.forward
-    layer.forward = lambda *given: forward(*given) * 2
-
-
-def by_wrapper(layer: torch.nn.Module) -> None:
-    forward = layer.forward
-    layer.forward = functools.wraps(forward)(lambda *given: forward(*given) * 2)
-
-
-def by_partial(layer: torch.nn.Module) -> None:
-    layer.register_forward_hook(functools.partial(lambda by, module, given, output: output * by, 2))
-
-
-def by_decorated(layer: torch.nn.Module) -> None:
-    layer.register_forward_hook(torch.no_grad()(lambda module, given, output: output * 2))
-
-
-def by_object(layer: torch.nn.Module) -> None:
-    layer.forward = Doubles()
-
-
-def by_backend(layer: torch.nn.Module) -> None:
-    layer.quant_method = SimpleNamespace(apply=lambda *given: given)
+    layer.forward = wrap(forward)(lambda *given: forward(*given) * 2)
 
 
 class Doubles:
@@ -604,21 +560,27 @@ class Doubles:
         return given * 2
 
 
-def everywhere(layer: torch.nn.Module) -> None:
-    torch.nn.modules.module.register_module_forward_hook(lambda module, given, output: None)
+HANGS: dict[str, Callable[[Any], object]] = {
+    "hook": lambda layer: layer.register_forward_hook(lambda module, given, output: output * 2),
+    "hook before": lambda layer: layer.register_forward_pre_hook(lambda module, given: (given[0] * 2,)),
+    "function": by_function,
+    "wrapper": lambda layer: by_function(layer, functools.wraps),
+    "partial": lambda layer: layer.register_forward_hook(
+        functools.partial(lambda by, module, given, output: output * by, 2)
+    ),
+    "decorated": lambda layer: layer.register_forward_hook(torch.no_grad()(lambda module, given, output: output * 2)),
+    "object": lambda layer: setattr(layer, "forward", Doubles()),
+    "backend": lambda layer: setattr(layer, "quant_method", SimpleNamespace(apply=lambda *given: given)),
+    "everywhere": lambda layer: torch.nn.modules.module.register_module_forward_hook(lambda *_: None),
+}
 
 
-@pytest.mark.parametrize(
-    "hang",
-    [by_hook, by_hook_before, by_function, by_wrapper, by_partial, by_decorated, by_object, by_backend, everywhere],
-)
-def test_a_layer_that_calls_what_nobody_knows_has_no_identity(
-    hang: Callable[[torch.nn.Module], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("how", HANGS)
+def test_a_layer_that_calls_what_nobody_knows_has_no_identity(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = torch.nn.Linear(2, 2)
     monkeypatch.setattr(torch.nn.modules.module, "_global_forward_hooks", OrderedDict())
     identity_of(layer)
-    hang(layer)
+    HANGS[how](layer)
     with pytest.raises(ValueError, match=r"model\.layer calls .*neither vLLM's nor its model's"):
         identity_of(layer)
 
@@ -641,20 +603,15 @@ class Steers:
         return given[-1] * self.by
 
 
-def with_a_default() -> Any:
-    return of_a_library("lambda module, given, output, by=torch.ones(2): output * by")
-
-
-def with_a_closure() -> Any:
-    return of_a_library("(lambda by: lambda module, given, output: output * by)(torch.ones(2))")
-
-
-def with_an_argument() -> Any:
-    return functools.partial(of_a_library("lambda by, module, given, output: output * by"), torch.ones(2))
-
-
-def with_an_object() -> Any:
-    return Steers().steer
+MADE_WITH: dict[str, Callable[[], Any]] = {
+    "a default": lambda: of_a_library("lambda module, given, output, by=torch.ones(2): output * by"),
+    "a closure": lambda: of_a_library("(lambda by: lambda module, given, output: output * by)(torch.ones(2))"),
+    "an argument": lambda: functools.partial(
+        of_a_library("lambda by, module, given, output: output * by"), torch.ones(2)
+    ),
+    "an object's method": lambda: Steers().steer,
+    "an object": Steers,
+}
 
 
 def without_values() -> Any:
@@ -662,10 +619,10 @@ def without_values() -> Any:
     return of_a_library("lambda module, given, output: output * module.steering['by']")
 
 
-@pytest.mark.parametrize("make", [with_a_default, with_a_closure, with_an_argument, with_an_object, Steers])
+@pytest.mark.parametrize("values", MADE_WITH)
 @pytest.mark.parametrize("plug_in", [False, True])
 def test_a_function_of_a_library_that_was_made_with_values_ends_the_identity(
-    make: Callable[[], Any], plug_in: bool, monkeypatch: pytest.MonkeyPatch
+    values: str, plug_in: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if plug_in:
         monkeypatch.setattr(code, "packages_of_plug_ins", lambda: frozenset({"numpy"}))
@@ -675,7 +632,7 @@ def test_a_function_of_a_library_that_was_made_with_values_ends_the_identity(
     ):
         layer = torch.nn.Linear(2, 2)
         identity_of(layer)
-        hang(layer, make())
+        hang(layer, MADE_WITH[values]())
         with pytest.raises(ValueError, match=r"model\.layer calls"):
             identity_of(layer)
 
@@ -731,11 +688,12 @@ def test_a_model_whose_layers_are_unknown_has_no_identity() -> None:
 
 def test_packages_that_are_imported_with_a_module_count(tmp_path: Path, plugged: Callable[[str, int], Any]) -> None:
     """`import arithmetic.scales` runs `arithmetic/__init__.py`, which has other names."""
-    found = []
-    for factor in (1, 2, 1):
+
+    def identity(factor: int) -> str:
         (tmp_path / "arithmetic" / "__init__.py").write_text(f"def scaled(x): return {factor} * x\n")
-        found.append(of_a_model(plugged("plugged.numbers", 1)))
-    assert found[0] == found[2] != found[1]
+        return of_a_model(plugged("plugged.numbers", 1))
+
+    counts(identity, 1, 2)
 
 
 def test_code_in_no_file_has_no_identity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -749,36 +707,35 @@ def test_code_in_no_file_has_no_identity(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_code_of_the_models_configuration_counts(plugged: Callable[[str, int], Any]) -> None:
     """Its attributes and properties are in no dictionary."""
-    found = []
-    for factor in (1, 2, 1):
+
+    def identity(factor: int) -> str:
         config = config_of()
         config.model_config.hf_config = plugged("plugged.layers", factor).Impl()
         config.model_config.hf_config.to_dict = dict
-        found.append(identity_of(torch.nn.Linear(2, 2, bias=False).requires_grad_(False).to("meta"), config))
-    assert found[0] == found[2] != found[1]
+        return identity_of(torch.nn.Linear(2, 2, bias=False).requires_grad_(False).to("meta"), config)
+
+    counts(identity, 1, 2)
 
 
 @pytest.mark.parametrize("drop", [lambda layer: setattr(layer, "weight", None), lambda layer: delattr(layer, "weight")])
 def test_a_parameter_that_is_packed_and_dropped_counts(drop: Callable[[torch.nn.Module], None]) -> None:
     loaded.watch_packing()
-    found = []
-    for number in (1.0, 2.0, 1.0):
+
+    def identity(number: float) -> str:
         layer = torch.nn.Linear(2, 2, bias=False)
         torch.nn.init.constant_(layer.weight, number)
         drop(layer)
-        found.append(identity_of(layer))
-    assert found[0] == found[2] != found[1]
+        return identity_of(layer)
+
+    counts(identity, 1.0, 2.0)
 
 
 def test_an_edited_file_of_vllms_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type("Layer", (torch.nn.Linear,), {"__module__": "vllm.edited"})
     path, known = tmp_path / "edited.py", code._file_of
     monkeypatch.setattr(code, "_file_of", lambda name: path if name == "vllm.edited" else known(name))
-    layer, found = kind(2, 2), []
-    for text in ("x = 1", "x = 2", "x = 1"):
-        path.write_text(text)
-        found.append(identity_of(layer))
-    assert found[0] == found[2] != found[1]
+    layer = kind(2, 2)
+    counts(lambda text: (path.write_text(text), identity_of(layer))[1], "x = 1", "x = 2")
 
 
 def test_after_a_call_while_the_engine_sleeps_all_numbers_of_layers_are_looked_at_again() -> None:

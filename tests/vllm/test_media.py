@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmkv.testing.clocks import ManualClock
-from tests.kit import LIMIT
-from tests.vllm.harness import Engine, engine, external_hits
+from tests.vllm.harness import Engine, engine, external_hits, generated, over_disk, parameters
 
 SIDE, IMAGE_TOKENS = 56, 96
 TEXT = "describe this please " * 8
@@ -70,13 +67,8 @@ def blip2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_blip2(tmp_path_factory.mktemp("blip2"))
 
 
-@contextmanager
-def over_disk(blip2: Path, folder: Path, **options: Any) -> Iterator[Engine]:
-    disk = {"local_disk": str(folder), "max_local_disk_size": 1.0, "disk_min_free": 0.0}
-    extra = {**disk, "chunk_size": 64, **options.pop("extra", {})}
-    with engine(blip2, clock=ManualClock(), extra=extra, **with_images(options)) as running:
-        yield running
-        assert running.store.drain(LIMIT)
+def shown(blip2: Path, folder: Path, **options: Any) -> AbstractContextManager[Engine]:
+    return over_disk(blip2, folder, extra={"chunk_size": 64, **options.pop("extra", {})}, **with_images(options))
 
 
 def with_images(options: dict[str, Any]) -> dict[str, Any]:
@@ -86,20 +78,16 @@ def with_images(options: dict[str, Any]) -> dict[str, Any]:
 def asks(running: Engine, colour: str, name: str | None = None) -> Any:
     """The answer to the same text with a picture of that colour, which the client may name."""
     from PIL import Image
-    from vllm import SamplingParams
 
     picture = {"prompt": TEXT, "multi_modal_data": {"image": Image.new("RGB", (SIDE, SIDE), colour)}}
     if name is not None:
         picture["multi_modal_uuids"] = {"image": [name]}
-    params = SamplingParams(
-        temperature=0, max_tokens=8, ignore_eos=True, extra_args={"kv_transfer_params": {"lmkv.report": True}}
-    )
-    [output] = running.llm.generate([picture], params, use_tqdm=False)
+    [output] = running.llm.generate([picture], parameters(**{"lmkv.report": True}), use_tqdm=False)
     return output
 
 
 def answer(output: Any) -> list[int]:
-    return list(output.outputs[0].token_ids)
+    return generated([output])[0]
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +107,13 @@ def test_another_image_of_the_same_name_is_not_hit(
     blip2: Path, tmp_path: Path, expected: dict[str, list[int]], options: dict[str, Any], name: str | None
 ) -> None:
     """After a restart over the same disk: the first image of each process, or the one that a client names so."""
-    with over_disk(blip2, tmp_path, **options) as first:
+    with shown(blip2, tmp_path, **options) as first:
         assert answer(asks(first, "red", name)) == expected["red"]
-    with over_disk(blip2, tmp_path, **options) as second:
+    with shown(blip2, tmp_path, **options) as second:
         blue = asks(second, "blue", name)
         assert answer(blue) == expected["blue"]
         assert external_hits(blue) < 64, "no chunk that has the image"
-    with over_disk(blip2, tmp_path, **options) as third:
+    with shown(blip2, tmp_path, **options) as third:
         red = asks(third, "red", name)
         assert answer(red) == expected["red"]
         assert external_hits(red) == len(red.prompt_token_ids) - 1
@@ -136,7 +124,7 @@ def test_who_names_his_image_by_the_hash_of_anothers_poisons_nothing(
     blip2: Path, tmp_path: Path, expected: dict[str, list[int]]
 ) -> None:
     seen: list[str] = []
-    with over_disk(blip2, tmp_path / "of somebody else") as victim:
+    with shown(blip2, tmp_path / "of somebody else") as victim:
         add = victim.scheduler.add_request
 
         def noted(request: Any) -> None:
@@ -145,9 +133,9 @@ def test_who_names_his_image_by_the_hash_of_anothers_poisons_nothing(
 
         victim.scheduler.add_request = noted
         asks(victim, "red")
-    with over_disk(blip2, tmp_path / "shared") as attacker:
+    with shown(blip2, tmp_path / "shared") as attacker:
         assert answer(asks(attacker, "blue", seen[0])) == expected["blue"]
-    with over_disk(blip2, tmp_path / "shared") as restarted:
+    with shown(blip2, tmp_path / "shared") as restarted:
         red = asks(restarted, "red")
         assert answer(red) == expected["red"]
         assert external_hits(red) < 64
@@ -158,11 +146,11 @@ def test_in_one_process_two_images_of_one_name_are_vllms_affair_and_stored_by_no
 ) -> None:
     """vLLM answers by what it has cached under the name; what it computes from that is not stored as the other's."""
     options = {"mm_processor_cache_gb": 0}
-    with over_disk(blip2, tmp_path, **options) as running:
+    with shown(blip2, tmp_path, **options) as running:
         asks(running, "red", "mine")
         asks(running, "blue", "mine")
         running.assert_nothing_leaked()
-    with over_disk(blip2, tmp_path, **options) as restarted:
+    with shown(blip2, tmp_path, **options) as restarted:
         blue = asks(restarted, "blue")
         assert answer(blue) == expected["blue"]
         assert external_hits(blue) < 64
@@ -171,7 +159,7 @@ def test_in_one_process_two_images_of_one_name_are_vllms_affair_and_stored_by_no
 def test_names_that_the_operator_vouches_for_are_enough(blip2: Path, tmp_path: Path) -> None:
     """Also where vLLM's scheduler has no tensors. Whoever gives two images one name gets the first one's answer."""
     trusting = {"extra": {"media_by_name": True}, "mm_processor_cache_type": "shm", "enable_prefix_caching": False}
-    with over_disk(blip2, tmp_path, **trusting) as running:
+    with shown(blip2, tmp_path, **trusting) as running:
         cold, warm = asks(running, "red", "mine"), asks(running, "red", "mine")
     assert external_hits(cold) == 0
     assert external_hits(warm) == len(warm.prompt_token_ids) - 1
@@ -186,7 +174,7 @@ def test_an_image_that_was_encoded_with_earlier_weights_is_not_cached(
     def change(network: Any) -> None:
         network.language_projection.weight.data.mul_(-1)
 
-    with over_disk(blip2, tmp_path) as running:
+    with shown(blip2, tmp_path) as running:
         assert answer(asks(running, "red")) == expected["red"]
         running.llm.apply_model(change)
         assert running.llm.reset_prefix_cache()
@@ -198,7 +186,7 @@ def test_an_image_that_was_encoded_with_earlier_weights_is_not_cached(
         fresh = asks(running, "red")
         assert external_hits(fresh) < 64, "no chunk that has the image"
         assert answer(fresh) != expected["red"]
-    with over_disk(blip2, tmp_path) as restarted:
+    with shown(blip2, tmp_path) as restarted:
         restarted.llm.apply_model(change)
         again = asks(restarted, "red")
         assert answer(again) == answer(fresh)

@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from lmkv.agent.client import Client
 from lmkv.testing.clocks import ManualClock
 from tests.kit import LIMIT, eventually
-from tests.vllm.harness import BLOCK, engine, prompt
+from tests.vllm.harness import BLOCK, Engine, engine, prompt
 from tests.vllm.server import Server, serving_together
 from tests.vllm.test_online import ask, report
 
@@ -123,24 +123,21 @@ def test_within_a_multi_connector() -> None:
     assert sample("lmkv_loaded_tokens_total") == 11
 
 
+def offloaded(running: Engine, ids: list[int]) -> dict[str, Any]:
+    """vLLM's metrics of offloading, once the prompt was stored and loaded."""
+    running.run([ids])
+    running.again([ids])
+    return {metric.name: metric for metric in running.llm.get_metrics() if metric.name.startswith("vllm:kv_off")}
+
+
 def test_offline_engines_have_them_too(model: Path) -> None:
     ids = prompt(70, 700)
     with engine(model, disable_log_stats=False) as running:
-        running.run([ids])
-        running.forget_local()
-        running.run([ids])
-        found = {metric.name: metric for metric in running.llm.get_metrics() if metric.name.startswith("vllm:kv_off")}
+        found = offloaded(running, ids)
         assert found["vllm:kv_offload_load_bytes"].value == -(-699 // BLOCK) * BLOCK * 4096
         assert found["vllm:kv_offload_store_bytes"].value == -(-700 // BLOCK) * BLOCK * 4096
-    assert (
-        sum(
-            metric.value
-            for family in REGISTRY.collect()
-            for metric in family.samples
-            if metric.name == "lmkv_hit_tokens_total"
-        )
-        == 699
-    )
+    samples = [each for family in REGISTRY.collect() for each in family.samples]
+    assert sum(each.value for each in samples if each.name == "lmkv_hit_tokens_total") == 699
 
 
 @pytest.mark.nightly("ranks")
@@ -150,10 +147,7 @@ def test_bytes_of_two_ranks_add_up(model: Path, monkeypatch: pytest.MonkeyPatch)
     ids = prompt(71, 700)
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with engine(model, disable_log_stats=False, **ranks) as running:
-        running.run([ids])
-        running.forget_local()
-        running.run([ids])
-        found = {metric.name: metric for metric in running.llm.get_metrics() if metric.name.startswith("vllm:kv_off")}
+        found = offloaded(running, ids)
         assert found["vllm:kv_offload_load_bytes"].value == -(-699 // BLOCK) * BLOCK * 4096
         assert found["vllm:kv_offload_load_size"].count == 2, "one copy of half the bytes on each rank"
 
@@ -175,8 +169,7 @@ def test_a_miss_says_from_where_and_when_it_was_evicted(
             running.run([other])
             assert running.store.drain(LIMIT)
         clock.advance(30.0)
-        running.forget_local()
-        missed = running.run([ids])[0]
+        missed = running.again([ids])[0]
         found = missed.kv_transfer_params["lmkv"]["missed"]
         assert found == {"reason": "evicted", "tokens": HIT, "tier": tier, "seconds_ago": pytest.approx(30.0)}
         url = next(line.split()[-1] for line in caplog.messages if "the agent API is at" in line)

@@ -81,8 +81,7 @@ def test_a_second_one_of_lmkv_caches_nothing_and_says_so(model: Path, caplog: py
     ids = prompt(169, LENGTH)
     with caplog.at_level("WARNING", "lmkv"), several(model, lmkv(), lmkv(chunk_size=64)) as running:
         cold = running.run([ids])[0]
-        running.forget_local()
-        warm = running.run([ids])[0]
+        warm = running.again([ids])[0]
         assert (external_hits(cold), external_hits(warm)) == (0, LENGTH - 1)
         assert answer(warm) == answer(cold)
         running.assert_nothing_leaked()
@@ -101,8 +100,7 @@ def test_a_repeated_prompt_is_loaded_by_the_first_connector(
             cold = running.run([ids])[0]
             assert (answer(cold), cached(cold)) == (expected[seed], 0)
         assert len(list((tmp_path / "example").iterdir())) == len(prompts), "both have stored"
-        running.forget_local()
-        warm = running.run(list(prompts.values()))
+        warm = running.again(list(prompts.values()))
         assert list(map(answer, warm)) == [expected[seed] for seed in prompts]
         by_lmkv = LENGTH - 1 if first == "lmkv" else 0
         assert list(map(external_hits, warm)) == [by_lmkv] * len(prompts)
@@ -128,34 +126,28 @@ def test_what_only_one_of_them_has_is_loaded_by_that_one_and_stored_by_the_other
         assert external_hits(warm) == (LENGTH - 1 if keeps == "lmkv" else 0)
         assert cached(warm) == (LENGTH - 1 if keeps == "lmkv" else STORED_BY_EXAMPLE)
         assert running.store.stats().primary.chunks == 6
-        running.forget_local()
-        stored = running.run([ids], params={"lmkv.skip_load": True})[0]
+        stored = running.again([ids], params={"lmkv.skip_load": True})[0]
         assert (answer(stored), cached(stored)) == (expected[0], STORED_BY_EXAMPLE)
         running.assert_nothing_leaked()
 
 
 @pytest.mark.runner_v2
 def test_a_failed_load_is_recomputed_and_leaves_the_other_connector_alone(
-    model: Path, tmp_path: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, expected: dict[int, list[int]]
 ) -> None:
     """One prompt whose load by lmkv fails, in a batch with one that the other connector loads."""
     mine, theirs = prompt(0, LENGTH), prompt(1, LENGTH)
-
-    def broken(*_: object) -> None:
-        raise OSError("injected: the copy of this load breaks")
 
     with both(model, tmp_path / "example", "lmkv") as running:
         running.run([mine])
         running.run([theirs], params={"lmkv.skip_save": True})
         running.forget_local()
-        with monkeypatch.context() as patch:
-            patch.setattr(running.worker._copier, "load", broken)
+        with running.failing():
             failed, loaded = running.run([mine, theirs])
         assert [answer(failed), answer(loaded)] == [expected[0], expected[1]]
         assert (external_hits(failed), external_hits(loaded)) == (0, 0)
         assert cached(loaded) == STORED_BY_EXAMPLE
-        running.forget_local()
-        again = running.run([mine, theirs])
+        again = running.again([mine, theirs])
         assert list(map(answer, again)) == [expected[0], expected[1]]
         assert list(map(external_hits, again)) == [LENGTH - 1] * 2, "both were stored anew"
         running.forget_local()
@@ -192,10 +184,5 @@ def test_with_nixl_a_repeated_prompt_is_loaded_by_lmkv(
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
     prompts = {seed: prompt(seed, LENGTH) for seed in range(4)}
     with several(model, lmkv(), nixl) as running:
-        cold = running.run(list(prompts.values()))
-        assert list(map(answer, cold)) == [expected[seed] for seed in prompts]
-        running.forget_local()
-        warm = running.run(list(prompts.values()))
-        assert list(map(answer, warm)) == [expected[seed] for seed in prompts]
-        assert list(map(external_hits, warm)) == [LENGTH - 1] * len(prompts)
-        running.assert_nothing_leaked()
+        answers = running.repeats(list(prompts.values()), [LENGTH - 1] * len(prompts))
+        assert answers == [expected[seed] for seed in prompts]

@@ -15,7 +15,7 @@ from tests.kit import LIMIT, eventually
 from tests.pages import extracted
 from tests.terminal import assert_top_follows
 from tests.vllm.harness import BLOCK, TELLS_SOURCES, prompt
-from tests.vllm.server import SERVED_NAME, Server, child_environment, serving
+from tests.vllm.server import SERVED_NAME, Server, child_environment, complete, serving
 
 LENGTH, HIT = 1500, 1499
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -48,12 +48,7 @@ def server(model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def ask(server: Server, ids: list[int], *, params: dict[str, Any] | None = None, **body: Any) -> Any:
-    """One completion, its report included."""
-    from openai import OpenAI
-
-    extra = {"kv_transfer_params": {"lmkv.report": True, **(params or {})}, **body}
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as client:
-        return client.completions.create(model=SERVED_NAME, prompt=ids, max_tokens=8, temperature=0, extra_body=extra)
+    return complete(server.url, ids, params=params or {}, **body)
 
 
 def report(answer: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lmkv.vllm.compat import tensors_by_layer
 from lmkv.vllm.model import ServedModel, describe
 from lmkv.vllm.plan.metadata import CopyOrder, StepPlan
 from lmkv.vllm.worker import Worker
-from tests.vllm.harness import ENVIRONMENT
+from tests.vllm.harness import configured
 
 BLOCK, CHUNK, MEMORY = 64, 256, 4 << 20
 
@@ -108,13 +108,11 @@ def tensors_of(config: Any) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(params=CASES)
 def sides(request: pytest.FixtureRequest, model: Path) -> Sides:
-    os.environ.update(ENVIRONMENT)
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     make, layout, groups = CASES[request.param]
-    vllm_config = EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
+    vllm_config = configured(model)
     vllm_config.cache_config.kv_cache_layout = KVCacheLayout[layout].name
     # vLLM 0.33 has a module for it.
     name = "kv_cache_planning" if find_spec("vllm.v1.core.kv_cache_planning") else "kv_cache_utils"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lmkv.cli.small_model import SmallModel
-from tests.vllm.harness import BREAKS_COPIES, Engine, engine, external_hits, prompt
+from tests.vllm.harness import BREAKS_COPIES, Engine, engine, external_hits, generated, prompt
 
 PROMPTS = [prompt(90, 700), prompt(91, 900)]
 HITS = [699, 899]
@@ -49,59 +49,51 @@ def stages(model: Path, faults: Faults, **options: Any) -> Iterator[Engine]:
 
 def check(running: Engine, faults: Faults, expected: list[list[int]]) -> None:
     """Stores and loads; a store and a load that fail on one worker."""
-    assert running.ids(PROMPTS) == expected
-    running.forget_local()
-    warm = running.run(PROMPTS)
-    assert [list(output.outputs[0].token_ids) for output in warm] == expected
-    assert [external_hits(output) for output in warm] == HITS
-
+    assert running.repeats(PROMPTS, HITS) == expected
     running.forget_local()
     with faults.of("load"):
         failed = running.run(PROMPTS)
-    assert [list(output.outputs[0].token_ids) for output in failed] == expected
+    assert generated(failed) == expected
     assert [external_hits(output) for output in failed] == [0, 0]
 
     running.forget_local()
     running.connector.reset_cache()
     with faults.of("store"):
         assert running.ids(PROMPTS) == expected
-    running.forget_local()
-    missed = running.run(PROMPTS)
-    assert [list(output.outputs[0].token_ids) for output in missed] == expected
+    missed = running.again(PROMPTS)
+    assert generated(missed) == expected
     assert [external_hits(output) for output in missed] == [0, 0]
 
-    running.forget_local()
-    again = running.run(PROMPTS)
-    assert [list(output.outputs[0].token_ids) for output in again] == expected
+    again = running.again(PROMPTS)
+    assert generated(again) == expected
     assert [external_hits(output) for output in again] == HITS
     running.assert_nothing_leaked()
 
 
-def test_two_stages(model: Path, tmp_path: Path) -> None:
+def of_stages(model: Path, folder: Path, rank: int, tensor_parallel_size: int = 1, **environment: str) -> None:
+    """The copies of `rank` are to fail."""
     with engine(model, connector=None, max_num_batched_tokens=480) as plain:
         expected = plain.ids(PROMPTS)
-    faults = Faults(tmp_path, rank=1)
-    with stages(model, faults) as running:
-        check(running, faults, expected)
+    faults = Faults(folder, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with stages(model, faults, tensor_parallel_size=tensor_parallel_size) as running:
+            check(running, faults, expected)
+
+
+def test_two_stages(model: Path, tmp_path: Path) -> None:
+    of_stages(model, tmp_path, rank=1)
 
 
 @pytest.mark.nightly("ranks")
 @pytest.mark.parametrize("partition", ["3,2", "2,3"])
-def test_stages_of_different_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: str) -> None:
+def test_stages_of_different_length(tmp_path: Path, partition: str) -> None:
     small = SmallModel(layers=5, hidden=256, max_position=8192)
     small.write(tmp_path / "model")
-    with engine(tmp_path / "model", connector=None, max_num_batched_tokens=480) as plain:
-        expected = plain.ids(PROMPTS)
-    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
-    faults = Faults(tmp_path, rank=0)
-    with stages(tmp_path / "model", faults) as running:
-        check(running, faults, expected)
+    of_stages(tmp_path / "model", tmp_path, rank=0, VLLM_PP_LAYER_PARTITION=partition)
 
 
 @pytest.mark.nightly("ranks")
 def test_two_stages_of_two_ranks(model: Path, tmp_path: Path) -> None:
-    with engine(model, connector=None, max_num_batched_tokens=480) as plain:
-        expected = plain.ids(PROMPTS)
-    faults = Faults(tmp_path, rank=2)
-    with stages(model, faults, tensor_parallel_size=2) as running:
-        check(running, faults, expected)
+    of_stages(model, tmp_path, rank=2, tensor_parallel_size=2)

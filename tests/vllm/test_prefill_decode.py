@@ -20,7 +20,7 @@ from lmkv.backends.disk import usage
 from tests.kit import LIMIT, eventually
 from tests.servers import free_port, redis_server
 from tests.vllm.harness import prompt
-from tests.vllm.server import SERVED_NAME, Server, child_environment, serving_together
+from tests.vllm.server import SERVED_NAME, Server, child_environment, complete, serving_together
 
 PROXY = Path(__file__).parents[2] / "examples" / "prefill_decode_proxy.py"
 LENGTH = 1500
@@ -82,19 +82,6 @@ def serves(url: str) -> bool:
             return SERVED_NAME in answer.read().decode()
     except OSError:
         return False
-
-
-def complete(url: str, ids: list[int], **params: bool) -> Any:
-    from openai import OpenAI
-
-    with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=LONG, max_retries=0) as client:
-        return client.completions.create(
-            model=SERVED_NAME,
-            prompt=ids,
-            max_tokens=8,
-            temperature=0,
-            extra_body={"kv_transfer_params": {"lmkv.report": True, **params}},
-        )
 
 
 def hit(answer: Any) -> int:
@@ -161,7 +148,10 @@ def test_errors_come_from_the_decode_server(pair: Pair) -> None:
 def test_without_the_prefill_server_the_decode_server_computes(pair: Pair) -> None:
     stored, unknown = prompt(83, LENGTH), prompt(84, LENGTH)
     before = pair.files()
-    expected = [complete(pair.prefill.url, stored), complete(pair.prefill.url, unknown, **{"lmkv.skip_save": True})]
+    expected = [
+        complete(pair.prefill.url, stored),
+        complete(pair.prefill.url, unknown, params={"lmkv.skip_save": True}),
+    ]
     eventually(lambda: pair.files() == before + 6, "six new files")
     pair.prefill.kill()
     answers = [complete(pair.proxy, stored), complete(pair.proxy, unknown)]

@@ -13,7 +13,7 @@ import pytest
 from lmkv.memory.copier import ChunkCopy, Event
 from lmkv.memory.copiers import CPUCopier
 from tests.vllm.alone import Alone
-from tests.vllm.harness import Engine, engine, external_hits, prompt
+from tests.vllm.harness import Engine, engine, external_hits, generated, prompt
 from tests.vllm.kv_oracle import KVOracle
 
 REQUESTS, PREFIXES = 64, 20
@@ -42,30 +42,26 @@ def tight(model: Path, request: pytest.FixtureRequest, without: list[list[int]])
         yield running
 
 
+def two_rounds(tight: Engine, without: list[list[int]]) -> int:
+    """All answers are those of an engine without a connector; the tokens that were loaded for them."""
+    hits, prompts = 0, _prompts()
+    for round_ in range(2):
+        # In another order each time: going round and round through too small a cache never hits.
+        order = random.Random(round_).sample(range(REQUESTS), REQUESTS)
+        outputs = tight.run([prompts[index] for index in order], max_tokens=24)
+        assert generated(outputs) == [without[index] for index in order]
+        hits += sum(map(external_hits, outputs))
+        tight.assert_nothing_leaked()
+    return hits
+
+
 def test_64_requests_under_preemption_and_eviction(tight: Engine, without: list[list[int]]) -> None:
-    preemptions = 0
-    original = tight.scheduler._preempt_request
-
-    def counted(*args: object, **kwargs: object) -> object:
-        nonlocal preemptions
-        preemptions += 1
-        return original(*args, **kwargs)
-
-    tight.scheduler._preempt_request = counted
-    hits = 0
-    prompts = _prompts()
-    with KVOracle(tight) as oracle:
-        for round_ in range(2):
-            # In another order each time: going round and round through too small a cache never hits.
-            order = random.Random(round_).sample(range(REQUESTS), REQUESTS)
-            outputs = tight.run([prompts[index] for index in order], max_tokens=24)
-            assert [list(output.outputs[0].token_ids) for output in outputs] == [without[index] for index in order]
-            hits += sum(map(external_hits, outputs))
-            tight.assert_nothing_leaked()
+    with KVOracle(tight) as oracle, tight.preemptions() as preempted:
+        hits = two_rounds(tight, without)
     assert oracle.compared > REQUESTS, "few blocks were used twice"
     assert oracle.wrong == []
     stats = tight.store.stats().primary
-    assert preemptions > 0, "the KV space was not tight enough to preempt"
+    assert preempted, "the KV space was not tight enough to preempt"
     assert hits > 0, "nothing was ever loaded"
     if stats.capacity_bytes < 64 << 20:
         assert stats.evictions > 0, "the tier was not small enough to evict"
@@ -88,13 +84,8 @@ def test_copies_that_fail_half_done_leave_no_wrong_kv(
 
     monkeypatch.setattr(CPUCopier, "store", failing(CPUCopier.store))
     monkeypatch.setattr(CPUCopier, "load", failing(CPUCopier.load))
-    prompts = _prompts()
     with KVOracle(tight) as oracle:
-        for round_ in range(2):
-            order = random.Random(round_).sample(range(REQUESTS), REQUESTS)
-            answers = tight.ids([prompts[index] for index in order], max_tokens=24)
-            assert answers == [without[index] for index in order]
-            tight.assert_nothing_leaked()
+        two_rounds(tight, without)
     assert min(failed["store"], failed["load"]) > 0
     assert oracle.compared > REQUESTS
     assert oracle.wrong == []
@@ -131,7 +122,6 @@ def test_a_flood_by_one_leaves_another_its_quota(model: Path, quotas: str | None
         running.run(mine, max_tokens=1, salts=["alice"] * count)
         flood = [prompt(500 + number, length) for number in range(3 * count)]
         running.run(flood, max_tokens=1, salts=["mallory"] * len(flood))
-        running.forget_local()
-        found = [external_hits(output) for output in running.run(mine, max_tokens=1, salts=["alice"] * count)]
+        found = [external_hits(output) for output in running.again(mine, max_tokens=1, salts=["alice"] * count)]
         assert running.store.stats().primary.evictions >= slots // 2
         assert found == [768 if quotas else 0] * count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,10 @@ from lmkv.vllm.plan.cacheable import check_states
 from tests.kit import LIMIT, NEVER, eventually, listing_every
 from tests.servers import redis_server
 from tests.vllm import mamba_cpu
+from tests.vllm.answers import answers_of, ask, off
 from tests.vllm.families import Family, nemotron_h
-from tests.vllm.harness import Engine, engine, external_hits, prompt
+from tests.vllm.harness import Engine, engine, external_hits, over_disk, prompt
 from tests.vllm.test_kv_events import publishing
-from tests.vllm.test_recurrent import answers_of, ask, distance
 
 IDS = prompt(1, 1000)
 UNIT = 64
@@ -45,8 +46,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
         yield Case(folder, expected)
 
 
-def over(disk: Path) -> dict[str, Any]:
-    return {"local_disk": str(disk), "max_local_disk_size": 0.5, "prefetch_deadline": 60.0, "load_or_recompute": False}
+def over(case: Case, folder: Path, **options: Any) -> AbstractContextManager[Engine]:
+    return over_disk(case.folder, folder, extra={"load_or_recompute": False}, **OPTIONS, **options)
 
 
 def service_of(running: Engine) -> CacheService:
@@ -64,7 +65,7 @@ def service_of(running: Engine) -> CacheService:
 
 def test_the_agent_api_tells_what_a_request_would_load(case: Case, tmp_path: Path) -> None:
     asked = Prompt(tokens=IDS)
-    with engine(case.folder, extra=over(tmp_path), **OPTIONS) as running:
+    with over(case, tmp_path) as running:
         service = service_of(running)
         assert service.lookup(asked)["hit_tokens"] == 0
         ask(running, [IDS])
@@ -95,30 +96,27 @@ def test_the_agent_api_tells_what_a_request_would_load(case: Case, tmp_path: Pat
 
 def test_a_prefetch_brings_the_states_too(case: Case, tmp_path: Path) -> None:
     for turn in range(2):
-        with engine(case.folder, extra=over(tmp_path), **OPTIONS) as running:
-            assert running.store.wait_indexed(LIMIT)
+        with over(case, tmp_path) as running:
             if turn:
                 running.run([prompt(2, 5)], params={"lmkv.prefetch_tokens": IDS})
                 eventually(lambda running=running: running.store.stats().primary.chunks >= WHOLE // UNIT)
                 eventually(lambda running=running: running.store.stats().primary.states == 2)
             (output,) = ask(running, [IDS])
             assert external_hits(output) == turn * WHOLE
-            assert distance(answers_of([output]), case.expected) < 1e-3
-            eventually(lambda running=running: not running.store.stats().pending_io)
+            assert off([output], case.expected) < 1e-3
 
 
 def test_prefill_and_decode_on_servers_of_their_own(case: Case, tmp_path: Path) -> None:
     """Over a disk that both share; what is handed over ends where a state is."""
-    with engine(case.folder, extra=over(tmp_path), kv_role="kv_producer", **OPTIONS) as running:
+    with over(case, tmp_path, kv_role="kv_producer") as running:
         (prefilled,) = running.run([IDS], max_tokens=1, params={"do_remote_decode": True})
         answer = dict(prefilled.kv_transfer_params)
         assert answer["lmkv.wait_for"] == WHOLE
-        eventually(lambda: not running.store.stats().pending_io)
-    with engine(case.folder, extra=over(tmp_path), kv_role="kv_consumer", **OPTIONS) as running:
+    with over(case, tmp_path, kv_role="kv_consumer") as running:
         answer.pop("lmkv", None)
         (output,) = running.run([IDS], params=answer, logprobs=3)
         assert external_hits(output) == WHOLE
-        assert distance(answers_of([output]), case.expected) < 1e-3
+        assert off([output], case.expected) < 1e-3
         running.assert_nothing_leaked()
 
 
@@ -128,7 +126,7 @@ def test_without_vllms_prefix_cache_nothing_is_cached(case: Case, caplog: pytest
     with caplog.at_level(logging.WARNING, logger="lmkv"), engine(case.folder, **options) as running:
         outputs = [ask(running, [IDS])[0] for _ in range(2)]
     assert "this model is not cached: vLLM keeps states at no boundary" in caplog.text
-    assert distance(answers_of(outputs), case.expected * 2) < 1e-3
+    assert off(outputs, case.expected * 2) < 1e-3
     assert not any(output.num_cached_tokens for output in outputs)
 
 
@@ -178,7 +176,7 @@ def test_states_in_a_shared_tier_are_found_by_asking(case: Case, tmp_path: Path)
             (output,) = ask(second, [IDS])
             assert external_hits(output) == WHOLE
             assert output.kv_transfer_params["lmkv"]["sources"]["redis"] > 0
-            assert distance(answers_of([output]), case.expected) < 1e-3
+            assert off([output], case.expected) < 1e-3
             # The step of 480 tokens that began the stored prompt ended at 448.
             assert external_hits(other) == 448
             second.assert_nothing_leaked()

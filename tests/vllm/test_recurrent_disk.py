@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from lmkv.chunks.hashing import state_keys
-from tests.kit import LIMIT, eventually
+from tests.vllm.answers import answers_of, ask, off, slot_bytes
 from tests.vllm.families import RECURRENT
-from tests.vllm.harness import engine, external_hits, prompt
-from tests.vllm.test_families import TIGHT
-from tests.vllm.test_recurrent import LONGEST, answers_of, ask, distance, slot_bytes
+from tests.vllm.harness import engine, external_hits, over_disk, prompt
+from tests.vllm.test_families import LONGEST, TIGHT
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -22,8 +21,7 @@ def test_what_a_disk_keeps_serves_the_next_engine(name: str, tmp_path: Path) -> 
     folder = family.write(tmp_path / "model")
     options: dict[str, Any] = {**TIGHT, "num_gpu_blocks_override": family.blocks, **family.options}
     whole = (LONGEST - 1) // family.unit * family.unit
-    extra = {"local_disk": str(tmp_path / "disk"), "max_local_disk_size": 0.5, "prefetch_deadline": 60.0}
-    extra |= {"load_or_recompute": False}
+    extra: dict[str, Any] = {"load_or_recompute": False}
     hits = []
     with family.vllm():
         with engine(folder, connector=None, **options) as plain:
@@ -31,12 +29,10 @@ def test_what_a_disk_keeps_serves_the_next_engine(name: str, tmp_path: Path) -> 
         # With few slots a store may find its chunk evicted before a slow disk has written it.
         for slots in (100, 30, 100):
             extra["max_local_cpu_size"] = slots * slot / 2**30
-            with engine(folder, extra=extra, **options) as running:
-                assert running.store.wait_indexed(LIMIT)
+            with over_disk(folder, tmp_path / "disk", extra=extra, **options) as running:
                 output = ask(running, [ids])[0]
-                assert distance(answers_of([output]), expected) < family.noise
+                assert off([output], expected) < family.noise
                 hits.append(external_hits(output))
-                eventually(lambda running=running: not running.store.stats().pending_io)
                 running.assert_nothing_leaked()
                 keys = running.connector.sides.scheduler.keys_of(ids, None, {})
                 states = running.connector.sides.model.block_map.states
@@ -46,8 +42,7 @@ def test_what_a_disk_keeps_serves_the_next_engine(name: str, tmp_path: Path) -> 
                 damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
                 hits.append(-1)
         assert hits[3:], "no state was found on the disk"
-        with engine(folder, extra=extra, **options) as running:
-            assert running.store.wait_indexed(LIMIT)
+        with over_disk(folder, tmp_path / "disk", extra=extra, **options) as running:
             output = ask(running, [ids])[0]
-            assert distance(answers_of([output]), expected) < family.noise
+            assert off([output], expected) < family.noise
             running.assert_nothing_leaked()

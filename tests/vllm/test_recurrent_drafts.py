@@ -11,13 +11,12 @@ import pytest
 from attrs import field, frozen
 
 from lmkv.vllm.plan.block_map import BlockMap
-from lmkv.vllm.scheduler.loads import AsyncLoad
 from lmkv.vllm.scheduler.stores import StateStores
 from tests.vllm import drafts, mamba_cpu
+from tests.vllm.answers import Answers, answers_of, off, one_by_one, without_states
 from tests.vllm.drafts import KNOWN, Known
 from tests.vllm.families import RECURRENT, Family
-from tests.vllm.harness import Engine, engine, external_hits, prompt
-from tests.vllm.test_recurrent import Answers, answers_of, ask, distance
+from tests.vllm.harness import Engine, engine, external_hits, generated, prompt
 
 # numba warns about vLLM's search for n-grams.
 pytestmark = pytest.mark.filterwarnings(r"ignore:\s*Encountered the use of a type that is scheduled for deprecation")
@@ -69,8 +68,7 @@ class Case:
     second: Answers
 
     def ask(self, prompts: list[list[int]], max_tokens: int) -> list[Any]:
-        """One after the other: the order of a batch decides the last bits of bfloat16."""
-        return [ask(self.running, [ids], max_tokens=max_tokens)[0] for ids in prompts]
+        return one_by_one(self.running, prompts, max_tokens=max_tokens)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=LONG.get(name, ())) for name in KINDS])
@@ -88,14 +86,13 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             Known.tell([ids + answer for ids, answer in zip(prompts, said, strict=True)])
         options["speculative_config"] = kind.config
         with engine(folder, connector=None, **options) as drafting:
-            outputs = [ask(drafting, [ids], max_tokens=kind.answer)[0] for ids in prompts]
-            answers = [list(output.outputs[0].token_ids) for output in outputs]
+            outputs = one_by_one(drafting, prompts, max_tokens=kind.answer)
             turns = [
                 ids + answer + prompt(100 + number, 40)
-                for number, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
+                for number, (ids, answer) in enumerate(zip(prompts, generated(outputs), strict=True))
             ]
             drafting.forget_local()
-            second = [ask(drafting, [ids], max_tokens=20)[0] for ids in turns]
+            second = one_by_one(drafting, turns, max_tokens=20)
         with engine(folder, **options) as running:
             yield Case(kind, running, prompts, answers_of(outputs), turns, answers_of(second))
 
@@ -112,12 +109,12 @@ def test_answers_are_those_without_lmkv_and_second_turns_load_them(case: Case) -
     Known.tell(Known.said)
     before = case.running.accepted_drafts
     first = case.ask(case.prompts, case.kind.answer)
-    assert distance(answers_of(first), case.first) < case.kind.family.noise
+    assert off(first, case.first) < case.kind.family.noise
     assert case.running.accepted_drafts > before, "no draft was ever right"
     best = [_best(case.kind, number) for number in range(len(case.prompts))]
     case.running.forget_local()
     second = case.ask(case.turns, 20)
-    assert distance(answers_of(second), case.second) < case.kind.family.batches
+    assert off(second, case.second) < case.kind.family.batches
     hits, unit = [external_hits(output) for output in second], case.kind.family.unit
     if case.kind.config is KNOWN:
         assert hits == best
@@ -135,35 +132,27 @@ def test_a_repeated_prompt_hits_what_vllm_would_have_hit(case: Case) -> None:
     assert external_hits(output) >= own.num_cached_tokens > 0
     # Where vLLM keeps none at a prompt's end, there may be one where other prompts have parted from it.
     assert external_hits(output) == (len(ids) - 1) // unit * unit or case.kind.drops
-    assert distance(answers_of([own, output]), [case.second[-1]] * 2) < case.kind.family.batches
+    assert off([own, output], [case.second[-1]] * 2) < case.kind.family.batches
 
 
-def test_a_failed_load_is_recomputed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_is_recomputed(case: Case) -> None:
     case.ask(case.turns[-1:], 20)
     case.running.forget_local()
-    broken: list[object] = []
-
-    def breaks(*orders: object, **_: object) -> None:
-        broken.append(orders)
-        raise OSError("injected: the copy of this load breaks")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(case.running.worker._copier, "load", breaks)
+    with case.running.failing():
         failed = case.ask(case.turns[-1:], 20)
-    assert broken, "nothing was loaded"
-    assert distance(answers_of(failed), case.second[-1:]) < case.kind.family.batches
+    assert off(failed, case.second[-1:]) < case.kind.family.batches
     case.running.assert_nothing_leaked()
 
 
-def test_states_that_are_left_out_would_show(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_that_are_left_out_would_show(case: Case) -> None:
     if case.kind.family is QWEN:
         pytest.skip("in bfloat16 the outputs of this model vary more with drafts than with a missing state")
     case.ask(case.turns, 20)
     case.running.forget_local()
-    monkeypatch.setattr(AsyncLoad, "_state_copies", lambda self, lease: [])
-    outputs = case.ask(case.turns, 20)
+    with without_states():
+        outputs = case.ask(case.turns, 20)
     assert all(map(external_hits, outputs))
-    assert distance(answers_of(outputs), case.second) > case.kind.family.batches
+    assert off(outputs, case.second) > case.kind.family.batches
     case.running.forget_local()
 
 
@@ -190,6 +179,6 @@ def test_states_of_drafts_would_show(case: Case, monkeypatch: pytest.MonkeyPatch
     case.running.forget_local()
     outputs = case.ask(case.turns, 20)
     assert any(map(external_hits, outputs))
-    assert distance(answers_of(outputs), case.second) > case.kind.family.batches
+    assert off(outputs, case.second) > case.kind.family.batches
     case.running.forget_local()
     case.running.store.clear()

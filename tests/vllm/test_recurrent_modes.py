@@ -14,14 +14,13 @@ from attrs import field, frozen
 
 from tests.vllm import mamba_cpu
 from tests.vllm.alone import Alone
+from tests.vllm.answers import answers_of, ask, off, one_by_one, slot_bytes
 from tests.vllm.drafts import KNOWN, Known
 from tests.vllm.families import RECURRENT, Family, nemotron_h
-from tests.vllm.harness import Engine, engine, external_hits, pipelining, prompt
-from tests.vllm.test_families import count_preemptions
-from tests.vllm.test_recurrent import answers_of, ask, distance, slot_bytes
+from tests.vllm.harness import Engine, engine, external_hits, generated, pipelining, prompt
+from tests.vllm.test_families import TIGHT
 
 UNIT = 64
-TIGHT = {"max_model_len": 1600, "max_num_batched_tokens": 333, "max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20}
 
 
 @contextlib.contextmanager
@@ -92,7 +91,7 @@ def expected(folder: Path, alone: Alone) -> Expected:
     asked = prompts(random.Random(5), 24)
 
     def answers(plain: Engine) -> tuple[list[Any], int]:
-        return [answers_of(ask(plain, [ids], max_tokens=ANSWER))[0] for ids in asked], slot_bytes(plain)
+        return answers_of(one_by_one(plain, asked, max_tokens=ANSWER)), slot_bytes(plain)
 
     return Expected(asked, *alone(folder, OPTIONS, answers, vllm=mamba_cpu.exported))
 
@@ -114,7 +113,7 @@ def drive(mode: Mode, folder: Path, expected: Expected, turns: int, answer: int 
                 these = order[first : first + 6]
                 outputs = ask(running, [expected.asked[index] for index in these], max_tokens=answer)
                 wanted = [expected.answers[index] for index in these]
-                assert distance(answers_of(outputs), wanted) < 1e-3, (turn, these)
+                assert off(outputs, wanted) < 1e-3, (turn, these)
                 hits += sum(map(external_hits, outputs))
                 behind += sum(0 < external_hits(each) < (each.num_cached_tokens or 0) for each in outputs)
         ask(running, [prompt(1, 5)])
@@ -138,8 +137,7 @@ def test_more_random_prompts(name: str, folder: Path) -> None:
     """Beside an engine without a connector in the same mode, with longer answers."""
     mode, asked = MODES[name], prompts(random.Random(5), 24)
     with mode.vllm(), engine(folder, connector=None, **{**OPTIONS, **mode.options}) as plain:
-        answers = [answers_of(ask(plain, [ids], max_tokens=70))[0] for ids in asked]
-        expected = Expected(asked, answers, slot_bytes(plain))
+        expected = Expected(asked, answers_of(one_by_one(plain, asked, max_tokens=70)), slot_bytes(plain))
     drive(mode, folder, expected, turns=4, answer=70)
 
 
@@ -151,35 +149,35 @@ def test_a_block_that_takes_several_steps(tmp_path: Path) -> None:
     asked = [prompt(1, 1500), *([*heads[at], *prompt(at + n, 100)] for at in heads for n in range(2))]
     options = {**family.options, "max_num_batched_tokens": 333, "kv_cache_memory_bytes": 64 << 20}
     with engine(folder, connector=None, **options) as plain:
-        expected = [answers_of(ask(plain, [ids], max_tokens=30))[0] for ids in asked]
+        expected = answers_of(one_by_one(plain, asked, max_tokens=30))
     with engine(folder, **options) as running:
         for turn in range(2):
             hits = []
             for ids, wanted in zip(asked, expected, strict=True):
                 running.forget_local()
                 outputs = ask(running, [ids], max_tokens=30)
-                assert distance(answers_of(outputs), [wanted]) < 1e-3
+                assert off(outputs, [wanted]) < 1e-3
                 hits += map(external_hits, outputs)
             assert hits == ([1088, 1088, 1088, 544, 544] if turn else [0, 1088, 1088, 0, 544])
         running.assert_nothing_leaked()
 
 
-def test_drafts_in_a_crowd_under_preemption_and_eviction(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_in_a_crowd_under_preemption_and_eviction(folder: Path) -> None:
     prompts = [prompt(index, 280 + 7 * index) for index in range(14)]
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_batched_tokens": 333}
     options |= {"num_gpu_blocks_override": 75, "max_num_seqs": len(prompts), "kv_cache_memory_bytes": 64 << 20}
-    with mamba_cpu.exported(), mamba_cpu.drafted():
+    with mamba_cpu.exported(), mamba_cpu.drafted(), contextlib.ExitStack() as stack:
         with engine(folder, connector=None, **options) as plain:
             outputs = ask(plain, prompts, max_tokens=90)
             expected, ram = answers_of(outputs), 60 * slot_bytes(plain) / 2**30
-        Known.tell([ids + list(output.outputs[0].token_ids) for ids, output in zip(prompts, outputs, strict=True)])
+        Known.tell([ids + answer for ids, answer in zip(prompts, generated(outputs), strict=True)])
         extra = {"max_local_cpu_size": ram, "prefetch_deadline": 60.0}
         with engine(folder, extra=extra, speculative_config=KNOWN, **options) as running:
-            preempted, hits = count_preemptions(running, monkeypatch), 0
+            hits, preempted = 0, stack.enter_context(running.preemptions())
             for _ in range(3):
                 running.forget_local()
                 outputs = ask(running, prompts, max_tokens=90)
-                assert distance(answers_of(outputs), expected) < 1e-3
+                assert off(outputs, expected) < 1e-3
                 hits += sum(map(external_hits, outputs))
                 running.assert_nothing_leaked()
             assert preempted, "the KV space was not tight enough to preempt"

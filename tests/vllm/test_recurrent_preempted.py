@@ -11,7 +11,7 @@ import pytest
 from tests.vllm import mamba_cpu
 from tests.vllm.drafts import KNOWN, Known
 from tests.vllm.families import RECURRENT
-from tests.vllm.harness import Engine, engine, prompt
+from tests.vllm.harness import Engine, engine, generated, parameters, prompt
 
 
 @pytest.mark.parametrize("runner", ["as it is", "corrected"])
@@ -33,14 +33,11 @@ def test_vllm_alone_goes_on_from_a_wrong_state(runner: str, tmp_path: Path) -> N
 
 def preempted(running: Engine, ids: list[int], max_tokens: int, tokens: int) -> list[int]:
     """The answer to a request that is preempted when it has so many tokens of it."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-    running.llm.llm_engine.add_request(f"preempted {tokens}", {"prompt_token_ids": ids}, params)
+    running.llm.llm_engine.add_request(f"preempted {tokens}", {"prompt_token_ids": ids}, parameters(max_tokens))
     outputs: list[Any] = []
     while running.llm.llm_engine.has_unfinished_requests():
         outputs = running.llm.llm_engine.step() or outputs
         if any(each.num_output_tokens == tokens and not each.num_preemptions for each in running.scheduler.running):
             assert running.scheduler.reset_prefix_cache(reset_running_requests=True)
     running.forget_local()
-    return list(outputs[-1].outputs[0].token_ids)
+    return generated(outputs)[-1]

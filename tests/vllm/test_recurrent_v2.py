@@ -8,26 +8,19 @@ from typing import Any
 
 import pytest
 
-from lmkv.vllm.scheduler.loads import AsyncLoad
 from tests.vllm import mamba_cpu
 from tests.vllm.alone import Alone
+from tests.vllm.answers import answers_of, ask, off, without_states
 from tests.vllm.drafts import N_GRAMS, write_qwen3_next
 from tests.vllm.families import RECURRENT
-from tests.vllm.harness import Engine, engine, external_hits, pipelining, prompt
-from tests.vllm.test_recurrent import answers_of, ask, distance
+from tests.vllm.harness import Engine, engine, external_hits, generated, pipelining, prompt
 from tests.vllm.test_recurrent_preempted import preempted
 
 pytestmark = pytest.mark.runner_v2(only=True)
 
 
-def no_states(self: AsyncLoad, lease: Any) -> list[Any]:
-    return []
-
-
 @pytest.mark.parametrize("name", ["Mamba-2, Nemotron-H", "gated delta net, Qwen3-Next"])
-def test_states_are_loaded_and_a_load_that_fails_is_recomputed(
-    name: str, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_are_loaded_and_a_load_that_fails_is_recomputed(name: str, tmp_path: Path, alone: Alone) -> None:
     family, ids = RECURRENT[name], prompt(3, 700)
     whole = 699 // family.unit * family.unit
     model = family.write(tmp_path / "model")
@@ -38,15 +31,13 @@ def test_states_are_loaded_and_a_load_that_fails_is_recomputed(
         def asked() -> tuple[float, int]:
             running.forget_local()
             (output,) = ask(running, [ids], max_tokens=3)
-            return distance(answers_of([output]), expected), external_hits(output)
+            return off([output], expected), external_hits(output)
 
         cold, warm = asked(), asked()
-        with monkeypatch.context() as patch:
-            patch.setattr(running.worker._copier, "load", lambda *_, **__: 1 / 0)
+        with running.failing():
             failed = asked()
         again = asked()
-        with monkeypatch.context() as patch:
-            patch.setattr(AsyncLoad, "_state_copies", no_states)
+        with without_states():
             left_out, _ = asked()
         running.assert_nothing_leaked()
     assert max(each for each, _ in (cold, warm, failed, again)) < family.noise
@@ -86,13 +77,7 @@ def test_a_preempted_request_goes_on_from_the_right_state(places: tuple[int, ...
     ids=["n-grams, Nemotron-H", "MTP, Qwen3-Next"],
 )
 def test_drafts_with_asynchronous_scheduling(
-    name: str,
-    write: Callable[[Path], Path],
-    config: dict[str, Any],
-    length: int,
-    answer: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, write: Callable[[Path], Path], config: dict[str, Any], length: int, answer: int, tmp_path: Path
 ) -> None:
     """As on GPUs: the next step is planned before it is known which drafts are accepted."""
     family, model = RECURRENT[name], write(tmp_path / "model")
@@ -108,9 +93,7 @@ def test_drafts_with_asynchronous_scheduling(
     with family.vllm(), mamba_cpu.drafted(), pipelining():
         with engine(model, connector=None, **options) as plain:
             first = ask(plain, asked, max_tokens=answer)
-            turns = [
-                ids + list(each.outputs[0].token_ids) + prompt(9, 40) for ids, each in zip(asked, first, strict=True)
-            ]
+            turns = [ids + said + prompt(9, 40) for ids, said in zip(asked, generated(first), strict=True)]
             forget(plain)
             second = answers_of(ask(plain, turns, max_tokens=4))
         with engine(model, **options) as running:
@@ -120,16 +103,15 @@ def test_drafts_with_asynchronous_scheduling(
             forget(running)
             turned = ask(running, turns, max_tokens=4)
             forget(running)
-            with monkeypatch.context() as patch:
-                patch.setattr(AsyncLoad, "_state_copies", no_states)
+            with without_states():
                 left_out = ask(running, turns, max_tokens=4)
             # Its last stores are reported with the next step.
             forget(running)
             running.assert_nothing_leaked()
-    assert distance(answers_of(found), answers_of(first)) < family.noise
-    assert distance(answers_of(turned), second) < family.batches
+    assert off(found, answers_of(first)) < family.noise
+    assert off(turned, second) < family.batches
     hits = [external_hits(each) for each in turned]
     assert max(hits) > length, "no state of an answer was loaded"
     assert min(hits) >= length // family.unit * family.unit
     if config["method"] == "ngram":
-        assert distance(answers_of(left_out), second) > family.batches
+        assert off(left_out, second) > family.batches

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from lmkv.vllm.model import describe
 from tests.vllm.families import Family, hrm_text
-from tests.vllm.harness import ENVIRONMENT, engine, external_hits, prompt
-
-FORM = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+from tests.vllm.harness import configured, engine, external_hits, full_attention, kv_caches, prompt, side_of
 
 
 def mamba() -> Any:
@@ -36,26 +34,21 @@ def cross_attention() -> Any:
     return CrossAttentionSpec(**FORM)
 
 
+FORM = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+
+
+def request_of(name: str, tokens: list[int]) -> Any:
+    count = len(tokens)
+    return SimpleNamespace(request_id=name, num_tokens=count, all_token_ids=tokens, num_prompt_tokens=count)
+
+
 @pytest.mark.parametrize("make", [mamba, chunked_local, cross_attention])
 def test_a_layer_that_keeps_no_prefix(model: Path, make: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
     """Beside a layer of full attention, as in mixtures."""
-    os.environ.update(ENVIRONMENT)
-    from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
-    from lmkv.vllm.connector import LMKVConnector
-
-    transfer = KVTransferConfig(kv_connector="LMKVConnector", kv_role="kv_both")
-    vllm_config = EngineArgs(
-        model=str(model), skip_tokenizer_init=True, kv_transfer_config=transfer
-    ).create_engine_config()
-    groups = [KVCacheGroupSpec(["attention"], FullAttentionSpec(**FORM)), KVCacheGroupSpec(["odd"], make())]
     with caplog.at_level(logging.WARNING, logger="lmkv"):
-        connector = LMKVConnector(vllm_config, KVConnectorRole.SCHEDULER, KVCacheConfig(100, [], groups))
+        connector = side_of("SCHEDULER", configured(model, {}), kv_caches(full_attention(), make()))
     assert any("this model is not cached" in record.getMessage() for record in caplog.records)
-    request: Any = SimpleNamespace(request_id="r", num_tokens=1000, all_token_ids=list(range(1000)))
+    request = request_of("r", list(range(1000)))
     connector.on_new_request(request)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     connector.shutdown()
@@ -65,24 +58,12 @@ def test_a_device_without_copier(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both sides say so once, and vLLM serves without lmkv: no order is ever made that would fail."""
-    os.environ.update(ENVIRONMENT)
-    from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
-    from lmkv.vllm.connector import LMKVConnector
-
-    transfer = KVTransferConfig(kv_connector="LMKVConnector", kv_role="kv_both")
-    vllm_config = EngineArgs(
-        model=str(model), skip_tokenizer_init=True, kv_transfer_config=transfer
-    ).create_engine_config()
+    vllm_config = configured(model, {})
     monkeypatch.setattr(vllm_config.device_config, "device_type", "xpu")
-    groups = [KVCacheGroupSpec(["attention"], FullAttentionSpec(**FORM))]
-    for role in KVConnectorRole:
+    for role in ("SCHEDULER", "WORKER"):
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="lmkv"):
-            connector = LMKVConnector(vllm_config, role, KVCacheConfig(100, [], groups))
+            connector = side_of(role, vllm_config, kv_caches(full_attention()))
             connector.register_kv_caches({})
         [record] = [found for found in caplog.records if found.name.startswith("lmkv")]
         assert "this is a device of type 'xpu'" in record.getMessage()
@@ -91,16 +72,12 @@ def test_a_device_without_copier(
 
 def test_the_padding_of_a_page_is_no_part_of_it() -> None:
     """vLLM pads pages where layers of several sizes share memory; tensors are views of what is in them."""
-    os.environ.update(ENVIRONMENT)
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
     from lmkv.vllm.compat import kv_groups
 
-    plain = FullAttentionSpec(**FORM)
-    padded = FullAttentionSpec(**FORM, page_size_padded=2 * plain.page_size_bytes)
+    plain = full_attention()
+    padded = full_attention(page_size_padded=2 * plain.page_size_bytes)
     assert padded.page_size_bytes == 2 * plain.page_size_bytes
-    config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], padded)])
-    assert kv_groups(config)[0].page_bytes == (plain.page_size_bytes,)
+    assert kv_groups(kv_caches(padded))[0].page_bytes == (plain.page_size_bytes,)
 
 
 def test_a_prefix_whose_kv_depends_on_what_follows_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -125,7 +102,6 @@ def test_embeddings_of_a_text_that_comes_again(
     model: Path, pooling: str, cached: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Pooling over all tokens computes each prompt whole: a hit would end the server."""
-    os.environ.update(ENVIRONMENT)
     from vllm.config import PoolerConfig
 
     options: dict[str, Any] = {"runner": "pooling", "convert": "embed", "enable_prefix_caching": None}
@@ -159,8 +135,7 @@ def test_a_request_that_needs_an_output_of_each_prompt_token(model: Path) -> Non
         looked_up = running.store.stats().primary.hits
         [found] = running.llm.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False)
         assert running.store.stats().primary.hits == looked_up, "nothing is leased for what vLLM does not take"
-        running.forget_local()
-        assert external_hits(running.run([ids])[0]) == 699
+        assert external_hits(running.again([ids])[0]) == 699
         running.assert_nothing_leaked()
     values = [
         [next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]] for output in (found, expected)
@@ -169,21 +144,39 @@ def test_a_request_that_needs_an_output_of_each_prompt_token(model: Path) -> Non
     assert torch.allclose(torch.tensor(values[0]), torch.tensor(values[1]), atol=1e-4)
 
 
-def test_outputs_of_each_token_that_a_hit_lacks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def is_refused(config: Any, reason: str, change: Callable[[Any], object]) -> None:
+    """It is cached without the change."""
+    assert describe(config, kv_caches(full_attention()), 256).ranks.total == 1
+    change(config)
+    with pytest.raises(ValueError, match=reason):
+        describe(config, kv_caches(full_attention()), 256)
+
+
+def test_outputs_of_each_token_that_a_hit_lacks(model: Path) -> None:
     """Which experts a token was given to, vLLM knows of tokens that it has computed itself: a hit ended the engine."""
-    os.environ.update(ENVIRONMENT)
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    from lmkv.vllm.model import describe
+    def wants_them(config: Any) -> None:
+        getattr(config, "aux_output_config", config.model_config).enable_return_routed_experts = True
 
-    vllm_config = EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
-    config = KVCacheConfig(100, [], [KVCacheGroupSpec(["attention"], FullAttentionSpec(**FORM))])
-    assert describe(vllm_config, config, 256).ranks.total == 1
-    place = getattr(vllm_config, "aux_output_config", vllm_config.model_config)
-    monkeypatch.setattr(place, "enable_return_routed_experts", True)
-    with pytest.raises(ValueError, match="--enable-return-routed-experts"):
-        describe(vllm_config, config, 256)
+    is_refused(configured(model), "--enable-return-routed-experts", wants_them)
+
+
+def test_ranks_on_another_machine(model: Path) -> None:
+    """They cannot map the memory that the scheduler's process has."""
+    is_refused(
+        configured(model), "ranks on other machines", lambda config: setattr(config.parallel_config, "nnodes", 2)
+    )
+
+
+def test_ranks_with_an_engine_each(model: Path) -> None:
+    """As trainers start them with torchrun: no engine hears of the other ranks' copies."""
+    config = configured(model)
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+
+    def two(config: Any) -> None:
+        config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = 2
+
+    is_refused(config, "each rank has an engine of its own", two)
 
 
 KNOWN_REFUSALS = {
@@ -218,42 +211,6 @@ def test_what_vllm_refuses_beside_connectors_is_known() -> None:
     }
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_ranks_on_another_machine(model: Path, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They cannot map the memory that the scheduler's process has."""
-    os.environ.update(ENVIRONMENT)
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
-    from lmkv.vllm.model import describe
-
-    vllm_config = EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
-    monkeypatch.setattr(vllm_config.parallel_config, "nnodes", nodes)
-    config = KVCacheConfig(100, [], [KVCacheGroupSpec(["attention"], FullAttentionSpec(**FORM))])
-    if nodes == 1:
-        assert describe(vllm_config, config, 256).ranks.total == 1
-    else:
-        with pytest.raises(ValueError, match="ranks on other machines"):
-            describe(vllm_config, config, 256)
-
-
-def test_ranks_with_an_engine_each(model: Path) -> None:
-    """As trainers start them with torchrun: no engine hears of the other ranks' copies."""
-    os.environ.update(ENVIRONMENT)
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
-    from lmkv.vllm.model import describe
-
-    vllm_config = EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
-    config = KVCacheConfig(100, [], [KVCacheGroupSpec(["attention"], FullAttentionSpec(**FORM))])
-    vllm_config.parallel_config.distributed_executor_backend = "external_launcher"
-    assert describe(vllm_config, config, 256).ranks.total == 1
-    vllm_config.parallel_config.tensor_parallel_size = vllm_config.parallel_config.world_size = 2
-    with pytest.raises(ValueError, match="each rank has an engine of its own"):
-        describe(vllm_config, config, 256)
-
-
 class Core:
     """As vLLM's engine core: it makes the scheduler side, and passes calls on to its workers."""
 
@@ -272,38 +229,19 @@ def test_what_only_the_worker_refuses_is_answered_and_ends_the_orders(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The scheduler has the first specification of a group, and orders what the worker cannot copy."""
-    os.environ.update(ENVIRONMENT)
-    from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        SinkFullAttentionSpec,
-        UniformTypeKVCacheSpecs,
-    )
+    from vllm.v1.kv_cache_interface import SinkFullAttentionSpec, UniformTypeKVCacheSpecs
     from vllm.v1.outputs import KVConnectorOutput
 
-    from lmkv.vllm.connector import LMKVConnector, LMKVConnectorMetadata
+    from lmkv.vllm.connector import LMKVConnectorMetadata
 
-    transfer = KVTransferConfig(
-        kv_connector="LMKVConnector", kv_role="kv_both", kv_connector_extra_config={"max_local_cpu_size": 0.1}
-    )
-    vllm_config = EngineArgs(
-        model=str(model), skip_tokenizer_init=True, kv_transfer_config=transfer
-    ).create_engine_config()
-    specs = {"attention": FullAttentionSpec(**FORM), "odd": SinkFullAttentionSpec(**FORM, sink_len=4)}
-    group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs))
-    config = KVCacheConfig(100, [], [group])
+    vllm_config = configured(model, {"max_local_cpu_size": 0.1})
+    specs = {"attention": full_attention(), "odd": SinkFullAttentionSpec(**FORM, sink_len=4)}
+    config = kv_caches((specs, UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs)))
     theirs = generate_scheduler_kv_cache_config([config])
-    core = Core(lambda: LMKVConnector(vllm_config, KVConnectorRole.SCHEDULER, theirs))
-    scheduler = core.scheduler
-    worker = LMKVConnector(vllm_config, KVConnectorRole.WORKER, config)
-    request: Any = SimpleNamespace(
-        request_id="r", num_tokens=600, all_token_ids=list(range(600)), num_prompt_tokens=600
-    )
+    core = Core(lambda: side_of("SCHEDULER", vllm_config, theirs))
+    scheduler, worker = core.scheduler, side_of("WORKER", vllm_config, config)
+    request = request_of("r", list(range(600)))
     assert scheduler._scheduler is not None
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -320,8 +258,7 @@ def test_what_only_the_worker_refuses_is_answered_and_ends_the_orders(
         scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
     assert "nothing is cached from now on: a worker says: SinkFullAttentionSpec layers" in caplog.text
     assert not scheduler._scheduler.busy
-    other: Any = SimpleNamespace(request_id="s", num_tokens=700, all_token_ids=[7] * 700, num_prompt_tokens=700)
-    scheduler.on_new_request(other)
+    scheduler.on_new_request(request_of("s", [7] * 700))
     scheduler._scheduler.plan_step({"s": 700}, lambda _: tables)
     assert not scheduler._scheduler.take_plan().stores
     for side in (scheduler, worker):

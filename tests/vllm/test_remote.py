@@ -16,10 +16,9 @@ from redis import Redis
 from lmkv.testing.clocks import ManualClock
 from tests.kit import LIMIT, NEVER, listing_every
 from tests.servers import Proxy, RedisServer, redis_server
-from tests.vllm.harness import Engine, engine, external_hits, prompt
+from tests.vllm.harness import CHUNK_BYTES, Engine, engine, external_hits, generated, prompt
 from tests.vllm.test_failures import DEADLINE, ask
 
-CHUNK_BYTES = 256 * 4096
 PROMPTS = [prompt(700 + number, 1500) for number in range(6)]
 FAR = 0.1
 """Seconds each way: an answer takes 200 ms."""
@@ -201,8 +200,7 @@ def until_hits(running: Engine, expected: list[list[int]], clock: ManualClock) -
 
 def hits(running: Engine, expected: list[list[int]]) -> int:
     """Tokens that the prompts hit in the remote tier."""
-    running.forget_local()
-    outputs = running.run(PROMPTS)
-    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    outputs = running.again(PROMPTS)
+    assert generated(outputs) == expected
     drained(running)
     return sum(output.kv_transfer_params["lmkv"]["sources"].get("redis", 0) for output in outputs)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.kit import eventually
+from tests.kit import LIMIT, eventually
 from tests.servers import needs_package
 from tests.vllm.harness import BLOCK, Engine
-from tests.vllm.test_disk import drain
 from tests.vllm.test_kv_events import DISK, RAM, Subscriber, block_hashes, more_than_fits, one_more_step, subscriber
 
 pytestmark = pytest.mark.nightly("fleet")
@@ -76,7 +75,7 @@ def test_dynamo_knows_where_the_blocks_are_under_eviction_pressure(model: Path, 
         router, seen = Router(tmp_path), set()
         for ids in [*prompts, *prompts]:
             running.run([ids])
-            drain(running)
+            assert running.store.drain(LIMIT)
             running.forget_local()
             one_more_step(running)
             for other in prompts:

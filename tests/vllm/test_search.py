@@ -24,7 +24,7 @@ from attrs import asdict, define, field
 import lmkv.store
 import lmkv.vllm.scheduler
 from tests.vllm.alone import Alone
-from tests.vllm.harness import engine, external_hits, pipelining
+from tests.vllm.harness import engine, external_hits, generated, pipelining
 from tests.vllm.kv_oracle import KVOracle
 from tests.vllm.test_pressure import REQUESTS, TIGHT, _prompts
 
@@ -113,7 +113,7 @@ def search(model: Path, folder: Path, so_far: Search, right: list[list[int]]) ->
                 so_far.requests += len(outputs)
                 # An error may be in the way of what a request reports.
                 so_far.hits += sum(external_hits(output) > 0 for output in outputs if output.kv_transfer_params)
-                answers = [list(output.outputs[0].token_ids) for output in outputs]
+                answers = generated(outputs)
                 other = [index for index, answer in zip(order, answers, strict=True) if answer != right[index]]
                 if other or oracle.wrong:
                     return f"{extra} asynchronous={asynchronous}: other answers {other}, other blocks {oracle.wrong}"

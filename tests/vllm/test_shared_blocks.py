@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.vllm.harness import engine, pipelining, prompt
+from tests.vllm.harness import engine, parameters, pipelining, prompt
 
 FIRST = prompt(70, 1300)
 SECOND = FIRST[:1290] + prompt(71, 30)
@@ -15,27 +14,18 @@ SECOND = FIRST[:1290] + prompt(71, 30)
 
 @pytest.mark.parametrize("abort_after", [1, 2, 3])
 @pytest.mark.parametrize("budget", [200, 4000])
-def test_the_one_that_was_to_recompute_them_is_aborted(
-    model: Path, monkeypatch: pytest.MonkeyPatch, budget: int, abort_after: int
-) -> None:
+def test_the_one_that_was_to_recompute_them_is_aborted(model: Path, budget: int, abort_after: int) -> None:
     """Both in one step or, with a budget that the first one uses up, one after the other."""
-    from vllm import SamplingParams
-
     with engine(model, max_num_batched_tokens=budget) as running:
         expected = running.ids([SECOND], params={"lmkv.skip_save": True})[0]
         running.run([FIRST])
         running.forget_local()
 
-        def broken(*_: Any, **__: Any) -> None:
-            raise OSError("injected: the copy of this load breaks")
-
         core = running.llm.llm_engine
-        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
         answers = {}
-        with monkeypatch.context() as patch:
-            patch.setattr(running.worker._copier, "load", broken)
+        with running.failing():
             for name, ids in (("first", FIRST), ("second", SECOND)):
-                core.add_request(name, {"prompt_token_ids": ids}, params)
+                core.add_request(name, {"prompt_token_ids": ids}, parameters())
             for step in range(100):
                 if step == abort_after:
                     core.abort_request(["first"])
@@ -48,15 +38,11 @@ def test_the_one_that_was_to_recompute_them_is_aborted(
 
 
 @pytest.mark.runner_v2
-def test_a_load_fails_while_the_next_step_is_scheduled_already(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_fails_while_the_next_step_is_scheduled_already(model: Path) -> None:
     with pipelining(), engine(model, max_num_batched_tokens=480) as running:
         expected = running.ids([FIRST, SECOND], max_tokens=20)
         running.forget_local()
 
-        def broken(*_: Any, **__: Any) -> None:
-            raise OSError("injected: the copy of this load breaks")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(running.worker._copier, "load", broken)
+        with running.failing():
             assert running.ids([FIRST, SECOND], max_tokens=20) == expected
         running.assert_nothing_leaked()

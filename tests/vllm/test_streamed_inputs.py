@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.harness import Engine, engine, external_hits, prompt
+from tests.vllm.harness import Engine, engine, external_hits, generated, prompt
 
 FIRST, SECOND = prompt(71, 300), prompt(72, 250)
 
@@ -44,10 +44,9 @@ def test_what_a_session_has_stored_is_found_by_its_whole_prompt(model: Path) -> 
     assert rest == expected[1:], "the third token was thrown away"
     with engine(model) as running:
         assert session(running, FIRST, SECOND) == expected
-        running.forget_local()
-        found = running.run([whole], max_tokens=3)
+        found = running.again([whole], max_tokens=3)
         assert external_hits(found[0]) == len(whole) - 1
-        assert [list(output.outputs[0].token_ids) for output in found] == rest
+        assert generated(found) == rest
         running.forget_local()
         assert session(running, FIRST, SECOND) == expected
         running.assert_nothing_leaked()

@@ -11,7 +11,7 @@ import pytest
 
 from lmkv.vllm.copies import LayerwiseTransfer
 from tests.vllm import triton_cpu
-from tests.vllm.harness import BLOCK, engine, external_hits, prompt
+from tests.vllm.harness import BLOCK, engine, external_hits, generated, prompt
 
 
 @pytest.mark.runner_v2
@@ -43,8 +43,7 @@ def test_roles_switch_the_directions(model: Path) -> None:
     ids = prompt(17, 600)
     with engine(model, kv_role="kv_producer") as producer:
         producer.run([ids])
-        producer.forget_local()
-        assert external_hits(producer.run([ids])[0]) == 0
+        assert external_hits(producer.again([ids])[0]) == 0
         assert producer.store.stats().primary.chunks == 3
     with engine(model, kv_role="kv_consumer") as consumer:
         consumer.run([ids])
@@ -60,9 +59,7 @@ def test_the_default_failure_policy_is_warned_about(model: Path, caplog: pytest.
 def test_the_module_path_works_without_the_entry_point(model: Path) -> None:
     ids = prompt(19, 300)
     with engine(model, transfer={"kv_connector_module_path": "lmkv.vllm.connector"}) as running:
-        running.run([ids])
-        running.forget_local()
-        assert external_hits(running.run([ids])[0]) == 299
+        running.repeats([ids], [299])
 
 
 def test_lmcache_settings_are_in_force_with_only_the_connector_changed(
@@ -77,8 +74,7 @@ def test_lmcache_settings_are_in_force_with_only_the_connector_changed(
         engine(model, transfer={"kv_connector_extra_config": {}}) as running,
     ):
         running.run([ids])
-        running.forget_local()
-        assert external_hits(running.run([ids])[0]) >= 192, "chunks of 256 tokens would not hit"
+        assert external_hits(running.again([ids])[0]) >= 192, "chunks of 256 tokens would not hit"
         slab = running.store.slab
         assert running.connector.sides.model.block_map.chunk_size == 96
         assert slab.num_slots == (1 << 27) // slab.slot_bytes
@@ -110,9 +106,8 @@ def test_layer_by_layer(model: Path, monkeypatch: pytest.MonkeyPatch, eager: boo
     with engine(model, **options) as running:
         assert running.ids(ids) == expected
         assert set(steps) == {False}
-        running.forget_local()
-        again = running.run(ids)
-        assert [list(output.outputs[0].token_ids) for output in again] == expected
+        again = running.again(ids)
+        assert generated(again) == expected
         assert [external_hits(output) for output in again] == [1499 // BLOCK * BLOCK, 699 // BLOCK * BLOCK]
         assert set(steps) == {False, True}
         running.assert_nothing_leaked()
@@ -122,12 +117,7 @@ def test_layer_by_layer(model: Path, monkeypatch: pytest.MonkeyPatch, eager: boo
 def test_loads_between_steps(model: Path) -> None:
     ids = [prompt(25, 1500), prompt(26, 700)]
     with engine(model, extra={"load_mode": "async"}) as running:
-        cold = running.ids(ids)
-        running.forget_local()
-        warm = running.run(ids)
-        assert [list(output.outputs[0].token_ids) for output in warm] == cold
-        assert [external_hits(output) for output in warm] == [1499, 699]
-        running.assert_nothing_leaked()
+        running.repeats(ids, [1499, 699])
 
 
 def test_what_vllm_asks_the_class() -> None:

@@ -17,7 +17,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import pytest
@@ -146,6 +146,11 @@ class SimulatedRequest:
         return tokens[:upto]
 
 
+def request_for(name: str, tokens: Sequence[int], answer: int = 1, salt: str = "a", **params: Any) -> SimulatedRequest:
+    """A request with this prompt, for an answer of so many tokens."""
+    return SimulatedRequest(name, list(tokens), len(tokens), answer, salt, params or None)
+
+
 @frozen
 class _Share:
     """What a step computes of one request: so many tokens, the last of them drafts, of which some are accepted."""
@@ -181,6 +186,7 @@ class _Step:
 class SimulatedVLLM:
     """One engine: block pool, waiting and running queues, `depth` steps between scheduling and knowing.
 
+    `rng`: or its seed. `local_hits`: how often a request finds a part of its prompt in the engine's own prefix cache.
     `io_moves`: how often jobs get on between two steps, at most; three times, and one is done. `device`: each
     rank computes and copies on a simulated device of its own, some time after it was told to. `medium`: of the
     lower tier, with what an engine before has stored there. `lookahead`: the second layer of each group is one of a
@@ -192,12 +198,13 @@ class SimulatedVLLM:
 
     def __init__(
         self,
-        rng: random.Random,
+        rng: random.Random | int = 0,
         *,
-        num_blocks: int,
-        groups: Sequence[Table],
-        chunk_size: int,
-        ram_chunks: int,
+        num_blocks: int = 90,
+        groups: Sequence[Table] = (Group(4),),
+        chunk_size: int = 8,
+        ram_chunks: int = 24,
+        local_hits: float = 0.3,
         lower_chunks: int = 0,
         depth: int = 1,
         drafts: bool = False,
@@ -222,7 +229,7 @@ class SimulatedVLLM:
         audit_rate: float = 0.0,
         audit_action: Literal["drop", "disable"] = "drop",
     ) -> None:
-        self.rng = rng
+        self.rng = rng = rng if isinstance(rng, random.Random) else random.Random(rng)
         self.io_moves = io_moves
         self.groups = tuple(groups)
         self.context = context
@@ -241,7 +248,7 @@ class SimulatedVLLM:
         self.offers: dict[str, list[tuple[int, int, int]]] = {}
         self.load_faults, self.store_faults = load_faults, store_faults
         self.aborts = aborts
-        self.local_hits = 0.3
+        self.local_hits = local_hits
         self.chunk_size, self.lookahead = chunk_size, lookahead
         # Where draft layers look ahead, vLLM drops the end of its own hits, which is not simulated.
         self.shares = prefix_caching and block_map.one_full_table and not lookahead
@@ -349,6 +356,22 @@ class SimulatedVLLM:
     def add(self, request: SimulatedRequest) -> None:
         self.waiting.append(request)
         self.scheduler.on_new_request(request)
+
+    def begin(
+        self, name: str, tokens: Sequence[int], answer: int = 1, salt: str = "a", **params: Any
+    ) -> SimulatedRequest:
+        """A request that has arrived."""
+        request = request_for(name, tokens, answer, salt, **params)
+        self.add(request)
+        return request
+
+    def serve(
+        self, name: str, tokens: Sequence[int], answer: int = 1, salt: str = "a", **params: Any
+    ) -> SimulatedRequest:
+        """A request, from its arrival to the end of all that there are."""
+        request = self.begin(name, tokens, answer, salt, **params)
+        self.finish()
+        return request
 
     def abort(self, request: SimulatedRequest) -> None:
         self.counts["aborted"] += 1
@@ -1005,6 +1028,12 @@ class SimulatedVLLM:
     def total(self, name: str) -> dict[tuple[str, ...], Any]:
         """A metric's values by its labels."""
         return self.samples.get(name, {})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         for worker in self.workers:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from lmkv.chunks.hashing import chunk_keys
 from lmkv.memory.copier import ChunkCopy
 from lmkv.vllm.plan.block_map import BlockMap, Group
 from lmkv.vllm.scheduler.loads import AsyncLoad
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
+from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM
 
 CHUNK, CHUNKS = 8, 6
 KEYS = chunk_keys(range(CHUNK * CHUNKS), bytes(32), CHUNK)
@@ -23,8 +21,7 @@ BLOCKS = list(range(1, 2 * CHUNKS + 1))
 
 @pytest.fixture
 def engine() -> Iterator[SimulatedVLLM]:
-    options = {"num_blocks": 60, "groups": [Group(4)], "chunk_size": CHUNK, "ram_chunks": 20}
-    with closing(SimulatedVLLM(random.Random(0), **options)) as engine:
+    with SimulatedVLLM() as engine:
         engine.store.reserve(KEYS).commit()
         yield engine
 
@@ -63,11 +60,9 @@ def test_a_window_that_failed_ends_the_load(engine: SimulatedVLLM) -> None:
 @pytest.mark.parametrize(("ram_chunks", "windows"), [(20, [6]), (8, [2, 2, 2])])
 def test_what_is_in_host_memory_is_loaded_as_one_window(ram_chunks: int, windows: list[int]) -> None:
     """Unless it is more than half of it: others need slots, too."""
-    options = {"num_blocks": 60, "groups": [Group(4)], "chunk_size": CHUNK, "ram_chunks": ram_chunks}
-    with closing(SimulatedVLLM(random.Random(0), load_mode="async", **options)) as engine:
+    with SimulatedVLLM(ram_chunks=ram_chunks, load_mode="async") as engine:
         tokens = list(range(CHUNK * CHUNKS))
-        engine.add(SimulatedRequest("stores", list(tokens), len(tokens), 1, "a"))
-        engine.finish()
+        engine.serve("stores", tokens)
         order, loaded = engine.scheduler._builder.load, []
 
         def noted(copies: list[ChunkCopy], *args: Any, **options: Any) -> Any:
@@ -75,30 +70,25 @@ def test_what_is_in_host_memory_is_loaded_as_one_window(ram_chunks: int, windows
             return order(copies, *args, **options)
 
         engine.scheduler._builder.load = noted  # type: ignore[method-assign]
-        engine.add(SimulatedRequest("loads", list(tokens), len(tokens), 1, "a"))
-        engine.finish()
+        engine.serve("loads", tokens)
         assert loaded == windows
 
 
 def test_an_aborted_load_costs_nobody_else_a_store(caplog: pytest.LogCaptureFixture) -> None:
     """No step has read its blocks: what others store in the same step is as it should be."""
-    options = {"num_blocks": 200, "groups": [Group(4)], "chunk_size": CHUNK, "ram_chunks": 10, "lower_chunks": 60}
-    with closing(SimulatedVLLM(random.Random(0), load_mode="async", io_moves=0, **options)) as engine:
-        engine.local_hits = 0.0
+    options: dict[str, Any] = {"num_blocks": 200, "ram_chunks": 10, "lower_chunks": 60, "local_hits": 0.0}
+    with SimulatedVLLM(load_mode="async", io_moves=0, **options) as engine:
         long = [token % 50 for token in range(8 * CHUNK + 1)]
-        engine.add(SimulatedRequest("stores", list(long), len(long), 1, "a"))
-        engine.finish()
+        engine.serve("stores", long)
         others = [(7 * token + 3) % 50 for token in range(9 * CHUNK)]
-        engine.add(SimulatedRequest("evicts", others, len(others), 1, "a"))
-        engine.finish()
-        loads = SimulatedRequest("loads", list(long), len(long), 1, "a")
-        engine.add(loads)
+        engine.serve("evicts", others)
+        loads = engine.begin("loads", long)
         for _ in range(10):
             engine.step()
         assert loads.status == "loading", "its chunks are on their way for ever: no I/O gets on"
         for number in range(6):
             new = [(11 * token + number) % 50 for token in range(CHUNK + 1)]
-            engine.add(SimulatedRequest(f"new {number}", new, len(new), 1, "b"))
+            engine.begin(f"new {number}", new, 1, "b")
         engine.abort(loads)
         engine.finish()
         assert engine.total("lmkv_failed_stores") == {}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -15,27 +13,34 @@ from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey
 from lmkv.vllm.plan.block_map import Group
 from lmkv.vllm.scheduler.audit import Sampler
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, Table
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, Table, request_for
 
 TOKENS = list(range(44))
 CHUNK = 8
 CHUNKS = len(TOKENS) // CHUNK
 
 
-def engine(groups: Sequence[Table] = (Group(4),), **options: Any) -> closing[SimulatedVLLM]:
-    settings: dict[str, Any] = {"num_blocks": 90, "chunk_size": CHUNK, "ram_chunks": 60, "audit_rate": 1.0, **options}
-    made = SimulatedVLLM(random.Random(0), groups=groups, **settings)
-    made.local_hits = 0.0
-    return closing(made)
+def engine(rng: random.Random | int = 0, **options: Any) -> SimulatedVLLM:
+    return SimulatedVLLM(rng, **{"ram_chunks": 60, "local_hits": 0.0, "audit_rate": 1.0, **options})
+
+
+def alarm(caplog: pytest.LogCaptureFixture) -> str:
+    """The one line that an audit has in the log."""
+    [line] = [record.getMessage() for record in caplog.records if "audit" in record.getMessage()]
+    return line
 
 
 def ask(running: SimulatedVLLM, name: str, tokens: Sequence[int] = TOKENS) -> SimulatedRequest:
     """A request with this prompt, from its arrival to its end. It must not find what vLLM has itself."""
     running.forget()
-    request = SimulatedRequest(name, list(tokens), len(tokens), 1, "a")
-    running.add(request)
-    running.finish()
-    return request
+    return running.serve(name, tokens)
+
+
+def filled(rng: random.Random | int = 0, **options: Any) -> SimulatedVLLM:
+    """An engine that has stored the prompt."""
+    made = engine(rng, **options)
+    ask(made, "stores")
+    return made
 
 
 def keys(running: SimulatedVLLM, tokens: Sequence[int] = TOKENS) -> list[ChunkKey]:
@@ -59,8 +64,7 @@ def total(running: SimulatedVLLM, name: str) -> int:
 
 
 def test_an_honest_hit_is_computed_compared_and_kept() -> None:
-    with engine() as running:
-        ask(running, "stores")
+    with filled() as running:
         audited = ask(running, "audited")
         assert audited.loaded == 0
         assert total(running, "lmkv_audited_hits") == 1
@@ -72,8 +76,7 @@ def test_an_honest_hit_is_computed_compared_and_kept() -> None:
 
 
 def test_without_a_rate_nothing_is_compared() -> None:
-    with engine(audit_rate=0.0) as running:
-        ask(running, "stores")
+    with filled(audit_rate=0.0) as running:
         assert ask(running, "loads").loaded == len(TOKENS) - 1
         assert total(running, "lmkv_audited_hits") == 0
         assert not running.scheduler.audit.on
@@ -87,16 +90,14 @@ def test_a_wrong_chunk_goes_with_all_that_follows_it(
 ) -> None:
     """On the last rank alone, too; in every tier; and a chunk that another prompt has behind it."""
     other = [*TOKENS[:24], *range(30, 46)]
-    with engine(lower_chunks=lower, ranks=ranks, device=device) as running:
-        ask(running, "stores")
+    with filled(lower_chunks=lower, ranks=ranks, device=device) as running:
         running.scheduler.audit.sampler.rate = 0.0
         ask(running, "stores another end", other)
         assert where(running, keys(running, other)) == [Presence.READY] * 5
         damage(running, keys(running)[2], rank=ranks - 1)
         running.scheduler.audit.sampler.rate = 1.0
-        with caplog.at_level(logging.ERROR, logger="lmkv.vllm"):
-            ask(running, "audited")
-        line = next(record.getMessage() for record in caplog.records if "audit" in record.getMessage())
+        ask(running, "audited")
+        line = alarm(caplog)
         assert "wrong KV in cpu: request audited, tokens 16 to 23, 2 layers (layer 0, layer 1)" in line
         assert f"on ranks [{ranks - 1}]" in line
         assert running.total("lmkv_wrong_chunks") == {("cpu",): 1}
@@ -107,8 +108,7 @@ def test_a_wrong_chunk_goes_with_all_that_follows_it(
 
 
 def test_where_vllm_had_the_beginning_that_may_be_what_is_wrong() -> None:
-    with engine() as running:
-        ask(running, "stores")
+    with filled() as running:
         damage(running, keys(running)[4])
         running.local_hits = 1.0
         ask(running, "audited")
@@ -120,8 +120,7 @@ def test_where_vllm_had_the_beginning_that_may_be_what_is_wrong() -> None:
 def test_what_was_stored_behind_a_wrong_chunk_is_deleted_in_a_lower_tier_that_was_listed() -> None:
     """The engine that finds it has not stored it, and knows no parent of it."""
     other = [*TOKENS[:24], *range(30, 46)]
-    with engine(lower_chunks=60, audit_rate=0.0) as before:
-        ask(before, "stores")
+    with filled(lower_chunks=60, audit_rate=0.0) as before:
         ask(before, "stores another end", other)
         assert where(before, keys(before, other)) == [Presence.READY] * 5
         before.store.drop(keys(before, other)[3:])
@@ -137,8 +136,7 @@ def test_what_was_stored_behind_a_wrong_chunk_is_deleted_in_a_lower_tier_that_wa
 
 @pytest.mark.parametrize("groups", [[Group(8), Group(8, state=1)], [Group(4), Group(4, window=8)]])
 def test_states_and_windows_are_compared(groups: list[Table]) -> None:
-    with engine(groups) as running:
-        ask(running, "stores")
+    with filled(groups=groups) as running:
         ask(running, "audited")
         assert total(running, "lmkv_audited_chunks") == CHUNKS
         assert total(running, "lmkv_audited_states") == (1 if running.states else 0)
@@ -146,8 +144,7 @@ def test_states_and_windows_are_compared(groups: list[Table]) -> None:
 
 
 def test_a_wrong_state_is_found_though_its_kv_is_right() -> None:
-    with engine([Group(8), Group(8, state=1)]) as running:
-        ask(running, "stores")
+    with filled(groups=[Group(8), Group(8, state=1)]) as running:
         state = state_keys(keys(running)[-1], 1)[0]
         assert where(running, [state]) == [Presence.READY]
         slot = running.store._primary.entries[state].slot
@@ -159,15 +156,12 @@ def test_a_wrong_state_is_found_though_its_kv_is_right() -> None:
 
 
 def test_a_wrong_chunk_disables_loads_if_that_is_wanted() -> None:
-    with engine(audit_action="disable") as running:
-        ask(running, "stores")
+    with filled(audit_action="disable") as running:
         damage(running, keys(running)[0])
         ask(running, "audited")
         assert running.scheduler.audit.loads_off
         running.scheduler.audit.sampler.rate = 0.0
-        again = SimulatedRequest("computes", list(TOKENS), len(TOKENS), 1, "a", {"lmkv.report": True})
-        running.add(again)
-        running.finish()
+        again = running.serve("computes", TOKENS, **{"lmkv.report": True})
         assert again.loaded == 0
         assert running.total("lmkv_missed_requests")["switched_off",] == 1
         running.now += 10
@@ -176,10 +170,9 @@ def test_a_wrong_chunk_disables_loads_if_that_is_wanted() -> None:
 
 
 def test_a_chunk_that_was_evicted_meanwhile_is_not_compared() -> None:
-    with engine() as running:
-        ask(running, "stores")
+    with filled() as running:
         running.forget()
-        request = SimulatedRequest("audited", list(TOKENS), len(TOKENS), 1, "a")
+        request = request_for("audited", TOKENS)
         assert running.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         running.store.delete(running.scheduler.keys_of(TOKENS, "a", {}))
         running.add(request)
@@ -189,16 +182,14 @@ def test_a_chunk_that_was_evicted_meanwhile_is_not_compared() -> None:
 
 
 def test_a_host_memory_without_room_compares_what_it_can() -> None:
-    with engine(ram_chunks=CHUNKS + 1) as running:
-        ask(running, "stores")
+    with filled(ram_chunks=CHUNKS + 1) as running:
         ask(running, "audited")
         assert 0 < total(running, "lmkv_audited_chunks") <= CHUNKS
         assert total(running, "lmkv_wrong_chunks") == 0
 
 
 def test_only_whole_chunks_of_the_prompt_itself_are_compared() -> None:
-    with engine() as running:
-        ask(running, "stores")
+    with filled() as running:
         ask(running, "begins like it", TOKENS[:20])
         assert total(running, "lmkv_audited_chunks") == 2
 
@@ -210,9 +201,8 @@ def test_a_wrong_tail_is_found_in_its_whole_pages(tokens: range, caplog: pytest.
         ask(running, "stores", tokens)
         *_, tail = running.scheduler.keys_of(tokens, "a", {})
         damage(running, tail)
-        with caplog.at_level(logging.ERROR, logger="lmkv.vllm"):
-            ask(running, "audited", tokens)
-        [line] = [record.getMessage() for record in caplog.records if "audit" in record.getMessage()]
+        ask(running, "audited", tokens)
+        line = alarm(caplog)
         begins = len(tokens) // CHUNK * CHUNK
         assert f"wrong KV in cpu: request audited, tokens {begins} to {begins + 3}" in line
         assert where(running, [tail]) == [Presence.MISS]
@@ -223,8 +213,7 @@ def test_a_wrong_tail_is_found_in_its_whole_pages(tokens: range, caplog: pytest.
 
 def test_where_draft_layers_look_ahead_nothing_is_audited() -> None:
     """Equal chunks differ there: the KV of a chunk's end depends on what followed when it was stored."""
-    with engine(lookahead=1) as running:
-        ask(running, "stores")
+    with filled(lookahead=1) as running:
         assert ask(running, "loads").loaded > 0
         assert total(running, "lmkv_audited_hits") == 0
 
@@ -253,8 +242,7 @@ def begun(running: SimulatedVLLM) -> SimulatedRequest:
     """A request that is audited, and has compared three of its chunks."""
     ask(running, "stores", LONG)
     running.forget()
-    request = SimulatedRequest("slow", list(LONG), len(LONG), 1, "a")
-    running.add(request)
+    request = running.begin("slow", LONG)
     while request.computed < 3 * CHUNK:
         running.step()
     running.forget()
@@ -263,12 +251,8 @@ def begun(running: SimulatedVLLM) -> SimulatedRequest:
     return request
 
 
-def large() -> closing[SimulatedVLLM]:
-    made = SimulatedVLLM(
-        Chunked(0), groups=(Group(4),), num_blocks=200, chunk_size=CHUNK, ram_chunks=120, audit_rate=1.0
-    )
-    made.local_hits = 0.0
-    return closing(made)
+def large() -> SimulatedVLLM:
+    return engine(Chunked(0), num_blocks=200, ram_chunks=120)
 
 
 def test_what_was_computed_before_a_reset_is_not_compared_with_what_is_stored_after_it() -> None:
@@ -276,7 +260,7 @@ def test_what_was_computed_before_a_reset_is_not_compared_with_what_is_stored_af
     with large() as running:
         slow = begun(running)
         running.scheduler.reset()
-        running.add(SimulatedRequest("stores anew", list(LONG), len(LONG), 1, "a"))
+        running.begin("stores anew", LONG)
         running.step()
         last = keys(running, LONG)[-1]
         while where(running, [last]) != [Presence.READY]:
@@ -294,7 +278,7 @@ def test_a_request_that_may_have_read_a_wrong_chunk_accuses_no_other() -> None:
         damage(running, found[2])
         # Else it would be loaded, which is audited in another way.
         running.scheduler.audit._computed.clear()
-        running.add(SimulatedRequest("finds it", list(LONG), len(LONG), 8, "a"))
+        running.begin("finds it", LONG, 8)
         while where(running, [found[-1]]) != [Presence.MISS]:
             running.step()
         while where(running, [found[-1]]) != [Presence.READY]:
@@ -311,7 +295,7 @@ def test_a_hit_that_vllm_has_itself_by_then_may_be_what_is_wrong() -> None:
     prompt = TOKENS[:41]
     with engine(prefix_caching=True) as running:
         ask(running, "stores", prompt)
-        request = SimulatedRequest("audited", list(prompt), len(prompt), 1, "a")
+        request = request_for("audited", prompt)
         running.scheduler.on_new_request(request)
         assert running.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         damage(running, keys(running, prompt)[4])
@@ -324,11 +308,8 @@ def test_a_hit_that_vllm_has_itself_by_then_may_be_what_is_wrong() -> None:
 
 
 def test_states_are_compared_though_the_request_stores_nothing() -> None:
-    with engine([Group(8), Group(8, state=1)]) as running:
-        ask(running, "stores")
+    with filled(groups=[Group(8), Group(8, state=1)]) as running:
         running.forget()
-        request = SimulatedRequest("audited", list(TOKENS), len(TOKENS), 1, "a", {"lmkv.skip_save": True})
-        running.add(request)
-        running.finish()
+        running.serve("audited", TOKENS, **{"lmkv.skip_save": True})
         assert total(running, "lmkv_audited_chunks") == CHUNKS
         assert total(running, "lmkv_audited_states") == 1

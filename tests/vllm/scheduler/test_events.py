@@ -7,7 +7,6 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -32,20 +31,19 @@ GROUPS = {
     "blocks of two sizes": [Group(4), Group(8)],
 }
 
-engines = st.fixed_dictionaries(
-    {
-        "num_blocks": st.just(90),
-        "chunk_size": st.sampled_from([8, 16]),
-        "ram_chunks": st.sampled_from([2, 5, 9, 24]),
-        "lower_chunks": st.sampled_from([0, 6, 40]),
-        "depth": st.sampled_from([1, 2]),
-        "load_faults": st.sampled_from([0.0, 0.0, 0.2]),
-        "store_faults": st.sampled_from([0.0, 0.0, 0.2]),
-        "save_unfull_chunk": st.sampled_from([True, True, False]),
-        "load_mode": st.sampled_from(["auto", "async"]),
-        "prefix_caching": st.booleans(),
-    }
-)
+ENGINES: dict[str, tuple[Any, ...]] = {
+    "chunk_size": (8, 16),
+    "ram_chunks": (2, 5, 9, 24),
+    "lower_chunks": (0, 6, 40),
+    "depth": (1, 2),
+    "load_faults": (0.0, 0.0, 0.2),
+    "store_faults": (0.0, 0.0, 0.2),
+    "save_unfull_chunk": (True, True, False),
+    "load_mode": ("auto", "async"),
+    "prefix_caching": (False, True),
+}
+"""The options of simulated engines, each with its values."""
+engines = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in ENGINES.items()})
 
 
 def block_hash(salt: str, group: int, size: int, tokens: Iterable[int]) -> int:
@@ -167,7 +165,7 @@ class Driver:
         """Of one engine. A router knows nothing of it before, and all of it afterwards."""
         rng, index = self.rng, Index()
         options = self.options | {"medium": self.medium, "describe": describe(self.groups)}
-        with closing(SimulatedVLLM(rng, groups=self.groups, **options)) as engine:
+        with SimulatedVLLM(rng, groups=self.groups, **options) as engine:
             assert engine.store.wait_indexed(LIMIT)
             states: list[Request] = []
             for name in range(rng.randint(2, 10)):
@@ -186,9 +184,15 @@ class Driver:
             index.replay([*engine.events, *engine.scheduler.take_events()])
             assert index.places == found(engine, states)
             self.seen += index.seen + Counter(hits=engine.counts["hits"])
+            engine.scheduler.reannounce()
+            told_again = Index()
+            told_again.replay(engine.scheduler.take_events())
+            assert told_again.places == index.places, "what routers were told to forget is told again"
             engine.scheduler.reset()
             index.replay(engine.scheduler.take_events())
             assert index.places == {}
+            engine.scheduler.reannounce()
+            assert engine.scheduler.take_events() == []
             recorder = engine.scheduler.observer.events
             assert recorder is not None
             assert not recorder._chunks
@@ -208,17 +212,7 @@ def test_replayed_they_say_what_each_tier_has(kind: str, seed: int, options: dic
 @pytest.mark.parametrize("seed", range(1000, 1050))
 def test_longer_histories(kind: str, seed: int) -> None:
     rng = random.Random(seed)
-    options = {
-        "num_blocks": 90,
-        "chunk_size": rng.choice([8, 16]),
-        "ram_chunks": rng.choice([2, 5, 9, 24]),
-        "lower_chunks": rng.choice([0, 6, 40]),
-        "depth": rng.choice([1, 2]),
-        "load_faults": rng.choice([0.0, 0.2]),
-        "store_faults": rng.choice([0.0, 0.2]),
-        "save_unfull_chunk": rng.random() < 0.7,
-        "prefix_caching": rng.random() < 0.5,
-    }
+    options = {name: rng.choice(values) for name, values in ENGINES.items()}
     driver = Driver(seed, GROUPS[kind], options)
     for number in range(4):
         driver.life(number)
@@ -227,7 +221,7 @@ def test_longer_histories(kind: str, seed: int) -> None:
 def test_the_histories_test_something() -> None:
     seen: Counter[str] = Counter()
     for seed in range(24):
-        options = {"num_blocks": 90, "chunk_size": 8, "ram_chunks": 5, "lower_chunks": 9 if seed % 2 else 60}
+        options = {"ram_chunks": 5, "lower_chunks": 9 if seed % 2 else 60}
         driver = Driver(seed, GROUPS["one group"], options | {"save_unfull_chunk": seed % 3 > 0})
         for number in range(2):
             driver.life(number)
@@ -242,16 +236,14 @@ def test_the_histories_test_something() -> None:
 DESCRIBE = describe([Group(4)])
 
 
-def small_engine(describe: Any = DESCRIBE, **options: Any) -> closing[SimulatedVLLM]:
-    options = {"num_blocks": 90, "chunk_size": 8, "ram_chunks": 20, **options}
-    return closing(SimulatedVLLM(random.Random(0), groups=[Group(4)], describe=describe, **options))
+def small_engine(describe: Any = DESCRIBE, **options: Any) -> SimulatedVLLM:
+    return SimulatedVLLM(describe=describe, **options)
 
 
 def serve(engine: SimulatedVLLM, name: str, tokens: list[int], more: int = 1, **params: Any) -> list[Event]:
     """What one request, served alone, gives to tell."""
     engine.events.clear()
-    engine.add(SimulatedRequest(name, list(tokens), len(tokens), more, "a", params or None))
-    engine.finish()
+    engine.serve(name, tokens, more, **params)
     engine.step()
     return [*engine.events, *engine.scheduler.take_events()]
 
@@ -269,42 +261,6 @@ def _hashes(event: Event) -> Any:
     return event.blocks.hashes if isinstance(event, BlocksStored) else event.hashes
 
 
-def test_a_partial_block_at_the_end_of_a_tail_is_left_out() -> None:
-    tokens = list(range(22))
-    with small_engine() as engine:
-        events = serve(engine, "first", tokens)
-        assert told(events) == [
-            ("+", RAM, hashes(tokens, 0, 8)),
-            ("+", RAM, hashes(tokens, 8, 16)),
-            ("+", RAM, hashes(tokens, 16, 20)),
-        ]
-        parents = [event.blocks.parent for event in events if isinstance(event, BlocksStored)]
-        assert parents == [None, *hashes(tokens, 4, 8), *hashes(tokens, 12, 16)]
-
-
-def test_the_blocks_of_a_tail_stay_when_it_has_become_a_chunk() -> None:
-    tokens = list(range(22))
-    index = Index()
-    with small_engine() as engine:
-        index.replay(serve(engine, "first", tokens))
-        longer = [*tokens, *range(100, 110)]
-        index.replay(serve(engine, "second", longer))
-        assert engine.store.stats().primary.chunks == 4
-        assert index.places == {(RAM, 0): set(hashes(longer, 0, 32))}
-
-
-def test_a_block_of_two_chunks_with_different_tags_is_there_until_both_are_gone() -> None:
-    tokens = list(range(9))
-    with small_engine(save_unfull_chunk=False) as engine:
-        assert told(serve(engine, "red", tokens, **{"lmkv.tag.team": "red"})) == [("+", RAM, hashes(tokens, 0, 8))]
-        assert told(serve(engine, "blue", tokens, **{"lmkv.tag.team": "blue"})) == []
-        first, second = list(engine.store._primary.entries)
-        engine.store.drop([first])
-        assert engine.scheduler.take_events() == []
-        engine.store.drop([second])
-        assert told(engine.scheduler.take_events()) == [("-", RAM, hashes(tokens, 0, 8))]
-
-
 def test_a_block_in_two_tiers_of_one_place_is_there_until_both_have_lost_it() -> None:
     tokens = list(range(9))
     with small_engine(save_unfull_chunk=False) as engine:
@@ -320,23 +276,11 @@ def test_a_block_in_two_tiers_of_one_place_is_there_until_both_have_lost_it() ->
         assert told(recorder.take()) == [("-", RAM, hashes(tokens, 0, 8))]
 
 
-def test_after_a_reset_nothing_is_said_to_be_anywhere() -> None:
-    tokens = list(range(24))
-    with small_engine(save_unfull_chunk=False, lower_chunks=40) as engine:
-        serve(engine, "first", tokens)
-        engine.scheduler.reset()
-        gone = told(engine.scheduler.take_events())
-        assert sorted(gone) == [("-", RAM, hashes(tokens, 0, 24)), ("-", BELOW, hashes(tokens, 0, 24))]
-        assert told(serve(engine, "again", tokens))[0] == ("+", RAM, hashes(tokens, 0, 8))
-
-
 def test_what_a_request_that_loads_nothing_has_stored_is_told_after_one_of_its_copies_failed() -> None:
     kept = 0
     for seed in range(12):
-        options: dict[str, Any] = {"num_blocks": 90, "chunk_size": 8, "ram_chunks": 20, "depth": 3}
-        options |= {"store_faults": 0.4, "describe": DESCRIBE}
-        with closing(SimulatedVLLM(random.Random(seed), groups=[Group(4)], **options)) as engine:
-            engine.add(SimulatedRequest("first", list(range(60)), 60, 4, "a", {"lmkv.skip_load": True}))
+        with SimulatedVLLM(seed, depth=3, store_faults=0.4, describe=DESCRIBE) as engine:
+            engine.begin("first", range(60), 4, **{"lmkv.skip_load": True})
             state, index = engine.scheduler._requests["first"], Index()
             engine.finish()
             engine.step()
@@ -349,8 +293,7 @@ def test_what_a_request_that_loads_nothing_has_stored_is_told_after_one_of_its_c
 def test_a_copy_that_ends_after_a_reset_and_its_request_tells_nothing() -> None:
     index = Index()
     with small_engine(save_unfull_chunk=False, lower_chunks=40, depth=3) as engine:
-        request = SimulatedRequest("first", list(range(60)), 60, 20, "a")
-        engine.add(request)
+        request = engine.begin("first", range(60), 20)
         while not (engine.scheduler.busy and len(engine.store._tiers[0].index)):
             engine.step()
         engine.abort(request)
@@ -359,23 +302,6 @@ def test_a_copy_that_ends_after_a_reset_and_its_request_tells_nothing() -> None:
         engine.step()
         index.replay([*engine.events, *engine.scheduler.take_events()])
         assert index.places == {}, "nobody looks for these chunks any more"
-
-
-def test_what_routers_were_told_to_forget_is_told_again() -> None:
-    tokens = list(range(24))
-    with small_engine(save_unfull_chunk=False, lower_chunks=40) as engine:
-        before = serve(engine, "first", tokens)
-        assert len(before) == 6
-        first, *_ = engine.store._primary.entries
-        engine.store.drop([first])
-        engine.scheduler.reannounce()
-        index = Index()
-        index.replay(engine.scheduler.take_events())
-        blocks = hashes(tokens, 0, 24)
-        assert index.places == {(RAM, 0): set(blocks[2:]), (BELOW, 0): set(blocks)}
-        engine.scheduler.reset()
-        engine.scheduler.reannounce()
-        assert engine.scheduler.take_events() == []
 
 
 def test_many_changes_are_told_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,8 +328,7 @@ def test_blocks_that_cannot_be_described_end_the_events_and_nothing_else(caplog:
         assert gone == [("-", RAM, hashes(tokens, 0, 24))]
         assert caplog.text.count("no KV events from now on") == 1
         assert serve(engine, "third", list(range(25, 49))) == []
-        engine.add(SimulatedRequest("again", [*tokens, 1], 25, 1, "a"))
-        engine.finish()
+        engine.serve("again", [*tokens, 1])
         assert engine.counts["hits"] == 1
 
 

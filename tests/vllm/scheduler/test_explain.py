@@ -5,17 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
 
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.plan.block_map import Group
 from lmkv.vllm.scheduler.explain import EvictionLog
 from tests.kit import LIMIT, chain
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, request_for
 
 CHUNK = 8
 PROMPT = [token % 50 for token in range(3 * CHUNK + 5)]
@@ -24,36 +21,23 @@ OTHERS = [[(7 * token + start) % 50 for token in range(2 * CHUNK)] for start in 
 
 def engine_of(**options: Any) -> SimulatedVLLM:
     """An engine whose own prefix cache is empty."""
-    options = {"groups": [Group(4)], "num_blocks": 90, "ram_chunks": 24, "load_or_recompute": True, **options}
-    made = SimulatedVLLM(random.Random(0), chunk_size=CHUNK, **options)
-    made.local_hits = 0.0
-    return made
-
-
-@pytest.fixture
-def engine() -> Iterator[SimulatedVLLM]:
-    """Over host memory alone."""
-    with closing(engine_of()) as made:
-        yield made
-
-
-@pytest.fixture
-def tiered() -> Iterator[SimulatedVLLM]:
-    """Host memory for ten chunks, over a tier for more than the tests store."""
-    with closing(engine_of(ram_chunks=10, lower_chunks=60)) as made:
-        yield made
+    return SimulatedVLLM(**{"load_or_recompute": True, "local_hits": 0.0, **options})
 
 
 def serve(engine: SimulatedVLLM, *prompts: list[int], salt: str = "a", **params: Any) -> None:
     for tokens in prompts:
-        engine.add(SimulatedRequest(f"r{random.random()}", list(tokens), len(tokens), 1, salt, params))
-        engine.finish()
+        engine.serve(f"r{random.random()}", tokens, 1, salt, **params)
 
 
 def asks(engine: SimulatedVLLM, tokens: list[int], salt: str = "a", **params: Any) -> SimulatedRequest:
-    request = SimulatedRequest("asks", list(tokens), len(tokens), 1, salt, {"lmkv.report": True, **params})
+    request = request_for("asks", tokens, 1, salt, **{"lmkv.report": True, **params})
     engine.scheduler.on_new_request(request)
     return request
+
+
+def in_memory(engine: SimulatedVLLM, tokens: list[int], salt: str = "a") -> int:
+    """How many leading chunks are in host memory."""
+    return engine.store.catalog.count_prefix(engine.scheduler.keys_of(tokens, salt, {}))[0]
 
 
 def missed(engine: SimulatedVLLM, tokens: list[int], salt: str = "a", **params: Any) -> Any:
@@ -79,7 +63,7 @@ def test_what_was_never_stored(engine: SimulatedVLLM) -> None:
 
 
 def test_what_was_evicted_from_host_memory(engine: SimulatedVLLM, caplog: pytest.LogCaptureFixture) -> None:
-    with closing(engine_of(ram_chunks=6)) as small:
+    with engine_of(ram_chunks=6) as small:
         serve(small, PROMPT, *OTHERS)
         evicted = small.now
         small.now += 100.0
@@ -94,7 +78,7 @@ def test_what_was_evicted_from_host_memory(engine: SimulatedVLLM, caplog: pytest
 
 
 def test_what_was_evicted_from_the_last_tier() -> None:
-    with closing(engine_of(ram_chunks=6, lower_chunks=8)) as small:
+    with engine_of(ram_chunks=6, lower_chunks=8) as small:
         serve(small, PROMPT, *OTHERS)
         assert missed(small, PROMPT)["tier"] == "lower"
 
@@ -116,7 +100,7 @@ def test_another_salt_is_for_the_operators_eyes_only(engine: SimulatedVLLM, capl
 
 
 def test_what_is_too_short() -> None:
-    with closing(engine_of(save_unfull_chunk=False)) as whole_chunks:
+    with engine_of(save_unfull_chunk=False) as whole_chunks:
         assert missed(whole_chunks, PROMPT[: CHUNK - 1]) == {"reason": "too_short", "tokens": CHUNK - 2}
         serve(whole_chunks, PROMPT)
         assert missed(whole_chunks, PROMPT) == {"reason": "too_short", "tokens": 4}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -13,28 +12,17 @@ from lmkv.policies import MinTokens
 from lmkv.vllm.plan.options import AgentHint, RequestOptions
 from tests.kit import LIMIT
 from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM
-from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, asks, engine_of, serve
+from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, asks, engine_of, in_memory, serve
 
 LAST = len(PROMPT) - 1
 
 
-@pytest.fixture
-def engine() -> Iterator[SimulatedVLLM]:
-    with closing(engine_of(ram_chunks=10, lower_chunks=60)) as made:
-        yield made
-
-
-def in_memory(engine: SimulatedVLLM, tokens: list[int], salt: str = "a") -> int:
-    """How many leading chunks are in host memory."""
-    return engine.store.catalog.count_prefix(engine.scheduler.keys_of(tokens, salt, {}))[0]
-
-
-def offered(engine: SimulatedVLLM, computed: int = 0, **params: Any) -> int | None:
-    request = asks(engine, PROMPT, **params)
-    assert engine.store.drain(LIMIT)
-    found, _ = engine.scheduler.get_num_new_matched_tokens(request, computed)
-    engine.scheduler.request_finished(request)
-    engine.step()
+def offered(tiered: SimulatedVLLM, computed: int = 0, **params: Any) -> int | None:
+    request = asks(tiered, PROMPT, **params)
+    assert tiered.store.drain(LIMIT)
+    found, _ = tiered.scheduler.get_num_new_matched_tokens(request, computed)
+    tiered.scheduler.request_finished(request)
+    tiered.step()
     return found
 
 
@@ -54,46 +42,46 @@ def offered(engine: SimulatedVLLM, computed: int = 0, **params: Any) -> int | No
     ],
 )
 def test_no_more_is_loaded_than_the_request_wants(
-    engine: SimulatedVLLM, computed: int, limit: int, loaded: int
+    tiered: SimulatedVLLM, computed: int, limit: int, loaded: int
 ) -> None:
-    serve(engine, PROMPT)
-    assert offered(engine, computed, max_load_tokens=limit) == loaded
+    serve(tiered, PROMPT)
+    assert offered(tiered, computed, max_load_tokens=limit) == loaded
 
 
 def test_the_lower_tier_takes_requests_with_enough_tokens() -> None:
-    with closing(engine_of(ram_chunks=10, lower_chunks=60, admission=MinTokens(len(PROMPT)))) as engine:
-        serve(engine, PROMPT, *OTHERS)
-        assert engine.store.drain(LIMIT)
-        host, lower = engine.store.stats().tiers
+    with closing(engine_of(ram_chunks=10, lower_chunks=60, admission=MinTokens(len(PROMPT)))) as tiered:
+        serve(tiered, PROMPT, *OTHERS)
+        assert tiered.store.drain(LIMIT)
+        host, lower = tiered.store.stats().tiers
         assert host.chunks == 10
         # Whole chunks and the tail, which the generated token ended.
         assert lower.chunks == len(PROMPT) // CHUNK + 1
-        assert offered(engine) == LAST
+        assert offered(tiered) == LAST
 
 
-def test_what_is_loaded_of_a_limited_request_is_right(engine: SimulatedVLLM) -> None:
+def test_what_is_loaded_of_a_limited_request_is_right(tiered: SimulatedVLLM) -> None:
     """The engine compares every byte that is read."""
-    serve(engine, PROMPT, *OTHERS)
-    serve(engine, PROMPT, max_load_tokens=2 * CHUNK + 1)
-    assert engine.total("lmkv_hit_tokens") == {("cpu",): 0, ("lower",): 2 * CHUNK}
-    assert engine.total("lmkv_missed_tokens")[("limited",)] == LAST - 2 * CHUNK
+    serve(tiered, PROMPT, *OTHERS)
+    serve(tiered, PROMPT, max_load_tokens=2 * CHUNK + 1)
+    assert tiered.total("lmkv_hit_tokens") == {("cpu",): 0, ("lower",): 2 * CHUNK}
+    assert tiered.total("lmkv_missed_tokens")[("limited",)] == LAST - 2 * CHUNK
 
 
-def test_nothing_is_promoted_for_a_request_that_loads_nothing(engine: SimulatedVLLM) -> None:
-    serve(engine, PROMPT, *OTHERS)
-    before = engine.store.stats().tiers[1].reads
-    assert offered(engine, max_load_tokens=0) == 0
-    assert engine.store.stats().tiers[1].reads == before
+def test_nothing_is_promoted_for_a_request_that_loads_nothing(tiered: SimulatedVLLM) -> None:
+    serve(tiered, PROMPT, *OTHERS)
+    before = tiered.store.stats().tiers[1].reads
+    assert offered(tiered, max_load_tokens=0) == 0
+    assert tiered.store.stats().tiers[1].reads == before
 
 
 @pytest.mark.parametrize(
     ("limit", "stored"),
     [(0, 0), (CHUNK - 1, 0), (2 * CHUNK + 3, 2 * CHUNK), (3 * CHUNK, 3 * CHUNK), (len(PROMPT), len(PROMPT))],
 )
-def test_no_more_is_stored_than_the_request_wants(engine: SimulatedVLLM, limit: int, stored: int) -> None:
-    serve(engine, PROMPT, max_offload_tokens=limit)
-    assert engine.total("lmkv_stored_tokens").get((), 0) == stored
-    assert offered(engine) == min(stored, LAST)
+def test_no_more_is_stored_than_the_request_wants(tiered: SimulatedVLLM, limit: int, stored: int) -> None:
+    serve(tiered, PROMPT, max_offload_tokens=limit)
+    assert tiered.total("lmkv_stored_tokens").get((), 0) == stored
+    assert offered(tiered) == min(stored, LAST)
 
 
 @pytest.mark.parametrize("value", [-1, True, "16", 1.5, None, [16]])
@@ -108,22 +96,22 @@ def hint(ttl: float | None = None, *edits: str) -> dict[str, Any]:
     return {"cache_control": control, "context_management": {"edits": [{"type": edit} for edit in edits]}}
 
 
-def test_an_agents_hint_has_a_request_evicted_last_for_a_while(engine: SimulatedVLLM) -> None:
-    serve(engine, PROMPT, agent_hint=hint(30.0))
-    assert engine.store.stats().pinned == 0
-    serve(engine, *OTHERS)
-    assert in_memory(engine, PROMPT) == len(PROMPT) // CHUNK + 1
-    engine.now += 31.0
-    serve(engine, *OTHERS)
-    assert in_memory(engine, PROMPT) == 0
+def test_an_agents_hint_has_a_request_evicted_last_for_a_while(tiered: SimulatedVLLM) -> None:
+    serve(tiered, PROMPT, agent_hint=hint(30.0))
+    assert tiered.store.stats().pinned == 0
+    serve(tiered, *OTHERS)
+    assert in_memory(tiered, PROMPT) == len(PROMPT) // CHUNK + 1
+    tiered.now += 31.0
+    serve(tiered, *OTHERS)
+    assert in_memory(tiered, PROMPT) == 0
 
 
-def test_an_agents_hint_prefetches(engine: SimulatedVLLM) -> None:
-    serve(engine, PROMPT, *OTHERS)
-    request = asks(engine, PROMPT, agent_hint=hint(None, "offload", "prefetch"), **{"lmkv.skip_load": True})
-    assert engine.store.drain(LIMIT)
-    engine.scheduler.request_finished(request)
-    assert engine.store.catalog.count_prefix(engine.scheduler._request_of(request).keys(3)) == (3, 3)
+def test_an_agents_hint_prefetches(tiered: SimulatedVLLM) -> None:
+    serve(tiered, PROMPT, *OTHERS)
+    request = asks(tiered, PROMPT, agent_hint=hint(None, "offload", "prefetch"), **{"lmkv.skip_load": True})
+    assert tiered.store.drain(LIMIT)
+    tiered.scheduler.request_finished(request)
+    assert tiered.store.catalog.count_prefix(tiered.scheduler._request_of(request).keys(3)) == (3, 3)
 
 
 def test_hints_come_as_a_field_of_the_request_too() -> None:

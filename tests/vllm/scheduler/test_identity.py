@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from lmkv.vllm.model import config_digest
 from lmkv.vllm.plan.identity import Adapters, Stamps, folder_of, stamps
 from tests.vllm.families import write_adapter
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
+from tests.vllm.scheduler.simulated_vllm import request_for
 from tests.vllm.scheduler.test_explain import engine_of
 
 
@@ -100,9 +99,9 @@ def test_an_adapter_without_an_identity_is_not_cached(
 ) -> None:
     folder = write_adapter(tmp_path / "a", seed=1)
     tokens = list(range(40))
-    with closing(engine_of()) as engine, caplog.at_level("WARNING", "lmkv"):
+    with engine_of() as engine, caplog.at_level("WARNING", "lmkv"):
         engine.scheduler._adapters = Adapters(lambda lora: found)
-        request = SimulatedRequest("r", tokens, len(tokens), 1, "a")
+        request = request_for("r", tokens)
         request.lora_request = adapter(folder)
         engine.scheduler.on_new_request(request)
         options = engine.scheduler._requests["r"].options

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lmkv.vllm.plan.identity import request_root
 from lmkv.vllm.plan.options import RequestOptions
-from tests.vllm.scheduler.requests_kept_apart import REQUESTS, image, last_key, request, store_all
+from tests.vllm.scheduler.requests_kept_apart import NAMESPACE, REQUESTS, image, last_key, request, store_all
 
 ROOT = Path(__file__).parents[3]
 
@@ -50,3 +51,7 @@ def test_prompts_given_as_embeddings_are_refused() -> None:
     options = RequestOptions.of(request(prompt_embeds=object()))
     assert options.skip_save
     assert options.skip_load
+
+
+def test_a_plain_request_has_the_namespaces_own_keys() -> None:
+    assert request_root(NAMESPACE, REQUESTS["plain"], ()) == NAMESPACE.digest

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +18,8 @@ from lmkv.vllm.plan.block_map import Group
 from lmkv.vllm.plan.metadata import JobReport, ReadOrder, WorkerReport
 from lmkv.vllm.scheduler.telemetry import merge
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, Table
-from tests.vllm.scheduler.test_audit import CHUNK, TOKENS, ask, total as counted
-from tests.vllm.scheduler.test_schedules import one_of_a_few_conversations
+from tests.vllm.scheduler.test_audit import TOKENS, alarm, ask, engine as audited, total as counted
+from tests.vllm.scheduler.test_schedules import drive, one_of_a_few_conversations
 from tests.vllm.wrong_loads import FAULTS, Fault, Faulty, into_another_block, one_in_twenty, one_row, turned, unwritten
 
 MODES: dict[str, dict[str, Any]] = {
@@ -41,26 +39,31 @@ class Whatever(list[str]):
         pass
 
 
-def engine(groups: Sequence[Table] = (Group(4),), seed: int = 0, **options: Any) -> closing[SimulatedVLLM]:
-    settings: dict[str, Any] = {"num_blocks": 90, "chunk_size": CHUNK, "ram_chunks": 60, "audit_rate": 1.0, **options}
-    made = SimulatedVLLM(random.Random(seed), groups=groups, **settings)
-    made.local_hits = 0.0
-    # Every hit is loaded: those that are computed are tests/vllm/scheduler/test_audit.py's.
+def engine(rng: int = 0, **options: Any) -> SimulatedVLLM:
+    """Every hit is loaded: those that are computed are tests/vllm/scheduler/test_audit.py's."""
+    made = audited(rng, **options)
     made.scheduler.audit.on = False
-    return closing(made)
+    return made
+
+
+def filled(rng: int = 0, **options: Any) -> SimulatedVLLM:
+    """An engine that has stored the prompt."""
+    made = engine(rng, **options)
+    ask(made, "stores")
+    return made
 
 
 def loading(running: SimulatedVLLM, name: str) -> SimulatedRequest:
     """A request with a long answer, whose load has ended and was compared once."""
     running.forget()
-    request = SimulatedRequest(name, list(TOKENS), len(TOKENS), 20, "a")
-    running.add(request)
+    request = running.begin(name, TOKENS, 20)
     while not request.loaded or running.scheduler.loads.busy:
         running.step()
     return request
 
 
 def broken(running: SimulatedVLLM, fault: Fault) -> Faulty:
+    running.wrong = Whatever()
     worker = running.workers[-1]
     copier = Faulty(worker._ready_copier(), fault, running.store.slab.array)
     copier.at = worker._layout.span(len(running.workers) - 1, 0)[0]
@@ -74,9 +77,7 @@ def broken(running: SimulatedVLLM, fault: Fault) -> Faulty:
 def test_a_wrong_copy_is_found_by_the_first_audited_load(
     fault: Fault, mode: str, device: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with engine(device=device, ranks=2, **MODES[mode]) as running:
-        ask(running, "stores")
-        running.wrong = Whatever()
+    with filled(device=device, ranks=2, **MODES[mode]) as running:
         copier = broken(running, fault)
         for number in range(200):
             assert counted(running, "lmkv_wrong_loads") == 0
@@ -99,9 +100,7 @@ def test_a_wrong_copy_is_found_by_the_first_audited_load(
 
 
 def test_a_request_that_goes_on_with_wrong_kv_stores_and_shares_nothing_more() -> None:
-    with engine(device=True, prefix_caching=True, load_mode="sync") as running:
-        ask(running, "stores")
-        running.wrong = Whatever()
+    with filled(device=True, prefix_caching=True, load_mode="sync") as running:
         copier = broken(running, turned)
         running.forget()
         request = SimulatedRequest("goes on", [*TOKENS, 1, 2, 3], len(TOKENS) + 3, 30, "a")
@@ -121,9 +120,7 @@ def test_a_request_that_goes_on_with_wrong_kv_stores_and_shares_nothing_more() -
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("mode", MODES)
 def test_at_a_rate_it_is_found_sooner_or_later(mode: str, fault: Fault) -> None:
-    with engine(seed=3, **MODES[mode]) as running:
-        ask(running, "stores")
-        running.wrong = Whatever()
+    with filled(3, **MODES[mode]) as running:
         running.scheduler.audit.sampler.rate = 0.1
         copier = broken(running, fault)
         while not counted(running, "lmkv_wrong_loads"):
@@ -137,8 +134,7 @@ def test_a_later_write_into_its_blocks_is_found(
     device: bool, preempted: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that comes when the load has been compared already."""
-    with engine(device=device) as running:
-        ask(running, "stores")
+    with filled(device=device) as running:
         request = loading(running, "victim")
         assert counted(running, "lmkv_wrong_loads") == 0
         running.wrong = Whatever()
@@ -160,25 +156,21 @@ def test_a_later_write_into_its_blocks_is_found(
 def test_a_load_that_writes_into_another_requests_block_is_found(
     mode: str, device: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with engine(device=device, **MODES[mode]) as running:
-        ask(running, "stores")
+    with filled(device=device, **MODES[mode]) as running:
         victim = loading(running, "victim")
-        running.wrong = Whatever()
         copier = broken(running, into_another_block)
         copier.victim = victim.blocks[0][5]
-        running.add(SimulatedRequest("writes", list(TOKENS), len(TOKENS), 1, "a"))
+        running.begin("writes", TOKENS)
         while not copier.touched:
             running.step()
         copier.fault = lambda copies, _: copies
-        with caplog.at_level(logging.ERROR, logger="lmkv.vllm"):
-            running.finish()
-        [line] = [record.getMessage() for record in caplog.records if "audit" in record.getMessage()]
+        running.finish()
+        line = alarm(caplog)
         assert "wrong block after a load that was right: request victim, tokens 20 to 23" in line
 
 
 def test_blocks_that_vllm_writes_into_before_it_hands_the_plan_over_are_not_read_again() -> None:
-    with engine() as running:
-        ask(running, "stores")
+    with filled() as running:
         request = loading(running, "loads")
         blocks = request.blocks[0]
         running.scheduler.request_finished(request)
@@ -198,8 +190,7 @@ def test_blocks_of_an_answer_of_one_token_are_read_again(
     mode: str, device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its load within a step and the request are reported to have ended together; on a device that may be too late."""
-    with engine(device=device, **MODES[mode]) as running:
-        ask(running, "stores")
+    with filled(device=device, **MODES[mode]) as running:
         orders, read = [], running.scheduler._builder.read
 
         def noted(load: int, copies: list[ChunkCopy]) -> ReadOrder:
@@ -214,8 +205,7 @@ def test_blocks_of_an_answer_of_one_token_are_read_again(
 
 @pytest.mark.parametrize("how", ["reset", "suspect"])
 def test_what_was_lost_with_a_reset_raises_no_alarm(how: str) -> None:
-    with engine() as running:
-        ask(running, "stores")
+    with filled() as running:
         request = loading(running, "loads")
         getattr(running.scheduler, how)()
         running.wrong = Whatever()
@@ -249,22 +239,8 @@ def test_honest_hits_raise_no_alarm(count: int) -> None:
             "aborts": rng.choice([0.0, 0.05]),
         }
         groups = GROUPS_OF_16[seed % len(GROUPS_OF_16)]
-        with closing(SimulatedVLLM(rng, groups=groups, device=True, audit_rate=1.0, **options)) as running:
-            pending = [one_of_a_few_conversations(rng, number) for number in range(30)]
-            alive: list[SimulatedRequest] = []
-            for _ in range(120):
-                while pending and rng.random() < 0.4:
-                    alive.append(pending.pop())
-                    running.add(alive[-1])
-                alive = [request for request in alive if request.status != "ended"]
-                if alive and rng.random() < 0.03:
-                    running.abort(rng.choice(alive))
-                if rng.random() < 0.01:
-                    running.scheduler.reset()
-                running.step()
-            for request in pending:
-                running.add(request)
-            running.finish()
+        with SimulatedVLLM(rng, groups=groups, device=True, audit_rate=1.0, **options) as running:
+            drive(running, [one_of_a_few_conversations(rng, number) for number in range(30)], 120)
             for name in ("lmkv_audited_hits", "lmkv_audited_loads", "lmkv_wrong_chunks", "lmkv_wrong_loads"):
                 total[name] += counted(running, name)
             assert total["lmkv_wrong_chunks"] == total["lmkv_wrong_loads"] == 0, (seed, options)
@@ -273,13 +249,11 @@ def test_honest_hits_raise_no_alarm(count: int) -> None:
 @pytest.mark.parametrize("groups", [[Group(8), Group(8, state=1)], [Group(4), Group(4, window=8)]])
 @pytest.mark.parametrize("device", [False, True])
 def test_states_and_windows_are_read_back(groups: list[Table], device: bool) -> None:
-    with engine(groups, device=device) as running:
-        ask(running, "stores")
+    with filled(groups=groups, device=device) as running:
         for number in range(4):
             ask(running, f"r{number}")
         assert counted(running, "lmkv_audited_loads") >= 4
         assert counted(running, "lmkv_wrong_loads") == 0
-        running.wrong = Whatever()
         last = len(groups) - 1
         broken(
             running,
@@ -292,9 +266,7 @@ def test_states_and_windows_are_read_back(groups: list[Table], device: bool) -> 
 
 
 def test_loads_end_if_that_is_wanted() -> None:
-    with engine(audit_action="disable") as running:
-        ask(running, "stores")
-        running.wrong = Whatever()
+    with filled(audit_action="disable") as running:
         broken(running, turned)
         ask(running, "wrong")
         assert running.scheduler.audit.loads_off
@@ -323,12 +295,10 @@ def test_a_hit_that_was_computed_is_loaded_and_read_back_when_it_is_drawn_again(
 @pytest.mark.parametrize("ended", [False, True])
 def test_what_a_sleep_has_taken_is_not_read_back(ended: bool) -> None:
     """`ended`: the load was compared once before the engine fell asleep."""
-    with engine(device=True, load_mode="async") as running:
-        ask(running, "stores")
+    with filled(device=True, load_mode="async") as running:
         running.forget()
         worker = running.workers[0]
-        request = SimulatedRequest("loads", list(TOKENS), len(TOKENS), 20, "a")
-        running.add(request)
+        request = running.begin("loads", TOKENS, 20)
         while not (request.loaded and not running.scheduler.loads.busy if ended else worker._running):
             running.step()
         worker.suspend()
@@ -362,9 +332,8 @@ def test_an_alarm_names_the_load_that_its_chunk_was_computed_behind(caplog: pyte
         slot = running.store._primary.entries[key].slot
         running.store.slab.array[slot, :64] = np.flip(running.store.slab.array[slot, :64])
         audit.sampler.rate = 1.0
-        with caplog.at_level(logging.ERROR, logger="lmkv.vllm"):
-            ask(running, "audited")
-        line = next(record.getMessage() for record in caplog.records if "audit" in record.getMessage())
+        ask(running, "audited")
+        line = alarm(caplog)
         assert "it was computed by request loads and goes on behind 24 tokens that it had loaded" in line
 
 
@@ -375,8 +344,7 @@ def test_a_device_that_has_no_memory_to_read_blocks_back_loads_as_ever(
     def full(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    with engine(device=True, **MODES[mode]) as running:
-        ask(running, "stores")
+    with filled(device=True, **MODES[mode]) as running:
         monkeypatch.setattr("lmkv.memory.comparison.ReadBack.begin", full)
         assert ask(running, "loads").loaded >= len(TOKENS) - 4
         assert "could not be read back" in caplog.text

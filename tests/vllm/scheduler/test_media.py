@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from lmkv.vllm.plan.media import Media, UnnamedMediaError, digest_of
 from tests.vllm.scheduler.requests_kept_apart import image
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
+from tests.vllm.scheduler.simulated_vllm import request_for
 from tests.vllm.scheduler.test_explain import engine_of
 
 
@@ -112,9 +111,9 @@ def test_a_tensor_that_is_a_view_has_its_own_content() -> None:
 
 def test_a_request_whose_item_has_no_identity_neither_stores_nor_loads() -> None:
     tokens = list(range(40))
-    with closing(engine_of()) as engine:
+    with engine_of() as engine:
         for name, picture in (("first", "red"), ("second", "blue"), ("third", "red")):
-            request = SimulatedRequest(name, list(tokens), len(tokens), 1, "a")
+            request = request_for(name, tokens)
             request.mm_features.append(image(picture, 8, 8, identifier="mine"))
             engine.scheduler.on_new_request(request)
             options = engine.scheduler._requests[name].options

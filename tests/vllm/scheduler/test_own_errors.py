@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from contextlib import closing
 from functools import partial
 from typing import Any
 
 import pytest
 
-from lmkv.vllm.plan.block_map import Group
 from lmkv.vllm.plan.metadata import JobReport, WorkerReport
 from lmkv.vllm.plan.request import Storing
 from lmkv.vllm.scheduler.jobs import Job
@@ -41,9 +39,7 @@ class Once:
 
 
 def engine(seed: int, **options: Any) -> SimulatedVLLM:
-    sizes = {"num_blocks": 90, "ram_chunks": 30, "prefix_caching": True, **options}
-    made = SimulatedVLLM(random.Random(seed), groups=[Group(4)], chunk_size=8, **sizes)
-    made.local_hits = 0.0
+    made = SimulatedVLLM(seed, **{"ram_chunks": 30, "prefix_caching": True, "local_hits": 0.0, **options})
     answer_errors(made)
     return made
 
@@ -69,9 +65,13 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 def ask(engine: SimulatedVLLM, name: str, tokens: list[int], upto: int = 1) -> SimulatedRequest:
-    request = SimulatedRequest(name, list(tokens), len(tokens), upto, "a")
-    engine.add(request)
-    return request
+    return engine.begin(name, tokens, upto)
+
+
+def stored(engine: SimulatedVLLM, tokens: list[int]) -> None:
+    """A request has stored this prompt, of which vLLM has forgotten all."""
+    engine.serve("stores", tokens)
+    engine.forget()
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before it is ordered", "after"])
@@ -80,7 +80,7 @@ def test_what_is_computed_from_a_load_that_could_not_be_ordered_is_not_stored(
     seed: int, shared: bool, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = Once(monkeypatch, Loads, "order", "longer", after=after)
-    with closing(engine(seed, prefix_caching=shared)) as simulated:
+    with engine(seed, prefix_caching=shared) as simulated:
         first = list(range(20))
         longer = first + list(range(49, 37, -1))
         for name, tokens in (("stores", first), ("longer", longer), ("again", [*longer, 1])):
@@ -88,25 +88,15 @@ def test_what_is_computed_from_a_load_that_could_not_be_ordered_is_not_stored(
             simulated.finish()
             simulated.forget()
         assert error.raised
-        assert not simulated.wrong
 
 
 def test_a_load_that_had_begun_before_an_error_ends_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     error = Once(monkeypatch, RecentRequests, "scheduled", "fails")
-    options = {
-        "num_blocks": 34,
-        "ram_chunks": 8,
-        "lower_chunks": 60,
-        "depth": 2,
-        "prefix_caching": False,
-        "io_moves": 1,
-    }
-    with closing(engine(seed, **options)) as simulated:
+    options = {"num_blocks": 34, "ram_chunks": 8, "lower_chunks": 60, "prefix_caching": False, "io_moves": 1}
+    with engine(seed, depth=2, **options) as simulated:
         rng = random.Random(seed)
         tokens = [rng.randrange(50) for _ in range(64)]
-        ask(simulated, "stores", tokens)
-        simulated.finish()
-        simulated.forget()
+        stored(simulated, tokens)
         ask(simulated, "fails", [*tokens, 7], 3)
         for _ in range(4):
             simulated.step()
@@ -114,34 +104,29 @@ def test_a_load_that_had_begun_before_an_error_ends_once(seed: int, monkeypatch:
             ask(simulated, f"other {number}", [rng.randrange(50) for _ in range(40)], 4)
         simulated.finish()
         assert error.raised
-        assert not simulated.wrong
 
 
 def test_an_error_reports_none_of_the_blocks_that_are_shared_with_a_running_request(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = Once(monkeypatch, Loads, "begin", "fails")
-    with closing(engine(seed, num_blocks=34, depth=2)) as simulated:
+    with engine(seed, num_blocks=34, depth=2) as simulated:
         rng = random.Random(seed)
         tokens = [rng.randrange(50) for _ in range(64)]
-        ask(simulated, "stores", tokens)
-        simulated.finish()
-        simulated.forget()
-        runs = SimulatedRequest("runs", [*tokens[:24], 1, 2, 3], 27, 20, "a", {"lmkv.skip_load": True})
-        simulated.add(runs)
+        stored(simulated, tokens)
+        runs = simulated.begin("runs", [*tokens[:24], 1, 2, 3], 20, **{"lmkv.skip_load": True})
         for _ in range(12):
             simulated.step()
         assert runs.status == "running"
         ask(simulated, "fails", [*tokens, 7], 3)
         simulated.finish()
         assert error.raised
-        assert not simulated.wrong
 
 
 @pytest.mark.parametrize("options", [{}, {"ranks": 2}, {"device": True}], ids=["one rank", "two ranks", "a device"])
 @pytest.mark.parametrize("where", ["the report", "the end of a load", "the end of a store"])
 def test_no_end_that_is_lost_keeps_anybody_waiting(seed: int, where: str, options: dict[str, Any]) -> None:
-    with closing(engine(seed, **options)) as simulated:
+    with engine(seed, **options) as simulated:
         scheduler: Any = simulated.scheduler
         telemetry = scheduler._observer.telemetry
         owner, name = {
@@ -159,21 +144,18 @@ def test_no_end_that_is_lost_keeps_anybody_waiting(seed: int, where: str, option
 
         setattr(owner, name, once)
         tokens = list(range(40))
-        ask(simulated, "stores", tokens)
-        simulated.finish()
-        simulated.forget()
+        stored(simulated, tokens)
         ask(simulated, "first", tokens, 2)
         for _ in range(30):
             simulated.step()
         ask(simulated, "second", tokens, 2)
         simulated.finish()
         assert raised
-        assert not simulated.wrong
         assert not scheduler.busy
 
 
 def test_an_error_behind_one_end_keeps_no_other_from_being_noted() -> None:
-    with closing(engine(0)) as simulated:
+    with engine(0) as simulated:
         scheduler: Any = simulated.scheduler
         noted = []
 
@@ -190,7 +172,7 @@ def test_an_error_behind_one_end_keeps_no_other_from_being_noted() -> None:
 
 def test_a_lost_report_taints_what_is_being_stored(seed: int) -> None:
     """It may have told of a load that failed, from whose blocks these chunks were computed."""
-    with closing(engine(seed, device=True)) as simulated:
+    with engine(seed, device=True) as simulated:
         scheduler: Any = simulated.scheduler
         ask(simulated, "stores", list(range(40)))
         while not scheduler.busy:
@@ -204,13 +186,12 @@ def test_a_lost_report_taints_what_is_being_stored(seed: int) -> None:
         scheduler._note = note
         assert all(job.distrusted for job in scheduler._jobs.of(Job))
         simulated.finish()
-        assert not simulated.wrong
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_window_that_could_not_be_ordered_keeps_nobody_waiting(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The load counts on its copy, which no worker will report."""
-    with closing(engine(seed, load_mode="async", num_blocks=60)) as running:
+    with engine(seed, load_mode="async", num_blocks=60) as running:
         plan_step = running.scheduler.plan_step
 
         def guarded(*step: Any) -> None:
@@ -222,12 +203,9 @@ def test_a_window_that_could_not_be_ordered_keeps_nobody_waiting(seed: int, monk
 
         monkeypatch.setattr(running.scheduler, "plan_step", guarded)
         tokens = list(range(44))
-        running.add(SimulatedRequest("stores", tokens, len(tokens), 1, "a"))
-        running.finish()
-        running.forget()
+        stored(running, tokens)
         once = Once(monkeypatch, Loads, "_order_window", "loads")
-        running.add(SimulatedRequest("loads", tokens, len(tokens), 1, "a"))
-        running.finish()
+        running.serve("loads", tokens)
         assert once.raised
 
 

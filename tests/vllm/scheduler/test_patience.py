@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -19,7 +20,7 @@ from lmkv.vllm.scheduler.context import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.scheduler.timing import LoadCost
 from tests.kit import LIMIT, NEVER, Gated, Persistent, eventually, listing_every, lower, memory, payload, small_store
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, request_for
 from tests.vllm.scheduler.test_explain import OTHERS, PROMPT, asks, engine_of, report, serve
 
 MIB = 1 << 20
@@ -100,13 +101,22 @@ class TestLimit:
 @pytest.fixture
 def tiered() -> Iterator[SimulatedVLLM]:
     """PROMPT lies below."""
-    with closing(engine_of(ram_chunks=10, lower_chunks=60)) as made:
+    with engine_of(ram_chunks=10, lower_chunks=60) as made:
         serve(made, PROMPT, *OTHERS)
         yield made
 
 
 def lookup(engine: SimulatedVLLM, request: SimulatedRequest) -> int | None:
     return engine.scheduler.get_num_new_matched_tokens(request, 0)[0]
+
+
+def waits(engine: SimulatedVLLM, *, hangs: bool = False) -> SimulatedRequest:
+    """A request whose chunks the tier below is to bring; `hangs`: for ever."""
+    if hangs:
+        engine.disks[0].latency = math.inf
+    request = asks(engine, PROMPT)
+    assert lookup(engine, request) is None
+    return request
 
 
 def test_a_request_that_waits_for_kv_space_is_not_late_for_its_chunks(tiered: SimulatedVLLM) -> None:
@@ -150,8 +160,7 @@ def test_io_threads_are_let_in_where_a_request_has_them_read_and_once_in_a_while
 
 
 def test_what_was_promised_and_withdrawn_counts_for_the_tier_that_had_it(tiered: SimulatedVLLM) -> None:
-    request = asks(tiered, PROMPT)
-    assert lookup(tiered, request) is None
+    request = waits(tiered)
     assert tiered.store.drain(LIMIT)
     for _ in range(3):
         assert lookup(tiered, request) == len(PROMPT) - 1
@@ -163,9 +172,7 @@ def test_what_was_promised_and_withdrawn_counts_for_the_tier_that_had_it(tiered:
 def test_what_did_not_arrive_counts_for_no_tier(tiered: SimulatedVLLM) -> None:
     """A part of the prompt is in host memory; the rest comes from a disk that hangs."""
     serve(tiered, PROMPT[:17])
-    tiered.disks[0].latency = math.inf
-    request = asks(tiered, PROMPT)
-    assert lookup(tiered, request) is None
+    request = waits(tiered, hangs=True)
     tiered.now += STALL + 0.1
     assert lookup(tiered, request) == 16
     assert tiered.scheduler.hit_sources("asks") == {"cpu": 16}
@@ -176,9 +183,7 @@ def test_what_did_not_arrive_counts_for_no_tier(tiered: SimulatedVLLM) -> None:
 def test_a_model_that_computes_slowly_waits_longer_and_a_fast_one_not_at_all(tiered: SimulatedVLLM) -> None:
     for speed, patience in ((2.0, (len(PROMPT) - 1) / 2.0), (1e6, 0.0)):
         tiered.scheduler.timing.cost = LoadCost(prefill_speed=speed)
-        tiered.disks[0].latency = math.inf
-        request = asks(tiered, PROMPT)
-        assert lookup(tiered, request) is None
+        request = waits(tiered, hangs=True)
         tiered.now += 0.9 * patience
         assert (lookup(tiered, request) is None) == (patience > 0) or speed > 100
         tiered.now += 0.5 * patience + 0.01
@@ -190,9 +195,7 @@ def test_a_model_that_computes_slowly_waits_longer_and_a_fast_one_not_at_all(tie
 
 def test_a_tier_that_was_given_up_is_slow_until_a_probe_shows_otherwise(tiered: SimulatedVLLM) -> None:
     cost = tiered.scheduler.timing.cost = LoadCost(prefill_speed=100.0)
-    tiered.disks[0].latency = math.inf
-    request = asks(tiered, PROMPT)
-    assert lookup(tiered, request) is None
+    request = waits(tiered, hangs=True)
     tiered.now += 1.0
     assert lookup(tiered, request) == 0
     tiered.scheduler.request_finished(request)
@@ -211,9 +214,7 @@ def test_a_tier_that_was_given_up_is_slow_until_a_probe_shows_otherwise(tiered: 
 
 def test_nobody_waits_for_a_load_that_hangs_and_what_was_computed_meanwhile_is_found(tiered: SimulatedVLLM) -> None:
     """The chunk is still being loaded, perhaps for ever, when others ask for it."""
-    tiered.disks[0].latency = math.inf
-    request = asks(tiered, PROMPT)
-    assert lookup(tiered, request) is None
+    request = waits(tiered, hangs=True)
     tiered.store.drain(LIMIT)
     tiered.now += 6.0
     assert lookup(tiered, request) == 0
@@ -221,8 +222,7 @@ def test_nobody_waits_for_a_load_that_hangs_and_what_was_computed_meanwhile_is_f
     request = asks(tiered, PROMPT)
     assert lookup(tiered, request) == 0, "it does not wait"
     tiered.scheduler.request_finished(request)
-    request = SimulatedRequest("computes", list(PROMPT), len(PROMPT), 1, "a")
-    tiered.add(request)
+    request = tiered.begin("computes", PROMPT)
     while request.status != "ended":
         tiered.step()
     tiered.step()
@@ -234,12 +234,11 @@ def test_nobody_waits_for_a_load_that_hangs_and_what_was_computed_meanwhile_is_f
 def test_a_stream_waits_no_longer_in_all_its_windows_than_computing_takes() -> None:
     """Each window comes within the limit; there are forty of them. The next request knows."""
     prompt = [(3 * token) % 50 for token in range(40 * 8 + 1)]
-    with closing(engine_of(num_blocks=200, ram_chunks=8, lower_chunks=60, load_mode="async")) as engine:
+    with engine_of(num_blocks=200, ram_chunks=8, lower_chunks=60, load_mode="async") as engine:
         serve(engine, prompt, *OTHERS[:4])
         engine.scheduler.timing.cost = LoadCost(prefill_speed=len(prompt) / 1.0)
         engine.disks[0].latency = 0.5
-        request = SimulatedRequest("streams", list(prompt), len(prompt), 1, "a", {"lmkv.report": True})
-        engine.add(request)
+        request = engine.begin("streams", prompt, **{"lmkv.report": True})
         before = engine.now
         while request.status in ("waiting", "loading"):
             engine.step()
@@ -255,11 +254,28 @@ def test_a_stream_waits_no_longer_in_all_its_windows_than_computing_takes() -> N
         engine.finish()
 
 
+Both = tuple[Scheduler, dict[str, Gated], ManualClock]
+
+
+def asks_of(scheduler: Scheduler) -> SimulatedRequest:
+    """A request for the prompt that has just arrived, which wants a report."""
+    request = request_for("r", PROMPT, **{"lmkv.report": True})
+    scheduler.on_new_request(request)
+    return request
+
+
+def told(scheduler: Scheduler, request: SimulatedRequest) -> Any:
+    """Its report."""
+    answer = scheduler.request_finished(request)
+    assert answer is not None
+    return answer["lmkv"]
+
+
 class TestTwoTiers:
     """The head of a prompt is in a fast tier, its end in a slow one."""
 
     @pytest.fixture
-    def both(self) -> Iterator[tuple[Scheduler, dict[str, Gated], ManualClock]]:
+    def both(self) -> Iterator[Both]:
         clock, gates = ManualClock(), {name: Gated(Persistent(memory(64, name))) for name in ("fast", "slow")}
         with listing_every(NEVER):
             namespace = Namespace(model="m", dtype="u8", chunk_size=8, block_size=4)
@@ -275,13 +291,12 @@ class TestTwoTiers:
         with closing(scheduler):
             yield scheduler, gates, clock
 
-    def test_each_is_measured_by_what_it_delivers(self, both: tuple[Scheduler, dict[str, Gated], ManualClock]) -> None:
+    def test_each_is_measured_by_what_it_delivers(self, both: Both) -> None:
         scheduler, gates, clock = both
         cost = scheduler.timing.cost
         for gate in gates.values():
             gate.shut("read")
-        request = SimulatedRequest("r", PROMPT, len(PROMPT), 1, "a")
-        scheduler.on_new_request(request)
+        asks_of(scheduler)
         for gate in gates.values():
             gate.waiting("read")
         clock.advance(0.01)
@@ -295,38 +310,32 @@ class TestTwoTiers:
         assert cost.loads["fast"].seconds == pytest.approx(0.01)
         assert cost.loads["slow"].seconds == pytest.approx(5.01)
 
-    def test_a_report_says_how_long_the_request_waited(
-        self, both: tuple[Scheduler, dict[str, Gated], ManualClock]
-    ) -> None:
+    def test_a_report_says_how_long_the_request_waited(self, both: Both) -> None:
         scheduler, gates, clock = both
         for gate in gates.values():
             gate.shut("read")
-        request = SimulatedRequest("r", PROMPT, len(PROMPT), 1, "a", {"lmkv.report": True})
-        scheduler.on_new_request(request)
+        request = asks_of(scheduler)
         assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
         clock.advance(0.25)
         for gate in gates.values():
             gate.open()
         assert scheduler.store.drain(LIMIT)
         assert scheduler.get_num_new_matched_tokens(request, 0) == (24, False)
-        answer = scheduler.request_finished(request)
-        assert answer is not None
-        assert answer["lmkv"]["wait_seconds"] == pytest.approx(0.25)
+        assert told(scheduler, request)["wait_seconds"] == pytest.approx(0.25)
 
-    def test_the_head_is_loaded_where_the_rest_is_sooner_computed(
-        self, both: tuple[Scheduler, dict[str, Gated], ManualClock]
-    ) -> None:
+    def test_the_head_is_loaded_where_the_rest_is_sooner_computed(self, both: Both) -> None:
         scheduler, _, _ = both
         cost = scheduler.timing.cost
         cost.observe_step(1000, 1.0)
         cost.observe_load("slow", 1, 10.0)
-        request = SimulatedRequest("r", PROMPT, len(PROMPT), 1, "a", {"lmkv.report": True})
-        scheduler.on_new_request(request)
+        request = asks_of(scheduler)
         assert scheduler.store.drain(LIMIT)
         assert scheduler.get_num_new_matched_tokens(request, 0) == (16, False)
-        answer = scheduler.request_finished(request)
-        assert answer is not None
-        assert answer["lmkv"]["missed"] == {"reason": "slower", "tokens": len(PROMPT) - 1 - 16, "tier": "slow"}
+        assert told(scheduler, request)["missed"] == {
+            "reason": "slower",
+            "tokens": len(PROMPT) - 1 - 16,
+            "tier": "slow",
+        }
         assert cost.skipped == {"slow": 1}
 
 
@@ -372,7 +381,7 @@ class TestStates:
         self, scheduler: Scheduler, seconds: float, computed: int, hit: int
     ) -> None:
         scheduler.timing.cost.observe_load("slow", scheduler.store.slab.slot_bytes, seconds)
-        request = SimulatedRequest("r", list(self.TOKENS), len(self.TOKENS), 1, "a")
+        request = request_for("r", self.TOKENS)
         answer: list[int | None] = [None]
 
         def asked() -> bool:

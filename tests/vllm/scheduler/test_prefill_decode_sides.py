@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from attrs import define
@@ -30,7 +29,7 @@ from tests.kit import (
     put,
     small_store,
 )
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, request_for
 
 CHUNK, DEADLINE = 8, 0.8
 PROMPT = list(range(22))
@@ -46,8 +45,14 @@ class Side:
     medium: CPUPinnedBackend
     clock: ManualClock
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.scheduler.close()
+
     def asks(self, **params: Any) -> SimulatedRequest:
-        request = SimulatedRequest("r", PROMPT, len(PROMPT), 1, "a", params)
+        request = request_for("r", PROMPT, **params)
         self.scheduler.on_new_request(request)
         return request
 
@@ -94,15 +99,13 @@ def side(*, shared: bool = True, **options: Any) -> Side:
 
 @pytest.fixture
 def prefill() -> Iterator[Side]:
-    made = side(loads=False)
-    with closing(made.scheduler):
+    with side(loads=False) as made:
         yield made
 
 
 @pytest.fixture
 def decode() -> Iterator[Side]:
-    made = side(stores=False)
-    with closing(made.scheduler):
+    with side(stores=False) as made:
         yield made
 
 
@@ -167,8 +170,7 @@ def test_nothing_is_answered_to_who_does_not_ask(prefill: Side, params: dict[str
 @pytest.mark.parametrize("options", [{"loads": True}, {"loads": False, "shared": False}])
 def test_servers_of_another_kind_answer_nothing(options: dict[str, Any]) -> None:
     """One that decodes as well may have another connector beside it that does this; a tier of one's own is no use."""
-    made = side(**options)
-    with closing(made.scheduler):
+    with side(**options) as made:
         request = made.asks(**REMOTE)
         put(made.store, made.keys(request))
         assert made.scheduler.request_finished(request) is None
@@ -202,8 +204,7 @@ def test_the_longer_it_waits_the_less_often_it_looks(decode: Side) -> None:
 
 def test_it_waits_as_long_when_the_first_answer_comes_after_vllm_has_asked() -> None:
     """As it does: between a request's arrival and the next step there are microseconds."""
-    made = side(stores=False, load_or_recompute=True, prefetch_deadline=30.0)
-    with closing(made.scheduler):
+    with side(stores=False, load_or_recompute=True, prefetch_deadline=30.0) as made:
         shared = made.store._tiers[0].backend
         assert isinstance(shared, Gated)
         shared.shut("contains")
@@ -226,8 +227,7 @@ def test_without_a_number_it_takes_what_there_is(decode: Side) -> None:
 
 def test_what_loading_is_worth_is_decided_once_shared_tiers_have_answered() -> None:
     """One chunk is known and not worth the delay of a load; with those that are found it is."""
-    made = side(stores=False, load_or_recompute=True)
-    with closing(made.scheduler):
+    with side(stores=False, load_or_recompute=True) as made:
         cost, nbytes = made.scheduler.timing.cost, made.store.slab.slot_bytes
         cost.observe_step(1000, 1.0)
         for chunks in (1, 2, 4):
@@ -253,8 +253,7 @@ def test_the_wait_ends_with_the_deadline_and_what_was_found_is_used(
 
 
 def test_it_never_waits_when_no_tier_can_be_asked() -> None:
-    made = side(stores=False, shared=False)
-    with closing(made.scheduler):
+    with side(stores=False, shared=False) as made:
         assert made.match(made.asks(**{"lmkv.wait_for": 22})) == 0
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from lmkv.chunks.layout import LayerPages
 from lmkv.vllm.model import Ranks, describe
-from tests.vllm.scheduler.test_scratch import BLOCK, CHUNK, kv_cache_config, latent, vllm_config, window
+from tests.vllm.harness import kv_caches
+from tests.vllm.scheduler.test_scratch import BLOCK, CHUNK, latent, vllm_config, window
 
 pytestmark = pytest.mark.vllm
 
@@ -24,14 +25,14 @@ def test_blocks_that_are_spread_over_context_ranks(
     parallel = config.parallel_config
     parallel.tensor_parallel_size, parallel.decode_context_parallel_size = tensor, decode
     parallel.prefill_context_parallel_size = prefill
-    served = describe(config, kv_cache_config(latent()), CHUNK)
+    served = describe(config, kv_caches(latent()), CHUNK)
     assert [group.block_size for group in served.block_map.groups] == [BLOCK * decode]
     assert served.layout.pages_per_chunk(0) == CHUNK // (BLOCK * decode)
     assert (served.layout.num_ranks, served.ranks.replicas, served.ranks.total) == (shards, replicas, tensor * prefill)
     places = {served.ranks.place(0, c, t) for c in range(prefill) for t in range(tensor)}
     assert places == {(shard, replica) for shard in range(shards) for replica in range(replicas)}
     alone = vllm_config(model)
-    assert served.namespace.digest != describe(alone, kv_cache_config(latent()), CHUNK).namespace.digest
+    assert served.namespace.digest != describe(alone, kv_caches(latent()), CHUNK).namespace.digest
 
 
 def test_every_stage_has_the_first_layers_of_the_longest() -> None:
@@ -65,4 +66,4 @@ def test_stages_of_which_the_layers_are_not_known_are_refused(
     config.parallel_config.pipeline_parallel_size = 2
     config.speculative_config = SimpleNamespace(method=draft) if draft else None
     with pytest.raises(ValueError, match=reason):
-        describe(config, kv_cache_config(*(make() for make in specs)), CHUNK)
+        describe(config, kv_caches(*(make() for make in specs)), CHUNK)

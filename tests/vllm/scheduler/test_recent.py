@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-
 import pytest
 
 from lmkv.agent.client import Client
@@ -15,19 +12,12 @@ from lmkv.errors import printable
 from lmkv.vllm.scheduler.observer import RecentRequests
 from lmkv.vllm.scheduler.telemetry import REASONS
 from tests.agent.serving import TOKEN, service_of_scheduler, serving
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
+from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM
 from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, engine_of
 
 
-@pytest.fixture
-def engine() -> Iterator[SimulatedVLLM]:
-    with closing(engine_of()) as made:
-        yield made
-
-
 def serve(engine: SimulatedVLLM, name: str, tokens: list[int], salt: str = "a") -> None:
-    engine.add(SimulatedRequest(name, list(tokens), len(tokens), 2, salt))
-    engine.finish()
+    engine.serve(name, tokens, 2, salt)
 
 
 def test_each_request_is_there_with_what_it_found(engine: SimulatedVLLM) -> None:
@@ -43,7 +33,7 @@ def test_each_request_is_there_with_what_it_found(engine: SimulatedVLLM) -> None
 
 
 def test_one_that_runs_is_there_too(engine: SimulatedVLLM) -> None:
-    engine.add(SimulatedRequest("runs", list(PROMPT), len(PROMPT), 5, "a"))
+    engine.begin("runs", PROMPT, 5)
     engine.step()
     (report,) = engine.scheduler.observer.recent.snapshot()["requests"]
     assert report["running"]
@@ -104,7 +94,7 @@ def test_a_request_is_explained_whatever_its_client_calls_it(engine: SimulatedVL
 
 
 def test_an_evicted_prompt_is_explained_with_its_tier_and_time() -> None:
-    with closing(engine_of(ram_chunks=6)) as small:
+    with engine_of(ram_chunks=6) as small:
         serve(small, "cmpl-first-0-1a2b3c4d", PROMPT)
         for number, tokens in enumerate(OTHERS):
             serve(small, str(number), tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import event, given, strategies as st
 from lmkv.vllm.plan.block_map import Group
 from lmkv.vllm.scheduler.loads import AsyncLoad
 from lmkv.vllm.scheduler.stores import StateStores
-from tests.vllm.scheduler.simulated_vllm import Replay, Ring, SimulatedRequest, SimulatedVLLM, Table
+from tests.vllm.scheduler.simulated_vllm import Replay, Ring, SimulatedRequest, SimulatedVLLM, Table, request_for
 
 GROUPS: dict[str, list[Table]] = {
     "full attention": [Group(4)],
@@ -37,28 +36,24 @@ GROUPS: dict[str, list[Table]] = {
 
 SITUATIONS = ("hits", "partial_hits", "preempted", "aborted", "recomputed", "async_loads")
 
+ENGINES: dict[str, tuple[Any, ...]] = {
+    "chunk_size": (8, 16),
+    "lower_chunks": (0, 0, 40),
+    "depth": (1, 1, 2, 3),
+    "load_faults": (0.0, 0.0, 0.2),
+    "store_faults": (0.0, 0.0, 0.2),
+    "ranks": (1, 1, 2),
+    "context": (1, 1, 2),
+    "lookahead": (0, 0, 1, 3),
+    "save_unfull_chunk": (True, True, False),
+    "load_mode": ("auto", "auto", "async"),
+    "aborts": (0.0, 0.0, 0.1),
+    "audit_rate": (0.0, 0.5),
+    **dict.fromkeys(("drafts", "layerwise", "prefix_caching", "device", "load_or_recompute"), (False, True)),
+}
 engines = st.fixed_dictionaries(
-    {
-        "num_blocks": st.integers(40, 90),
-        "chunk_size": st.sampled_from([8, 16]),
-        "ram_chunks": st.integers(2, 24),
-        "lower_chunks": st.sampled_from([0, 0, 40]),
-        "depth": st.sampled_from([1, 1, 2, 3]),
-        "drafts": st.booleans(),
-        "load_faults": st.sampled_from([0.0, 0.0, 0.2]),
-        "store_faults": st.sampled_from([0.0, 0.0, 0.2]),
-        "ranks": st.sampled_from([1, 1, 2]),
-        "context": st.sampled_from([1, 1, 2]),
-        "layerwise": st.booleans(),
-        "lookahead": st.sampled_from([0, 0, 1, 3]),
-        "save_unfull_chunk": st.sampled_from([True, True, False]),
-        "load_mode": st.sampled_from(["auto", "auto", "async"]),
-        "prefix_caching": st.booleans(),
-        "aborts": st.sampled_from([0.0, 0.0, 0.1]),
-        "device": st.booleans(),
-        "load_or_recompute": st.booleans(),
-        "audit_rate": st.sampled_from([0.0, 0.5]),
-    }
+    {"num_blocks": st.integers(40, 90), "ram_chunks": st.integers(2, 24)}
+    | {name: st.sampled_from(values) for name, values in ENGINES.items()}
 )
 
 
@@ -72,24 +67,29 @@ def one_of_a_few_conversations(rng: random.Random, number: int) -> SimulatedRequ
     return SimulatedRequest(f"r{number}", tokens, len(tokens), rng.randint(1, 20), salt)
 
 
+def drive(engine: SimulatedVLLM, pending: list[SimulatedRequest], steps: int) -> None:
+    """Requests come, are aborted, and all is reset now and then, in any order; then all of them end."""
+    rng, alive = engine.rng, list[SimulatedRequest]()
+    for _ in range(steps):
+        while pending and rng.random() < 0.4:
+            alive.append(pending.pop())
+            engine.add(alive[-1])
+        alive = [request for request in alive if request.status != "ended"]
+        if alive and rng.random() < 0.04:
+            engine.abort(rng.choice(alive))
+        if rng.random() < 0.01:
+            engine.scheduler.reset()
+        engine.step()
+    for request in pending:
+        engine.add(request)
+    engine.finish()
+
+
 def _drive(rng: random.Random, groups: list[Table], options: dict[str, Any]) -> Counter[str]:
     options = {**options, "ranks": options.get("ranks", 1) * options.get("context", 1)}
-    with closing(SimulatedVLLM(rng, groups=groups, **options)) as engine:
+    with SimulatedVLLM(rng, groups=groups, **options) as engine:
         pending = [one_of_a_few_conversations(rng, number) for number in range(rng.randint(2, 14))]
-        alive: list[SimulatedRequest] = []
-        for _ in range(rng.randint(10, 60)):
-            while pending and rng.random() < 0.4:
-                alive.append(pending.pop())
-                engine.add(alive[-1])
-            alive = [request for request in alive if request.status != "ended"]
-            if alive and rng.random() < 0.04:
-                engine.abort(rng.choice(alive))
-            if rng.random() < 0.01:
-                engine.scheduler.reset()
-            engine.step()
-        for request in pending:
-            engine.add(request)
-        engine.finish()
+        drive(engine, pending, rng.randint(10, 60))
         assert engine.total("lmkv_wrong_chunks") == {}, "what is stored is what a fresh prefill gives"
         assert engine.total("lmkv_wrong_loads") == {}, "what is loaded is what is stored"
         return Counter(engine.counts)
@@ -151,11 +151,9 @@ def _second_turns(seed: int, depth: int) -> list[tuple[int, int]]:
     that was possible.
     """
     rng, size = random.Random(seed), 8
-    groups = GROUPS["a recurrent layer and full"]
-    options: dict[str, Any] = {"num_blocks": 90, "chunk_size": size, "ram_chunks": 200, "drafts": True, "lookahead": 1}
+    options: dict[str, Any] = {"ram_chunks": 200, "drafts": True, "lookahead": 1, "local_hits": 0.0}
     found = []
-    with closing(SimulatedVLLM(rng, groups=groups, depth=depth, **options)) as engine:
-        engine.local_hits = 0.0
+    with SimulatedVLLM(rng, groups=GROUPS["a recurrent layer and full"], depth=depth, **options) as engine:
         prompts = [[rng.randrange(50) for _ in range(rng.randint(3, 20))] for _ in range(4)]
         asked = [
             SimulatedRequest(f"{number}", list(tokens), len(tokens), rng.randint(20, 40), "a")
@@ -166,9 +164,7 @@ def _second_turns(seed: int, depth: int) -> list[tuple[int, int]]:
         engine.finish()
         for request in asked:
             tokens = [*request.all_token_ids, *[49] * rng.randint(1, 9)]
-            again = SimulatedRequest(f"{request.request_id} again", tokens, len(tokens), 3, "a")
-            engine.add(again)
-            engine.finish()
+            again = engine.serve(f"{request.request_id} again", tokens, 3)
             best = [at for at in request.ends if at % size == 0 and at > request.num_prompt_tokens]
             found.append((again.loaded, max(best, default=request.num_prompt_tokens // size * size)))
     return found
@@ -210,12 +206,11 @@ def test_an_aborted_load_frees_its_blocks_once_the_device_is_done_with_them() ->
     while_copying = 0
     for seed in range(125, 140):
         rng = random.Random(seed)
-        options: dict[str, Any] = {"num_blocks": 90, "ram_chunks": 8, "lower_chunks": 60, "io_moves": 40}
-        options |= {"groups": [Group(4)], "chunk_size": 8, "load_mode": "async", "depth": 2, "device": True}
-        with closing(SimulatedVLLM(rng, **options)) as engine:
+        options: dict[str, Any] = {"ram_chunks": 8, "lower_chunks": 60, "io_moves": 40}
+        with SimulatedVLLM(rng, **options, load_mode="async", depth=2, device=True) as engine:
             stories = [list(range(first, first + 60)) for first in range(2)]
             for number, story in enumerate(stories):
-                engine.add(SimulatedRequest(f"stores {number}", list(story), 60, 1, "a"))
+                engine.begin(f"stores {number}", story)
             engine.finish()
             for turn in range(6):
                 asked = [
@@ -232,14 +227,9 @@ def test_an_aborted_load_frees_its_blocks_once_the_device_is_done_with_them() ->
                         while_copying += load is not None and load.copying > 0
                         engine.abort(request)
                 others = [rng.randrange(50) for _ in range(50)]
-                engine.add(SimulatedRequest(f"other {turn}", others, 50, 3, "b"))
+                engine.begin(f"other {turn}", others, 3, "b")
             engine.finish()
     assert while_copying > 10, while_copying
-
-
-def _small(seed: int, **options: Any) -> closing[SimulatedVLLM]:
-    rng = random.Random(seed)
-    return closing(SimulatedVLLM(rng, groups=[Group(4)], chunk_size=8, ram_chunks=20, **options))
 
 
 @pytest.mark.parametrize(
@@ -259,11 +249,7 @@ def _small(seed: int, **options: Any) -> closing[SimulatedVLLM]:
 def test_the_end_of_a_hit_is_left_out_where_it_depends_on_what_follows(
     groups: str, stored: int, asked: int, hit: dict[int, int], lookahead: int
 ) -> None:
-    rng = random.Random(0)
-    with closing(
-        SimulatedVLLM(rng, groups=GROUPS[groups], num_blocks=60, chunk_size=8, ram_chunks=20, lookahead=lookahead)
-    ) as engine:
-        engine.local_hits = 0.0
+    with SimulatedVLLM(groups=GROUPS[groups], lookahead=lookahead, local_hits=0.0) as engine:
         tokens = list(range(stored))
         engine.add(SimulatedRequest("first", list(tokens), stored, 5, "a"))
         engine.finish()
@@ -276,11 +262,8 @@ def test_the_end_of_a_hit_is_left_out_where_it_depends_on_what_follows(
 
 def test_a_chunk_is_stored_when_all_of_it_was_computed_for_the_last_time() -> None:
     """Modules of MTP compute the end of what was generated again, with the tokens that come after it."""
-    with _small(0, num_blocks=60, lookahead=3) as engine:
-        engine.local_hits = 0.0
-        first = SimulatedRequest("first", list(range(6)), 6, 30, "a")
-        engine.add(first)
-        engine.finish()
+    with SimulatedVLLM(lookahead=3, local_hits=0.0) as engine:
+        first = engine.serve("first", range(6), 30)
         again = SimulatedRequest("again", [*first.all_token_ids, 49], first.num_tokens + 1, 1, "a")
         engine.add(again)
         engine.finish()
@@ -291,13 +274,12 @@ def test_a_chunk_is_stored_when_all_of_it_was_computed_for_the_last_time() -> No
 @pytest.mark.parametrize("arrives", ["with it", "after it"])
 @pytest.mark.parametrize("first_aborted", [True, False])
 def test_blocks_of_a_load_that_fails_are_not_shared(arrives: str, first_aborted: bool) -> None:
-    with _small(2, num_blocks=90, prefix_caching=True, load_faults=1.0) as engine:
+    with SimulatedVLLM(2, prefix_caching=True, load_faults=1.0) as engine:
         tokens = list(range(40))
-        engine.add(SimulatedRequest("stores", list(tokens), len(tokens), 1, "a"))
-        engine.finish()
+        engine.serve("stores", tokens)
         engine.forget()
-        first = SimulatedRequest("first", list(tokens), len(tokens), 4, "a")
-        second = SimulatedRequest("second", list(tokens), len(tokens), 4, "a")
+        first = request_for("first", tokens, 4)
+        second = request_for("second", tokens, 4)
         engine.add(first)
         if arrives == "with it":
             engine.add(second)
@@ -313,13 +295,12 @@ def test_blocks_of_a_load_that_fails_are_not_shared(arrives: str, first_aborted:
 
 
 def test_blocks_of_a_load_that_succeeds_are_shared_from_the_next_step_on() -> None:
-    with _small(0, num_blocks=90, prefix_caching=True, save_unfull_chunk=False) as engine:
+    with SimulatedVLLM(prefix_caching=True, save_unfull_chunk=False) as engine:
         tokens = list(range(40))
-        engine.add(SimulatedRequest("stores", list(tokens), len(tokens), 1, "a"))
-        engine.finish()
+        engine.serve("stores", tokens)
         engine.forget()
         for name in ("first", "second"):
-            engine.add(SimulatedRequest(name, list(tokens), len(tokens), 4, "a"))
+            engine.begin(name, tokens, 4)
         engine.step()
         assert (engine.counts["hits"], len(engine.waiting)) == (1, 1)
         engine.step()

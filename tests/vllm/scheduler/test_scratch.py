@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,8 @@ import pytest
 import torch
 
 from lmkv.vllm.model import describe
-from tests.vllm.harness import ENVIRONMENT
-from tests.vllm.scheduler.simulated_vllm import Replay, Ring, SimulatedRequest, SimulatedVLLM
+from tests.vllm.harness import configured, kv_caches
+from tests.vllm.scheduler.simulated_vllm import Replay, Ring, SimulatedRequest, SimulatedVLLM, request_for
 
 pytestmark = pytest.mark.vllm
 
@@ -21,20 +18,10 @@ BLOCK, CHUNK = 4, 8
 
 
 def vllm_config(model: Path) -> Any:
-    os.environ.update(ENVIRONMENT)
-    from vllm.engine.arg_utils import EngineArgs
-
-    config = EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
+    config = configured(model)
     # As it is for a model with recurrent layers.
     config.cache_config.mamba_cache_mode = "align"
     return config
-
-
-def kv_cache_config(*specs: Any) -> Any:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-
-    groups = [KVCacheGroupSpec([f"{number}.layer"], spec) for number, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=90, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def latent(**changes: Any) -> Any:
@@ -86,47 +73,45 @@ MODELS: dict[str, tuple[Any, list[Any]]] = {
 def test_scratch_blocks_are_left_out(model: Path, kind: str, seed: int) -> None:
     specs, scratch = MODELS[kind]
     config = vllm_config(model)
-    served = describe(config, kv_cache_config(*specs()), CHUNK)
+    served = describe(config, kv_caches(*specs()), CHUNK)
     assert served.block_map.scratch
     assert {group.table for group in served.block_map.groups} == {n for n, table in enumerate(scratch) if table is None}
     assert served.layers == tuple(f"{group.table}.layer" for group in served.block_map.groups)
     cached = iter(served.block_map.groups)
     tables = [table if table is not None else next(cached) for table in scratch]
-    options: dict[str, Any] = {"groups": tables, "block_map": served.block_map, "num_blocks": 90}
-    options |= {"chunk_size": served.block_map.chunk_size, "ram_chunks": 20, "depth": 1 + seed % 2}
-    with closing(SimulatedVLLM(random.Random(seed), **options)) as engine:
-        engine.local_hits = 0.0
-        size = served.block_map.chunk_size
+    options: dict[str, Any] = {"groups": tables, "block_map": served.block_map, "depth": 1 + seed % 2}
+    size = served.block_map.chunk_size
+    with SimulatedVLLM(seed, chunk_size=size, local_hits=0.0, **options) as engine:
         tokens = list(range(3 * size + 5))
         for turn in range(3):
             request = SimulatedRequest(f"r{turn}", tokens[: len(tokens) - turn], len(tokens) - turn, 6, "a")
             engine.add(request)
             engine.finish()
         assert engine.counts["hits"] == 2
-        again = SimulatedRequest("again", list(tokens), len(tokens), 1, "a")
+        again = request_for("again", tokens)
         assert engine.scheduler.get_num_new_matched_tokens(again, 0)[0] == 3 * size
         engine.scheduler.request_finished(again)
 
 
 def test_chunks_are_whole_blocks_of_every_table(model: Path) -> None:
     """vLLM shortens a hit to whole blocks of all tables, scratch included, where it computes its end again."""
-    served = describe(vllm_config(model), kv_cache_config(latent(), window(replayed=True), ring(16)), CHUNK)
+    served = describe(vllm_config(model), kv_caches(latent(), window(replayed=True), ring(16)), CHUNK)
     assert served.block_map.chunk_size == 16
 
 
 def test_a_state_cannot_go_back_for_a_window_that_is_computed_again(model: Path) -> None:
     with pytest.raises(ValueError, match="a recurrent layer's state cannot go back"):
-        describe(vllm_config(model), kv_cache_config(latent(), window(replayed=True), recurrent()), CHUNK)
+        describe(vllm_config(model), kv_caches(latent(), window(replayed=True), recurrent()), CHUNK)
 
 
 def test_a_model_of_scratch_alone_is_not_cached(model: Path) -> None:
     with pytest.raises(ValueError, match="it has no KV cache"):
-        describe(vllm_config(model), kv_cache_config(ring(8)), CHUNK)
+        describe(vllm_config(model), kv_caches(ring(8)), CHUNK)
 
 
 def test_events_name_vllms_own_groups(model: Path) -> None:
     from lmkv.vllm.kv_events import BlockDescriber
 
-    config = kv_cache_config(ring(8), latent())
+    config = kv_caches(ring(8), latent())
     describer = BlockDescriber.of(config, describe(vllm_config(model), config, CHUNK).block_map)
     assert (describer.groups, describer.block_sizes, describer.kinds) == ([1], [BLOCK], ["mla_attention"])

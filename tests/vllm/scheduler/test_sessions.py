@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-
-import pytest
-
 from lmkv.protocols import ChunkKey
 from tests.vllm.scheduler.requests_kept_apart import image
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
-from tests.vllm.scheduler.test_explain import engine_of
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, request_for
 
 FIRST, PLACEHOLDERS = list(range(11)), [7] * 20
-
-
-@pytest.fixture
-def engine() -> Iterator[SimulatedVLLM]:
-    with closing(engine_of()) as made:
-        yield made
 
 
 def keys(engine: SimulatedVLLM, request: SimulatedRequest) -> list[ChunkKey]:
@@ -28,7 +16,7 @@ def keys(engine: SimulatedVLLM, request: SimulatedRequest) -> list[ChunkKey]:
 
 def streamed(engine: SimulatedVLLM, picture: str) -> list[ChunkKey]:
     """As vLLM streams: a text, a token that is sampled and thrown away, and then an image."""
-    request = SimulatedRequest("streams", list(FIRST), len(FIRST), 1, "a")
+    request = request_for("streams", FIRST)
     engine.scheduler.on_new_request(request)
     request.all_token_ids.append(49)
     del request.all_token_ids[len(FIRST) :]
@@ -43,7 +31,7 @@ def streamed(engine: SimulatedVLLM, picture: str) -> list[ChunkKey]:
 def whole(engine: SimulatedVLLM, *pictures: str) -> list[ChunkKey]:
     """Of the same prompt, all at once."""
     tokens = [*FIRST, *PLACEHOLDERS]
-    request = SimulatedRequest("whole", tokens, len(tokens), 1, "a")
+    request = request_for("whole", tokens)
     request.mm_features += [image(picture, len(FIRST), len(PLACEHOLDERS)) for picture in pictures]
     found = keys(engine, request)
     engine.scheduler.request_finished(request)
@@ -61,7 +49,7 @@ def test_an_image_that_is_streamed_decides_the_keys(engine: SimulatedVLLM) -> No
 
 def test_a_token_that_was_thrown_away_is_in_no_key(engine: SimulatedVLLM) -> None:
     """It was the last of a chunk, and its request was looked up before the next input came."""
-    request = SimulatedRequest("streams", list(range(15)), 15, 1, "a")
+    request = request_for("streams", range(15))
     engine.scheduler.on_new_request(request)
     request.all_token_ids.append(49)
     assert len(engine.scheduler._request_of(request).keys(2)) == 2

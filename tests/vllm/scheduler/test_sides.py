@@ -1,4 +1,4 @@
-"""Both sides of the connector without vLLM: costs, options, versions, block_map, and a worker that fails."""
+"""Both sides of the connector without vLLM: costs, options, versions, and the block map."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from hypothesis import assume, given, strategies as st
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
 from lmkv.memory.copier import ChunkCopy, Run
-from lmkv.memory.paged import PagedMemory, block_rows
-from lmkv.memory.slab import Slab, SlabRef
+from lmkv.memory.paged import block_rows
 from lmkv.vllm import compat
 from lmkv.vllm.compat import Numbers
 from lmkv.vllm.model import Ranks, ServedModel
 from lmkv.vllm.plan.block_map import BlockMap, Group
-from lmkv.vllm.plan.identity import request_root
-from lmkv.vllm.plan.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.plan.options import RequestOptions
 from lmkv.vllm.scheduler.timing import LoadCost, LoadMode, LoadTime
-from lmkv.vllm.worker import Worker
 
 MIB = 1 << 20
 NAMESPACE = Namespace(model="m", dtype="u8", chunk_size=8, block_size=4)
+
+
+def measured(**options: Any) -> LoadCost:
+    """Where a second was enough for 1,000 tokens."""
+    cost = LoadCost(**options)
+    cost.observe_step(1000, 1.0)
+    return cost
 
 
 class TestLoadCost:
@@ -35,8 +38,7 @@ class TestLoadCost:
         assert LoadCost().worth_loading("disk", 1000, MIB)
 
     def test_a_slow_tier_is_skipped_and_a_fast_one_is_not(self, caplog: pytest.LogCaptureFixture) -> None:
-        cost = LoadCost()
-        cost.observe_step(1000, 1.0)
+        cost = measured()
         cost.observe_load("disk", 10 * MIB, 1.0)
         with caplog.at_level(logging.DEBUG, logger="lmkv"):
             assert not cost.worth_loading("disk", 1000, 100 * MIB)
@@ -46,8 +48,7 @@ class TestLoadCost:
         assert cost.worth_loading("elsewhere", 1000, 100 * MIB)
 
     def test_a_tier_that_looks_slow_is_tried_again_now_and_then(self) -> None:
-        cost = LoadCost()
-        cost.observe_step(1000, 1.0)
+        cost = measured()
         cost.observe_load("disk", MIB, 1.0)
         probes = 0
         for _ in range(32):
@@ -56,23 +57,20 @@ class TestLoadCost:
         assert probes == 2
 
     def test_switched_off_everything_is_loaded(self) -> None:
-        cost = LoadCost(enabled=False)
-        cost.observe_step(1000, 1.0)
+        cost = measured(enabled=False)
         cost.observe_load("disk", MIB, 1.0)
         assert cost.worth_loading("disk", 1000, 100 * MIB)
         assert not cost.skipped
 
     def test_idle_time_and_decode_steps_do_not_make_the_model_look_slow(self) -> None:
-        cost = LoadCost()
-        cost.observe_step(1000, 1.0)
+        cost = measured()
         cost.observe_step(1000, 60.0)
         cost.observe_step(1, 0.5)
         assert cost.prefill_speed > 900
 
     def test_a_delay_of_every_load_counts_for_small_ones_too(self) -> None:
         """A store behind 200 ms that then delivers 100 MiB/s, and a model that computes 1 MiB in 100 ms."""
-        cost = LoadCost()
-        cost.observe_step(1000, 1.0)
+        cost = measured()
         for size in (64, 32, 64, 128):
             cost.observe_load("redis", size * MIB, 0.2 + size / 100)
         assert not cost.worth_loading("redis", 100, MIB)
@@ -149,30 +147,6 @@ class TestOptions:
         assert options.pin_seconds == 0.0
         assert options.wait_for == 0
 
-    def test_prompt_embeddings_are_neither_stored_nor_found(self) -> None:
-        options = RequestOptions.of(_request(prompt_embeds=torch.zeros(1)))
-        assert options.skip_save
-        assert options.skip_load
-
-
-NAMESPACE = Namespace(model="m", dtype="float32", chunk_size=256, block_size=32)
-
-
-class TestIdentity:
-    def test_every_part_of_a_request_separates(self) -> None:
-        lora = SimpleNamespace(lora_name="a", lora_path="/a")
-        requests = [
-            _request(),
-            _request(cache_salt="a"),
-            _request(lora_request=lora),
-            _request(lora_request=SimpleNamespace(lora_name="a", lora_path="/b")),
-            _request(kv_transfer_params={"lmkv.tag.a": "a"}),
-            _request(cache_salt="a", lora_request=lora),
-        ]
-        roots = [request_root(NAMESPACE, request, RequestOptions.of(request).tags) for request in requests]
-        assert len(set(roots)) == len(roots)
-        assert roots[0] == NAMESPACE.digest
-
 
 class TestCompat:
     @pytest.mark.parametrize("version", ["0.29.0", "0.31.0", "0.32.0+cpu", "0.33.1", "0.34.0.dev12", "1.0.dev3"])
@@ -230,132 +204,6 @@ class TestGeometry:
         tables = [[1, 2, 3, 4], [0, 0, 0, 0, 0, 6, 7, 8]]
         assert block_map.store_copy(5, tables, 1, 5) == ChunkCopy(5, (Run(0, [3, 4]), Run(1, [6, 7])))
         assert block_map.store_copy(5, tables, 1, 3) is None, "a hit of two of them reads a block that is not there"
-
-
-class TestWorker:
-    LAYOUT = KVLayout(8, (LayerPages(64, 2),) * 2)
-
-    def _worker(self, slab: Slab) -> Worker:
-        worker = Worker(0, self.LAYOUT)
-        worker.register(PagedMemory([torch.zeros((6, 64), dtype=torch.uint8) for _ in range(2)], fuse=False))
-        worker.begin(StepPlan(slab=slab.ref))
-        return worker
-
-    def test_a_slab_that_cannot_be_mapped_fails_orders_and_raises_nothing(self) -> None:
-        worker = Worker(0, self.LAYOUT)
-        worker.register(PagedMemory([torch.zeros((6, 64), dtype=torch.uint8) for _ in range(2)], fuse=False))
-        order = CopyOrder(1, [ChunkCopy(0, (Run(0, [2, 3]),))])
-        worker.begin(StepPlan(loads=[order], slab=SlabRef("/proc/self/fd/999999", 4096, 4096, "lmkv-slab-none")))
-        worker.load()
-        assert worker.take_failed_blocks() == {2, 3}
-        report = worker.take_report()
-        assert report is not None
-        assert not report.jobs[1].ok
-        worker.close()
-
-    def test_a_block_that_does_not_exist_is_refused(self) -> None:
-        slab = Slab(4096, 8192, shared=True)
-        worker = self._worker(slab)
-        worker.begin(StepPlan(stores=[CopyOrder(1, [ChunkCopy(0, (Run(0, [2, 6]),))], stores=True)]))
-        worker.save()
-        report = worker.take_report()
-        assert report is not None
-        assert not report.jobs[1].ok
-        assert not worker.take_failed_blocks(), "what could not be stored is sound where it is"
-        worker.close()
-        slab.close()
-
-    def test_orders_are_executed_once(self) -> None:
-        slab = Slab(4096, 8192, shared=True)
-        worker = self._worker(slab)
-        worker.begin(StepPlan(stores=[CopyOrder(7, [ChunkCopy(1, (Run(0, [2, 3]),))])]))
-        worker.load()
-        worker.save()
-        worker.save()
-        report = worker.take_report()
-        assert report is not None
-        assert list(report.jobs) == [7]
-        assert worker.take_report() is None
-        worker.close()
-        slab.close()
-
-    def _layerwise(self, slab: Slab, **orders: Any) -> tuple[Worker, list[torch.Tensor]]:
-        worker = Worker(0, self.LAYOUT, layerwise=True)
-        rows = [torch.zeros((6, 64), dtype=torch.uint8) for _ in range(2)]
-        worker.register(PagedMemory(rows, fuse=False))
-        worker.begin(StepPlan(slab=slab.ref, **orders))
-        return worker, rows
-
-    def test_layers_are_loaded_when_the_model_comes_to_them(self) -> None:
-        slab = Slab(4096, 8192, shared=True)
-        slab.view(1)[:256] = bytes([1] * 128 + [2] * 128)
-        worker, rows = self._layerwise(slab, loads=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
-        worker.load()
-        assert not any(bool(row.any()) for row in rows)
-        worker.wait_for_layer(0)
-        assert bool((rows[0][2:4] == 1).all())
-        assert not bool(rows[1].any())
-        worker.wait_for_layer(1)
-        assert bool((rows[1][2:4] == 2).all())
-        assert worker.take_report() is None, "reported when the step ends"
-        worker.save()
-        report = worker.take_report()
-        assert report is not None
-        assert report.jobs[1].ok
-        assert not worker.take_failed_blocks()
-        worker.close()
-        slab.close()
-
-    def test_a_layer_that_the_model_did_not_wait_for_fails_the_load(self) -> None:
-        """It was read before it was there: whole CUDA graphs would do that."""
-        slab = Slab(4096, 8192, shared=True)
-        worker, _ = self._layerwise(slab, loads=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
-        worker.load()
-        worker.wait_for_layer(0)
-        worker.save()
-        report = worker.take_report()
-        assert report is not None
-        assert not report.jobs[1].ok
-        assert worker.take_failed_blocks() == {2, 3}
-        worker.close()
-        slab.close()
-
-    def test_layers_are_stored_once_saved_and_the_rest_when_the_step_ends(self) -> None:
-        slab = Slab(4096, 8192, shared=True)
-        worker, rows = self._layerwise(slab, stores=[CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])])
-        worker.load()
-        rows[0].fill_(5)
-        worker.save_layer(0)
-        rows[0].fill_(6)
-        rows[1].fill_(7)
-        worker.save()
-        assert bytes(slab.view(1)[:256]) == bytes([5] * 128 + [7] * 128)
-        report = worker.take_report()
-        assert report is not None
-        assert report.jobs[1].ok
-        worker.close()
-        slab.close()
-
-    def test_what_is_loaded_between_steps_needs_no_layers(self) -> None:
-        slab = Slab(4096, 8192, shared=True)
-        order = CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))], between_steps=True, finishes="r")
-        worker, _ = self._layerwise(slab, loads=[order])
-        worker.load()
-        worker.save()
-        assert worker.take_finished() == ({"r"}, set())
-        worker.close()
-        slab.close()
-
-    def test_reports_merge_in_any_order(self) -> None:
-        parts = [
-            WorkerReport({1: JobReport(1, True, 10, 0.1), 2: JobReport(1, True, 5, 0.1)}),
-            WorkerReport({1: JobReport(1, False, 10, 0.3)}),
-            WorkerReport({3: JobReport(1, True, 1, 0.2)}),
-        ]
-        forward = parts[0].merge(parts[1]).merge(parts[2])
-        backward = parts[2].merge(parts[1]).merge(parts[0])
-        assert forward == backward
-        assert forward.jobs[1] == JobReport(2, False, 20, 0.3)
 
 
 class TestLoadMode:

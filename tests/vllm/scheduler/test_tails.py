@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import random
-from contextlib import closing
-from typing import Any
 
 import pytest
 
 from lmkv.chunks.hashing import TailKey
 from lmkv.vllm.plan.block_map import Group
 from tests.kit import LIMIT
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, next_token
-
-CHUNK = 8
-
-
-def engine_of(**options: Any) -> closing[SimulatedVLLM]:
-    options = {"groups": [Group(4)], "num_blocks": 90, "ram_chunks": 24, **options}
-    return closing(SimulatedVLLM(random.Random(0), chunk_size=CHUNK, **options))
+from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM, next_token, request_for
 
 
 def serve(engine: SimulatedVLLM, tokens: list[int], *, salt: str = "a", max_tokens: int = 1) -> None:
-    engine.add(SimulatedRequest(f"r{random.random()}", list(tokens), len(tokens), max_tokens, salt))
-    engine.finish()
+    engine.serve(f"r{random.random()}", tokens, max_tokens, salt)
 
 
 def hit(engine: SimulatedVLLM, tokens: list[int], *, salt: str = "a", computed: int = 0) -> int:
-    request = SimulatedRequest("asks", list(tokens), len(tokens), 1, salt)
+    request = request_for("asks", tokens, 1, salt)
     engine.scheduler.on_new_request(request)
     assert engine.store.drain(LIMIT)
     found, _ = engine.scheduler.get_num_new_matched_tokens(request, computed)
@@ -42,7 +32,7 @@ def tails(engine: SimulatedVLLM) -> list[TailKey]:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 33])
 def test_a_repeated_prompt_computes_its_last_token_only(length: int) -> None:
-    with engine_of() as engine:
+    with SimulatedVLLM() as engine:
         tokens = list(range(length))
         serve(engine, tokens)
         assert hit(engine, tokens) == length - 1
@@ -50,7 +40,7 @@ def test_a_repeated_prompt_computes_its_last_token_only(length: int) -> None:
 
 
 def test_a_prompt_is_hit_as_far_as_it_goes_on_as_another_one_did() -> None:
-    with engine_of() as engine:
+    with SimulatedVLLM() as engine:
         serve(engine, list(range(14)))
         assert hit(engine, [*range(12), 49, 48, 47]) == 12
         assert hit(engine, [*range(5), 49]) == 5, "within a whole chunk, too"
@@ -61,7 +51,7 @@ def test_a_prompt_is_hit_as_far_as_it_goes_on_as_another_one_did() -> None:
 
 
 def test_a_tail_gives_way_when_its_chunk_is_complete() -> None:
-    with engine_of() as engine:
+    with SimulatedVLLM() as engine:
         serve(engine, list(range(10)))
         assert [key.tokens for key in tails(engine)] == [2]
         serve(engine, list(range(13)))
@@ -72,14 +62,14 @@ def test_a_tail_gives_way_when_its_chunk_is_complete() -> None:
 
 
 def test_generated_tokens_complete_the_chunk() -> None:
-    with engine_of() as engine:
+    with SimulatedVLLM() as engine:
         serve(engine, list(range(10)), max_tokens=12)
         assert tails(engine) == []
         assert hit(engine, list(range(10))) == 9
 
 
 def test_tails_take_a_share_of_host_memory_at_most_and_the_latest_stay() -> None:
-    with engine_of(ram_chunks=24) as engine:
+    with SimulatedVLLM(ram_chunks=24) as engine:
         for first in range(12):
             serve(engine, [first, 1, 2])
         assert len(tails(engine)) == 3
@@ -87,14 +77,14 @@ def test_tails_take_a_share_of_host_memory_at_most_and_the_latest_stay() -> None
 
 
 def test_a_tail_never_evicts_the_chunks_before_it() -> None:
-    with engine_of(ram_chunks=3) as engine:
+    with SimulatedVLLM(ram_chunks=3) as engine:
         serve(engine, list(range(28)))
         assert hit(engine, list(range(28))) == 24
 
 
 @pytest.mark.parametrize("groups", [[Group(4)], [Group(4), Group(4, window=8)], [Group(2), Group(8, window=5)]])
 def test_a_tail_is_found_on_a_lower_tier_by_its_prompt(groups: list[Group]) -> None:
-    with engine_of(groups=groups, lower_chunks=40, ranks=2) as engine:
+    with SimulatedVLLM(groups=groups, lower_chunks=40, ranks=2) as engine:
         tokens = list(range(22))
         serve(engine, tokens, salt="a")
         lower = engine.store._tiers[0]
@@ -108,7 +98,7 @@ def test_a_tail_is_found_on_a_lower_tier_by_its_prompt(groups: list[Group]) -> N
 
 
 def test_without_save_unfull_chunk_there_are_whole_chunks_only() -> None:
-    with engine_of(save_unfull_chunk=False) as engine:
+    with SimulatedVLLM(save_unfull_chunk=False) as engine:
         serve(engine, list(range(14)))
         assert hit(engine, list(range(14))) == 8
         assert tails(engine) == []
@@ -118,7 +108,7 @@ WINDOWED = [Group(4), Group(4, window=8)]
 
 
 def test_with_windows_a_tail_is_found_by_its_prompt_whatever_came_after_it() -> None:
-    with engine_of(groups=WINDOWED) as engine:
+    with SimulatedVLLM(groups=WINDOWED) as engine:
         serve(engine, list(range(12)), max_tokens=12)
         assert hit(engine, list(range(12))) == 11
         serve(engine, list(range(15)))
@@ -132,32 +122,28 @@ def test_with_windows_a_tail_is_found_by_its_prompt_whatever_came_after_it() -> 
 @pytest.mark.parametrize("length", [12, 16])
 def test_with_windows_a_hit_reads_stored_pages_only(length: int, layerwise: bool) -> None:
     for seed in range(20):
-        options: dict[str, Any] = {"chunk_size": 16, "num_blocks": 90, "ram_chunks": 24, "layerwise": layerwise}
-        with closing(SimulatedVLLM(random.Random(seed), groups=WINDOWED, **options)) as engine:
+        with SimulatedVLLM(seed, groups=WINDOWED, chunk_size=16, layerwise=layerwise) as engine:
             for name in "ab":
-                engine.add(SimulatedRequest(name, list(range(length)), length, 1, "a"))
-                engine.finish()
+                engine.serve(name, range(length))
 
 
 def test_with_a_window_alone_a_failed_load_is_recomputed_from_the_start() -> None:
     """The blocks before the window are null: the middle of it cannot be computed again."""
     recomputed = 0
     for seed in range(20):
-        options: dict[str, Any] = {"chunk_size": 8, "num_blocks": 90, "ram_chunks": 24, "load_faults": 1.0}
-        with closing(SimulatedVLLM(random.Random(seed), groups=[Group(4, window=8)], **options)) as engine:
+        with SimulatedVLLM(seed, groups=[Group(4, window=8)], load_faults=1.0) as engine:
             for name in "ab":
-                engine.add(SimulatedRequest(name, list(range(40)), 40, 1, "a"))
-                engine.finish()
+                engine.serve(name, range(40))
             recomputed += engine.counts["recomputed"]
     assert recomputed > 10
 
 
 def test_a_tail_on_a_lower_tier_does_not_cost_the_chunk_in_host_memory() -> None:
     """As a preempted request asks, which has generated tokens after its prompt."""
-    with engine_of(lower_chunks=40) as engine:
+    with SimulatedVLLM(lower_chunks=40) as engine:
         prompt = list(range(10))
         serve(engine, prompt, max_tokens=12)
-        request = SimulatedRequest("again", list(prompt), 10, 9, "a")
+        request = request_for("again", prompt, 9)
         engine.scheduler.on_new_request(request)
         for _ in range(5):
             request.all_token_ids.append(next_token("a", request.all_token_ids))
@@ -172,9 +158,9 @@ def test_a_tail_on_a_lower_tier_does_not_cost_the_chunk_in_host_memory() -> None
 
 
 def test_a_tail_is_stored_once_there_are_slots_for_what_comes_before_it() -> None:
-    with engine_of(ram_chunks=8) as engine:
+    with SimulatedVLLM(ram_chunks=8) as engine:
         others = engine.store.reserve([bytes([n]) * 32 for n in range(8)])
-        engine.add(SimulatedRequest("a", list(range(12)), 12, 4, "a"))
+        engine.begin("a", range(12), 4)
         while engine.scheduler._requests["a"].num_tokens < 13:
             engine.step()
         others.abort()
@@ -184,7 +170,7 @@ def test_a_tail_is_stored_once_there_are_slots_for_what_comes_before_it() -> Non
 
 def test_a_tail_is_stored_after_chunks_that_only_a_lower_tier_has() -> None:
     """Host memory is smaller than the prompt: its chunks pass through it, and are not stored there again."""
-    with engine_of(ram_chunks=4, lower_chunks=40) as engine:
+    with SimulatedVLLM(ram_chunks=4, lower_chunks=40) as engine:
         lower = engine.store._tiers[0]
         while len(lower.index) < 9:
             serve(engine, list(range(72)))

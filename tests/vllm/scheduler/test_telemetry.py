@@ -7,8 +7,6 @@ import math
 import pickle
 import random
 import re
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,6 @@ from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM
 from tests.vllm.scheduler.test_explain import OTHERS, PROMPT, asks, engine_of, serve
 
 DOCS = Path(__file__).parents[3] / "docs"
-
-
-@pytest.fixture
-def tiered() -> Iterator[SimulatedVLLM]:
-    with closing(engine_of(ram_chunks=10, lower_chunks=60)) as made:
-        yield made
 
 
 def counted(engine: SimulatedVLLM) -> dict[str, Any]:
@@ -201,18 +193,12 @@ def test_names_follow_prometheus_habits() -> None:
 def test_every_counted_name_is_described() -> None:
     """Over a random schedule with everything in it."""
     rng = random.Random(1)
-    with closing(engine_of(ram_chunks=6, lower_chunks=8, num_blocks=60, load_faults=0.1, store_faults=0.1)) as engine:
+    with engine_of(ram_chunks=6, lower_chunks=8, num_blocks=60, load_faults=0.1, store_faults=0.1) as engine:
         serve(engine, *(rng.choice([PROMPT, *OTHERS]) for _ in range(30)))
         assert engine.samples.keys() <= METRICS.keys()
-        assert {name for name in METRICS if name.startswith("lmkv_")} - engine.samples.keys() <= {
-            "lmkv_audited_hits",
-            "lmkv_audited_loads",
-            "lmkv_wrong_loads",
-            "lmkv_audited_tokens",
-            "lmkv_audited_chunks",
-            "lmkv_audited_states",
-            "lmkv_audit_seconds",
-            "lmkv_wrong_chunks",
+        # No hit is audited.
+        expected = {name for name in METRICS if re.match("lmkv_(?!audit|wrong_)", name)}
+        assert expected - engine.samples.keys() <= {
             "lmkv_failed_loads",
             "lmkv_failed_stores",
             "lmkv_promotion_seconds",

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from contextlib import closing
-
 import pytest
 
-from lmkv.vllm.plan.block_map import Group
 from lmkv.vllm.plan.metadata import WorkerReport
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
+from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_pipelined_steps_do_not_look_faster_than_they_are(depth: int) -> None:
     """vLLM schedules up to `depth` steps at once; each takes a second then, one after the other."""
-    options = {"groups": [Group(4)], "num_blocks": 90, "chunk_size": 8, "ram_chunks": 20, "depth": depth}
-    with closing(SimulatedVLLM(random.Random(0), **options)) as engine:
+    with SimulatedVLLM(depth=depth) as engine:
         scheduler, waiting = engine.scheduler, []
         for step in range(12):
             engine.now += 0.001
@@ -30,10 +25,9 @@ def test_pipelined_steps_do_not_look_faster_than_they_are(depth: int) -> None:
 
 
 def test_workers_report_the_end_of_the_steps_that_are_timed() -> None:
-    options = {"groups": [Group(4)], "num_blocks": 90, "chunk_size": 8, "ram_chunks": 20, "depth": 2}
-    with closing(SimulatedVLLM(random.Random(0), **options)) as engine:
+    with SimulatedVLLM(depth=2) as engine:
         for number in range(20):
-            engine.add(SimulatedRequest(f"r{number}", list(range(number, number + 48)), 48, 2, "a"))
+            engine.begin(f"r{number}", range(number, number + 48), 2)
         engine.finish()
         assert engine.scheduler.timing.cost.prefill_speed > 0
         assert engine.scheduler.loads.timed_steps == 0

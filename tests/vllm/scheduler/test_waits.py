@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from contextlib import closing
+from typing import Any
 
 import pytest
 
-from lmkv.testing.faults import FaultyBackend
-from lmkv.vllm.plan.block_map import Group
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, request_for
 
 LONGEST = 0.85
 CHUNK = 8
@@ -20,22 +17,9 @@ EVERY = 8
 """Steps from one request to the next, of 0.01 simulated seconds each."""
 
 
-def _hang(disk: FaultyBackend) -> None:
-    disk.latency = math.inf
-
-
-def _slow(disk: FaultyBackend) -> None:
-    disk.latency = 3.0
-
-
-def _fail(disk: FaultyBackend) -> None:
-    disk.error_rate = 1.0
-
-
 def _request(number: int, round_: int, chunks: int) -> SimulatedRequest:
     rng = random.Random(number)
-    tokens = [rng.randrange(50) for _ in range(chunks * CHUNK + 1)]
-    return SimulatedRequest(f"{round_}-{number}", tokens, len(tokens), 1, "a")
+    return request_for(f"{round_}-{number}", [rng.randrange(50) for _ in range(chunks * CHUNK + 1)])
 
 
 def _run(engine: SimulatedVLLM, requests: list[SimulatedRequest]) -> list[float]:
@@ -63,20 +47,10 @@ def _run(engine: SimulatedVLLM, requests: list[SimulatedRequest]) -> list[float]
 
 
 @pytest.mark.parametrize("chunks", [3, 10], ids=["short", "between_steps"])
-@pytest.mark.parametrize("spoil", [_hang, _slow, _fail])
-def test_the_wait_for_a_bad_disk_is_bounded(spoil: Callable[[FaultyBackend], None], chunks: int) -> None:
-    engine = SimulatedVLLM(
-        random.Random(1),
-        num_blocks=2000,
-        groups=[Group(4)],
-        chunk_size=CHUNK,
-        ram_chunks=16,
-        lower_chunks=REQUESTS * (chunks + 1),
-        prefix_caching=True,
-        io_moves=200,
-        load_or_recompute=True,
-    )
-    with closing(engine):
+@pytest.mark.parametrize("spoiled", [{"latency": math.inf}, {"latency": 3.0}, {"error_rate": 1.0}], ids=str)
+def test_the_wait_for_a_bad_disk_is_bounded(spoiled: dict[str, float], chunks: int) -> None:
+    options: dict[str, Any] = {"num_blocks": 2000, "ram_chunks": 16, "lower_chunks": REQUESTS * (chunks + 1)}
+    with SimulatedVLLM(1, prefix_caching=True, io_moves=200, load_or_recompute=True, **options) as engine:
         for number in range(REQUESTS):
             engine.add(_request(number, 0, chunks))
             engine.finish()
@@ -86,11 +60,12 @@ def test_the_wait_for_a_bad_disk_is_bounded(spoil: Callable[[FaultyBackend], Non
         engine.finish()
         assert engine.counts["hits"] > hits, "a good disk delivers"
         engine.forget()
-        spoil(engine.disks[0])
+        for name, value in spoiled.items():
+            setattr(engine.disks[0], name, value)
         waits = _run(engine, [_request(number, 2, chunks) for number in range(REQUESTS)])
         assert any(waits), "none had to wait: nothing was tested"
         assert max(waits) <= LONGEST
-        if spoil is not _slow:
+        if spoiled != {"latency": 3.0}:
             assert engine.store.stats().tiers[1].breaker != "closed"
             assert max(waits[-20:]) < 0.1, "nobody waits for a tier whose breaker is open"
         engine.disks[0].latency = 0.0

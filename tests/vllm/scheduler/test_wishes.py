@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,21 +12,16 @@ from hypothesis import example, given, strategies as st
 
 from lmkv.policies import LRU, Quotas
 from lmkv.vllm.plan.options import MAX_TAG_CHARACTERS, MAX_TAGS, RequestOptions
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
-from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, asks, engine_of, missed, serve
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, request_for
+from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, asks, engine_of, in_memory, missed, serve
 
 WHOLE = len(PROMPT) // CHUNK
 
 
 @pytest.fixture
 def engine() -> Iterator[SimulatedVLLM]:
-    with closing(engine_of(ram_chunks=16)) as made:
+    with engine_of(ram_chunks=16) as made:
         yield made
-
-
-def in_memory(engine: SimulatedVLLM, tokens: list[int], salt: str) -> int:
-    """How many leading chunks are in host memory."""
-    return engine.store.catalog.count_prefix(engine.scheduler.keys_of(tokens, salt, {}))[0]
 
 
 def mallory(engine: SimulatedVLLM, **params: Any) -> None:
@@ -56,7 +50,7 @@ def test_one_clients_wishes_leave_half_of_memory_to_others(engine: SimulatedVLLM
 @pytest.mark.parametrize("wish", [{"lmkv.pin": 86_000}, {"agent_hint": {"priority": 9}}], ids=str)
 def test_a_tenant_keeps_its_quota_whatever_others_pin(wish: dict[str, Any]) -> None:
     tenants = {"team:red": 0.7}
-    with closing(engine_of(ram_chunks=16, policy=lambda: Quotas(LRU, tenants))) as engine:
+    with engine_of(ram_chunks=16, policy=lambda: Quotas(LRU, tenants)) as engine:
         mallory(engine, **wish)
         for _ in range(2):
             for tokens in (PROMPT, OTHERS[0], OTHERS[1], OTHERS[2]):
@@ -83,8 +77,7 @@ def test_a_wish_is_about_all_that_the_request_stores(engine: SimulatedVLLM, answ
     """Also if the request ends in the step that has computed them, and before they are stored."""
     hint = {"session_id": "s", "priority": 3}
     params = {"lmkv.pin": 60, "agent_hint": hint}
-    engine.add(SimulatedRequest("r", list(PROMPT), len(PROMPT), answer, "a", params))
-    engine.finish()
+    engine.serve("r", PROMPT, answer, **params)
     assert engine.store.stats().pinned == WHOLE + 1
     root = engine.scheduler.root_of("a", {})
     assert root is not None
@@ -107,8 +100,7 @@ def test_names_of_clients_are_cut_and_printable_in_the_log(
 ) -> None:
     forged = "cmpl-1\nERROR lmkv.vllm lmkv: audit: wrong KV in disk: request cmpl-7\x1b[2J\u202e" + "x" * 1_000_000
     with caplog.at_level(logging.INFO, logger="lmkv"):
-        engine.add(SimulatedRequest(forged, list(PROMPT), len(PROMPT), 2, "a", {}))
-        engine.finish()
+        engine.serve(forged, PROMPT, 2)
         serve(engine, PROMPT)
     texts = [record.getMessage() for record in caplog.records]
     assert any("cmpl-1?ERROR" in text for text in texts)
@@ -127,7 +119,7 @@ class Counted(list[int]):
 
 def test_no_token_is_looked_at_of_a_prefetch_that_is_too_long(engine: SimulatedVLLM) -> None:
     tokens = Counted(range(1000))
-    request = SimulatedRequest("r", list(PROMPT), len(PROMPT), 1, "a", {"lmkv.prefetch_tokens": tokens})
+    request = request_for("r", PROMPT, **{"lmkv.prefetch_tokens": tokens})
     assert RequestOptions.of(request, longest=999).prefetch_tokens == ()
     assert tokens.looked == 0
     assert len(RequestOptions.of(request, longest=1000).prefetch_tokens) == 1000
@@ -160,8 +152,7 @@ def test_a_request_whose_tags_are_unclear_shares_with_nobody(engine: SimulatedVL
     params |= wishes
     assert of_params(params) == RequestOptions(skip_save=True, skip_load=True, report=True)
     before = engine.total("lmkv_stored_tokens")
-    request = SimulatedRequest("r", list(PROMPT), len(PROMPT), 1, "a", params)
-    engine.add(request)
+    engine.add(SimulatedRequest("r", list(PROMPT), len(PROMPT), 1, "a", params))
     engine.finish()
     assert engine.total("lmkv_stored_tokens") == before
     serve(engine, PROMPT)
@@ -188,34 +179,46 @@ odd = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
     max_leaves=6,
 )
+seconds = st.sampled_from([1, 50, 5000, 86_399]) | odd
+counts = st.integers(-1, 40) | odd
+edits = st.lists(st.fixed_dictionaries({"type": st.sampled_from(["prefetch", "evict", "offload"]) | odd})) | odd
 hints = st.fixed_dictionaries(
     {},
     optional={
-        **dict.fromkeys(("session_id", "session_ended", "priority", "waits_seconds"), odd),
-        "cache_control": odd | st.fixed_dictionaries({"ttl": odd}),
-        "context_management": odd
-        | st.fixed_dictionaries({"edits": odd | st.lists(st.fixed_dictionaries({"type": odd}))}),
+        "session_id": st.sampled_from(["1", "2", "x" * 1000]) | odd,
+        "session_ended": st.booleans() | odd,
+        "priority": st.integers(-2, 12) | odd,
+        "waits_seconds": seconds,
+        "cache_control": st.fixed_dictionaries({}, optional={"ttl": seconds}) | odd,
+        "context_management": st.fixed_dictionaries({"edits": edits}) | odd,
     },
 )
-names = ("skip_save", "skip_load", "report", "prefetch", "prefetch_tokens", "pin", "wait_for", "tag.a", "tag.\ud800")
-keys = (*(f"lmkv.{name}" for name in names), "max_load_tokens", "max_offload_tokens", "do_remote_decode")
-asking: dict[Any, Any] = {**dict.fromkeys(keys, odd), "agent_hint": odd | hints, 5: odd}
+asking: dict[Any, Any] = {
+    "agent_hint": hints | odd,
+    "lmkv.pin": seconds,
+    "lmkv.prefetch": st.just(True) | odd,
+    "lmkv.prefetch_tokens": st.sampled_from([PROMPT, OTHERS[0], [-1], [*PROMPT, "x"]]) | odd,
+    "lmkv.tag.team": st.sampled_from(["red", "blue"]) | odd,
+    **dict.fromkeys(("lmkv.skip_save", "lmkv.skip_load"), odd),
+    **dict.fromkeys(("lmkv.wait_for", "max_load_tokens", "max_offload_tokens"), counts),
+}
+wishes = st.fixed_dictionaries({}, optional=asking)
+strange = dict.fromkeys(("lmkv.report", "lmkv.tag.a", "lmkv.tag.\ud800", "do_remote_decode", 5), odd)
 
 
-@given(st.fixed_dictionaries({}, optional=asking) | odd)
+@given(st.fixed_dictionaries({}, optional=asking | strange) | odd)
 @example({"agent_hint": {"session_id": "\ud800"}})
 def test_whatever_a_request_asks_it_is_served(params: object) -> None:
     options = of_params(params)
     assert len(options.tags) <= MAX_TAGS
-    with closing(engine_of(ram_chunks=16)) as engine:
+    with engine_of(ram_chunks=16) as engine:
         engine.scheduler.observer.recorder.since(0)
-        request = SimulatedRequest("r", list(PROMPT), len(PROMPT), 1, "a", params)  # type: ignore[arg-type]
-        engine.add(request)
+        engine.add(SimulatedRequest("r", list(PROMPT), len(PROMPT), 1, "a", params))  # type: ignore[arg-type]
         engine.finish()
 
 
 def test_a_prefetch_of_another_prompt_counts_for_the_requests_tenant() -> None:
-    with closing(engine_of(ram_chunks=16, lower_chunks=60, policy=lambda: Quotas(LRU, {"team:red": 0.5}))) as engine:
+    with engine_of(ram_chunks=16, lower_chunks=60, policy=lambda: Quotas(LRU, {"team:red": 0.5})) as engine:
         tagged: dict[str, Any] = {"lmkv.tag.team": "red"}
         serve(engine, PROMPT, **tagged)
         assert engine.store.drain()
@@ -224,44 +227,6 @@ def test_a_prefetch_of_another_prompt_counts_for_the_requests_tenant() -> None:
         assert [work.tenant for work in works] == ["team:red"]
 
 
-anything: st.SearchStrategy[Any] = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just([]) | st.just({})
-)
-seconds = st.sampled_from([1, 50, 5000, 86_399]) | anything
-edits = st.fixed_dictionaries({"type": st.sampled_from(["prefetch", "evict", "offload"]) | anything})
-hints = st.fixed_dictionaries(
-    {},
-    optional={
-        "session_id": st.sampled_from(["1", "2", "x" * 1000]) | anything,
-        "session_ended": st.booleans() | anything,
-        "priority": st.integers(-2, 12) | anything,
-        "waits_seconds": seconds,
-        "cache_control": st.fixed_dictionaries({}, optional={"ttl": seconds}) | anything,
-        "context_management": st.fixed_dictionaries(
-            {
-                "edits": st.lists(
-                    st.fixed_dictionaries({"type": st.sampled_from(["prefetch", "evict", "offload"]) | anything})
-                )
-            }
-        )
-        | anything,
-    },
-)
-wishes = st.fixed_dictionaries(
-    {},
-    optional={
-        "agent_hint": hints | anything,
-        "lmkv.pin": seconds,
-        "lmkv.prefetch": st.just(True) | anything,
-        "lmkv.prefetch_tokens": st.sampled_from([PROMPT, OTHERS[0], [-1], [*PROMPT, "x"]]) | anything,
-        "lmkv.skip_save": anything,
-        "lmkv.skip_load": anything,
-        "lmkv.wait_for": st.integers(-1, 40) | anything,
-        "lmkv.tag.team": st.sampled_from(["red", "blue"]) | anything,
-        "max_load_tokens": st.integers(-1, 40) | anything,
-        "max_offload_tokens": st.integers(-1, 40) | anything,
-    },
-)
 asked = st.tuples(
     st.sampled_from([PROMPT, *OTHERS[:3]]),
     st.integers(1, len(PROMPT)),
@@ -276,7 +241,7 @@ asked = st.tuples(
 def test_any_wishes(requests: list[Any], quota: bool) -> None:
     """Every byte that is loaded is compared; slots are left to loads; and nothing is left of any wish."""
     policy = (lambda: Quotas(LRU, {"team:red": 0.5})) if quota else LRU
-    with closing(engine_of(ram_chunks=16, lower_chunks=40, policy=policy)) as engine:
+    with engine_of(ram_chunks=16, lower_chunks=40, policy=policy) as engine:
         for number, (tokens, length, answer, salt, params, passed) in enumerate(requests):
             engine.add(SimulatedRequest(f"r{number}", tokens[:length], min(length, len(tokens)), answer, salt, params))
             engine.finish()
@@ -292,7 +257,7 @@ def test_any_wishes(requests: list[Any], quota: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_pin_waits_for_another_request_that_is_storing_the_prompt(seed: int) -> None:
-    with closing(engine_of(ram_chunks=16)) as engine:
+    with engine_of(ram_chunks=16) as engine:
         first, second = (
             SimulatedRequest(name, list(PROMPT), len(PROMPT), answer, "a", params)
             for name, answer, params in (("first", 2, {}), ("second", 1, {"lmkv.pin": 60}))

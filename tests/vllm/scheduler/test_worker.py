@@ -7,7 +7,8 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from lmkv.memory.device import DeviceError, Staging
 from lmkv.memory.device_copier import DeviceCopier
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name
-from lmkv.vllm.plan.block_map import Group
-from lmkv.vllm.plan.metadata import CopyOrder, StepPlan, WorkerReport
+from lmkv.vllm.plan.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.worker import Worker
 from tests.kit import LIMIT, eventually
 from tests.simulated_device import SimulatedDevice, SimulatedStream
@@ -32,6 +32,50 @@ from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 LAYOUT = KVLayout(8, (LayerPages(64, 2),) * 2)
 BLOCKS, SLOTS = 12, 4
 ENGINE = slab_name(f"test-worker-{os.getpid()}", LAYOUT)
+ONE = (ChunkCopy(1, (Run(0, [2, 3]),)),)
+NOWHERE = "/proc/1/fd/999999"
+
+
+def load(job: int = 1, copies: Sequence[ChunkCopy] = ONE, **more: Any) -> CopyOrder:
+    return CopyOrder(job, [*copies], **more)
+
+
+def store(job: int = 1, copies: Sequence[ChunkCopy] = ONE) -> CopyOrder:
+    return CopyOrder(job, [*copies], stores=True)
+
+
+def rows_of_a_model() -> list[torch.Tensor]:
+    return [torch.zeros((BLOCKS, 64), dtype=torch.uint8) for _ in range(2)]
+
+
+def reported(worker: Worker) -> WorkerReport:
+    """What it has to report, of one step or another."""
+    report = worker.take_report()
+    assert report is not None
+    return report
+
+
+def ended(worker: Worker) -> WorkerReport:
+    """What it reports once a job has ended."""
+    eventually(lambda: worker.poll() or bool(worker._report.jobs))
+    return reported(worker)
+
+
+def pinned(worker: Worker) -> bool:
+    copier = worker._copier
+    if isinstance(copier, DeviceCopier):
+        copier.pins.wait()
+    return copier is not None
+
+
+def refused(worker: Worker, ref: SlabRef) -> WorkerReport:
+    """What is reported of orders that fail."""
+    worker.begin(StepPlan([load(1)], [store(2)], ref))
+    worker.load()
+    worker.save()
+    report = reported(worker)
+    assert [job.ok for job in report.jobs.values()] == [False, False]
+    return report
 
 
 @frozen
@@ -43,34 +87,51 @@ class Served:
     rows: list[torch.Tensor]
 
 
+@frozen
+class Bench:
+    """Makes workers and slabs, which end with the test."""
+
+    patch: pytest.MonkeyPatch
+    workers: ExitStack
+    slabs: ExitStack
+
+    def serve(self, seed: int = 0, *, engine: str = "", staging_bytes: int = 1000) -> Served:
+        device, rows = SimulatedDevice(seed), rows_of_a_model()
+        device.adopt(rows)
+        self.patch.setattr("lmkv.vllm.worker.make_staging", lambda memory, nbytes: Staging(device, memory, nbytes))
+        worker = self.workers.enter_context(closing(Worker(0, LAYOUT, engine=engine, staging_bytes=staging_bytes)))
+        worker.register(PagedMemory(rows, fuse=False))
+        return Served(worker, device, rows)
+
+    def on_cpu(self, *, layerwise: bool = False) -> tuple[Worker, list[torch.Tensor]]:
+        rows = rows_of_a_model()
+        worker = self.workers.enter_context(closing(Worker(0, LAYOUT, layerwise=layerwise)))
+        worker.register(PagedMemory(rows, fuse=False))
+        return worker, rows
+
+    def slab(self, *, slot_bytes: int = 4096, engine: str = "", filled: int = 0) -> Slab:
+        slab = self.slabs.enter_context(closing(Slab(slot_bytes, SLOTS * slot_bytes, shared=True, engine=engine)))
+        slab.view(1)[:256] = bytes([filled]) * 256
+        return slab
+
+
+@contextmanager
+def a_bench() -> Iterator[Bench]:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as slabs, ExitStack() as workers:
+        yield Bench(patch, workers, slabs)
+
+
 @pytest.fixture
-def patch() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
+def bench() -> Iterator[Bench]:
+    with a_bench() as made:
+        yield made
 
 
-def serve(patch: pytest.MonkeyPatch, seed: int = 0, *, engine: str = "", staging_bytes: int = 1000) -> Served:
-    device = SimulatedDevice(seed)
-    rows = [torch.zeros((BLOCKS, 64), dtype=torch.uint8) for _ in range(2)]
-    device.adopt(rows)
-    patch.setattr("lmkv.vllm.worker.make_staging", lambda memory, nbytes: Staging(device, memory, nbytes))
-    worker = Worker(0, LAYOUT, engine=engine, staging_bytes=staging_bytes)
-    worker.register(PagedMemory(rows, fuse=False))
-    return Served(worker, device, rows)
-
-
-def pinned(worker: Worker) -> bool:
-    copier = worker._copier
-    if isinstance(copier, DeviceCopier):
-        copier.pins.wait()
-    return copier is not None
-
-
-def test_the_slab_is_found_and_pinned_before_the_first_order(patch: pytest.MonkeyPatch) -> None:
-    served = serve(patch, engine=ENGINE)
+def test_the_slab_is_found_and_pinned_before_the_first_order(bench: Bench) -> None:
+    served = bench.serve(engine=ENGINE)
     assert "no copier yet" in repr(served.worker)
     # vLLM makes the scheduler's side, whose slab this is, after the worker's.
-    slab = Slab(4096, SLOTS * 4096, shared=True, engine=ENGINE)
+    slab = bench.slab(engine=ENGINE)
     eventually(lambda: pinned(served.worker))
     assert [found.last - found.first for found in served.device.registered] == [SLOTS * 4096]
     copier = served.worker._copier
@@ -83,106 +144,80 @@ def test_the_slab_is_found_and_pinned_before_the_first_order(patch: pytest.Monke
     assert served.worker._copier is copier
     served.worker.close()
     assert not served.device.registered
-    slab.close()
 
 
-def test_a_worker_that_finds_no_slab_can_be_closed(patch: pytest.MonkeyPatch) -> None:
-    served = serve(patch, engine=f"{ENGINE}-none")
+def test_a_worker_that_finds_no_slab_can_be_closed(bench: Bench) -> None:
+    served = bench.serve(engine=f"{ENGINE}-none")
     served.worker.close()
     assert "no copier yet" in repr(served.worker)
 
 
-def test_an_order_of_another_slab_than_the_one_found_brings_its_own(patch: pytest.MonkeyPatch) -> None:
+def test_an_order_of_another_slab_than_the_one_found_brings_its_own(bench: Bench) -> None:
     """Two engines may have the same name, when users give it."""
-    served = serve(patch, engine=ENGINE)
-    wrong = Slab(4096, SLOTS * 4096, shared=True, engine=ENGINE)
+    served = bench.serve(engine=ENGINE)
+    bench.slab(engine=ENGINE)
     eventually(lambda: pinned(served.worker))
-    right = Slab(4096, SLOTS * 4096, shared=True, engine=ENGINE)
-    right.view(1)[:256] = bytes([9]) * 256
-    served.worker.begin(StepPlan([CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])], slab=right.ref))
+    served.worker.begin(StepPlan([load()], slab=bench.slab(engine=ENGINE, filled=9).ref))
     served.worker.load()
     served.device.synchronize()
     assert bool((served.rows[0][2:4] == 9).all())
-    served.worker.close()
-    wrong.close()
-    right.close()
 
 
-def test_the_devices_memory_is_taken_when_tensors_are_registered(patch: pytest.MonkeyPatch) -> None:
-    served = serve(patch, staging_bytes=4000)
-    slab = Slab(4096, SLOTS * 4096, shared=True)
+def test_the_devices_memory_is_taken_when_tensors_are_registered(bench: Bench) -> None:
+    served = bench.serve(staging_bytes=4000)
     assert served.device.allocated == 5000
     assert served.device.moves == len(served.rows), "and kernels are compiled"
     copies = [ChunkCopy(slot, (Run(0, [2 * slot, 2 * slot + 1]),)) for slot in range(SLOTS)]
-    served.worker.begin(StepPlan([CopyOrder(1, copies)], [CopyOrder(2, copies, stores=True)], slab.ref))
+    served.worker.begin(StepPlan([load(1, copies)], [store(2, copies)], bench.slab().ref))
     served.worker.load()
     served.worker.save()
     assert served.device.allocated == 5000
-    served.worker.close()
-    slab.close()
 
 
-def test_a_load_is_reported_with_the_devices_seconds(patch: pytest.MonkeyPatch) -> None:
+def test_a_load_is_reported_with_the_devices_seconds(bench: Bench) -> None:
     """Those until the next step ends are the model's."""
-    served = serve(patch)
-    slab = Slab(4096, SLOTS * 4096, shared=True)
-    served.worker.begin(StepPlan([CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])], slab=slab.ref))
+    served = bench.serve()
+    served.worker.begin(StepPlan([load()], slab=bench.slab().ref))
     served.worker.load()
     served.device.synchronize()
     served.device.now += 1000.0
-
-    def reported() -> bool:
-        served.worker.poll()
-        return bool(served.worker._report.jobs)
-
-    eventually(reported)
-    report = served.worker.take_report()
-    assert report is not None
-    assert report.jobs[1].seconds < 0.0001, "a simulated copy takes a few microseconds; the host's clock says more"
-    served.worker.close()
-    slab.close()
+    seconds = ended(served.worker).jobs[1].seconds
+    assert seconds < 0.0001, "a simulated copy takes a few microseconds; the host's clock says more"
 
 
-def test_tensors_that_are_registered_again_have_the_slab_pinned_once(patch: pytest.MonkeyPatch) -> None:
-    served = serve(patch)
-    slab = Slab(4096, SLOTS * 4096, shared=True)
+def test_tensors_that_are_registered_again_have_the_slab_pinned_once(bench: Bench) -> None:
+    served, slab = bench.serve(), bench.slab()
     served.worker.begin(StepPlan(slab=slab.ref))
     pinned(served.worker)
     served.worker.register(PagedMemory(served.rows, fuse=False))
-    served.worker.begin(StepPlan([CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])], slab=slab.ref))
+    served.worker.begin(StepPlan([load()], slab=slab.ref))
     served.worker.load()
     pinned(served.worker)
     assert len(served.device.registered) == 1
-    served.worker.close()
-    slab.close()
 
 
-def test_a_device_that_fails_fails_its_orders_and_the_worker_closes(patch: pytest.MonkeyPatch) -> None:
-    served = serve(patch)
-    slab = Slab(4096, SLOTS * 4096, shared=True)
-    copies = [ChunkCopy(1, (Run(0, [2, 3]),))]
-    served.worker.begin(StepPlan([CopyOrder(1, copies)], [CopyOrder(2, copies, stores=True)], slab.ref))
+def test_a_device_that_fails_fails_its_orders_and_the_worker_closes(bench: Bench) -> None:
+    served = bench.serve()
+    served.worker.begin(StepPlan([load(1)], [store(2)], bench.slab().ref))
     served.worker.load()
     served.device.fail("an uncorrectable memory error")
     served.worker.save()
     served.worker.poll()
-    report = served.worker.take_report()
-    assert report is not None
-    assert not report.jobs[2].ok
+    assert not reported(served.worker).jobs[2].ok
     served.worker.close()
     with pytest.raises(DeviceError):
         served.device.synchronize()
-    slab.close()
 
 
 @given(seed=st.integers(0, 2**32))
 def test_what_is_reported_has_ended_and_is_right(seed: int) -> None:
     """Stores and loads in any order of steps, with a model that computes in between; pinned sooner or later."""
-    rng = random.Random(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        served = serve(patch, seed)
+    with a_bench() as bench:
+        any_order_of_steps(random.Random(seed), bench.serve(seed), bench.slab())
+
+
+def any_order_of_steps(rng: random.Random, served: Served, slab: Slab) -> None:
     worker, device, rows = served.worker, served.device, served.rows
-    slab = Slab(4096, SLOTS * 4096, shared=True)
     content: dict[int, int] = {}
     free = list(range(SLOTS))
     running: dict[int, tuple[CopyOrder, int]] = {}
@@ -206,8 +241,12 @@ def test_what_is_reported_has_ended_and_is_right(seed: int) -> None:
             values[block] = content[slot]
         worker.save()
         running[job] = (order, values[block])
-        for ended in report_of(worker, rng):
-            finished, value = running.pop(ended)
+        for _ in range(rng.randrange(4)):
+            worker.poll()
+        report = worker.take_report() or WorkerReport()
+        assert all(job.ok for job in report.jobs.values())
+        for number in report.jobs:
+            finished, value = running.pop(number)
             copy = finished.copies[0]
             if finished.stores:
                 assert bytes(slab.view(copy.slot)[:256]) == bytes([value]) * 256
@@ -215,35 +254,20 @@ def test_what_is_reported_has_ended_and_is_right(seed: int) -> None:
             else:
                 first = copy.runs[0].blocks[0]
                 assert all(bool((row[first : first + 2] == value).all()) for row in rows)
-    worker.close()
-    slab.close()
 
 
-def report_of(worker: Worker, rng: random.Random) -> list[int]:
-    """The jobs that have ended, seen after a while."""
-    for _ in range(rng.randrange(4)):
-        worker.poll()
-    report = worker.take_report()
-    assert report is None or all(job.ok for job in report.jobs.values())
-    return list(report.jobs) if report else []
-
-
-def test_while_the_engine_sleeps_its_memory_is_not_touched(patch: pytest.MonkeyPatch) -> None:
-    served = serve(patch)
+def test_while_the_engine_sleeps_its_memory_is_not_touched(bench: Bench) -> None:
+    served, slab = bench.serve(), bench.slab()
     worker, device = served.worker, served.device
-    slab = Slab(4096, SLOTS * 4096, shared=True)
-    copies = [ChunkCopy(1, (Run(0, [2, 3]),))]
 
-    def ended(job: int, *, stores: bool) -> bool:
-        worker.begin(StepPlan(*([], [CopyOrder(job, copies, stores=True)]) if stores else ([CopyOrder(job, copies)],)))
+    def works(plan: StepPlan) -> bool:
+        worker.begin(plan)
         worker.load()
         worker.save()
-        eventually(lambda: worker.poll() or bool(worker._report.jobs))
-        report = worker.take_report()
-        assert report is not None
-        return report.jobs[job].ok
+        jobs = ended(worker).jobs
+        return jobs[max(jobs)].ok
 
-    worker.begin(StepPlan([], [CopyOrder(1, copies, stores=True)], slab.ref))
+    worker.begin(StepPlan([], [store(1)], slab.ref))
     worker.save()
     copier, staging = worker._copier, device.allocated
     assert staging > 0
@@ -251,132 +275,87 @@ def test_while_the_engine_sleeps_its_memory_is_not_touched(patch: pytest.MonkeyP
     worker.suspend()
     assert device.allocated == 0, "staging memory is given back"
     memory, device._memory = device._memory, []
-    assert not ended(2, stores=True)
-    assert not ended(3, stores=False)
+    assert not works(StepPlan([], [store(2)]))
+    assert not works(StepPlan([load(3)]))
     assert worker.take_failed_blocks() == {2, 3}
     device.synchronize()
     device._memory = memory
     worker.resume()
     worker.resume()
     assert device.allocated == staging
-    assert ended(4, stores=True), "the copy that ran when it fell asleep had ended: the device has not failed"
-    assert ended(5, stores=False)
+    assert works(StepPlan([], [store(4)])), "the copy that ran at first had ended: the device has not failed"
+    assert works(StepPlan([load(5)]))
     assert worker._copier is copier, "the slab stays pinned"
-    worker.close()
-    slab.close()
 
 
-def test_a_worker_without_staging_memory_after_the_sleep_says_so_and_fails_its_orders(
-    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    served = serve(patch)
-    slab = Slab(4096, SLOTS * 4096, shared=True)
+def test_a_worker_without_staging_memory_after_the_sleep_says_so_and_fails_its_orders(bench: Bench) -> None:
+    served, slab = bench.serve(), bench.slab()
     served.worker.begin(StepPlan(slab=slab.ref))
     served.worker.suspend()
     served.device._memory_bytes = 100
     served.worker.resume()
-    report = refused(served.worker, slab)
-    assert "no staging memory left" in report.refusal
-    served.worker.close()
-    slab.close()
+    assert "no staging memory left" in refused(served.worker, slab.ref).refusal
 
 
-def refused(worker: Worker, slab: Slab) -> WorkerReport:
-    """What is reported of an order that fails."""
-    copies = [ChunkCopy(1, (Run(0, [2, 3]),))]
-    worker.begin(StepPlan([CopyOrder(1, copies)], [CopyOrder(2, copies, stores=True)], slab.ref))
-    worker.load()
-    worker.save()
-    report = worker.take_report()
-    assert report is not None
-    assert [job.ok for job in report.jobs.values()] == [False, False]
-    return report
-
-
-def test_a_load_between_steps_does_not_wait_for_the_step_that_orders_it(patch: pytest.MonkeyPatch) -> None:
+def test_a_load_between_steps_does_not_wait_for_the_step_that_orders_it(bench: Bench) -> None:
     """vLLM has it begin once the step's computation is launched, which uses none of its blocks."""
-    served = serve(patch)
-    slab = Slab(4096, SLOTS * 4096, shared=True)
-    slab.view(1)[:256] = bytes([9]) * 256
+    served, slab = bench.serve(), bench.slab(filled=9)
     device, seen = served.device, list[bool]()
     served.worker.begin(StepPlan(slab=slab.ref))
     pinned(served.worker)
     device.synchronize()
-    patch.setattr(device, "run", lambda steps: False)
-    order = CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))], between_steps=True, finishes="r")
-    # The step before: it may still read the blocks.
-    device.compute.queue.append(lambda: seen.append(bool(served.rows[0][2].any())))
-    served.worker.begin(StepPlan([order], slab=slab.ref))
-    device.compute.queue.append(lambda: seen.append(True))
-    forward = device.compute.queue[-1]
-    served.worker.load()
+    with bench.patch.context() as patch:
+        patch.setattr(device, "run", lambda steps: False)
+        # The step before: it may still read the blocks.
+        device.compute.queue.append(lambda: seen.append(bool(served.rows[0][2].any())))
+        served.worker.begin(StepPlan([load(between_steps=True, finishes="r")], slab=slab.ref))
+        device.compute.queue.append(lambda: seen.append(True))
+        forward = device.compute.queue[-1]
+        served.worker.load()
 
-    def ready() -> list[SimulatedStream]:
-        return [stream for stream in device.streams if stream.ready and stream.queue[0] is not forward]
+        def ready() -> list[SimulatedStream]:
+            return [stream for stream in device.streams if stream.ready and stream.queue[0] is not forward]
 
-    while streams := ready():
-        streams[0].step()
-    assert bool((served.rows[0][2:4] == 9).all()), "while the step's computation has not begun"
-    assert seen == [False]
-    patch.undo()
-    served.worker.close()
-    slab.close()
+        while streams := ready():
+            streams[0].step()
+        assert bool((served.rows[0][2:4] == 9).all()), "while the step's computation has not begun"
+        assert seen == [False]
 
 
-def test_a_load_within_the_step_waits_for_all_that_was_launched(patch: pytest.MonkeyPatch) -> None:
-    served = serve(patch)
-    slab = Slab(4096, SLOTS * 4096, shared=True)
-    slab.view(1)[:256] = bytes([9]) * 256
-    seen = list[bool]()
-    served.worker.begin(StepPlan([CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])], slab=slab.ref))
+def test_a_load_within_the_step_waits_for_all_that_was_launched(bench: Bench) -> None:
+    served, seen = bench.serve(), list[bool]()
+    served.worker.begin(StepPlan([load()], slab=bench.slab(filled=9).ref))
     served.device.compute.queue.append(lambda: seen.append(bool(served.rows[0][2].any())))
     served.worker.load()
     served.device.synchronize()
     assert seen == [False]
-    served.worker.close()
-    slab.close()
 
 
 # -- what cannot work ------------------------------------------------------------------------------------
 
 
-def test_where_the_right_slab_cannot_be_mapped_the_one_found_before_is_not_used(patch: pytest.MonkeyPatch) -> None:
-    served = serve(patch, engine=ENGINE)
-    found = Slab(4096, SLOTS * 4096, shared=True, engine=ENGINE)
+def test_where_the_right_slab_cannot_be_mapped_the_one_found_before_is_not_used(bench: Bench) -> None:
+    served, found = bench.serve(engine=ENGINE), bench.slab(engine=ENGINE)
     eventually(lambda: pinned(served.worker))
     served.rows[0].fill_(7)
-    elsewhere = evolve(found.ref, path="/proc/1/fd/999999", name=f"{found.ref.name}-another")
-    served.worker.begin(StepPlan([], [CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))], stores=True)], elsewhere))
-    served.worker.save()
-    report = served.worker.take_report()
-    assert report is not None
-    assert not report.jobs[1].ok
+    refused(served.worker, evolve(found.ref, path=NOWHERE, name=f"{found.ref.name}-another"))
     assert not any(found.view(1)[:256])
-    served.worker.close()
-    found.close()
 
 
-def test_a_slab_with_another_layout_is_refused(patch: pytest.MonkeyPatch) -> None:
+def test_a_slab_with_another_layout_is_refused(bench: Bench) -> None:
     """Slots of the same size can have other pages in them."""
-    served = serve(patch, engine=ENGINE)
     other = KVLayout(8, (LayerPages(72, 2),) * 2)
     assert other.slot_bytes == LAYOUT.slot_bytes
-    slab = Slab(4096, SLOTS * 4096, shared=True, engine=slab_name("any", other))
-    assert "another layout" in refused(served.worker, slab).refusal
-    served.worker.close()
-    slab.close()
+    for form, reason in (
+        ({"engine": slab_name("any", other)}, "another layout"),
+        ({"slot_bytes": 8192}, "slots of 8192 bytes"),
+    ):
+        served = bench.serve(engine=ENGINE if "engine" in form else "")
+        assert reason in refused(served.worker, bench.slab(**form).ref).refusal  # type: ignore[arg-type]
 
 
-def test_slots_of_another_size_are_refused(patch: pytest.MonkeyPatch) -> None:
-    served = serve(patch)
-    slab = Slab(8192, SLOTS * 8192, shared=True)
-    assert "slots of 8192 bytes" in refused(served.worker, slab).refusal
-    served.worker.close()
-    slab.close()
-
-
-def test_a_slab_that_came_with_an_order_is_not_replaced_by_one_that_is_found(patch: pytest.MonkeyPatch) -> None:
-    right, wrong = (Slab(4096, SLOTS * 4096, shared=True, engine=f"{LAYOUT.digest}-{name}") for name in "rw")
+def test_a_slab_that_came_with_an_order_is_not_replaced_by_one_that_is_found(bench: Bench) -> None:
+    right, wrong = (bench.slab(engine=f"{LAYOUT.digest}-{name}") for name in "rw")
     searching, found = threading.Event(), threading.Event()
 
     def search(*_: object) -> SlabRef:
@@ -384,57 +363,43 @@ def test_a_slab_that_came_with_an_order_is_not_replaced_by_one_that_is_found(pat
         assert found.wait(LIMIT)
         return wrong.ref
 
-    patch.setattr("lmkv.vllm.worker.wait_for_slab", search)
-    served = serve(patch, engine=ENGINE)
+    bench.patch.setattr("lmkv.vllm.worker.wait_for_slab", search)
+    worker = bench.serve(engine=ENGINE).worker
     assert searching.wait(LIMIT)
-    served.worker.begin(StepPlan(slab=right.ref))
-    copier = served.worker._copier
+    worker.begin(StepPlan(slab=right.ref))
+    copier = worker._copier
     assert copier is not None
     found.set()
-    assert served.worker._search is not None
-    served.worker._search.join(LIMIT)
-    assert served.worker._slab_ref == right.ref
-    assert served.worker._copier is copier
-    served.worker.close()
-    right.close()
-    wrong.close()
+    assert worker._search is not None
+    worker._search.join(LIMIT)
+    assert worker._slab_ref == right.ref
+    assert worker._copier is copier
 
 
 def test_a_rank_that_cannot_map_the_slab_tries_again_and_then_refuses(
-    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rank on another machine never can; one that has no descriptor left for a moment can soon."""
-    served = serve(patch)
-    slab = Slab(4096, SLOTS * 4096, shared=True)
-    elsewhere = evolve(slab.ref, path="/proc/1/fd/999999")
-    copies = [ChunkCopy(1, (Run(0, [2, 3]),))]
-    reports = []
+    worker, slab = bench.serve().worker, bench.slab()
+    elsewhere = evolve(slab.ref, path=NOWHERE)
     with caplog.at_level(logging.INFO, "lmkv"):
-        for job in range(6):
-            served.worker.begin(StepPlan([], [CopyOrder(job, copies, stores=True)], elsewhere))
-            served.worker.save()
-            reports.append(served.worker.take_report())
-    assert [bool(report and report.refusal) for report in reports] == [False, False, True, True, True, True]
-    assert not any(report.mapped for report in reports if report)
+        reports = [refused(worker, elsewhere) for _ in range(6)]
+    assert [bool(report.refusal) for report in reports] == [False, False, True, True, True, True]
+    assert not any(report.mapped for report in reports)
+    assert worker.take_failed_blocks() == {2, 3}
     assert len(caplog.records) == 1, "and says so once"
-    served.worker.close()
-
-    again = serve(patch)
-    again.worker.begin(StepPlan([], [CopyOrder(1, copies, stores=True)], elsewhere))
-    again.worker.begin(StepPlan([], [CopyOrder(2, copies, stores=True)], slab.ref))
+    again = bench.serve()
+    again.worker.begin(StepPlan([], [store(1)], elsewhere))
+    again.worker.begin(StepPlan([], [store(2)], slab.ref))
     again.worker.save()
     again.device.synchronize()
-    eventually(lambda: again.worker.poll() or bool(again.worker._report.jobs))
-    report = again.worker.take_report()
-    assert report is not None
+    report = ended(again.worker)
     assert (report.jobs[2].ok, report.mapped, report.refusal) == (True, {0}, "")
-    again.worker.close()
-    slab.close()
 
 
-def test_the_slab_is_sent_until_every_rank_has_mapped_it(patch: pytest.MonkeyPatch) -> None:
+def test_the_slab_is_sent_until_every_rank_has_mapped_it(bench: Bench) -> None:
     """One may have no descriptor left when the other has reported its first copies."""
-    world = SimulatedVLLM(random.Random(1), num_blocks=30, groups=[Group(4)], chunk_size=8, ram_chunks=9, ranks=2)
+    world = SimulatedVLLM(1, num_blocks=30, ram_chunks=9, ranks=2)
     attached: list[SlabRef] = []
 
     def fails_once(ref: SlabRef) -> SlabMap:
@@ -443,7 +408,7 @@ def test_the_slab_is_sent_until_every_rank_has_mapped_it(patch: pytest.MonkeyPat
             raise OSError(errno.EMFILE, "too many open files")
         return attach(ref)
 
-    patch.setattr("lmkv.vllm.worker.attach", fails_once)
+    bench.patch.setattr("lmkv.vllm.worker.attach", fails_once)
     results = []
     for number in range(3):
         request: Any = SimulatedRequest(f"r{number}", [number] * 16, 16, 1, "")
@@ -454,9 +419,7 @@ def test_the_slab_is_sent_until_every_rank_has_mapped_it(patch: pytest.MonkeyPat
         for worker in world.workers:
             worker.begin(plan)
             worker.save()
-            report = worker.take_report()
-            assert report is not None
-            merged = merged.merge(report)
+            merged = merged.merge(reported(worker))
         world.scheduler.on_report(merged)
         results.append((plan.slab is not None, [job.ok for job in merged.jobs.values()]))
     assert results == [(True, [False]), (True, [True]), (False, [True])]
@@ -465,89 +428,131 @@ def test_the_slab_is_sent_until_every_rank_has_mapped_it(patch: pytest.MonkeyPat
     world.store.close()
 
 
-def test_a_worker_that_does_not_cache_the_model_answers_every_order() -> None:
+def test_a_worker_that_does_not_cache_the_model_answers_every_order(bench: Bench) -> None:
     """The scheduler side sees less of a model, and requests would wait for ever."""
     worker = Worker(0, None)
     worker.refuse("a state of its own")
-    slab = Slab(4096, SLOTS * 4096, shared=True)
-    report = refused(worker, slab)
-    assert report.refusal == "a state of its own"
+    assert refused(worker, bench.slab().ref).refusal == "a state of its own"
     assert worker.take_failed_blocks() == {2, 3}
     worker = Worker(0, None, block_level_failures=False)
     worker.refuse("a state of its own")
-    worker.begin(StepPlan([CopyOrder(1, [ChunkCopy(1, (Run(0, [2]),))], between_steps=True, finishes="r")]))
+    worker.begin(StepPlan([load(between_steps=True, finishes="r")]))
     worker.load()
     assert worker.take_finished() == ({"r"}, {"r"})
     worker.close()
-    slab.close()
 
 
-def test_where_the_process_ends_its_slab_stays_registered(patch: pytest.MonkeyPatch) -> None:
+def test_where_the_process_ends_its_slab_stays_registered(bench: Bench) -> None:
     """To unregister it takes longer than vLLM waits; the end of the process does it at once."""
-    served = serve(patch)
-    slab = Slab(4096, SLOTS * 4096, shared=True)
-    served.worker.begin(StepPlan(slab=slab.ref))
+    served = bench.serve()
+    served.worker.begin(StepPlan(slab=bench.slab().ref))
     assert pinned(served.worker)
     served.worker.close(process_ends=True)
     assert served.device.registered
     served.worker.close()
     assert not served.device.registered
-    slab.close()
+
+
+def test_a_block_that_does_not_exist_is_refused_and_orders_are_executed_once(bench: Bench) -> None:
+    worker, _ = bench.on_cpu()
+    worker.begin(StepPlan(stores=[store(1, [ChunkCopy(0, (Run(0, [2, BLOCKS]),))]), store(7)], slab=bench.slab().ref))
+    for _ in range(2):
+        worker.load()
+        worker.save()
+    assert {job: report.ok for job, report in reported(worker).jobs.items()} == {1: False, 7: True}
+    assert not worker.take_failed_blocks(), "what could not be stored is sound where it is"
+    assert worker.take_report() is None
+
+
+def test_reports_merge_in_any_order() -> None:
+    parts = [
+        WorkerReport({1: JobReport(1, True, 10, 0.1), 2: JobReport(1, True, 5, 0.1)}),
+        WorkerReport({1: JobReport(1, False, 10, 0.3)}),
+        WorkerReport({3: JobReport(1, True, 1, 0.2)}),
+    ]
+    forward = parts[0].merge(parts[1]).merge(parts[2])
+    assert forward == parts[2].merge(parts[1]).merge(parts[0])
+    assert forward.jobs[1] == JobReport(2, False, 20, 0.3)
 
 
 # -- layer by layer --------------------------------------------------------------------------------------
 
 
-def layerwise() -> tuple[Worker, Slab, list[torch.Tensor]]:
-    rows = [torch.zeros((BLOCKS, 64), dtype=torch.uint8) for _ in range(2)]
-    worker = Worker(0, LAYOUT, layerwise=True)
-    worker.register(PagedMemory(rows, fuse=False))
-    return worker, Slab(4096, SLOTS * 4096, shared=True), rows
+def test_layers_are_loaded_when_the_model_comes_to_them(bench: Bench) -> None:
+    slab = bench.slab()
+    slab.view(1)[:256] = bytes([1] * 128 + [2] * 128)
+    worker, rows = bench.on_cpu(layerwise=True)
+    worker.begin(StepPlan([load()], slab=slab.ref))
+    worker.load()
+    assert not any(bool(row.any()) for row in rows)
+    worker.wait_for_layer(0)
+    assert bool((rows[0][2:4] == 1).all())
+    assert not bool(rows[1].any())
+    worker.wait_for_layer(1)
+    assert bool((rows[1][2:4] == 2).all())
+    assert worker.take_report() is None, "reported when the step ends"
+    worker.save()
+    assert reported(worker).jobs[1].ok
+    assert not worker.take_failed_blocks()
 
 
-def test_a_layer_that_is_computed_twice_in_a_step_is_not_stored_half_computed() -> None:
+def test_layers_are_stored_once_saved_and_the_rest_when_the_step_ends(bench: Bench) -> None:
+    slab = bench.slab()
+    worker, rows = bench.on_cpu(layerwise=True)
+    worker.begin(StepPlan([], [store()], slab.ref))
+    worker.load()
+    rows[0].fill_(5)
+    worker.save_layer(0)
+    rows[0].fill_(6)
+    rows[1].fill_(7)
+    worker.save()
+    assert bytes(slab.view(1)[:256]) == bytes([5] * 128 + [7] * 128)
+    assert reported(worker).jobs[1].ok
+
+
+def test_what_is_loaded_between_steps_needs_no_layers(bench: Bench) -> None:
+    worker, _ = bench.on_cpu(layerwise=True)
+    worker.begin(StepPlan([load(between_steps=True, finishes="r")], slab=bench.slab().ref))
+    worker.load()
+    worker.save()
+    assert worker.take_finished() == ({"r"}, set())
+
+
+def test_a_layer_that_is_computed_twice_in_a_step_is_not_stored_half_computed(bench: Bench) -> None:
     """As microbatches do it: the first has come through the layer when it is saved."""
-    worker, slab, rows = layerwise()
-    worker.begin(StepPlan([], [CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))], stores=True)], slab.ref))
+    worker, rows = bench.on_cpu(layerwise=True)
+    worker.begin(StepPlan([], [store()], bench.slab().ref))
     for value in (5, 6):
         for layer, row in enumerate(rows):
             row.fill_(value)
             worker.save_layer(layer)
     worker.save()
-    report = worker.take_report()
-    assert report is not None
-    assert not report.jobs[1].ok
-    worker.close()
-    slab.close()
+    assert not reported(worker).jobs[1].ok
 
 
-def test_a_layer_that_is_read_without_a_wait_fails_the_load() -> None:
-    """Also when the layers after it are waited for: an indexer's cache has a layer of its own."""
-    worker, slab, _ = layerwise()
-    worker.begin(StepPlan([CopyOrder(1, [ChunkCopy(1, (Run(0, [2, 3]),))])], slab=slab.ref))
+@pytest.mark.parametrize("waited", [0, 1])
+def test_a_layer_that_is_read_without_a_wait_fails_the_load(waited: int, bench: Bench) -> None:
+    """It was read before it was there: whole CUDA graphs would do that.
+
+    Also when the layers after it are waited for: an indexer's cache has a layer of its own.
+    """
+    worker, _ = bench.on_cpu(layerwise=True)
+    worker.begin(StepPlan([load()], slab=bench.slab().ref))
     worker.load()
-    worker.wait_for_layer(1)
+    worker.wait_for_layer(waited)
     worker.save()
-    report = worker.take_report()
-    assert report is not None
-    assert not report.jobs[1].ok
+    assert not reported(worker).jobs[1].ok
     assert worker.take_failed_blocks() == {2, 3}
-    worker.close()
-    slab.close()
 
 
-def test_what_failed_of_a_load_by_layers_is_known_before_drafts_are_computed() -> None:
+def test_what_failed_of_a_load_by_layers_is_known_before_drafts_are_computed(bench: Bench) -> None:
     """With them vLLM takes the failed blocks, and sends a token, before it has the connector end the step."""
-    worker, slab, _ = layerwise()
-    worker.begin(StepPlan([CopyOrder(1, [ChunkCopy(1, (Run(0, [2, BLOCKS]),))])], slab=slab.ref))
+    worker, _ = bench.on_cpu(layerwise=True)
+    worker.begin(StepPlan([load(1, [ChunkCopy(1, (Run(0, [2, BLOCKS]),))])], slab=bench.slab().ref))
     worker.load()
     for layer in range(2):
         worker.wait_for_layer(layer)
     worker.poll()
     assert worker.take_failed_blocks() == {2, BLOCKS}
     worker.save()
-    report = worker.take_report()
-    assert report is not None
-    assert not report.jobs[1].ok
-    worker.close()
-    slab.close()
+    assert not reported(worker).jobs[1].ok
