@@ -50,16 +50,11 @@ def main() -> None:
             test_fuzz_peers.answered(engine, *call, answer)
 
         targets: dict[str, Callable[..., Any]] = {
-            "folders": test_any_folder,
-            "headers": test_sealed_lies_are_rejected_or_harmless,
-            "files": test_any_file,
-            "extra": test_any_extra_configuration,
-            "http": any_request,
-            "traces": test_any_lines_are_a_trace_or_are_refused,
-            "remotes": test_any_answers,
-            "peers": any_answer,
+            "folders": test_any_folder, "headers": test_sealed_lies_are_rejected_or_harmless, "files": test_any_file,
+            "extra": test_any_extra_configuration, "http": any_request,
+            "traces": test_any_lines_are_a_trace_or_are_refused, "remotes": test_any_answers, "peers": any_answer,
             "wishes": test_any_wishes,
-        }
+        }  # fmt: skip
         if len(sys.argv) < 2 or sys.argv[1] not in targets:
             sys.exit(f"{__doc__}\nWhat to fuzz: {', '.join(targets)}")
         target = targets[sys.argv.pop(1)]

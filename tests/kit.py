@@ -6,12 +6,13 @@ processes bring about, for as long as only a hang takes.
 
 from __future__ import annotations
 
-import hashlib
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -20,15 +21,16 @@ from attrs import define, field
 import lmkv.store.tiered
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.wrapper import WrapperBackend
-from lmkv.errors import LmkvError, short_repr
 from lmkv.policies import make_policy
 from lmkv.protocols import Backend, ChunkKey, Listed, Tier
 from lmkv.store.leases import Lease
 from lmkv.store.scanner import TierScanner
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
+from tests import tables
 
 T = TypeVar("T")
+chain, every, raised = tables.chain, tables.every, tables.raised
 SLOT = 4096
 LIMIT = 60.0
 """Seconds that only a hang takes, on however busy a machine."""
@@ -48,27 +50,17 @@ def eventually(
         time.sleep(0.002)
 
 
-def every(cases: Iterable[Any], check: Callable[..., object]) -> None:
-    """Check each case of a table, and fail with all that are wrong; a case that is a tuple is several arguments."""
-    wrong = []
-    for case in cases:
-        try:
-            check(*case if isinstance(case, tuple) else (case,))
-        except (AssertionError, LmkvError, ValueError, SyntaxError, pytest.fail.Exception) as error:
-            wrong.append(f"{short_repr(case)}: {error!r}")
-    assert not wrong, "\n".join(wrong)
-
-
-def raised(error: type[BaseException], match: str, call: Callable[..., object], *args: Any, **options: Any) -> str:
-    """What the error says that a call raises; `match` is found in it."""
-    with pytest.raises(error, match=match or None) as caught:
-        call(*args, **options)
-    return str(caught.value)
-
-
-def chain(name: str, count: int) -> list[ChunkKey]:
-    """Keys of a chain, head first."""
-    return [hashlib.sha256(f"{name} {index}".encode()).digest() for index in range(count)]
+@contextmanager
+def mounted_tmpfs(folder: Path, *options: str) -> Iterator[None]:
+    """A medium of its own, mounted for real; skips where nobody may mount."""
+    words = ["mount", "-t", "tmpfs", *(word for option in options for word in ("-o", option)), "lmkv-test", str(folder)]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"not possible here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def payload(key: ChunkKey, version: int = 0) -> bytes:

@@ -27,7 +27,7 @@ from email.utils import formatdate
 from http.client import HTTPConnection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -185,6 +185,23 @@ def redis_server(kind: str, folder: Path, *options: str) -> Iterator[RedisServer
         yield server
     finally:
         server.kill()
+
+
+def any_kind() -> str:
+    """Redis or Valkey, whichever is here."""
+    return next((kind for kind in PROGRAMS if PROGRAMS[kind]()), "redis")
+
+
+@contextmanager
+def without_limits(server: RedisServer) -> Iterator[Any]:
+    """A client of a server that has nothing, refuses nothing and has room."""
+    from redis import Redis
+
+    with closing(Redis(port=server.port)) as client:
+        client.flushall()
+        client.execute_command("ACL SETUSER", "default", "+@all")
+        client.config_set("maxmemory", "0")
+        yield client
 
 
 OBJECT_STORES = {

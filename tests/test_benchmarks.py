@@ -24,9 +24,9 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.cli.bench import PAGES_TARGET
 from lmkv.cli.engines import Answer
 from lmkv.protocols import Chunk
-from tests.kit import raised
 from tests.pages import ROOT
 from tests.servers import needs_package, redis_server
+from tests.tables import raised
 
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
 LIBRARIES = {"__init__", "bound_connectors", "lmcache_copies", "peers", "rounds", "users"}
@@ -234,20 +234,15 @@ def test_a_lower_tier_is_shown_beside_the_same_engines_host_memory_and_a_plain_r
     assert rows[f"first token, in use: {DISK}", f"{bound.format(DISK, DISK)} within vLLM"][0] == 2.1 / 3.2
 
 
-@pytest.mark.parametrize(
-    ("name", "sources", "right"),
-    [
-        (OWN, {}, True),
-        (own_ram(DISK), {"cpu": 90, "disk": 0}, True),
-        (own_ram(DISK), {"cpu": 45, "disk": 45}, False),
-        (DISK, {"cpu": 0, "disk": 90}, True),
-        (DISK, {"cpu": 90, "disk": 0}, False),
-    ],
-)
-def test_a_hit_counts_where_all_of_it_came_from_that_tier(name: str, sources: dict[str, int], right: bool) -> None:
-    answer = Answer(token_ids=(1,), ttft_s=0.030, hit_tokens=90, sources=sources)
-    assert is_hit_in(name, answer, 100) == right
-    assert not is_hit_in(name, answer, 200), "half of the prompt at most was found"
+def test_a_hit_counts_where_all_of_it_came_from_that_tier() -> None:
+    cases: list[tuple[str, dict[str, int], bool]] = [
+        *((OWN, {}, True), (own_ram(DISK), {"cpu": 90, "disk": 0}, True), (DISK, {"cpu": 90, "disk": 0}, False)),
+        *((own_ram(DISK), {"cpu": 45, "disk": 45}, False), (DISK, {"cpu": 0, "disk": 90}, True)),
+    ]
+    for name, sources, right in cases:
+        answer = Answer(token_ids=(1,), ttft_s=0.030, hit_tokens=90, sources=sources)
+        assert is_hit_in(name, answer, 100) == right
+        assert not is_hit_in(name, answer, 200), "half of the prompt at most was found"
 
 
 def test_a_proxy_passes_on_at_the_speed_that_it_is_told(tmp_path: Path) -> None:

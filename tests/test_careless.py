@@ -114,66 +114,6 @@ BAD_SECONDS = [None, "3", float("nan"), True, [1]]
 BAD_SKIPS = [-1, -CHUNK, 1.5, None, "16", True]
 
 
-def test_what_is_no_argument_is_refused_and_nothing_is_moved() -> None:
-    tensors = paged()
-    calls: dict[str, tuple[list[Any], list[Callable[[Engine, Any], object]]]] = {
-        "block": (
-            [*BAD_BLOCKS, [0, 1, 2, 32], [0, 1, 2, -1], [0, 1, 2, 2**70]],
-            [
-                lambda engine, bad: engine.store(range(CHUNK), bad),
-                lambda engine, bad: engine.retrieve(range(CHUNK), bad),
-            ],
-        ),
-        "token": (
-            BAD_TOKENS,
-            [
-                *(lambda engine, bad: engine.store(bad, range(4)), lambda engine, bad: engine.retrieve(bad, range(4))),
-                *(Engine.lookup, Engine.prefetch, Engine.pin),
-            ],
-        ),
-        "skip_tokens": (
-            BAD_SKIPS,
-            [
-                lambda engine, bad: engine.retrieve(range(CHUNK), range(8, 12), skip_tokens=bad),
-                lambda engine, bad: engine.retrieve_layers(range(CHUNK), range(8, 12), skip_tokens=bad).__enter__(),
-            ],
-        ),
-        "variant": (
-            BAD_VARIANTS,
-            [
-                lambda engine, bad, verb=verb: getattr(engine, verb)(range(CHUNK), variant=bad)  # type: ignore[misc]
-                for verb in ("lookup", "prefetch", "pin", "keys")
-            ],
-        ),
-        "wait": (BAD_SECONDS, [lambda engine, bad: engine.store(range(CHUNK), range(4), wait=bad)]),
-        "timeout": (
-            BAD_SECONDS,
-            [
-                lambda engine, bad: engine.retrieve(range(CHUNK), range(4), timeout=bad),
-                lambda engine, bad: engine.lookup(range(CHUNK), timeout=bad),
-                lambda engine, bad: engine.drain(bad),
-            ],
-        ),
-        "ttl": (BAD_SECONDS[1:], [lambda engine, bad: engine.pin(range(CHUNK), ttl=bad)]),
-    }
-    for stored in (False, True):
-        with open_engine(tensors) as engine:
-            if stored:
-                engine.store(range(CHUNK), range(4))
-            before = [tensor.clone() for tensor in tensors]
-            every(
-                [
-                    (UsageError, match, call, engine, bad)
-                    for match, (bads, of) in calls.items()
-                    for bad in bads
-                    for call in of
-                ],
-                raised,
-            )
-            assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
-            assert engine.lookup(range(CHUNK)) == stored * CHUNK
-
-
 def test_any_sequence_of_integers_will_do(engine: Engine) -> None:
     for blocks in (range(4), (0, 1, 2, 3), np.arange(4), torch.arange(4), np.arange(4, dtype=np.uint8)):
         assert engine.store(range(CHUNK), blocks) == engine.retrieve(range(CHUNK), blocks) == CHUNK
@@ -203,6 +143,46 @@ def test_what_is_huge_is_refused_in_a_line(engine: Engine) -> None:
 BAD_VARIANTS = [None, "salt", Variant(cache_salt=5), Variant(cache_salt=True), Variant(cache_salt=HUGE)]  # type: ignore[arg-type]
 BAD_VARIANTS += [Variant(lora=["a", "b"]), Variant(lora=("a",)), Variant(lora=("a", 1))]  # type: ignore[arg-type]
 BAD_VARIANTS += [Variant(tags=None), Variant(tags=["a"]), Variant(tags={"a": object()}), Variant(tags={1: "a"})]  # type: ignore[arg-type,dict-item]
+TOKENS, BLOCKS_OF_THEM = range(CHUNK), range(4)
+REFUSED: list[tuple[str, list[Any], list[tuple[Any, ...]]]] = [
+    ("block", BAD_BLOCKS, [("store", TOKENS, ...), ("retrieve", TOKENS, ...)]),
+    ("token", BAD_TOKENS, [("store", ..., BLOCKS_OF_THEM), ("retrieve", ..., BLOCKS_OF_THEM)]),
+    ("token", BAD_TOKENS, [("lookup", ...), ("prefetch", ...), ("pin", ...)]),
+    ("skip_tokens", BAD_SKIPS, [("retrieve", TOKENS, BLOCKS_OF_THEM), ("retrieve_layers", TOKENS, BLOCKS_OF_THEM)]),
+    ("variant", BAD_VARIANTS, [(verb, TOKENS) for verb in ("lookup", "prefetch", "pin", "keys")]),
+    ("wait", BAD_SECONDS, [("store", TOKENS, BLOCKS_OF_THEM)]),
+    ("timeout", BAD_SECONDS, [("retrieve", TOKENS, BLOCKS_OF_THEM), ("lookup", TOKENS), ("drain", ...)]),
+    ("ttl", BAD_SECONDS[1:], [("pin", TOKENS)]),
+]
+"""What the error names; what is wrong; and calls with it in the place of `...`, or else under that name."""
+
+
+def test_what_is_no_argument_is_refused_and_nothing_is_moved() -> None:
+    tensors = paged()
+
+    def called(verb: str, arguments: tuple[Any, ...], name: str, bad: Any) -> None:
+        given = {} if ... in arguments else {name: bad}
+        found = getattr(engine, verb)(*(bad if each is ... else each for each in arguments), **given)
+        # What is done layer by layer begins with its `with`.
+        getattr(found, "__enter__", lambda: None)()
+
+    def check(name: str, verb: str, arguments: tuple[Any, ...], bad: Any) -> None:
+        raised(UsageError, name, called, verb, arguments, name, bad)
+
+    for stored in (False, True):
+        with open_engine(tensors) as engine:
+            if stored:
+                engine.store(TOKENS, BLOCKS_OF_THEM)
+            before = [tensor.clone() for tensor in tensors]
+            every([(name, *verb, bad) for name, bads, of in REFUSED for bad in bads for verb in map(split, of)], check)
+            for bad in ([0, 1, 2, 32], [0, 1, 2, -1], [0, 1, 2, 2**70]):
+                raised(UsageError, "block", engine.retrieve if stored else engine.store, TOKENS, bad)
+            assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
+            assert engine.lookup(TOKENS) == stored * CHUNK
+
+
+def split(call: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    return call[0], call[1:]
 
 
 def test_any_number_of_seconds_will_do(tmp_path: Path) -> None:

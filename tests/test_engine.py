@@ -22,9 +22,10 @@ from lmkv.backends.remote.redis import RedisBackend
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.errors import ClosedError, UsageError
 from lmkv.policies import LRU, MinTokens
+from lmkv.testing.backend_suite import in_threads
 from lmkv.testing.clocks import ManualClock
 from tests.kit import LIMIT, Gated, assert_idle, eventually, listing_every, raised
-from tests.servers import PROGRAMS, redis_server
+from tests.servers import any_kind, redis_server
 
 BLOCK = 4
 CHUNK = 16
@@ -117,32 +118,27 @@ def drain(engine: Engine) -> None:
 # -- store, lose, retrieve -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 32, 100, 403])
-def test_what_was_stored_and_lost_comes_back(engine: Engine, model: Model, count: int) -> None:
-    prompt = tokens(count)
-    whole = count // CHUNK * CHUNK
-    stored(engine, model, prompt)
-    model.lose()
-    assert engine.lookup(prompt) == whole
-    elsewhere = blocks_of(count, first=3)
-    assert engine.retrieve(prompt, elsewhere) == whole
-    model.check(prompt, elsewhere, whole)
-
-
-@pytest.mark.parametrize("make", [list, tuple, torch.tensor], ids=["list", "tuple", "tensor"])
-def test_tokens_of_any_kind(engine: Engine, model: Model, make: Any) -> None:
-    prompt = tokens(50)
-    stored(engine, model, prompt)
-    assert engine.lookup(make(prompt)) == 48
-    assert engine.retrieve(make(prompt), blocks_of(50)) == 48
+def test_what_was_stored_and_lost_comes_back(engine: Engine, model: Model) -> None:
+    for seed, count in enumerate((0, 1, 15, 16, 17, 32, 100, 403)):
+        prompt, whole = tokens(count, seed), count // CHUNK * CHUNK
+        stored(engine, model, prompt)
+        model.lose()
+        assert engine.lookup(prompt) == whole
+        elsewhere = blocks_of(count, first=3)
+        assert engine.retrieve(prompt, elsewhere) == whole
+        model.check(prompt, elsewhere, whole)
+        for make in (tuple, torch.tensor):
+            assert engine.lookup(make(prompt)) == engine.retrieve(make(prompt), elsewhere) == whole
+        engine.clear()
 
 
 def test_a_longer_prompt_finds_its_known_prefix_and_stores_only_the_rest(engine: Engine, model: Model) -> None:
     short, long = tokens(40), tokens(40) + tokens(60, seed=1)
     stored(engine, model, short)
     assert engine.lookup(long) == 32
-    stored(engine, model, long)
-    assert engine.stats().stored_tokens == 32 + (96 - 32)
+    for _ in range(2):
+        stored(engine, model, long)
+        assert engine.stats().stored_tokens == 32 + (96 - 32), "twice is copied once"
     assert engine.stats().store.primary.writes == 6
     model.lose()
     blocks = blocks_of(100, first=11)
@@ -171,23 +167,11 @@ def test_skipped_tokens_are_left_alone(engine: Engine, model: Model) -> None:
         model.expect(prompt, place, blocks[place])
 
 
-def test_storing_twice_copies_once(engine: Engine, model: Model) -> None:
-    prompt = tokens(48)
-    stored(engine, model, prompt)
-    assert engine.store(prompt, blocks_of(48)) == 48
-    assert engine.stats().stored_tokens == 48
-
-
 def test_salts_adapters_and_tags_never_share(engine: Engine, model: Model) -> None:
     prompt = tokens(48)
     variants = [
-        Variant(),
-        Variant(cache_salt="a"),
-        Variant(cache_salt="b"),
-        Variant(lora=("a", "1")),
-        Variant(lora=("a", "2")),
-        Variant(tags={"user": "a"}),
-        Variant(cache_salt="a", tags={"user": "a"}),
+        *(Variant(), Variant(cache_salt="a"), Variant(cache_salt="b"), Variant(lora=("a", "1"))),
+        *(Variant(lora=("a", "2")), Variant(tags={"user": "a"}), Variant(cache_salt="a", tags={"user": "a"})),
     ]
     for salt, variant in enumerate(variants):
         assert engine.lookup(prompt, variant=variant) == 0
@@ -314,8 +298,7 @@ def test_what_a_store_has_lost_is_written_again_from_host_memory(
     model: Model, tmp_path: Path, lost: str, layers: bool
 ) -> None:
     """A pinned part included: the hotter a prompt, the longer it is in host memory alone."""
-    kind = next((kind for kind in ("redis", "valkey") if PROGRAMS[kind]()), "redis")
-    with redis_server(kind, tmp_path) as server, closing(Redis(port=server.port)) as client, listing_every(0.05):
+    with redis_server(any_kind(), tmp_path) as server, closing(Redis(port=server.port)) as client, listing_every(0.05):
         tier = Tier(RedisBackend(server.url, namespace().digest), LRU())
         with closing(open_engine(model, 64, tier)) as engine:
             prompt = tokens(4 * CHUNK)
@@ -514,14 +497,10 @@ def test_prefetch_returns_at_once_and_tells_how_far_it_is(cold: tuple[Engine, Ga
     assert_idle(engine._store)
 
 
-def test_prefetching_what_nobody_has_is_done_at_once(cold: tuple[Engine, Gated]) -> None:
-    engine, _ = cold
-    prefetch = engine.prefetch(tokens(100, seed=9))
-    assert (prefetch.done, prefetch.tokens, prefetch.progress.share) == (True, 0, 1.0)
-
-
 def test_cancelling_releases_every_slot(cold: tuple[Engine, Gated]) -> None:
     engine, gated = cold
+    none = engine.prefetch(tokens(100, seed=9))
+    assert (none.done, none.tokens, none.progress.share) == (True, 0, 1.0), "what nobody has is done at once"
     gated.shut("read")
     prefetch = engine.prefetch(tokens(100))
     prefetch.cancel()
@@ -530,19 +509,6 @@ def test_cancelling_releases_every_slot(cold: tuple[Engine, Gated]) -> None:
     assert prefetch.wait(LIMIT)
     assert_idle(engine._store)
     assert engine.lookup(tokens(100)) == 96, "it is on disk as before"
-
-
-def test_a_prefetch_can_be_awaited(cold: tuple[Engine, Gated]) -> None:
-    engine, gated = cold
-    gated.shut("read")
-
-    async def wait_for_both() -> tuple[int, int]:
-        prefetch = engine.prefetch(tokens(100))
-        asyncio.get_running_loop().call_soon(gated.open)
-        first = await prefetch
-        return first, await prefetch
-
-    assert asyncio.run(wait_for_both()) == (96, 96)
 
 
 def test_many_tasks_may_await_one_prefetch_and_one_may_give_up(cold: tuple[Engine, Gated]) -> None:
@@ -559,11 +525,11 @@ def test_many_tasks_may_await_one_prefetch_and_one_may_give_up(cold: tuple[Engin
         await asyncio.sleep(0)
         tasks[0].cancel()
         gated.open()
-        return await asyncio.gather(*tasks, return_exceptions=True)
+        return [*await asyncio.gather(*tasks, return_exceptions=True), await prefetch]
 
     cancelled, *rest = asyncio.run(run())
     assert isinstance(cancelled, asyncio.CancelledError)
-    assert rest == [96] * 4
+    assert rest == [96] * 5
 
 
 def test_a_loop_that_is_closed_before_the_prefetch_ends_harms_nothing(
@@ -588,30 +554,22 @@ def test_a_loop_that_is_closed_before_the_prefetch_ends_harms_nothing(
 
 
 def test_a_closed_engine_says_so(model: Model) -> None:
-    engine = open_engine(model)
-    prompt = tokens(32)
+    engine, prompt = open_engine(model), tokens(32)
     stored(engine, model, prompt)
     with engine:
         pass
     engine.close()
     assert engine.closed
-    for call in (
-        lambda: engine.store(prompt, blocks_of(32)),
-        lambda: engine.retrieve(prompt, blocks_of(32)),
-        lambda: engine.lookup(prompt),
-        lambda: engine.prefetch(prompt),
-        lambda: engine.pin(prompt),
-        lambda: engine.unpin(prompt),
-        lambda: engine.clear(),
-    ):
-        raised(ClosedError, "'lmkv' is closed", call)
+    for call in (engine.lookup, engine.prefetch, engine.pin, engine.unpin, engine.clear):
+        raised(ClosedError, "'lmkv' is closed", call, prompt)
+    for move in (engine.store, engine.retrieve):
+        raised(ClosedError, "'lmkv' is closed", move, prompt, blocks_of(32))
     assert engine.stats().stored_tokens == 32
 
 
 def test_a_store_that_is_overtaken_by_close_publishes_nothing(model: Model, tmp_path: Path) -> None:
     """Or empty slots would go to disk as if they had been copied, with sound checksums."""
-    engine = open_engine(model, 16, disk(tmp_path))
-    prompt = tokens(64)
+    engine, prompt = open_engine(model, 16, disk(tmp_path)), tokens(64)
     model.compute(prompt, blocks_of(64))
     errors: list[BaseException] = []
 
@@ -635,64 +593,44 @@ def test_a_store_that_is_overtaken_by_close_publishes_nothing(model: Model, tmp_
     assert not list(tmp_path.rglob("*.kv1"))
 
 
-def test_an_engine_without_memory_looks_but_does_not_copy(model: Model) -> None:
-    with Engine(TieredStore(host(model.layout, 4)), namespace(), layout=model.layout) as engine:
-        assert engine.lookup(tokens(32)) == 0
-        raised(UsageError, "no paged memory", engine.store, tokens(32), blocks_of(32))
-        raised(UsageError, "no paged memory", engine.retrieve, tokens(32), blocks_of(32))
-
-
-def test_slots_must_hold_a_chunk_and_the_primary_tier_must_be_memory(model: Model, tmp_path: Path) -> None:
+def test_what_cannot_be_together_is_refused(model: Model, tmp_path: Path) -> None:
     small = TieredStore(Tier(CPUPinnedBackend(1 << 20, 4096, populate=False), LRU()))
     layout = KVLayout(16, (LayerPages(4096, 4),) * 9)
-    with pytest.raises(UsageError, match=r"slot_bytes=layout\.slot_bytes"):
-        Engine(small, namespace(), layout=layout)
+    raised(UsageError, r"slot_bytes=layout\.slot_bytes", Engine, small, namespace(), layout=layout)
     small.close()
-    with pytest.raises(UsageError, match="host memory"):
-        TieredStore(disk(tmp_path))
-
-
-def test_a_slab_belongs_to_one_store(model: Model) -> None:
+    raised(UsageError, "host memory", TieredStore, disk(tmp_path))
     tier = host(model.layout, 4)
-    store = TieredStore(tier)
-    raised(UsageError, "belong to a store", TieredStore, tier)
-    raised(UsageError, "belong to a store", tier.backend.contains, [bytes(32)])
-    store.close()
+    with Engine(TieredStore(tier), namespace(), layout=model.layout) as engine:
+        assert engine.lookup(tokens(32)) == 0
+        for move in (engine.store, engine.retrieve):
+            raised(UsageError, "no paged memory", move, tokens(32), blocks_of(32))
+        # A slab belongs to one store.
+        raised(UsageError, "belong to a store", TieredStore, tier)
+        raised(UsageError, "belong to a store", tier.backend.contains, [bytes(32)])
+
+
+def settings(folder: Path, **more: Any) -> Config:
+    below = {"local_disk": str(folder), "max_local_disk_size": 0.01, "disk_min_free": 0.0}
+    return Config(**{"chunk_size": CHUNK, "max_local_cpu_size": 0.001, **below, **more})  # type: ignore[arg-type]
 
 
 def test_open_builds_everything_from_a_config(model: Model, tmp_path: Path) -> None:
-    config = Config(
-        chunk_size=CHUNK,
-        max_local_cpu_size=0.001,
-        local_disk=str(tmp_path),
-        max_local_disk_size=0.01,
-        disk_min_free=0.0,
-        pin_ttl=5.0,
-    )
-    prompt = tokens(40)
+    config, prompt = settings(tmp_path, pin_ttl=5.0), tokens(40)
+    options: dict[str, Any] = {"block_size": BLOCK, "block_axis": 1, "config": config}
     for expected in (0, 32):
-        with Engine.open(
-            {"layer": model.tensors[0]}, block_size=BLOCK, block_axis=1, model="m", config=config
-        ) as engine:
+        with Engine.open({"layer": model.tensors[0]}, model="m", **options) as engine:
             assert engine._store.wait_indexed(LIMIT)
             assert engine.chunk_size == CHUNK
             assert engine.lookup(prompt) == expected
             engine.store(prompt, blocks_of(40))
             drain(engine)
-    with Engine.open(model.tensors[:1], block_size=BLOCK, block_axis=1, model="n", config=config) as engine:
+    with Engine.open(model.tensors[:1], model="n", **options) as engine:
         assert engine._store.wait_indexed(LIMIT)
         assert engine.lookup(prompt) == 0, "another model"
 
 
 def test_without_a_cpu_tier_everything_passes_through(model: Model, tmp_path: Path) -> None:
-    config = Config(
-        chunk_size=CHUNK,
-        local_cpu=False,
-        max_local_cpu_size=0.001,
-        local_disk=str(tmp_path),
-        max_local_disk_size=0.01,
-        disk_min_free=0.0,
-    )
+    config = settings(tmp_path, local_cpu=False)
     with Engine.open(model.tensors, block_size=BLOCK, block_axis=1, model="m", config=config) as engine:
         prompt = tokens(64)
         blocks = stored(engine, model, prompt)
@@ -761,9 +699,5 @@ def test_an_engine_is_made_once_however_many_ask(model: Model) -> None:
         asking.append(number)
         lmkv.get_or_create("one", make)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
+    in_threads(8, ask)
     assert len(made) == 1

@@ -57,14 +57,9 @@ class Layer:
 
 
 layers = st.builds(
-    Layer,
-    dtype=st.sampled_from(sorted(ALIKE, key=str)),
-    heads=st.integers(1, 3),
-    inner=st.sampled_from([(0, 1), (1, 0)]),
-    blocks=st.just(9),
-    axis=st.just(0),
-    gap=st.sampled_from([0, 0, 2]),
-)
+    Layer, dtype=st.sampled_from(sorted(ALIKE, key=str)), heads=st.integers(1, 3), blocks=st.just(9), axis=st.just(0),
+    inner=st.sampled_from([(0, 1), (1, 0)]), gap=st.sampled_from([0, 0, 2]),
+)  # fmt: skip
 
 
 @st.composite
@@ -124,14 +119,8 @@ class Machine:
         generator = torch.Generator().manual_seed(len(self.stored))
         for _, tensor in self.built:
             tensor.copy_(torch.randint(-50, 50, tensor.shape, generator=generator))
-        config = Config(
-            chunk_size=CHUNK,
-            max_local_cpu_size=0.0005,
-            local_disk=str(self.folder),
-            max_local_disk_size=0.1,
-            disk_min_free=0,
-            disk_io_threads=2,
-        )
+        below = {"local_disk": str(self.folder), "max_local_disk_size": 0.1, "disk_min_free": 0, "disk_io_threads": 2}
+        config = Config(chunk_size=CHUNK, max_local_cpu_size=0.0005, **below)  # type: ignore[arg-type]
         tensors = [tensor for _, tensor in self.built]
         axis = self.model[0].axis
         self.engine = Engine.open(tensors, block_size=BLOCK, model="fuzz", config=config, block_axis=axis)
@@ -285,7 +274,10 @@ def loads_or_refuses(load: Callable[[], Config]) -> None:
     assert time.process_time() - started < 5.0, "a message must not cost more than what it speaks of"
 
 
-@given(st.dictionaries(keys, values, max_size=4))
+@given(
+    st.dictionaries(keys, values, max_size=4)
+    | st.dictionaries(lmcaches.map(lambda name: f"lmcache.{name}"), values, max_size=4)
+)
 def test_any_extra_configuration(extra: dict[Any, object]) -> None:
     loads_or_refuses(lambda: Config.load(env={}, extra=extra))
 
@@ -294,13 +286,10 @@ def test_any_extra_configuration(extra: dict[Any, object]) -> None:
     st.one_of(
         st.binary(max_size=300),
         st.text(max_size=300).map(str.encode),
-        st.lists(st.tuples(names, st.text(max_size=30)), max_size=4).map(
+        st.lists(st.tuples(names, spellings | st.text(max_size=30)), max_size=4).map(
             lambda rows: "\n".join(f"{name}: {value}" for name, value in rows).encode("utf-8", "replace")
         ),
         st.text(alphabet="[]{}:,&*!|>-'\"# \nab019.", max_size=400).map(str.encode),
-        st.lists(st.tuples(names, spellings), max_size=4).map(
-            lambda rows: "\n".join(f"{name}: {value}" for name, value in rows).encode()
-        ),
     )
 )
 def test_any_file(content: bytes) -> None:
@@ -310,20 +299,12 @@ def test_any_file(content: bytes) -> None:
         loads_or_refuses(lambda: Config.load(env={}, file=file.name))
 
 
-@given(st.dictionaries(names.map(lambda name: f"LMKV_{name.upper()}"), st.text(max_size=20) | spellings, max_size=4))
-@settings(max_examples=100)
-def test_any_environment(env: dict[str, str]) -> None:
-    loads_or_refuses(lambda: Config.load(env=env))
-
-
-@given(st.dictionaries(lmcaches.map(lambda name: f"lmcache.{name}"), values, max_size=4))
-def test_any_settings_of_lmcache_beside_the_connector(extra: dict[Any, object]) -> None:
-    loads_or_refuses(lambda: Config.load(env={}, extra=extra))
-
-
-@given(
-    st.dictionaries(lmcaches.map(lambda name: f"LMCACHE_{name.upper()}"), st.text(max_size=20) | spellings, max_size=4)
+variables = st.one_of(
+    names.map(lambda name: f"LMKV_{name.upper()}"), lmcaches.map(lambda name: f"LMCACHE_{name.upper()}")
 )
-@settings(max_examples=100)
-def test_any_environment_of_lmcache(env: dict[str, str]) -> None:
+
+
+@given(st.dictionaries(variables, st.text(max_size=20) | spellings, max_size=4))
+@settings(max_examples=200)
+def test_any_environment(env: dict[str, str]) -> None:
     loads_or_refuses(lambda: Config.load(env=env))

@@ -28,15 +28,9 @@ class Paged:
 
     def __init__(self, folder: str) -> None:
         self.tensors = [torch.randn(BLOCKS, BLOCK, 2, 8) for _ in range(2)]
-        config = Config(
-            chunk_size=CHUNK,
-            # 24 slots, which the fillers of `prepare` take.
-            max_local_cpu_size=24 * 4096 / 2**30,
-            local_disk=folder,
-            max_local_disk_size=0.001,
-            disk_min_free=0,
-            pin_ttl=3600.0,
-        )
+        below = {"local_disk": folder, "max_local_disk_size": 0.001, "disk_min_free": 0}
+        # 24 slots, which the fillers of `prepare` take.
+        config = Config(chunk_size=CHUNK, max_local_cpu_size=24 * 4096 / 2**30, pin_ttl=3600.0, **below)  # type: ignore[arg-type]
         self.engine = Engine.open(self.tensors, block_size=BLOCK, model="m", config=config)
         self.store = self.engine._store
         self.fresh = 0

@@ -13,7 +13,7 @@ import torch
 
 from lmkv import Config, Engine
 from lmkv.config import lmcache, read_yaml
-from tests.kit import every
+from tests.tables import every
 from tests.test_config import refused
 
 HERE = Path(__file__).parent
@@ -96,12 +96,9 @@ def test_keys_in_the_extra_configuration() -> None:
 def test_a_later_source_is_stronger_as_in_lmcache(file: Path) -> None:
     file.write_text("chunk_size: 1\nmin_retrieve_tokens: 1\npin_timeout_sec: 1\nenable_pd: true\nextra_config: {a: 1}")
     env = {
-        "LMCACHE_CONFIG_FILE": str(file),
-        "LMCACHE_CHUNK_SIZE": "2",
-        "LMCACHE_MIN_RETRIEVE_TOKENS": "2",
-        "LMCACHE_ENABLE_PD": "false",
-        "LMCACHE_EXTRA_CONFIG": '{"disk_io_threads": 8}',
-    }
+        "LMCACHE_CONFIG_FILE": str(file), "LMCACHE_CHUNK_SIZE": "2", "LMCACHE_MIN_RETRIEVE_TOKENS": "2",
+        "LMCACHE_ENABLE_PD": "false", "LMCACHE_EXTRA_CONFIG": '{"disk_io_threads": 8}',
+    }  # fmt: skip
     config = load(env, extra={"lmcache.chunk_size": 3})
     assert given(config) == {"chunk_size": 3, "min_retrieve_tokens": 2, "pin_ttl": 1.0, "disk_io_threads": 8}
     assert not remarks(config, logging.WARNING), "LMCache takes the stronger extra_config as a whole"
@@ -226,16 +223,11 @@ def test_an_engine_logs_what_there_is_to_say(caplog: pytest.LogCaptureFixture) -
 
 
 BAD: dict[str, list[object]] = {
-    "chunk_size": ["abc", None, "", [256], 10**400],
-    "local_cpu": ["ture"],
-    "max_local_cpu_size": ["5GB", 0, "nan"],
-    "cache_policy": ["CLOCK"],
-    "local_disk": ["s3://bucket/x", "file:///a/,file:///b/", 5],
-    "use_layerwise": [{}],
-    "discard_partial_chunks": ["perhaps"],
-    "pin_timeout_sec": ["soon"],
+    "chunk_size": ["abc", None, "", [256], 10**400], "local_cpu": ["ture"], "max_local_cpu_size": ["5GB", 0, "nan"],
+    "cache_policy": ["CLOCK"], "local_disk": ["s3://bucket/x", "file:///a/,file:///b/", 5], "use_layerwise": [{}],
+    "discard_partial_chunks": ["perhaps"], "pin_timeout_sec": ["soon"],
     "extra_config": ["{", "[" * 20_000, "[1]", 5, {"use_odirect": "perhaps"}],
-}
+}  # fmt: skip
 
 
 def test_a_bad_value_is_one_short_error_by_its_source() -> None:
@@ -269,13 +261,11 @@ TRUE, FALSE = ["true", "True", "1", "yes", "on", True, 1], ["false", "False", "0
 
 
 SWITCHES: dict[str, tuple[str, object, object]] = {
-    "save_unfull_chunk": ("save_unfull_chunk", True, False),
-    "local_cpu": ("local_cpu", True, False),
-    "save_decode_cache": ("save_decode_cache", True, False),
-    "use_layerwise": ("use_layerwise", True, False),
+    "save_unfull_chunk": ("save_unfull_chunk", True, False), "local_cpu": ("local_cpu", True, False),
+    "save_decode_cache": ("save_decode_cache", True, False), "use_layerwise": ("use_layerwise", True, False),
     "discard_partial_chunks": ("save_unfull_chunk", False, True),
     "extra_config.use_odirect": ("disk_direct", "on", "off"),
-}
+}  # fmt: skip
 
 
 def test_booleans_are_spelled_alike_everywhere() -> None:

@@ -193,8 +193,7 @@ def test_a_namespace_that_he_has_made_is_neither_served_nor_written(
 
 def test_an_engine_starts_and_works_beside_his_namespaces(shared: Path) -> None:
     """They are neither counted nor evicted, and keep nobody from starting."""
-    engine = open_engine(shared)
-    own = next(path for path in shared.iterdir() if path.is_dir())
+    engine, own = open_engine(shared), next(path for path in shared.iterdir() if path.is_dir())
     engine.close()
     shutil.rmtree(own)
     done_by_another(his_namespace, str(shared), bytes.fromhex(own.name), bytes(32), 0o777)
@@ -299,15 +298,13 @@ def test_no_link_of_his_leads_out_of_the_folder(shared: Path, victim: Path, plac
         CliRunner().invoke(app, [command[0], str(shared), *command[1:]])
 
 
-def test_a_link_of_his_in_place_of_the_count_is_not_followed(shared: Path, victim: Path) -> None:
-    done_by_another(links_beside, str(shared), str(victim / "thesis"), ".lmkv-use")
-    backend = LocalDiskBackend(shared, NAMESPACE)
-    assert backend.reserve_bytes(5000) == 0
-
-
-def test_a_second_name_for_somebodys_file_is_not_the_count(shared: Path, victim: Path) -> None:
-    """As he can make one where the kernel does not protect hard links, and here root does for him."""
-    os.link(victim / "thesis", shared / ".lmkv-use")
+@pytest.mark.parametrize("how", ["link", "second name"])
+def test_somebodys_file_in_place_of_the_count_is_not_followed(shared: Path, victim: Path, how: str) -> None:
+    """By a link, or by a name as he can make one where the kernel protects none, and here root does for him."""
+    if how == "link":
+        done_by_another(links_beside, str(shared), str(victim / "thesis"), ".lmkv-use")
+    else:
+        os.link(victim / "thesis", shared / ".lmkv-use")
     backend = LocalDiskBackend(shared, NAMESPACE)
     assert backend.reserve_bytes(5000) == 0
     assert backend.write(chunk_of(5000)).status is WriteStatus.STORED

@@ -143,29 +143,20 @@ def test_another_key_or_a_flipped_bit_is_not_served(tmp_path: Path) -> None:
     keyed.close()
 
 
-@pytest.mark.parametrize("name", ["MRU", "mru", "others:MRU"])
-def test_a_policy_of_a_configuration(name: str) -> None:
-    policy = make_policy(Config.load(extra={"cache_policy": name}).cache_policy)
-    assert type(policy).__name__ == "MRU"
-
-
-def test_an_admission_of_a_configuration() -> None:
+def test_a_policy_and_an_admission_of_a_configuration() -> None:
+    for name in ("MRU", "mru", "others:MRU"):
+        policy = make_policy(Config.load(extra={"cache_policy": name}).cache_policy)
+        assert type(policy).__name__ == "MRU"
     assert not make_admission(Config.load(extra={"disk_admission": "others:Rejects"}).disk_admission).admit(bytes(32))
 
 
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: make_policy("GONE"), "others:Gone"),
-        (lambda: make_policy("others:NoPolicy"), "lmkv.protocols.Policy"),
-        (lambda: make_policy("not_there:Class"), "not_there:Class"),
-        (lambda: make_admission("others:NoPolicy"), "lmkv.protocols.Admission"),
-        (lambda: Config.load(extra={"cache_policy": "SIEVED"}), "package.module:Class"),
-        (lambda: Config.load(extra={"remote_url": "ftp://host"}), "package.module:Class"),
-    ],
-)
-def test_what_cannot_be_used_is_named(make: Any, named: str) -> None:
-    raised(ConfigError, named, make)
+def test_what_cannot_be_used_is_named() -> None:
+    raised(ConfigError, "others:Gone", make_policy, "GONE")
+    raised(ConfigError, "lmkv.protocols.Policy", make_policy, "others:NoPolicy")
+    raised(ConfigError, "not_there:Class", make_policy, "not_there:Class")
+    raised(ConfigError, "lmkv.protocols.Admission", make_admission, "others:NoPolicy")
+    for extra in ({"cache_policy": "SIEVED"}, {"remote_url": "ftp://host"}):
+        raised(ConfigError, "package.module:Class", Config.load, extra=extra)
 
 
 @pytest.mark.parametrize("scheme", ["broken", "nowhere", "others:breaks", "others:NoPolicy"])

@@ -80,31 +80,25 @@ def test_each_nightly_part_has_its_reason() -> None:
     assert [path.name for path in sources if bare.search(path.read_text())] == []
 
 
-@pytest.mark.parametrize(
-    ("file", "nearest", "not_concerned"),
-    [
-        ("lmkv/store/health.py", "tests/store/test_breaker.py", "tests/policies/test_policies.py"),
-        ("lmkv/backends/remote/redis.py", "tests/backends/remote/test_redis.py", "tests/vllm/test_connector.py"),
-        ("lmkv/cli/top.py", "tests/cli/test_server.py", "tests/vllm/test_families.py"),
-        ("lmkv/vllm/worker.py", "tests/vllm/scheduler/test_worker.py", "tests/store/test_tiered.py"),
-        ("tests/vllm/drafts.py", "tests/vllm/test_drafts.py", "tests/vllm/test_connector.py"),
-        (f"{KIT}/trial.py", "tests/vllm/test_torture.py", "tests/test_engine.py"),
-        ("examples/standalone.py", "tests/test_examples.py", "tests/store/test_tiered.py"),
-    ],
-)
-def test_a_change_concerns_the_tests_that_import_it(file: str, nearest: str, not_concerned: str) -> None:
-    found = distances([file])
-    assert found is not None
-    assert found[nearest] <= 2
-    assert not_concerned not in found
-    assert all((ROOT / name).exists() for name in found if is_test(name))
+NEAREST = {
+    "lmkv/store/health.py": ("tests/store/tiers/test_breaker.py", "tests/policies/test_policies.py"),
+    "lmkv/backends/remote/redis.py": ("tests/backends/remote/test_redis.py", "tests/vllm/test_connector.py"),
+    "lmkv/cli/top.py": ("tests/cli/test_server.py", "tests/vllm/test_families.py"),
+    "lmkv/vllm/worker.py": ("tests/vllm/scheduler/test_worker.py", "tests/store/test_tiered.py"),
+    "tests/vllm/drafts.py": ("tests/vllm/test_drafts.py", "tests/vllm/test_connector.py"),
+    f"{KIT}/trial.py": ("tests/vllm/test_torture.py", "tests/test_engine.py"),
+    "examples/standalone.py": ("tests/test_examples.py", "tests/store/test_tiered.py"),
+    "docs/why.md": ("tests/test_docs.py", "tests/store/test_tiered.py"),
+}
 
 
-def test_a_change_of_a_page_concerns_the_tests_that_read_pages() -> None:
-    found = distances(["docs/why.md"])
-    assert found is not None
-    assert "tests/test_docs.py" in found
-    assert "tests/store/test_tiered.py" not in found
+def test_a_change_concerns_the_tests_that_import_it() -> None:
+    for file, (nearest, not_concerned) in NEAREST.items():
+        found = distances([file])
+        assert found is not None
+        assert found[nearest] <= 2
+        assert not_concerned not in found
+        assert all((ROOT / name).exists() for name in found if is_test(name))
 
 
 def test_a_change_of_what_all_depend_on_concerns_all() -> None:
@@ -118,20 +112,17 @@ def test_a_change_of_what_all_depend_on_concerns_all() -> None:
     assert distances([program]) is None, "no test imports or names it"
 
 
-@pytest.mark.parametrize(
-    ("file", "test"),
-    [
-        ("dev.py", "tests/test_suite.py"),
-        ("lmkv/engine/registry.py", "tests/test_engine.py"),
-        ("lmkv/vllm/plugin.py", "tests/vllm/test_plugin.py"),
-        ("tests/backends/disk/attacks/make_attacks.py", "tests/backends/disk/attacks/test_attacks.py"),
-        ("lmkv/policies/segments.py", "tests/policies/test_policies.py"),
-    ],
-)
-def test_a_file_that_is_reached_by_a_name_alone(file: str, test: str) -> None:
-    found = distances([file])
-    assert found is not None
-    assert test in found
+def test_a_file_that_is_reached_by_a_name_alone() -> None:
+    for file, test in {
+        "dev.py": "tests/test_suite.py",
+        "lmkv/engine/registry.py": "tests/test_engine.py",
+        "lmkv/vllm/plugin.py": "tests/vllm/test_plugin.py",
+        "tests/backends/disk/attacks/make_attacks.py": "tests/backends/disk/attacks/test_attacks.py",
+        "lmkv/policies/segments.py": "tests/policies/test_policies.py",
+    }.items():
+        found = distances([file])
+        assert found is not None, file
+        assert test in found, file
 
 
 def test_every_file_of_lmkv_has_a_test_or_concerns_all() -> None:

@@ -84,24 +84,25 @@ def one_answer(connection: socket.socket) -> bytes:
     return head
 
 
-@pytest.mark.parametrize(
-    ("beginning", "more"),
-    [
-        (b"GET / HTTP/1.1\r\nX: ", BLOCK),
-        (b"GET /", BLOCK),
-        (b"GET / HTTP/1.1\r\n", b"X: a\r\n" * 10_000),
-        (b"GET /", b"%"),
-        (b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n", BLOCK),
-        (b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n" * 10_000),
-        (b"GET / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n" * 10_000),
-        (b"POST /nothing HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"ffff\r\n" + BLOCK[1:] + b"\r\n"),
-        (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 1000),
-        (b"", b"\r\n" * 10_000),
-        (b"", b"\0" * 10_000),
-    ],
-    ids=["header", "path", "headers", "escapes", "body", "chunks", "page", "no page", "pipelined", "lines", "zeros"],
-)
-def test_what_has_no_end_is_cut_off(server: AgentServer, beginning: bytes, more: bytes) -> None:
+POST, CHUNKED = b"POST /v1/lookup HTTP/1.1\r\n" + HOST, b"Transfer-Encoding: chunked\r\n\r\n"
+ENDLESS: dict[str, tuple[bytes, bytes]] = {
+    "header": (b"GET / HTTP/1.1\r\nX: ", BLOCK),
+    "path": (b"GET /", BLOCK),
+    "headers": (b"GET / HTTP/1.1\r\n", b"X: a\r\n" * 10_000),
+    "escapes": (b"GET /", b"%"),
+    "body": (POST + b"Content-Length: 1000000000000\r\n\r\n", BLOCK),
+    "chunks": (POST + CHUNKED, b"1\r\na\r\n" * 10_000),
+    "page": (b"GET / HTTP/1.1\r\nHost: x\r\n" + CHUNKED, b"1\r\na\r\n" * 10_000),
+    "no page": (b"POST /nothing HTTP/1.1\r\nHost: x\r\n" + CHUNKED, b"ffff\r\n" + BLOCK[1:] + b"\r\n"),
+    "pipelined": (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 1000),
+    "lines": (b"", b"\r\n" * 10_000),
+    "zeros": (b"", b"\0" * 10_000),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_what_has_no_end_is_cut_off(server: AgentServer, what: str) -> None:
+    beginning, more = ENDLESS[what]
     with connect(server) as connection:
         with pytest.raises(OSError, match=r"reset|pipe"):  # noqa: PT012
             connection.sendall(beginning)
@@ -206,12 +207,13 @@ class TestPace:
         monkeypatch.setattr(lmkv.agent.pace, "time", time)
         return clocks
 
-    def test_a_loop_takes_a_tenth_at_most(self, clocks: SimpleNamespace) -> None:
+    def computing(self, clocks: SimpleNamespace, computed: float, waited: float) -> None:
+        """A loop runs 500 calls, each of which takes so long."""
         loop = paced_loop()
 
         def compute(left: int) -> None:
-            clocks.computed += 0.02
-            clocks.now += 0.02
+            clocks.computed += computed
+            clocks.now += computed + waited
             if left:
                 loop.call_soon(compute, left - 1)
             else:
@@ -220,24 +222,14 @@ class TestPace:
         loop.call_soon(compute, 500)
         loop.run_forever()
         loop.close()
+
+    def test_a_loop_takes_a_tenth_at_most(self, clocks: SimpleNamespace) -> None:
+        self.computing(clocks, 0.01, 0.1)
+        assert clocks.pauses == [], "one that has little to do never pauses"
+        clocks.computed = clocks.now = 0.0
+        self.computing(clocks, 0.02, 0.0)
         assert 0.09 < (clocks.computed - 0.5) / clocks.now <= 0.101
         assert max(clocks.pauses) <= 1.0
-
-    def test_one_that_has_little_to_do_never_pauses(self, clocks: SimpleNamespace) -> None:
-        loop = paced_loop()
-
-        def compute(left: int) -> None:
-            clocks.computed += 0.01
-            clocks.now += 0.11
-            if left:
-                loop.call_soon(compute, left - 1)
-            else:
-                loop.stop()
-
-        loop.call_soon(compute, 500)
-        loop.run_forever()
-        loop.close()
-        assert clocks.pauses == []
 
     def test_what_takes_long_at_once_is_paid_for(self, clocks: SimpleNamespace) -> None:
         """However long the pause is, with a second in which the loop can end each time."""
@@ -354,14 +346,8 @@ def test_one_read_is_short(server: AgentServer) -> None:
         [one] = connections(server)
         read = one.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
         assert read <= 32 << 10
+        assert type(one.loop._selector).__module__ == lmkv.agent.pace.__name__, "it is served by such a loop"
         assert connection.fileno() >= 0
-
-
-def test_a_server_is_served_by_such_a_loop(server: AgentServer) -> None:
-    with connect(server):
-        eventually(lambda: bool(connections(server)))
-        [one] = connections(server)
-        assert type(one.loop._selector).__module__ == lmkv.agent.pace.__name__
 
 
 def test_an_answer_without_the_token_says_that_the_connection_ends(server: AgentServer) -> None:

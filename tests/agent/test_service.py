@@ -41,6 +41,7 @@ from lmkv.errors import ConfigError, UsageError
 from lmkv.policies import LRU, Quotas
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
+from lmkv.testing.backend_suite import in_threads
 from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.agent import clear_namespace
 from lmkv.vllm.scheduler.observer import TraceRecorder
@@ -85,8 +86,8 @@ def test_lookup_says_how_many_tokens_are_where(store: TieredStore, client: Clien
 def test_prompts_are_texts_messages_or_tokens(store: TieredStore, client: Client) -> None:
     put(store, "<user>hello<tool>world")
     messages = [{"role": "user", "content": "hello"}, {"role": "tool", "content": "world"}]
-    assert client.lookup(messages)["hit_tokens"] == 21
-    assert client.lookup(tokenize("<user>hello<tool>world"))["hit_tokens"] == 21
+    for prompt in (messages, tokenize("<user>hello<tool>world"), "<user>hello<tool>world"):
+        assert client.lookup(prompt)["hit_tokens"] == 21
 
 
 def test_tools_and_what_else_a_template_is_given_belong_to_a_chat(store: TieredStore, client: Client) -> None:
@@ -237,6 +238,10 @@ def test_clear_deletes_a_prompt_or_everything(store: TieredStore, client: Client
     assert client.clear("the first prompt") == {"deleted_chunks": 4}
     assert client.lookup("the first prompt")["hit_tokens"] == 0
     assert client.lookup("the other prompt", cache_salt="tenant")["hit_tokens"] == 15
+    for apart in ({"cache_salt": "tenant"}, {"tags": {"team": "a"}}):
+        raised(httpx.HTTPStatusError, r"400 .* cannot be narrowed down", client.clear, **apart)
+    raised(httpx.HTTPStatusError, "no folder with namespaces", client.clear, namespace="ab")
+    assert store.stats().primary.chunks == 4
     assert client.clear()["deleted_chunks"] == 4
     assert store.drain(LIMIT)
     assert client.lookup("the other prompt", cache_salt="tenant")["hit_tokens"] == 0
@@ -263,25 +268,11 @@ def test_a_namespace_is_cleared_by_the_engine_that_shares_its_folder(tmp_path: P
         assert client.lookup("the first prompt")["hit_tokens"] == 0
 
 
-def test_without_a_folder_there_is_no_other_namespace(client: Client) -> None:
-    raised(httpx.HTTPStatusError, "no folder with namespaces", client.clear, namespace="ab")
-
-
-def test_everything_cannot_be_narrowed_down(store: TieredStore, client: Client) -> None:
-    put(store, "the first prompt", "tenant")
-    for apart in ({"cache_salt": "tenant"}, {"tags": {"team": "a"}}):
-        raised(httpx.HTTPStatusError, r"400 .* cannot be narrowed down", client.clear, **apart)
-    assert store.stats().primary.chunks == 4
-
-
-def test_stats_are_the_stores(store: TieredStore, client: Client) -> None:
+def test_stats_are_the_stores(service: CacheService, store: TieredStore, client: Client) -> None:
+    """Those of the last hour are sampled."""
     put(store, "16 tokens it has")
     cpu, disk = client.stats()["tiers"]
     assert (cpu["name"], cpu["chunks"], disk["name"], disk["chunks"]) == ("cpu", 4, "disk", 4)
-
-
-def test_the_last_hour_is_sampled(service: CacheService, store: TieredStore, client: Client) -> None:
-    put(store, "16 tokens it has")
     eventually(lambda: bool(client.history()["samples"]))
     assert {tier["name"] for tier in client.history()["samples"][0]["tiers"]} == {"cpu", "disk"}
 
@@ -396,34 +387,27 @@ def test_the_async_client_does_the_same(store: TieredStore, server: AgentServer)
     assert {answer["hit_tokens"] for answer in asyncio.run(ask())} == {20}
 
 
-@pytest.mark.parametrize("token", [None, "letmeout", "letmein2"])
-def test_without_the_token_nothing_is_answered(store: TieredStore, server: AgentServer, token: str | None) -> None:
+def test_without_the_token_nothing_is_answered(store: TieredStore, server: AgentServer) -> None:
     put(store, "16 tokens it has")
-    with Client(server.url, token) as client:
-        for call in (client.stats, client.clear, lambda: client.lookup("x"), lambda: client.prefetched("x")):
-            raised(httpx.HTTPStatusError, "401", call)
+    for token in (None, "letmeout", "letmein2"):
+        with Client(server.url, token) as client:
+            for call in (client.stats, client.clear, lambda: client.lookup("x"), lambda: client.prefetched("x")):
+                raised(httpx.HTTPStatusError, "401", call)
     assert store.stats().primary.chunks == 4
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"text": "a", "tokens": [1]},
-        {"tokens": [-1]},
-        {"tokens": [1 << 32]},
-        {"tokens": ["a"]},
-        {"text": 3},
-        {"text": "a", "everything_else": 1},
-        {"messages": "hello"},
-    ],
-)
-def test_what_is_no_prompt_is_refused_with_the_reason(server: AgentServer, body: dict[str, Any]) -> None:
+def test_what_is_no_prompt_is_refused_with_the_reason(server: AgentServer, service: CacheService) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    for path in ("lookup", "prefetch", "pin", "unpin", "clear"):
-        answer = httpx.post(f"{server.url}/v1/{path}", json=body, headers=headers)
-        assert 400 <= answer.status_code < 500, answer.text
-        assert answer.json()["detail"]
+    bodies: list[dict[str, Any]] = [
+        *({}, {"text": "a", "tokens": [1]}, {"tokens": [-1]}, {"tokens": [1 << 32]}, {"tokens": ["a"]}, {"text": 3}),
+        *({"text": "a", "everything_else": 1}, {"messages": "hello"}),
+    ]
+    for body in bodies:
+        for path in ("lookup", "prefetch", "pin", "unpin", "clear"):
+            answer = httpx.post(f"{server.url}/v1/{path}", json=body, headers=headers)
+            assert 400 <= answer.status_code < 500, answer.text
+            assert answer.json()["detail"]
+    raised(UsageError, "one of text, messages and tokens", service.lookup, Prompt(text="a", tokens=[1]))
 
 
 def test_a_prompt_that_the_engine_does_not_take_is_refused(store: TieredStore) -> None:
@@ -446,10 +430,6 @@ def test_a_prefetch_that_waits_when_the_server_ends_is_told_so(slow: Gated, slow
         raised(httpx.HTTPStatusError, r"503 .*the engine is shutting down", answer.result, LIMIT)
 
 
-def test_a_prompt_in_two_ways_is_refused(service: CacheService) -> None:
-    raised(UsageError, "one of text, messages and tokens", service.lookup, Prompt(text="a", tokens=[1]))
-
-
 def test_a_closed_store_answers_nothing_found(store: TieredStore, client: Client) -> None:
     put(store, "16 tokens it has")
     store.close()
@@ -457,25 +437,19 @@ def test_a_closed_store_answers_nothing_found(store: TieredStore, client: Client
 
 
 class TestAddresses:
-    @pytest.mark.parametrize("text", ["127.0.0.1:0", "localhost:0", "[::1]:0"])
-    def test_of_this_machine_alone(self, text: str) -> None:
-        if "::1" in text and not socket.has_ipv6:
-            pytest.skip("no IPv6")
-        bound, url = Address(text).bind()
-        assert url.endswith(f":{bound.getsockname()[1]}")
-        bound.close()
+    def test_of_this_machine_alone(self) -> None:
+        for text in ("127.0.0.1:0", "localhost:0", *(["[::1]:0"] if socket.has_ipv6 else [])):
+            bound, url = Address(text).bind()
+            assert url.endswith(f":{bound.getsockname()[1]}")
+            bound.close()
 
-    @pytest.mark.parametrize(
-        "text",
-        [
+    def test_of_others_are_refused(self) -> None:
+        for text in (
             *("0.0.0.0:1", "[::]:1", "example.com:80", "8377", ":1", "localhost", "", "127.0.0.1:65536", "::1:-1"),
             # Abstract sockets, which every user may connect to, and paths that mean nothing.
             *("unix:", "unix:\0name", "unix:/a\0b", "unix:relative.sock", f"127.0.0.1:{'9' * 5000}"),
-        ],
-        ids=lambda text: repr(text)[:20],
-    )
-    def test_of_others_are_refused(self, text: str) -> None:
-        raised(ConfigError, "must be unix:/path, or a loopback address", Address(text).bind)
+        ):
+            raised(ConfigError, "must be unix:/path, or a loopback address", Address(text).bind)
 
     def test_engines_of_a_server_have_one_each(self) -> None:
         first = Address("127.0.0.1:8377"), Address("unix:/run/lmkv.sock")
@@ -513,18 +487,13 @@ class TestUnixSockets:
 
     def test_of_servers_that_start_at_the_same_time_one_has_it(self, path: Path) -> None:
         for _ in range(100):
-            together, bound = threading.Barrier(4), list[socket.socket]()
+            bound: list[socket.socket] = []
 
-            def start(together: threading.Barrier = together, bound: list[socket.socket] = bound) -> None:
-                together.wait(LIMIT)
+            def start(_: int, bound: list[socket.socket] = bound) -> None:
                 with suppress(OSError):
                     bound.append(Address(f"unix:{path}").bind()[0])
 
-            threads = [threading.Thread(target=start) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(LIMIT)
+            in_threads(4, start)
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(str(path))
             assert len(bound) == 1
@@ -539,12 +508,17 @@ class TestUnixSockets:
         Address(f"unix:{path}").bind()[0].close()
         os.close(folder)
 
-    def test_one_whose_server_is_busy_is_in_use(self, path: Path) -> None:
+    def test_one_in_use_is_not_taken(self, path: Path) -> None:
+        """By a server that is busy, or by a file."""
         with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
             busy.bind(str(path))
             busy.listen(0)
             waiting.connect(str(path))
             raised(OSError, "in use", Address(f"unix:{path}").bind)
+        path.unlink()
+        path.write_text("mine")
+        raised(OSError, "in use", Address(f"unix:{path}").bind)
+        assert path.read_text() == "mine"
 
     def test_one_of_another_server_stays(self, service: CacheService, path: Path) -> None:
         first = AgentServer(lambda: application(service, None), Address(f"unix:{path}"))
@@ -555,11 +529,6 @@ class TestUnixSockets:
             with Client(f"unix:{path}") as client:
                 assert client.stats()["tiers"]
         assert not path.exists()
-
-    def test_a_file_of_that_name_is_not_deleted(self, path: Path) -> None:
-        path.write_text("mine")
-        raised(OSError, "in use", Address(f"unix:{path}").bind)
-        assert path.read_text() == "mine"
 
 
 @pytest.mark.parametrize("what", ["the application", "the thread"])

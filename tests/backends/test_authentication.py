@@ -60,37 +60,22 @@ class TestObjectsSuite(BackendSuite):
         return backend
 
 
-def running(kind: str, folders: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module", params=["valkey", "redis"])
+def server_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     pytest.importorskip("redis")
-    with redis_server(kind, folders.mktemp(kind)) as server:
+    with redis_server(request.param, tmp_path_factory.mktemp(request.param)) as server:
         yield server.url
 
 
-@pytest.fixture(scope="module")
-def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    yield from running("valkey", tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    yield from running("redis", tmp_path_factory)
-
-
-class TestValkeySuite(BackendSuite):
+class TestRedisSuite(BackendSuite):
     @pytest.fixture(autouse=True)
-    def _server(self, valkey_url: str) -> None:
-        self.url = valkey_url
+    def _server(self, server_url: str) -> None:
+        self.url = server_url
 
     def make(self, folder: Path) -> Backend:
         # A prefix of its own: each test begins with nothing.
         backend: Backend = redis_backend(self.url, KEY, prefix=f"{folder}:")
         return backend
-
-
-class TestRedisSuite(TestValkeySuite):
-    @pytest.fixture(autouse=True)
-    def _server(self, redis_url: str) -> None:  # type: ignore[override]
-        self.url = redis_url
 
 
 def redis_backend(url: str, key: bytes | None, namespace: bytes = NAMESPACE, **options: Any) -> Any:
@@ -147,38 +132,6 @@ def objects(tmp_path: Path) -> Medium:
     )
 
 
-def redis_medium(url: str) -> Medium:
-    from redis import Redis
-
-    client = Redis.from_url(url)
-
-    def name(key: ChunkKey) -> str:
-        return f"lmkv:{NAMESPACE.hex()}/{key.hex()}"
-
-    return Medium(
-        open=lambda key, namespace=NAMESPACE: redis_backend(url, key, namespace),
-        get=lambda key: bytes(client.get(name(key))),  # type: ignore[arg-type]
-        put=lambda key, blob: client.set(name(key), blob),
-    )
-
-
-@pytest.fixture
-def valkey(valkey_url: str) -> Medium:
-    return redis_medium(valkey_url)
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Medium:
-    return redis_medium(redis_url)
-
-
-@pytest.fixture(params=["disk", "objects", "valkey", "redis"])
-def medium(request: pytest.FixtureRequest) -> Medium:
-    # A server is started for those alone that need it.
-    found: Medium = request.getfixturevalue(request.param)
-    return found
-
-
 def field(offset: int, form: str, value: int) -> Callable[[bytes], bytes]:
     """Overwrite a number in the header."""
 
@@ -221,53 +174,70 @@ FORGERIES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_forged_value_is_a_corrupt_one_and_can_be_replaced(medium: Medium, forgery: str) -> None:
-    backend, chunk = medium.open(KEY), chunk_of(NBYTES)
-    assert backend.write(chunk).status is WriteStatus.STORED
-    sound = medium.get(chunk.key)
-    assert resealed(sound) == sound
-    medium.put(chunk.key, resealed(FORGERIES[forgery](sound)))
-    assert_refused_and_replaced(backend, chunk)
+@pytest.fixture
+def redis(server_url: str) -> Medium:
+    from redis import Redis
+
+    client = Redis.from_url(server_url)
+
+    def name(key: ChunkKey) -> str:
+        return f"lmkv:{NAMESPACE.hex()}/{key.hex()}"
+
+    return Medium(
+        open=lambda key, namespace=NAMESPACE: redis_backend(server_url, key, namespace),
+        get=lambda key: bytes(client.get(name(key))),  # type: ignore[arg-type]
+        put=lambda key, blob: client.set(name(key), blob),
+    )
 
 
-def assert_refused_and_replaced(backend: Backend, chunk: Chunk) -> None:
+def refuses_what_is_forged(medium: Medium) -> None:
+    """By an attacker in the medium, and by engines without a key or with another one, however valid it is."""
+    for what, forgery in FORGERIES.items():
+        backend, chunk = medium.open(KEY), chunk_of(NBYTES)
+        assert backend.write(chunk).status is WriteStatus.STORED
+        sound = medium.get(chunk.key)
+        assert resealed(sound) == sound
+        medium.put(chunk.key, resealed(forgery(sound)))
+        assert_refused_and_replaced(backend, chunk, what)
+    for key in (None, OTHER_KEY):
+        forger, forged = medium.open(key), chunk_of(NBYTES)
+        assert forger.write(forged).status is WriteStatus.STORED
+        assert read_back(forger, forged) == forged.payload
+        forger.close()
+        assert_refused_and_replaced(medium.open(KEY), chunk_of(NBYTES, forged.key), "the format is right in every byte")
+    # One authentication key signs both values, and each is genuine only where its writer put it.
+    elsewhere = ChunkFormat(OTHER_NAMESPACE, authenticator=Authenticator(KEY))
+    values: dict[str, Callable[[Chunk, Chunk], bytes]] = {
+        "another's": lambda chunk, other: medium.get(other.key),
+        "another namespace's": lambda chunk, other: blob_of(
+            elsewhere, Chunk(chunk.key, other.payload, other.parent, other.tokens)
+        ),
+        "another's payload": lambda chunk, other: resealed(medium.get(chunk.key)[:4096] + medium.get(other.key)[4096:]),
+    }
+    for what, value in values.items():
+        backend, chunk, other = medium.open(KEY), chunk_of(NBYTES), chunk_of(NBYTES)
+        assert statuses(backend, [chunk, other]) == [WriteStatus.STORED] * 2
+        medium.put(chunk.key, value(chunk, other))
+        assert_refused_and_replaced(backend, chunk, what)
+
+
+@pytest.mark.parametrize("kind", ["disk", "objects"])
+def test_a_forged_file_is_a_corrupt_one_and_can_be_replaced(kind: str, request: pytest.FixtureRequest) -> None:
+    refuses_what_is_forged(request.getfixturevalue(kind))
+
+
+def test_a_forged_value_is_a_corrupt_one_and_can_be_replaced(redis: Medium) -> None:
+    refuses_what_is_forged(redis)
+
+
+def assert_refused_and_replaced(backend: Backend, chunk: Chunk, what: str) -> None:
     read = backend.read(chunk.key, memoryview(bytearray(len(chunk.payload))))
-    assert read.status is ReadStatus.FAILED
+    assert read.status is ReadStatus.FAILED, what
     assert isinstance(read.error, CorruptChunkError)
     backend.delete([chunk.key])
     assert backend.write(chunk).status is WriteStatus.STORED
     assert read_back(backend, chunk) == chunk.payload
     backend.close()
-
-
-@pytest.mark.parametrize("key", [None, OTHER_KEY])
-def test_what_others_have_written_is_refused_however_valid_it_is(medium: Medium, key: bytes | None) -> None:
-    """By an engine without a key, or with another one, in this very namespace: the format is right in every byte."""
-    forger, forged = medium.open(key), chunk_of(NBYTES)
-    assert forger.write(forged).status is WriteStatus.STORED
-    assert read_back(forger, forged) == forged.payload
-    forger.close()
-    assert_refused_and_replaced(medium.open(KEY), chunk_of(NBYTES, forged.key))
-
-
-@pytest.mark.parametrize("namespace", [NAMESPACE, OTHER_NAMESPACE])
-def test_a_value_under_another_name_is_refused(medium: Medium, namespace: bytes) -> None:
-    """One authentication key signs both values, and each is genuine only where its writer put it."""
-    backend, chunk, other = medium.open(KEY), chunk_of(NBYTES), chunk_of(NBYTES)
-    assert statuses(backend, [chunk, other]) == [WriteStatus.STORED] * 2
-    medium.put(chunk.key, medium.get(other.key))
-    if namespace != NAMESPACE:
-        elsewhere = ChunkFormat(namespace, authenticator=Authenticator(KEY))
-        medium.put(chunk.key, blob_of(elsewhere, Chunk(chunk.key, other.payload, other.parent, other.tokens)))
-    assert_refused_and_replaced(backend, chunk)
-
-
-def test_a_payload_with_another_header_is_refused(medium: Medium) -> None:
-    backend, chunk, other = medium.open(KEY), chunk_of(NBYTES), chunk_of(NBYTES)
-    assert statuses(backend, [chunk, other]) == [WriteStatus.STORED] * 2
-    medium.put(chunk.key, resealed(medium.get(chunk.key)[:4096] + medium.get(other.key)[4096:]))
-    assert_refused_and_replaced(backend, chunk)
 
 
 def test_a_forgery_in_the_place_of_a_file_does_not_count_as_present(disk: Medium) -> None:
@@ -406,8 +376,7 @@ def test_checksums_can_be_checked_without_the_key() -> None:
 
 
 def test_keys_of_one_namespace_make_other_files_than_those_of_another(tmp_path: Path) -> None:
-    key = new_key()
-    mine = LocalDiskBackend(tmp_path, NAMESPACE, authentication_key=KEY)
+    key, mine = new_key(), LocalDiskBackend(tmp_path, NAMESPACE, authentication_key=KEY)
     assert mine.write(chunk_of(100, key)).status is WriteStatus.STORED
     assert LocalDiskBackend(tmp_path, OTHER_NAMESPACE, authentication_key=OTHER_KEY).contains([key]) == [False]
 

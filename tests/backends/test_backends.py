@@ -7,10 +7,10 @@ import errno
 import mmap
 import os
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
 from tests.backends.remote.folder_store import FolderBackend
 from tests.forked import python
-from tests.kit import LIMIT, chain, eventually, get, lower, put_below, raised, small_store
+from tests.kit import LIMIT, chain, eventually, get, lower, mounted_tmpfs, put_below, raised, small_store
 from tests.pages import ROOT
 
 T = TypeVar("T")
@@ -160,14 +160,6 @@ def test_aligned_memory_in_every_combination(disk: LocalDiskBackend) -> None:
                 assert into == chunk.payload
 
 
-def test_namespaces_do_not_see_each_other(disk: LocalDiskBackend, tmp_path: Path) -> None:
-    other = LocalDiskBackend(tmp_path, bytes(32))
-    chunk = chunk_of(100)
-    disk.write(chunk)
-    assert other.contains([chunk.key]) == [False]
-    assert listed(other) == {}
-
-
 def test_the_least_recently_used_comes_first(disk: LocalDiskBackend, tmp_path: Path) -> None:
     chunks = [chunk_of(100) for _ in range(3)]
     statuses(disk, chunks)
@@ -195,8 +187,7 @@ def test_a_chunk_in_use_is_touched_once_a_minute(disk: LocalDiskBackend, tmp_pat
 
 
 def test_min_free_rejects_before_it_writes(tmp_path: Path) -> None:
-    clock = ManualClock()
-    stats = os.statvfs(tmp_path)
+    clock, stats = ManualClock(), os.statvfs(tmp_path)
     far_too_much = stats.f_blocks * stats.f_frsize * 2
     full = LocalDiskBackend(tmp_path, NAMESPACE, min_free=far_too_much, clock=clock)
     chunk = chunk_of(100)
@@ -248,39 +239,36 @@ def test_chunks_of_real_size(disk: LocalDiskBackend, nbytes: int) -> None:
 
 
 def test_settings_of_another_writer_do_not_matter(tmp_path: Path) -> None:
+    """Its namespace does."""
     writer = LocalDiskBackend(tmp_path, NAMESPACE, segment_bytes=4096, chunk_tokens=4000)
-    reader = LocalDiskBackend(tmp_path, NAMESPACE, segment_bytes=65536)
+    reader, other = LocalDiskBackend(tmp_path, NAMESPACE, segment_bytes=65536), LocalDiskBackend(tmp_path, bytes(32))
     chunk = chunk_of(30_000)
     writer.write(chunk)
     assert read_back(reader, chunk) == chunk.payload
     assert reader.write(chunk).status is WriteStatus.PRESENT
+    assert other.contains([chunk.key]) == [False]
+    assert listed(other) == {}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"sync": "always"},
-        {"direct": "maybe"},
-        {"segment_bytes": 1000},
-        {"segment_bytes": 1 << 30},
-        {"namespace": b"short"},
-    ],
-)
-def test_bad_settings_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
-    raised(ConfigError, str(next(iter(settings))), LocalDiskBackend, tmp_path, **{"namespace": NAMESPACE, **settings})
+def test_bad_settings_are_refused(tmp_path: Path) -> None:
+    bad: dict[str, list[Any]] = {
+        "sync": ["always"],
+        "direct": ["maybe"],
+        "segment_bytes": [1000, 1 << 30],
+        "namespace": [b"short"],
+    }
+    for name, values in bad.items():
+        for value in values:
+            given = {"namespace": NAMESPACE, name: value}
+            raised(ConfigError, name, LocalDiskBackend, tmp_path, **given)
 
 
-@pytest.mark.parametrize(
-    "chunk",
-    [
-        Chunk(b"short", memoryview(b"x")),
-        Chunk(bytes(32), memoryview(b"")),
-        Chunk(bytes(32), memoryview(b"x"), parent=b"short"),
-        Chunk(bytes(32), memoryview(b"x"), tokens=b"odd"),
-    ],
-)
-def test_misuse_is_told_and_nothing_is_written(disk: LocalDiskBackend, tmp_path: Path, chunk: Chunk) -> None:
-    raised(UsageError, "", disk.write, chunk)
+def test_misuse_is_told_and_nothing_is_written(disk: LocalDiskBackend, tmp_path: Path) -> None:
+    for chunk in (
+        *(Chunk(b"short", memoryview(b"x")), Chunk(bytes(32), memoryview(b""))),
+        *(Chunk(bytes(32), memoryview(b"x"), parent=b"short"), Chunk(bytes(32), memoryview(b"x"), tokens=b"odd")),
+    ):
+        raised(UsageError, "", disk.write, chunk)
     assert files_below(tmp_path) == []
 
 
@@ -353,17 +341,15 @@ def test_what_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: A
     key = new_key()
     statuses(backend, [chunk_of(100, key), chunk_of(100, key[:1] + bytes(31))])
     expected = {
-        "none": ["name", "name"],
-        "data": ["data", "name"] * 2,
+        "none": ["name", "name"], "data": ["data", "name"] * 2,
         "full": ["folder", "folder"] + ["data", "name", "folder"] * 2,
-    }
+    }  # fmt: skip
     assert log == expected[sync]
 
 
 def test_ten_thousand_chunks_are_listed_at_once(memory_path: Path) -> None:
     """In a few times the CPU time in which the kernel lists as many names and sizes."""
-    backend = LocalDiskBackend(memory_path, NAMESPACE, direct="off")
-    payload = memoryview(b"x")
+    backend, payload = LocalDiskBackend(memory_path, NAMESPACE, direct="off"), memoryview(b"x")
     keys = {new_key() for _ in range(10_000)}
     for key in keys:
         backend.write(Chunk(key, payload))
@@ -382,9 +368,9 @@ def test_backends_say_what_they_are(tmp_path: Path) -> None:
     disk = LocalDiskBackend(tmp_path, NAMESPACE, direct="off", name="ssd")
     assert repr(disk) == f"<LocalDiskBackend 'ssd': {tmp_path / NAMESPACE.hex()}, direct_io=False>"
     assert repr(WrapperBackend(disk)) == f"WrapperBackend({disk!r})"
-    adapter = AsyncAdapter(AsyncFileBackend(tmp_path / "files"), deadline=5.0)
-    assert repr(adapter) == f"AsyncAdapter(AsyncFileBackend('{tmp_path}/files'), deadline=5.0)"
-    adapter.close()
+    assert (disk.shared, LocalDiskBackend(tmp_path, NAMESPACE, shared=True).shared) == (False, True)
+    with closing(AsyncAdapter(AsyncFileBackend(tmp_path / "files"), deadline=5.0)) as adapter:
+        assert repr(adapter) == f"AsyncAdapter(AsyncFileBackend('{tmp_path}/files'), deadline=5.0)"
 
 
 def test_an_exit_in_a_coroutine_ends_its_own_call_alone(tmp_path: Path) -> None:
@@ -402,11 +388,6 @@ def test_an_exit_in_a_coroutine_ends_its_own_call_alone(tmp_path: Path) -> None:
     assert adapter.contains([bytes(32)]) == [False]
     adapter.close()
     assert not adapter._thread.is_alive()
-
-
-def test_the_disk_is_shared_only_when_told(tmp_path: Path) -> None:
-    assert not LocalDiskBackend(tmp_path, NAMESPACE).shared
-    assert LocalDiskBackend(tmp_path, NAMESPACE, shared=True).shared
 
 
 # -- wrappers and faults -------------------------------------------------------------------------------
@@ -460,8 +441,7 @@ def test_faults_hit_some_calls_and_repeat_with_the_seed(tmp_path: Path) -> None:
 
 
 def test_the_nth_call_fails_as_told(tmp_path: Path) -> None:
-    faulty = FaultyBackend(LocalDiskBackend(tmp_path, NAMESPACE))
-    chunk = chunk_of(100)
+    faulty, chunk = FaultyBackend(LocalDiskBackend(tmp_path, NAMESPACE)), chunk_of(100)
     faulty.fail_call(2, errno.EIO)
     assert faulty.write(chunk).status is WriteStatus.STORED
     read = faulty.read(chunk.key, memoryview(bytearray(100)))
@@ -643,13 +623,9 @@ def test_files_that_are_no_chunks_are_left_alone(files: Any, tmp_path: Path) -> 
 
 
 def test_files_are_not_written_below_a_medium_that_is_no_longer_mounted(tmp_path: Path) -> None:
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "lmkv-test", str(tmp_path)], check=False).returncode:
-        pytest.skip("only root may mount")
-    adapter, chunk = AsyncAdapter(AsyncFileBackend(tmp_path / "chunks")), chunk_of(100)
-    try:
+    with mounted_tmpfs(tmp_path):
+        adapter, chunk = AsyncAdapter(AsyncFileBackend(tmp_path / "chunks")), chunk_of(100)
         assert adapter.write(chunk).status is WriteStatus.STORED
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
     for path in (tmp_path / "chunks", tmp_path / "elsewhere"):
         assert isinstance(adapter.write(chunk).error, BackendUnavailable)
         assert isinstance(adapter.read(chunk.key, memoryview(bytearray(100))).error, BackendUnavailable)

@@ -17,23 +17,19 @@ from lmkv.chunks import codec
 from lmkv.chunks.codec import PAGE, FormatError, Header
 from lmkv.protocols import Chunk
 from lmkv.testing import strategies
-from tests.kit import raised
+from tests.tables import raised
 
 NAMESPACE = b"\x01" * 32
 SEGMENTS = st.sampled_from([4096, 8192, 65536, codec.DEFAULT_SEGMENT_BYTES])
 
 
 def header_of(chunk: Chunk, segment_bytes: int = 4096) -> Header:
+    nbytes, sums = len(chunk.payload), codec.segment_checksums(chunk.payload, segment_bytes)
     return Header(
-        namespace=NAMESPACE,
-        key=chunk.key,
-        payload_bytes=len(chunk.payload),
-        checksums=codec.segment_checksums(chunk.payload, segment_bytes),
-        segment_bytes=segment_bytes,
-        header_bytes=codec.header_bytes(len(chunk.payload), segment_bytes, len(chunk.tokens) // 4),
-        parent=chunk.parent,
+        namespace=NAMESPACE, key=chunk.key, payload_bytes=nbytes, checksums=sums, segment_bytes=segment_bytes,
+        header_bytes=codec.header_bytes(nbytes, segment_bytes, len(chunk.tokens) // 4), parent=chunk.parent,
         tokens=chunk.tokens,
-    )
+    )  # fmt: skip
 
 
 def packed(header: Header) -> bytearray:
@@ -126,71 +122,60 @@ def test_sealed_lies_are_rejected_or_harmless(at: int, junk: bytes) -> None:
     assert len(header.tokens) + 4 * len(header.checksums) < header.header_bytes
 
 
-@pytest.mark.parametrize(
-    ("offset", "form", "value", "complaint"),
-    [
-        (0, "<Q", 0, "magic"),
-        (8, "<H", 2, "version 2"),
-        (10, "<H", 4, "flags"),
-        (12, "<I", 0, "header cannot be 0 bytes"),
-        (12, "<I", 4095, "header cannot be 4095 bytes"),
-        (12, "<I", 8192, "header of 8192"),
-        (12, "<I", 0xFFFFF000, "header cannot be 4294963200 bytes"),
-        (16, "<Q", 0, "payload of 0"),
-        (16, "<Q", 2**64 - 1, "payload of 18446744073709551615"),
-        (24, "<I", 0, "segments cannot be 0 bytes"),
-        (24, "<I", 4097, "segments cannot be 4097 bytes"),
-        (24, "<I", 1 << 31, "segments cannot be 2147483648 bytes"),
-        (28, "<I", 2**32 - 1, "4294967295 checksums"),
-        (32, "<I", 2**32 - 1, "4294967295 tokens"),
-        (32, "<I", 1000, "1000 tokens"),
-    ],
-)
-def test_each_lie_has_its_complaint(offset: int, form: str, value: int, complaint: str) -> None:
-    data = packed(SMALL)
-    struct.pack_into(form, data, offset, value)
-    if offset != 12:
-        resealed(data)
-    raised(FormatError, complaint, codec.parse_header, memoryview(data))
+LIES: dict[int, tuple[str, dict[int, str]]] = {
+    0: ("<Q", {0: "magic"}),
+    8: ("<H", {2: "version 2"}),
+    10: ("<H", {4: "flags"}),
+    12: (
+        "<I",
+        {**{wrong: f"header cannot be {wrong} bytes" for wrong in (0, 4095, 0xFFFFF000)}, 8192: "header of 8192"},
+    ),
+    16: ("<Q", {wrong: f"payload of {wrong}" for wrong in (0, 2**64 - 1)}),
+    24: ("<I", {wrong: f"segments cannot be {wrong} bytes" for wrong in (0, 4097, 1 << 31)}),
+    28: ("<I", {2**32 - 1: "4294967295 checksums"}),
+    32: ("<I", {wrong: f"{wrong} tokens" for wrong in (2**32 - 1, 1000)}),
+}
 
 
-def test_a_lie_about_many_segments_needs_the_bytes_to_be_there() -> None:
-    """A payload of exabytes would want more checksums than a header can hold, so it never gets that far."""
+def test_each_lie_has_its_complaint() -> None:
+    for offset, (form, lies) in LIES.items():
+        for value, complaint in lies.items():
+            data = packed(SMALL)
+            struct.pack_into(form, data, offset, value)
+            if offset != 12:
+                resealed(data)
+            raised(FormatError, complaint, codec.parse_header, memoryview(data))
+    # A payload of exabytes would want more checksums than a header can hold, so it never gets that far.
     data = packed(SMALL)
     struct.pack_into("<QIII", data, 16, (2**32 - 1) * 4096, 4096, 2**32 - 1, 0)
-    with pytest.raises(FormatError, match="do not fit"):
-        codec.parse_header(resealed(data))
+    raised(FormatError, "do not fit", codec.parse_header, resealed(data))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"tokens": bytes(4096)}, {"key": b"short"}, {"namespace": b""}, {"parent": b"x"}, {"header_bytes": 1 << 21}],
-)
-def test_a_header_that_cannot_be_is_not_packed(change: dict[str, Any]) -> None:
-    header = evolve(SMALL, **change)
-    raised(FormatError, "", codec.pack_header, header, memoryview(bytearray(header.header_bytes)))
+def test_a_header_that_cannot_be_is_not_packed() -> None:
+    changes: list[dict[str, Any]] = [
+        *({"tokens": bytes(4096)}, {"key": b"short"}, {"namespace": b""}, {"parent": b"x"}, {"header_bytes": 1 << 21})
+    ]
+    for change in changes:
+        header = evolve(SMALL, **change)
+        raised(FormatError, "", codec.pack_header, header, memoryview(bytearray(header.header_bytes)))
 
 
 @given(data=st.data(), chunk=strategies.chunks(), segment_bytes=SEGMENTS)
 def test_any_changed_byte_of_a_payload_is_noticed(data: st.DataObject, chunk: Chunk, segment_bytes: int) -> None:
-    header = header_of(chunk, segment_bytes)
-    at = data.draw(st.integers(0, len(chunk.payload) - 1))
+    header, at = header_of(chunk, segment_bytes), data.draw(st.integers(0, len(chunk.payload) - 1))
     broken = bytearray(chunk.payload)
     broken[at] ^= data.draw(st.integers(1, 255))
     raised(FormatError, f"segment {at // segment_bytes} ", codec.verify_segments, header, memoryview(broken))
 
 
-@pytest.mark.parametrize(("nbytes", "plausible"), [(0, 0), (4096, 0), (8191, 0), (8192, 1), (8193, 0), (12288, 1)])
-def test_sizes_that_a_sound_file_can_have(nbytes: int, plausible: int) -> None:
-    assert codec.plausible_file_bytes(nbytes) == bool(plausible)
-
-
-@pytest.mark.parametrize(
-    ("payload", "room", "expected"),
-    [(1, 512, 4096), (32 << 20, 512, 4096), (400 << 20, 512, 4096), (500 << 20, 512, 8192), (1, 1024, 8192)],
-)
-def test_headers_are_one_page_for_all_but_giants(payload: int, room: int, expected: int) -> None:
-    assert codec.header_bytes(payload, codec.DEFAULT_SEGMENT_BYTES, room) == expected
+def test_sizes_that_a_sound_file_can_have() -> None:
+    sizes = (0, 4096, 8191, 8192, 8193, 12288)
+    assert [nbytes for nbytes in sizes if codec.plausible_file_bytes(nbytes)] == [8192, 12288]
+    # Headers are one page for all but giants.
+    for payload, room, expected in (
+        *((1, 512, 4096), (32 << 20, 512, 4096), (400 << 20, 512, 4096), (500 << 20, 512, 8192), (1, 1024, 8192)),
+    ):
+        assert codec.header_bytes(payload, codec.DEFAULT_SEGMENT_BYTES, room) == expected
 
 
 def test_without_isal_zlib_computes_the_same_checksums(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from hypothesis import example, given, strategies as st
 import lmkv
 from lmkv.chunks.hashing import KeyChain, chunk_keys, token_bytes
 from lmkv.errors import UsageError
-from tests.kit import every, raised
+from tests.tables import every, raised
 
 ROOT = bytes(range(32))
 EXTRA = bytes(reversed(range(32)))

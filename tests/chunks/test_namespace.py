@@ -15,7 +15,7 @@ from hypothesis import example, given, strategies as st
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.chunks.namespace import FORMAT_VERSION, Namespace, canonical
 from lmkv.errors import UsageError
-from tests.kit import every, raised
+from tests.tables import every, raised
 
 PLAIN = Namespace(model="m", dtype="bfloat16", chunk_size=256, block_size=16)
 
@@ -34,18 +34,11 @@ def number(value: int) -> bytes:
 
 def test_the_digest_is_the_documented_hash() -> None:
     """The encoding written out by hand: whoever changes it has to raise FORMAT_VERSION."""
-    items = [
-        text("model") + text("m"),
-        text("dtype") + text("bfloat16"),
-        text("chunk_size") + number(256),
-        text("block_size") + number(16),
-        text("revision") + text(""),
-        text("kv_cache_dtype") + text("auto"),
-        text("layout") + text(""),
-        text("ranks") + text("tp1/pp1"),
-        text("extra") + framed(b"t", b""),
-        text("format") + number(1),
-    ]
+    texts = {"model": "m", "dtype": "bfloat16", "revision": "", "kv_cache_dtype": "auto", "layout": ""}
+    texts["ranks"] = "tp1/pp1"
+    numbers = {"chunk_size": 256, "block_size": 16, "format": 1}
+    items = [text(name) + text(value) for name, value in texts.items()]
+    items += [text(name) + number(value) for name, value in numbers.items()] + [text("extra") + framed(b"t", b"")]
     encoded = b"lmkv namespace\0" + framed(b"m", b"".join(sorted(items)))
     assert PLAIN.digest == hashlib.sha256(encoded).digest()
 
@@ -60,16 +53,9 @@ def test_golden_digests() -> None:
 
 
 CHANGED: dict[str, Any] = {
-    "model": "m2",
-    "revision": "r",
-    "dtype": "float16",
-    "kv_cache_dtype": "fp8",
-    "chunk_size": 128,
-    "block_size": 32,
-    "layout": "NHD",
-    "ranks": "tp2/pp1",
-    "extra": {"isa": "avx512"},
-}
+    "model": "m2", "revision": "r", "dtype": "float16", "kv_cache_dtype": "fp8", "chunk_size": 128, "block_size": 32,
+    "layout": "NHD", "ranks": "tp2/pp1", "extra": {"isa": "avx512"},
+}  # fmt: skip
 
 
 def test_every_field_changes_the_digest() -> None:
@@ -102,13 +88,9 @@ def test_a_namespace_is_a_frozen_value() -> None:
 
 def test_a_field_of_another_type_is_refused_by_name() -> None:
     bad: dict[str, list[Any]] = {
-        "model": [None],
-        "revision": [b"bytes"],
-        "dtype": [16],
-        "chunk_size": [0, True],
-        "block_size": ["16"],
+        "model": [None], "revision": [b"bytes"], "dtype": [16], "chunk_size": [0, True], "block_size": ["16"],
         "extra": [{"a": 1}, {1: "a"}],
-    }
+    }  # fmt: skip
     every(
         [(name, value) for name, values in bad.items() for value in values],
         lambda name, value: raised(UsageError, name, evolve, PLAIN, **{name: value}),
@@ -205,18 +187,11 @@ def test_roots_are_equal_only_for_equal_requests(one: dict[str, Any], other: dic
     assert (space.root(**one) == space.root(**other)) == same
 
 
+counts, extras = st.integers(1, 3), st.dictionaries(texts, texts, max_size=2)
 namespaces = st.builds(
-    Namespace,
-    model=texts,
-    dtype=texts,
-    chunk_size=st.integers(1, 3),
-    block_size=st.integers(1, 3),
-    revision=texts,
-    kv_cache_dtype=texts,
-    layout=texts,
-    ranks=texts,
-    extra=st.dictionaries(texts, texts, max_size=2),
-)
+    Namespace, model=texts, dtype=texts, chunk_size=counts, block_size=counts, revision=texts, kv_cache_dtype=texts,
+    layout=texts, ranks=texts, extra=extras,
+)  # fmt: skip
 
 
 @given(namespaces, namespaces, texts)

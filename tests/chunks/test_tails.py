@@ -40,8 +40,7 @@ def test_tails_are_equal_where_all_tokens_and_extras_are(
 @given(tokens=token_lists, extra=extras)
 def test_a_tail_is_no_chunk_of_any_chain_and_changes_none(tokens: list[int], extra: dict[int, bytes]) -> None:
     chain = chain_of(tokens, extra)
-    tail = chain.tail(tokens)
-    longer = chain_of([*tokens, 0, 0, 0, 0], extra)
+    tail, longer = chain.tail(tokens), chain_of([*tokens, 0, 0, 0, 0], extra)
     assert tail not in longer.keys
     chain.extend([*tokens, 0, 0, 0, 0])
     assert chain.keys == longer.keys

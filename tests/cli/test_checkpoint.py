@@ -54,18 +54,21 @@ def test_it_says_as_json_what_it_has_written(tmp_path: Path) -> None:
     assert (found["path"], found["layers"], found["kv_bytes_per_token"]) == (words[1], 1, 512)
 
 
-def test_chats_have_tools_and_their_calls_in_them(tmp_path: Path) -> None:
-    call = {"type": "function", "function": {"name": "search", "arguments": {"word": "a"}}}
-    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    chat = tokenizer_of(written(tmp_path)).apply_chat_template(messages, tools=[{"type": "function"}], tokenize=False)
-    assert chat.startswith('<|im_start|>system\n[{"type": "function"}]<|im_end|>\n<|im_start|>assistant\n<tool_call>{')
-
-
 def test_without_a_text_a_token_is_a_byte(tmp_path: Path) -> None:
+    """And a chat has a template whose marks are tokens, with tools and their calls in it."""
     tokenizer = tokenizer_of(written(tmp_path))
     ids = tokenizer.encode(TEXT)
     assert len(ids) == len(TEXT.encode())
     assert tokenizer.decode(ids) == TEXT
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert chat == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert len(tokenizer.encode(chat)) == 3 + len("user\nHi\nassistant\n")
+    assert tokenizer.eos_token == "<|im_end|>"
+    call = {"type": "function", "function": {"name": "search", "arguments": {"word": "a"}}}
+    asked = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    chat = tokenizer.apply_chat_template(asked, tools=[{"type": "function"}], tokenize=False)
+    assert chat.startswith('<|im_start|>system\n[{"type": "function"}]<|im_end|>\n<|im_start|>assistant\n<tool_call>{')
 
 
 def test_of_a_text_frequent_pairs_are_tokens(tmp_path: Path) -> None:
@@ -84,24 +87,10 @@ def test_every_id_of_the_model_is_a_token_that_can_be_told_from_others(tmp_path:
     assert len({tokenizer.decode([token]) for token in range(259, 700)}) == 700 - 259
 
 
-def test_chats_have_a_template_whose_marks_are_tokens(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(written(tmp_path))
-    messages = [{"role": "user", "content": "Hi"}]
-    chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert chat == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert len(tokenizer.encode(chat)) == 3 + len("user\nHi\nassistant\n")
-    assert tokenizer.eos_token == "<|im_end|>"
-
-
 @pytest.mark.parametrize("missing", ["transformers", "safetensors", "tokenizers"])
 def test_without_its_extra_it_says_what_to_install(missing: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, missing, str(tmp_path / "model"), "--layers", "1", "--hidden", "64"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    command = [sys.executable, "-c", WITHOUT, missing, str(tmp_path / "model"), "--layers", "1", "--hidden", "64"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 1
     assert 'needs transformers and safetensors: pip install "lmkv[cli]"' in done.stderr
     assert "Traceback" not in done.stderr

@@ -8,12 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
-from redis import Redis
 from rich.errors import MarkupError
 from typer.testing import CliRunner
 
@@ -23,7 +22,7 @@ from lmkv.cli.doctor import Finding
 from lmkv.config import Config
 from lmkv.vllm import plugin
 from tests.kit import LIMIT, raised
-from tests.servers import PROGRAMS, Proxy, RedisServer, free_port, redis_server
+from tests.servers import Proxy, RedisServer, any_kind, free_port, redis_server, without_limits
 
 NOT_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 
@@ -72,9 +71,9 @@ class TestConfiguration:
         assert "LMKV_CHUNK_SISE" in findings[0].problem
         assert {"versions", "vllm"} <= {found.area for found in findings}
 
-    @pytest.mark.parametrize("text", ["{", "[]", "3"])
-    def test_what_is_no_json_object_is_refused(self, text: str) -> None:
-        raised(typer.BadParameter, "", doctor.json_object, text)
+    def test_what_is_no_json_object_is_refused(self) -> None:
+        for text in ("{", "[]", "3"):
+            raised(typer.BadParameter, "", doctor.json_object, text)
 
 
 class TestSecrets:
@@ -96,15 +95,14 @@ class TestSecrets:
 
 class TestMemory:
     def test_limits_are_named(self) -> None:
-        found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=0.01))))
+        found, cut, none = (
+            by_name(list(doctor.examine_memory(Config(max_local_cpu_size=size)))) for size in (0.01, 1e6, 1e-9)
+        )
         assert list(found) == ["available", "control group's limit", "host memory"]
         assert (found["host memory"].value, found["host memory"].note) == ("0.01 GiB", "as configured")
         assert not any(item.problem for item in found.values())
-
-    def test_a_cut_is_said(self) -> None:
-        found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=1e6))))
-        assert found["host memory"].note == "cut from 1000000.00 GiB"
-        assert not found["host memory"].problem
+        assert (cut["host memory"].note, cut["host memory"].problem) == ("cut from 1000000.00 GiB", "")
+        assert "max_local_cpu_size" in none["host memory"].problem
 
     def test_shared_memory_is_tried(self, memory_path: Path) -> None:
         def found(folder: Path, gib: float) -> Finding:
@@ -121,28 +119,20 @@ class TestMemory:
         assert "is not a folder" in found(memory_path / "file", 0.01).problem
         assert list(doctor.examine_shared_memory(Config())) == []
 
-    def test_less_than_a_page_is_a_problem(self) -> None:
-        found = by_name(list(doctor.examine_memory(Config(max_local_cpu_size=1e-9))))
-        assert "max_local_cpu_size" in found["host memory"].problem
-
-
-COMMANDS = {"lookups": "exists", "reads": "get", "writes": "set", "deletions": "unlink"}
-
 
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    kind = next((kind for kind in ("redis", "valkey") if PROGRAMS[kind]()), "redis")
-    with redis_server(kind, tmp_path_factory.mktemp("server")) as server:
+    with redis_server(any_kind(), tmp_path_factory.mktemp("server")) as server:
         yield server
 
 
 @pytest.fixture
-def client(redis: RedisServer) -> Iterator[Redis]:
-    with closing(Redis(port=redis.port)) as made:
-        made.flushall()
-        made.execute_command("ACL SETUSER", "default", "+@all")
-        made.config_set("maxmemory", "0")
-        yield made
+def client(redis: RedisServer) -> Iterator[Any]:
+    with without_limits(redis) as client:
+        yield client
+
+
+COMMANDS = {"lookups": "exists", "reads": "get", "writes": "set", "deletions": "unlink"}
 
 
 def stores(*urls: str, **settings: object) -> tuple[list[Finding], list[str]]:
@@ -152,7 +142,7 @@ def stores(*urls: str, **settings: object) -> tuple[list[Finding], list[str]]:
 
 
 class TestStores:
-    def test_a_store_that_works_is_left_as_it_was(self, redis: RedisServer, client: Redis) -> None:
+    def test_a_store_that_works_is_left_as_it_was(self, redis: RedisServer, client: Any) -> None:
         client.set("somebody", "else")
         [found], problems = stores(redis.url)
         assert (found.value, found.note) == (redis.url, "tried: lookups, reads, writes, deletions")
@@ -162,7 +152,7 @@ class TestStores:
 
     @pytest.mark.parametrize("verb", COMMANDS)
     def test_each_call_that_is_refused_is_said_with_its_remedy(
-        self, redis: RedisServer, client: Redis, verb: str
+        self, redis: RedisServer, client: Any, verb: str
     ) -> None:
         client.execute_command("ACL SETUSER", "default", f"-{COMMANDS[verb]}")
         for _ in range(2):
@@ -174,13 +164,13 @@ class TestStores:
             assert all(problem.endswith(f"; give the user +{COMMANDS[verb]}") for problem in problems)
         assert client.dbsize() == (verb == "deletions"), "what may not be deleted is one chunk, however often"
 
-    def test_a_full_server_refuses_writes_alone(self, redis: RedisServer, client: Redis) -> None:
+    def test_a_full_server_refuses_writes_alone(self, redis: RedisServer, client: Any) -> None:
         client.config_set("maxmemory", "1mb")
         _, [problem] = stores(redis.url)
         assert "writes fail: " in problem
         assert "allkeys-lru" in problem
 
-    def test_a_password_that_is_wrong(self, redis: RedisServer, client: Redis) -> None:
+    def test_a_password_that_is_wrong(self, redis: RedisServer, client: Any) -> None:
         client.execute_command("ACL SETUSER", "cache", "on", ">right", "~*", "+@all")
         _, [problem] = stores(redis.url, remote_username="cache", remote_password="wrong")
         assert "all calls fail" in problem
@@ -210,39 +200,27 @@ class TestStores:
 
 
 class TestDisk:
-    def test_without_a_disk_tier_nothing_is_tried(self) -> None:
-        [found] = doctor.examine_disk(Config())
-        assert (found.value, found.problem) == ("none", "")
-
-    def test_a_good_folder_is_left_as_it_was(self, tmp_path: Path) -> None:
+    def test_what_is_tried_and_left_as_it_was(self, tmp_path: Path) -> None:
+        [none] = doctor.examine_disk(Config())
+        assert (none.value, none.problem) == ("none", "")
         (tmp_path / "mine").write_text("mine")
         found = disk(tmp_path)
         assert found["reads and writes"].value in {"O_DIRECT", "through the page cache"}
         assert not any(item.problem for item in found.values())
-        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-    def test_a_folder_that_is_not_there_is_tried_in_its_parent_and_not_made(self, tmp_path: Path) -> None:
-        found = disk(tmp_path / "a" / "b")
-        assert found["folder"].note == f"will be created; tried in {tmp_path}"
-        assert list(tmp_path.iterdir()) == []
-
-    def test_the_page_cache_is_named_when_it_is_asked_for(self, tmp_path: Path) -> None:
+        assert disk(tmp_path / "a" / "b")["folder"].note == f"will be created; tried in {tmp_path}"
         assert disk(tmp_path, disk_direct="off")["reads and writes"].value == "through the page cache"
-
-    def test_too_little_room_is_said(self, tmp_path: Path) -> None:
         assert disk(tmp_path, max_local_disk_size=1e9)["free"].note == "less than max_local_disk_size"
         assert "disk_min_free" in disk(tmp_path, disk_min_free=1e9)["free"].problem
+        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
-    @pytest.mark.parametrize("below", [".", "folder/of/it"])
-    def test_a_file_in_the_way_is_a_problem_with_a_way_out(self, below: str, tmp_path: Path) -> None:
+    def test_a_file_in_the_way_is_a_problem_with_a_way_out(self, tmp_path: Path) -> None:
         file = tmp_path / "file"
         file.write_text("mine")
-        problem = disk(file / below)["folder"].problem
-        assert f"{file} is not a folder: remove it or name another" in problem
+        for below in (".", "folder/of/it"):
+            problem = disk(file / below)["folder"].problem
+            assert f"{file} is not a folder: remove it or name another" in problem
         assert file.read_text() == "mine"
-
-    def test_a_medium_without_files_is_a_problem(self) -> None:
-        assert "/proc" in disk(Path("/proc"))["folder"].problem
+        assert "/proc" in disk(Path("/proc"))["folder"].problem, "a medium without files"
 
     @NOT_ROOT
     def test_a_folder_of_others_is_a_problem(self, tmp_path: Path) -> None:
@@ -255,11 +233,8 @@ class TestPlugin:
         found = doctor.plugin_finding({})
         assert (found.value, found.problem) == ("registered", "")
         assert not doctor.plugin_finding({"VLLM_PLUGINS": "other,lmkv"}).problem
-
-    @pytest.mark.parametrize("chosen", ["", "other"])
-    def test_a_plugin_list_without_it_is_a_problem_with_a_way_out(self, chosen: str) -> None:
-        problem = doctor.plugin_finding({"VLLM_PLUGINS": chosen}).problem
-        assert "kv_connector_module_path" in problem
+        for chosen in ("", "other"):
+            assert "kv_connector_module_path" in doctor.plugin_finding({"VLLM_PLUGINS": chosen}).problem
 
 
 class TestImport:
@@ -301,12 +276,10 @@ class TestImport:
         (found,) = doctor.examine_servers()
         assert (found.name, found.value, found.problem) == ("not examined", "1 processes", "")
 
-    def test_what_can_be_imported_is_no_problem(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_cannot_be_imported_is_a_problem_with_its_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plugin, "MODULE", "json")
         found = doctor.import_finding()
         assert (found.value, found.problem) == ("can be imported", "")
-
-    def test_what_cannot_is_a_problem_with_its_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plugin, "MODULE", "json.nothing")
         found = doctor.import_finding()
         assert found.value == "cannot be imported"
@@ -316,13 +289,13 @@ class TestImport:
 class TestShow:
     """Findings are printed verbatim: rich does not read square brackets in them as markup."""
 
-    @pytest.mark.parametrize("value", ["[/x]", "[red]", "lmkv[disk]", "[bold]a[/bold]", ":smile:", "\\[x]"])
-    def test_values_are_no_markup(self, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-        finding = Finding("area", value, value, note=value, problem=f"problem {value}")
-        doctor.show([finding, Finding("disk", value, value)], [finding.problem])
-        shown = capsys.readouterr().out
-        assert shown.count(value) == 6
-        assert f"Will not work: problem {value}" in shown
+    def test_values_are_no_markup(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for value in ("[/x]", "[red]", "lmkv[disk]", "[bold]a[/bold]", ":smile:", "\\[x]"):
+            finding = Finding("area", value, value, note=value, problem=f"problem {value}")
+            doctor.show([finding, Finding("disk", value, value)], [finding.problem])
+            shown = capsys.readouterr().out
+            assert shown.count(value) == 6
+            assert f"Will not work: problem {value}" in shown
 
     def test_no_word_is_broken_at_80_columns(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

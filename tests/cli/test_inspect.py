@@ -92,12 +92,12 @@ def test_namespaces_are_described_and_added_up(tmp_path: Path, fill: Fill) -> No
     assert 3480 <= small["latest_use_seconds"] < 3580
 
 
-@pytest.mark.parametrize("kind", ["local_disk", "shared_memory"])
-def test_a_tier_describes_its_folder(tmp_path: Path, kind: str) -> None:
-    sizes = {"local_disk": {"max_local_disk_size": 0.1}, "shared_memory": {"max_shared_memory_size": 0.1}}[kind]
-    config = Config(max_local_cpu_size=0.01, disk_min_free=0.0, **{kind: f"file://{tmp_path}"}, **sizes)
-    build_store(config, SMALL, KVLayout(16, [LayerPages(4096, 1)])).close()
-    assert description(str(tmp_path / SMALL.digest.hex())) == SMALL
+def test_a_tier_describes_its_folder(tmp_path: Path) -> None:
+    for kind in ("local_disk", "shared_memory"):
+        below = {kind: f"file://{tmp_path / kind}", f"max_{kind}_size": 0.1}
+        config = Config(max_local_cpu_size=0.01, disk_min_free=0.0, **below)  # type: ignore[arg-type]
+        build_store(config, SMALL, KVLayout(16, [LayerPages(4096, 1)])).close()
+        assert description(str(tmp_path / kind / SMALL.digest.hex())) == SMALL
 
 
 def test_the_table_fits_a_terminal_of_80_columns(tmp_path: Path, fill: Fill) -> None:
@@ -189,54 +189,34 @@ def test_the_question_is_no_part_of_the_answer(tmp_path: Path, fill: Fill) -> No
     assert "Delete 2 chunks" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["inspect"], "no namespace of lmkv's chunks"),
-        (["clear", "--yes"], "no namespace of lmkv's chunks"),
-        (["prune"], "say what to delete"),
-        (["prune", "--older-than", "soon"], "no duration"),
-    ],
-)
-def test_what_cannot_be_done_is_said(tmp_path: Path, words: list[str], says: str) -> None:
-    done = run(words[0], tmp_path, *words[1:])
-    assert done.exit_code
-    assert says in done.stderr
+def test_what_cannot_be_done_is_said(tmp_path: Path, fill: Fill) -> None:
+    for words, says in (
+        ("inspect", "no namespace of lmkv's chunks"),
+        ("clear --yes", "no namespace of lmkv's chunks"),
+        ("prune", "say what to delete"),
+        ("prune --older-than soon", "no duration"),
+        ("inspect --namespace zz", "begins with zz"),
+    ):
+        if "zz" in words:
+            fill(SMALL, 1)
+        verb, *options = words.split()
+        done = run(verb, tmp_path, *options)
+        assert done.exit_code, words
+        assert says in done.stderr
 
 
-def test_a_namespace_that_cannot_be_found_is_said(tmp_path: Path, fill: Fill) -> None:
+def test_a_description_that_is_not_the_folders_is_not_believed(tmp_path: Path, fill: Fill) -> None:
     fill(SMALL, 1)
-    done = run("inspect", tmp_path, "--namespace", "zz")
-    assert done.exit_code == 1
-    assert "begins with zz" in done.stderr
-
-
-DEEP = "[" * 60_000
-OBJECTS = '{"a":' * 10_000
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        DEEP,
-        OBJECTS,
-        f'{{"model": {DEEP}',
-        "9" * 60_000,
-        "",
-        "[]",
-        "{}",
-        '{"model": 1}',
-        '{"model": "other", "dtype": "float32"}',
-    ],
-)
-def test_a_description_that_is_not_the_folders_is_not_believed(tmp_path: Path, fill: Fill, text: str) -> None:
-    fill(SMALL, 1)
-    file = tmp_path / SMALL.digest.hex() / NAME
+    file, deep = tmp_path / SMALL.digest.hex() / NAME, "[" * 60_000
     assert description(str(file.parent)) == SMALL
-    file.write_text(text)
-    assert description(str(file.parent)) is None
-    assert answer("inspect", tmp_path)["namespaces"][0]["described"] is None
-    assert "not described" in run("inspect", tmp_path).stdout
+    for text in (
+        *(deep, '{"a":' * 10_000, f'{{"model": {deep}', "9" * 60_000, "", "[]", "{}", '{"model": 1}'),
+        '{"model": "other", "dtype": "float32"}',
+    ):
+        file.write_text(text)
+        assert description(str(file.parent)) is None
+        assert answer("inspect", tmp_path)["namespaces"][0]["described"] is None
+        assert "not described" in run("inspect", tmp_path).stdout
 
 
 def test_the_version() -> None:

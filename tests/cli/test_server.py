@@ -274,10 +274,9 @@ def test_nothing_of_a_server_reaches_the_terminal_as_it_is(other: RudePeer) -> N
 HISTORY = {"interval": 10.0, "samples": [{"time": 1.0, "lookup_tokens": 9, "hit_tokens": hit} for hit in (1, 4)]}
 POINT = {"bytes": 1 << 30, "hit_ratio": 0.5, "saved_seconds": 9.0}
 VALUE: dict[str, Any] = {
-    "sampled_requests": 90,
-    "sampled_share": 1.0,
+    "sampled_requests": 90, "sampled_share": 1.0,
     "tiers": [{"name": "cpu", "bytes": 1 << 30, "points": [POINT] * 4, "without": POINT}],
-}
+}  # fmt: skip
 REQUESTS = {"lookup_tokens": 9, "hit_tokens": 8, "requests": [REPORT, REPORT]}
 WHOLE = {"stats": {**STATS, "engines": [{"engine": 0, **STATS}]}, "history": HISTORY, "value": VALUE}
 

@@ -22,7 +22,7 @@ from lmkv.errors import UsageError
 from lmkv.policies import Shadow, make_policy
 from lmkv.simulation.replay import clairvoyant, replay, replay_tiers
 from lmkv.simulation.trace import read_trace
-from tests.kit import raised
+from tests.tables import raised
 
 
 @pytest.fixture
@@ -140,13 +140,9 @@ no_runs: list[Any] = [[[0, 10**9]], [[0, 10**30]], [[0, -1]], [["a", 3]], [[0]],
 no_runs += [[[HUGE, 3]], [[-1, 3]]]
 no_requests: list[Any] = [5, [5], [[0.5]], None, "no", {"a": 1}, [[None, 9, 3, 0, []]], [[0.5, None, 3, 0, []]]]
 no_records = with_each(
-    RECORDED,
-    keys=[None, 5, ["a"], {}, "aa bb aa", "a" * 101],
-    tokens=[None, "40", -1, 1e400, HUGE, []],
-    t=[None, "0", 1e400, -1e400, HUGE, []],
-    output=[None],
-    session=[None, ["s"], {"a": 1}, "s" * 101, HUGE],
-)
+    RECORDED, keys=[None, 5, ["a"], {}, "aa bb aa", "a" * 101], tokens=[None, "40", -1, 1e400, HUGE, []],
+    t=[None, "0", 1e400, -1e400, HUGE, []], output=[None], session=[None, ["s"], {"a": 1}, "s" * 101, HUGE],
+)  # fmt: skip
 HOSTILE = [
     *("", "[1]", "{}", "no json", "\0", DEEP, '{"hash_ids": [1]}', '{"hash_ids":' * 20_000),
     *with_each(HEADER, chunk_tokens=[0, -1, None, "16", 1e400, HUGE, [], 1.5, True]),

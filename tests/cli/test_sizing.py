@@ -14,25 +14,17 @@ from lmkv.cli.app import app
 from lmkv.cli.doctor import examine, show
 from lmkv.cli.sizing import KVDtype, kv_size
 from lmkv.cli.small_model import SmallModel
-from tests.kit import raised
+from tests.tables import raised
 
 QWEN3_8B = {
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-}
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "hidden_size": 4096, "torch_dtype": "bfloat16",
+}  # fmt: skip
 LLAMA_2_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "torch_dtype": "float16"}
 DEEPSEEK_V3 = {
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "dtype": "bfloat16",
-}
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "dtype": "bfloat16",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -67,18 +59,15 @@ def test_kinds_of_attention(config: dict[str, Any], attention: str, token_bytes:
     assert (size.attention, size.token_bytes) == (attention, token_bytes)
 
 
-@pytest.mark.parametrize(
-    ("asked", "given", "bytes_per_value"),
-    [
+def test_data_types(folder: Path) -> None:
+    for asked, given, bytes_per_value in (
         (KVDtype.AUTO, "float32", 2),  # as vLLM loads it
         (KVDtype.AUTO, "torch.float16", 2),
         (KVDtype.FLOAT32, "bfloat16", 4),
         (KVDtype.FP8, "bfloat16", 1),
-    ],
-)
-def test_data_types(asked: KVDtype, given: str, bytes_per_value: int, folder: Path) -> None:
-    size = kv_size(model(folder, QWEN3_8B, torch_dtype=given), asked)
-    assert size.token_bytes == 2 * 36 * 8 * 128 * bytes_per_value
+    ):
+        size = kv_size(model(folder, QWEN3_8B, torch_dtype=given), asked)
+        assert size.token_bytes == 2 * 36 * 8 * 128 * bytes_per_value
 
 
 @pytest.mark.parametrize(
@@ -108,36 +97,28 @@ def test_a_file_has_the_size_that_the_disk_tier_gives_it(folder: Path) -> None:
     assert size.file_bytes(256) == disk.stored_bytes(size.slot_bytes(256))
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
+def test_what_has_no_such_size_is_refused(folder: Path) -> None:
+    for config, reason in (
         ({}, "num_hidden_layers"),
         ({**QWEN3_8B, "num_hidden_layers": 0}, "generates text"),
         ({**QWEN3_8B, "num_hidden_layers": "many"}, "generates text"),
         ({**QWEN3_8B, "layer_types": ["full_attention", "linear_attention"] * 18}, "linear_attention"),
         ({**QWEN3_8B, "mamba_d_ssm": 128}, "mamba_d_ssm"),
         ({**DEEPSEEK_V3, "index_topk": 2048}, "index_topk"),
-    ],
-)
-def test_what_has_no_such_size_is_refused(config: dict[str, Any], reason: str, folder: Path) -> None:
-    with pytest.raises(ValueError, match=reason):
-        kv_size(model(folder, config))
+    ):
+        raised(ValueError, reason, kv_size, model(folder, config))
+    split = "8 KV heads cannot be split over 3 ranks"
+    raised(ValueError, split, kv_size, model(folder, QWEN3_8B), ranks=3)
+    (folder / "config.json").write_text("[" * 100_000)
+    raised(ValueError, "cannot be read", kv_size, folder)
 
 
 QWEN3_NEXT_80B = {
-    "num_hidden_layers": 48,
-    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "hidden_size": 2048,
-    "linear_num_value_heads": 32,
-    "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "dtype": "bfloat16",
-}
+    "num_hidden_layers": 48, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "hidden_size": 2048,
+    "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "dtype": "bfloat16",
+}  # fmt: skip
 
 
 def test_a_recurrent_layers_state(folder: Path) -> None:
@@ -148,11 +129,6 @@ def test_a_recurrent_layers_state(folder: Path) -> None:
     assert size.states.nbytes == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) == 77_266_944
     assert size.chunk_tokens(256) == 1056
     assert size.slot_bytes(256) == 1056 * size.token_bytes
-
-
-def test_heads_that_cannot_be_split(folder: Path) -> None:
-    with pytest.raises(ValueError, match="8 KV heads cannot be split over 3 ranks"):
-        kv_size(model(folder, QWEN3_8B), ranks=3)
 
 
 def doctor(*options: str) -> Any:
@@ -170,11 +146,9 @@ class TestDoctor:
     def test_it_says_how_many_tokens_each_tier_holds(self, folder: Path) -> None:
         path = model(folder, QWEN3_8B)
         extra = {
-            "max_local_cpu_size": 0.5,
-            "local_disk": str(folder / "kv"),
-            "max_local_disk_size": 1,
+            "max_local_cpu_size": 0.5, "local_disk": str(folder / "kv"), "max_local_disk_size": 1,
             "disk_min_free": 0,
-        }
+        }  # fmt: skip
         result = doctor("--model", str(path), "--json", "--extra", json.dumps(extra))
         answer = json.loads(result.stdout)
         found = {row["name"]: row for row in answer["findings"] if row["area"] == "model"}
@@ -209,8 +183,3 @@ class TestDoctor:
         words = {word for found in findings for word in f"{found.name} {found.value} {found.note}".split()}
         assert max(map(len, printed.splitlines())) <= 80
         assert words <= set(printed.split())
-
-
-def test_brackets_without_end_are_refused(folder: Path) -> None:
-    (folder / "config.json").write_text("[" * 100_000)
-    raised(ValueError, "cannot be read", kv_size, folder)

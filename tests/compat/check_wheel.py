@@ -19,23 +19,13 @@ BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 OURS = Path(__file__).resolve().parents[2] / "lmkv" / "vllm"
 OWN_BASES = {"KVConnectorBase_V1", "SupportsHMA"}
 DEFAULTS = {
-    # The base class itself defines these.
-    "role",
-    "clear_connector_metadata",
-    "has_connector_metadata",
-    "bind_kv_cache_manager",  # Calls `bind_gpu_block_pool`.
+    # The base class itself defines these; bind_kv_cache_manager calls `bind_gpu_block_pool`.
+    *("role", "clear_connector_metadata", "has_connector_metadata", "bind_kv_cache_manager"),
     # Handshakes and buffers of connectors that move KV between machines.
-    "get_handshake_metadata",
-    "set_xfer_handshake_metadata",
-    "set_xfer_handshake_metadata_pp_aware",
-    "set_host_xfer_buffer_ops",
-    "get_mem_pool_context",
-    "get_finished_count",
+    *("get_handshake_metadata", "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware"),
+    *("set_host_xfer_buffer_ops", "get_mem_pool_context", "get_finished_count"),
     # Stores end before their blocks are reused, so that nothing waits for them.
-    "handle_preemptions",
-    "finish_forward",
-    "has_pending_block_frees",
-    "register_finished_partial_tail",
+    *("handle_preemptions", "finish_forward", "has_pending_block_frees", "register_finished_partial_tail"),
     # Captured graphs leave no trace in the worker.
     "reset_capture_state",
     # These belong to recurrent layers, which are not cached.
@@ -43,32 +33,24 @@ DEFAULTS = {
     # All groups that have prefixes.
     "get_loaded_kv_cache_group_ids",
     # Events and statistics.
-    "take_events",
-    "get_kv_connector_kv_cache_events",
-    "get_kv_connector_stats",
-    "build_kv_connector_stats",
-    "build_prom_metrics",
+    *("take_events", "get_kv_connector_kv_cache_events", "get_kv_connector_stats"),
+    *("build_kv_connector_stats", "build_prom_metrics"),
 }
 """Methods of the connector base that need no answer of lmkv's."""
 
 FIELDS = {
     "vllm/v1/core/sched/output.py": {
         "SchedulerOutput": {
-            "scheduled_new_reqs",
-            "scheduled_cached_reqs",
-            "num_scheduled_tokens",
-            "scheduled_spec_decode_tokens",
-            "total_num_scheduled_tokens",
-            "kv_connector_block_state",
+            "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "scheduled_spec_decode_tokens",
+            "total_num_scheduled_tokens", "kv_connector_block_state",
         },
-        "NewRequestData": {"req_id", "num_computed_tokens"},
-        "CachedRequestData": {"req_ids", "num_computed_tokens"},
+        "NewRequestData": {"req_id", "num_computed_tokens"}, "CachedRequestData": {"req_ids", "num_computed_tokens"},
         "KVConnectorBlockState": {"get_block_ids"},
     },
     "vllm/v1/outputs.py": {"KVConnectorOutput": {"kv_connector_worker_meta"}},
     "vllm/v1/kv_cache_interface.py": {"KVCacheConfig": {"num_blocks", "kv_cache_groups", "kv_cache_layout"}},
     "vllm/config/kv_transfer.py": {"KVTransferConfig": {"kv_load_failure_policy", "kv_connector_extra_config"}},
-}
+}  # fmt: skip
 
 Classes = Mapping[str, ast.ClassDef]
 

@@ -63,31 +63,24 @@ def differences(slab: Slab, dtype: torch.dtype, rank: int = 1, copy: ChunkCopy |
     return [(each.copy, each.rank, each.layers, each.first, each.end) for each in found]
 
 
-def test_equal_bytes_pass(slab: Slab, dtype: torch.dtype) -> None:
-    fill(slab, dtype)
-    assert differences(slab, dtype) == []
-
-
-def test_nearly_equal_numbers_pass(slab: Slab, dtype: torch.dtype) -> None:
+def test_pages_of_other_numbers_are_found_with_their_layer_rank_and_tokens(slab: Slab, dtype: torch.dtype) -> None:
+    """And equal bytes and nearly equal numbers pass."""
     numbers = fill(slab, dtype)
+    assert differences(slab, dtype) == []
     put(slab, 0, 1, 0, numbers[1, 0] * (1 + TOLERANCE[dtype] / 4), dtype)
     assert differences(slab, dtype) == []
-
-
-def test_the_page_of_another_prompt_is_found_with_its_layer_rank_and_tokens(slab: Slab, dtype: torch.dtype) -> None:
-    numbers = fill(slab, dtype)[1, 1].clone()
-    numbers[2] = torch.randn(NUMBERS)
-    put(slab, 1, 1, 1, numbers, dtype)
+    other = numbers[1, 1].clone()
+    other[2] = torch.randn(NUMBERS)
+    put(slab, 1, 1, 1, other, dtype)
     assert differences(slab, dtype) == [(0, 1, ("layer 1",), 16, 24)]
     assert differences(slab, dtype, rank=0) == [], "each rank compares its own part"
-
-
-def test_pages_that_were_not_copied_are_not_compared(slab: Slab, dtype: torch.dtype) -> None:
-    numbers = fill(slab, dtype)[1, 0].clone()
-    numbers[0] = 0
-    put(slab, 0, 1, 0, numbers, dtype)
-    assert differences(slab, dtype, copy=ChunkCopy(0, (Run(1, [1, 2, 3]),))) == []
+    other = fill(slab, dtype)[1, 0].clone()
+    other[0] = 0
+    put(slab, 0, 1, 0, other, dtype)
+    assert differences(slab, dtype, copy=ChunkCopy(0, (Run(1, [1, 2, 3]),))) == [], "it was not copied"
     assert len(differences(slab, dtype)) == 1
+    unknown = [Part("layer 0", 0, 0, NUMBERS * dtype.itemsize, torch.uint8)]
+    assert Comparison(layout_of(dtype), slab, 1, unknown).differences([whole(0)], [1]) == [], "no tolerance"
 
 
 def test_numbers_that_are_not_finite_differ_from_all_others(slab: Slab, dtype: torch.dtype) -> None:
@@ -97,13 +90,6 @@ def test_numbers_that_are_not_finite_differ_from_all_others(slab: Slab, dtype: t
     assert differences(slab, dtype) == [(0, 1, ("layer 0",), 24, 32)]
     put(slab, 0, 1, 0, numbers, dtype)
     assert differences(slab, dtype) == []
-
-
-def test_a_type_without_a_tolerance_is_not_compared(slab: Slab, dtype: torch.dtype) -> None:
-    fill(slab, dtype)
-    put(slab, 1, 1, 0, torch.zeros(PAGES, NUMBERS), dtype)
-    unknown = [Part("layer 0", 0, 0, NUMBERS * dtype.itemsize, torch.uint8)]
-    assert Comparison(layout_of(dtype), slab, 1, unknown).differences([whole(0)], [1]) == []
 
 
 def test_the_deviation_is_relative() -> None:

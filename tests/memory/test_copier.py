@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from lmkv.memory.copier import ChunkCopy, Run, block_ids
 from lmkv.memory.copiers import CPUCopier, check_device, make_copier
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab
-from tests.kit import raised
+from tests.tables import every, raised
 
 BLOCKS = 12
 BLOCK_SIZE = 4
@@ -178,28 +179,26 @@ def test_part_of_a_chunk(first: int, data: st.DataObject) -> None:
             assert bytes_of_block(new, axis, block) == bytes_of_block(old, axis, [1, 2, 3][first + place])
 
 
-@pytest.mark.parametrize("block", [-1, BLOCKS, BLOCKS + 1000, -BLOCKS])
 @pytest.mark.parametrize("name", ["[B,H,N,C]", "every second"])
-def test_blocks_that_do_not_exist_are_refused_before_anything_moves(name: str, block: int) -> None:
+def test_what_does_not_exist_is_refused_before_anything_moves(name: str) -> None:
     axis, make = LAYOUTS[name]
     tensors = make(torch.bfloat16)
     fill(tensors, 5)
     setup = Setup(tensors, axis)
-    copies = [ChunkCopy(0, (Run(0, [1, 2, 3]),)), ChunkCopy(1, (Run(0, [4, block, 5]),))]
     before = [tensor.clone() for tensor in tensors]
-    for move in (setup.copier.store, setup.copier.load):
-        raised(UsageError, "block ids", move, copies)
-    assert setup.chunk(0) == bytes(setup.layout.chunk_bytes)
-    for tensor, old in zip(tensors, before, strict=True):
-        assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
+    moves = (setup.copier.store, setup.copier.load, setup.copier.store_layers, setup.copier.load_layers)
 
+    def check(match: str, slot: int, blocks: Any) -> None:
+        copies = [ChunkCopy(0, (Run(0, [1, 2, 3]),)), ChunkCopy(slot, (Run(0, blocks),))]
+        for move in moves if match.startswith("a block id") else moves[:2]:
+            raised(UsageError, match, move, copies)
+        assert setup.chunk(0) == bytes(setup.layout.chunk_bytes)
+        for tensor, old in zip(tensors, before, strict=True):
+            assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
 
-@pytest.mark.parametrize("slot", [-1, 4])
-def test_slots_that_do_not_exist_are_refused(slot: int) -> None:
-    axis, make = LAYOUTS["[B,H,N,C]"]
-    setup = Setup(make(torch.uint8), axis)
-    for move in (setup.copier.store, setup.copier.load):
-        raised(UsageError, "slot", move, [ChunkCopy(slot, (Run(0, [1, 2, 3]),))])
+    every([("block ids", 1, [4, block, 5]) for block in (-1, BLOCKS, BLOCKS + 1000, -BLOCKS)], check)
+    every([("slot", slot, [4, 5, 6]) for slot in (-1, 4)], check)
+    every([("a block id must be an integer, not", 1, given) for given in NO_BLOCKS], check)
 
 
 def test_each_rank_has_its_own_segment_of_a_slot() -> None:
@@ -235,8 +234,7 @@ def test_each_group_has_its_own_blocks() -> None:
 
 def test_memory_layout_and_slab_must_fit_each_other() -> None:
     axis, make = LAYOUTS["[B,H,N,C]"]
-    setup = Setup(make(torch.bfloat16), axis)
-    other = KVLayout(12, (LayerPages(99, 3),) * 3)
+    setup, other = Setup(make(torch.bfloat16), axis), KVLayout(12, (LayerPages(99, 3),) * 3)
     raised(UsageError, "page sizes", CPUCopier, setup.memory, other, setup.slab)
     with pytest.raises(UsageError, match="do not fit"):
         CPUCopier(setup.memory, setup.memory.layout(BLOCK_SIZE * PAGES, [BLOCK_SIZE], num_ranks=2), Slab(4096, 8192))
@@ -259,11 +257,10 @@ def test_apart_layers_are_gathered_without_copying_the_rest(monkeypatch: pytest.
 def test_the_copier_is_chosen_by_the_device() -> None:
     axis, make = LAYOUTS["[B,H,N,C]"]
     setup = Setup(make(torch.bfloat16), axis)
-    copier = make_copier(setup.memory, setup.layout, setup.slab)
-    assert isinstance(copier, CPUCopier)
-    assert repr(copier) == "<CPUCopier: 3 layers in 3 planes>"
-    assert copier.store([]).query()
-    copier.close()
+    with closing(make_copier(setup.memory, setup.layout, setup.slab)) as copier:
+        assert isinstance(copier, CPUCopier)
+        assert repr(copier) == "<CPUCopier: 3 layers in 3 planes>"
+        assert copier.store([]).query()
 
 
 @pytest.mark.parametrize(("kind", "hip", "said"), [("xpu", None, "type 'xpu'"), ("cuda", "6.4", "an AMD GPU")])
@@ -290,79 +287,33 @@ def test_random_copies_in_one_call_equal_the_same_one_by_one() -> None:
 
 # -- block ids -----------------------------------------------------------------------------------------
 
-GIVEN_FOR_BLOCKS: dict[str, Any] = {
-    "floats": [1.0, 2.0, 3.0],
-    "one float": [1, 2.5, 3],
-    "NaN": [1, float("nan"), 3],
-    "booleans": [True, False, True],
-    "one boolean": [1, True, 3],
-    "a numpy boolean": [1, np.True_, 3],
-    "None inside": [1, None, 3],
-    "strings": ["1", "2", "3"],
-    "a row inside": [1, [2], 3],
-    "tensors of one value": [torch.tensor([1]), 2, 3],
-    "tensors of floats": [torch.tensor(1.0), 2, 3],
-    "tensors of booleans": [torch.tensor(True), 2, 3],
-}
-GIVEN_FOR_A_SEQUENCE: dict[str, Any] = {
-    "None": None,
-    "a string": "123",
-    "bytes": b"123",
-    "a number": 7,
-    "a dict": {1: 2},
-    "a set": {1, 2, 3},
-    "an array of floats": np.array([1.0, 2.0, 3.0]),
-    "an array of booleans": np.array([True, False, True]),
-    "a tensor of floats": torch.tensor([1.0, 2.0, 3.0]),
-    "a tensor of booleans": torch.tensor([True, False, True]),
-    "two dimensions": np.array([[1, 2, 3]]),
-    "two dimensions of a tensor": torch.tensor([[1], [2], [3]]),
-    "no dimension": np.array(7),
-    "objects": np.array([1, None], dtype=object),
-}
+NO_BLOCKS: list[list[Any]] = [
+    *([1.0, 2.0, 3.0], [1, 2.5, 3], [1, float("nan"), 3], [True, False, True], [1, True, 3], [1, np.True_, 3]),
+    *([1, None, 3], ["1", "2", "3"], [1, [2], 3], [torch.tensor([1]), 2, 3], [torch.tensor(1.0), 2, 3]),
+    [torch.tensor(True), 2, 3],
+]
+NO_SEQUENCES: list[Any] = [
+    *(None, "123", b"123", 7, {1: 2}, {1, 2, 3}, np.array([1.0, 2.0, 3.0]), np.array([True, False, True])),
+    *(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([True, False, True]), np.array([[1, 2, 3]]), np.array(7)),
+    *(torch.tensor([[1], [2], [3]]), np.array([1, None], dtype=object)),
+]
 
 
-@pytest.mark.parametrize("given", GIVEN_FOR_BLOCKS.values(), ids=GIVEN_FOR_BLOCKS)
-def test_what_is_no_block_id_is_refused_before_anything_moves(given: list[Any]) -> None:
-    axis, make = LAYOUTS["[B,H,N,C]"]
-    tensors = make(torch.bfloat16)
-    fill(tensors, 9)
-    setup = Setup(tensors, axis)
-    copies = [ChunkCopy(0, (Run(0, [4, 5, 6]),)), ChunkCopy(1, (Run(0, given),))]
-    before = [tensor.clone() for tensor in tensors]
-    for move in (setup.copier.store, setup.copier.load, setup.copier.store_layers, setup.copier.load_layers):
-        raised(UsageError, "a block id must be an integer, not", move, copies)
-    assert setup.chunk(0) == bytes(setup.layout.chunk_bytes)
-    for tensor, old in zip(tensors, before, strict=True):
-        assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
+def test_what_is_no_sequence_of_block_ids_is_refused_by_its_name() -> None:
+    every(NO_SEQUENCES, lambda given: raised(UsageError, r"must be a.* integers?, not \S", block_ids, given))
 
 
-@pytest.mark.parametrize("given", GIVEN_FOR_A_SEQUENCE.values(), ids=GIVEN_FOR_A_SEQUENCE)
-def test_what_is_no_sequence_of_block_ids_is_refused_by_its_name(given: Any) -> None:
-    raised(UsageError, r"must be a.* integers?, not \S", block_ids, given)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        [7, 0, 3],
-        (7, 0, 3),
-        array("H", [7, 0, 3]),
-        np.array([7, 0, 3], np.uint8),
-        np.array([7, 0, 3], np.int64),
-        torch.tensor([7, 0, 3]),
-        torch.tensor([7, 0, 3], dtype=torch.int16),
-        [np.int32(7), 0, np.uint64(3)],
-        [torch.tensor(7), 0, 3],
-        np.array([7, 0, 3], dtype=object),
-    ],
-    ids=lambda given: f"{type(given).__name__} of {getattr(given, 'dtype', type(given[0]).__name__)}",
-)
-def test_integers_of_all_kinds_are_block_ids(given: Any) -> None:
-    ids = block_ids(given)
-    assert ids == [7, 0, 3]
-    assert {type(value) for value in ids} == {int}
-    assert block_ids(given[:0]) == []
+def test_integers_of_all_kinds_are_block_ids() -> None:
+    kinds: list[Any] = [
+        *([7, 0, 3], (7, 0, 3), array("H", [7, 0, 3]), np.array([7, 0, 3], np.uint8), np.array([7, 0, 3], np.int64)),
+        *(torch.tensor([7, 0, 3]), torch.tensor([7, 0, 3], dtype=torch.int16), [np.int32(7), 0, np.uint64(3)]),
+        *([torch.tensor(7), 0, 3], np.array([7, 0, 3], dtype=object)),
+    ]
+    for kind in kinds:
+        ids = block_ids(kind)
+        assert ids == [7, 0, 3]
+        assert {type(value) for value in ids} == {int}
+        assert block_ids(kind[:0]) == []
 
 
 def engine_of(tensors: Sequence[torch.Tensor]) -> Engine:
@@ -376,9 +327,9 @@ def test_an_engine_over_layers_of_different_block_counts_is_refused() -> None:
         engine_of([torch.randn(64, 2, BLOCK_SIZE, 8), torch.randn(32, 2, BLOCK_SIZE, 8)])
 
 
-@pytest.mark.parametrize("blocks", [np.arange(6.0), [True] * 6, [0, 1, 2, 3, 4.5, 5]], ids=["f", "b", "one"])
-def test_an_engine_stores_nothing_from_what_are_no_blocks(blocks: Any) -> None:
+def test_an_engine_stores_nothing_from_what_are_no_blocks() -> None:
     with engine_of([torch.randn(BLOCKS, 2, BLOCK_SIZE, 8)]) as engine:
-        raised(UsageError, "a block id must be an integer", engine.store, range(24), blocks)
-        assert engine.lookup(range(24)) == 0
+        for blocks in (np.arange(6.0), [True] * 6, [0, 1, 2, 3, 4.5, 5]):
+            raised(UsageError, "a block id must be an integer", engine.store, range(24), blocks)
+            assert engine.lookup(range(24)) == 0
         assert engine.store(range(24), np.arange(6)) == engine.retrieve(range(24), torch.arange(6)) == 24

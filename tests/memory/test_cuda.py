@@ -189,8 +189,7 @@ def test_staging_memory_is_of_no_pool_that_the_caller_has_begun() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_an_engine_on_the_device() -> None:
     caches = [torch.randn((BLOCKS, 2, BLOCK, 64), device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
-    config = Config.load(chunk_size=4 * BLOCK, max_local_cpu_size=0.25, env={})
-    tokens = list(range(300))
+    config, tokens = Config.load(chunk_size=4 * BLOCK, max_local_cpu_size=0.25, env={}), list(range(300))
     blocks = list(range(20))
     kept = [cache[:16].clone() for cache in caches]
     with Engine.open(caches, block_size=BLOCK, model="m", config=config) as engine:

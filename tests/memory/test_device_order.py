@@ -20,8 +20,8 @@ from lmkv.memory.device import DeviceError, Staging
 from lmkv.memory.device_copier import DeviceCopier, LoadEvent, PinnedSlab
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab
-from tests.kit import raised
 from tests.simulated_device import SimulatedDevice
+from tests.tables import raised
 
 BLOCKS, PAGES, LAYERS, SLOTS = 12, 2, 3, 6
 
@@ -38,6 +38,11 @@ def memory_of(shape: str) -> PagedMemory:
         return PagedMemory.of(list(whole.unbind(1)))
     widths = [64, 24, 64] if shape == "two sizes" else [64] * LAYERS
     return PagedMemory.of([torch.zeros((BLOCKS, width), dtype=torch.uint8) for width in widths])
+
+
+def pin_all(pins: PinnedSlab) -> None:
+    while pins.pin_next():
+        pass
 
 
 class World:
@@ -143,8 +148,7 @@ def test_a_layer_is_stored_as_the_model_left_it(seed: int, favourite: int | None
     world = World(shape, seed, favourite)
     copies = world.copies([5, 0, 2])
     blocks = [block for copy in copies for block in copy.runs[0].blocks]
-    writer = LayerWriter(world.copier, copies)
-    planes = len(world.memory.rows)
+    writer, planes = LayerWriter(world.copier, copies), len(world.memory.rows)
     for layer in world.rng.sample(range(LAYERS), LAYERS):
         for block in blocks:
             world.compute(block, range(layer, layer + 1) if planes == LAYERS else range(planes))
@@ -194,8 +198,7 @@ def test_a_load_beside_the_computation_delays_none_of_it(seed: int, favourite: i
 def test_staging_memory_is_bounded_and_an_order_crosses_in_one_call() -> None:
     world = World("alike", 1, staging=8 * LAYERS * PAGES * 64 * SLOTS)
     assert repr(world.copier) == "<DeviceCopier: 3 layers, 18432 bytes of staging, <PinnedSlab: 0 of 6 slots>>"
-    while world.pins.pin_next():
-        pass
+    pin_all(world.pins)
     allocated, blocked = world.device.allocated, world.device.blocked
     copies = [ChunkCopy(slot, (Run(0, [slot, slot + 1]),)) for slot in range(SLOTS)]
     for calls, action in enumerate((world.copier.store, world.copier.load), 1):
@@ -223,8 +226,7 @@ def test_no_copy_crosses_the_border_of_a_registration(seed: int, shape: str, dir
 def test_chunks_of_full_slots_are_still_copied_one_by_one() -> None:
     """Without padding between them they adjoin in host memory, and the border lies between them."""
     world = Aligned(pages=8, staging=4 << 20)
-    while world.pins.pin_next():
-        pass
+    pin_all(world.pins)
     assert len(world.device.registered) == SLOTS
     world.copier.store(world.copies).wait()
     assert world.device.copies == SLOTS
@@ -252,8 +254,7 @@ def test_a_rank_populates_and_pins_its_own_part_of_every_slot() -> None:
     """As another process has the others: on its own NUMA node, and for its own device."""
     memory = memory_of("alike")
     layout = memory.layout(4 * PAGES, [4], num_ranks=4)
-    slab = Slab(layout.slot_bytes, SLOTS * layout.slot_bytes)
-    device = SimulatedDevice(1)
+    slab, device = Slab(layout.slot_bytes, SLOTS * layout.slot_bytes), SimulatedDevice(1)
     device.adopt(memory.rows)
     copier = DeviceCopier(Staging(device, memory, 1000), memory, layout, slab, rank=2)
     copier.pins.wait()
@@ -267,8 +268,7 @@ def test_a_rank_populates_and_pins_its_own_part_of_every_slot() -> None:
 @pytest.mark.parametrize("action", ["store", "load"])
 def test_a_long_order_never_fills_the_queue_of_a_stream(action: str) -> None:
     world = Aligned(pages=64, staging=4 << 20, queue_limit=40)
-    while world.pins.pin_next():
-        pass
+    pin_all(world.pins)
     world.device.blocked = 0
     getattr(world.copier, action)(world.copies).wait()
     assert world.device.blocked == 0
@@ -286,8 +286,7 @@ def test_a_copy_of_memory_that_is_not_pinned_blocks_the_caller_and_is_right() ->
 def test_the_computation_waits_for_no_store_while_staging_memory_lasts() -> None:
     def waits(staging: int) -> int:
         world = Aligned(pages=8, staging=staging)
-        while world.pins.pin_next():
-            pass
+        pin_all(world.pins)
         world.device.synchronize()
         world.device.run = lambda steps: False  # type: ignore[method-assign]
         world.copier.store(world.copies)
@@ -314,18 +313,14 @@ def test_a_part_of_a_chunk_at_a_time_where_staging_memory_is_small() -> None:
 
 
 def test_kernels_are_compiled_before_there_is_a_slab() -> None:
-    memory = memory_of("two sizes")
-    device = SimulatedDevice(1)
-    device.adopt(memory.rows)
-    Staging(device, memory, 1 << 16)
-    assert device.moves == len(memory.rows)
-
-
-def test_a_device_without_room_for_staging_memory_says_so() -> None:
-    memory = memory_of("alike")
-    device = SimulatedDevice(1, memory_bytes=1 << 20)
-    device.adopt(memory.rows)
-    raised(DeviceError, "out of memory", Staging, device, memory, 1 << 20)
+    for shape, nbytes in (("two sizes", 1 << 16), ("alike", 1 << 20)):
+        memory, device = memory_of(shape), SimulatedDevice(1, memory_bytes=1 << 20)
+        device.adopt(memory.rows)
+        if shape == "alike":
+            raised(DeviceError, "out of memory", Staging, device, memory, nbytes)
+        else:
+            Staging(device, memory, nbytes)
+            assert device.moves == len(memory.rows)
 
 
 def test_a_load_says_how_long_the_device_took_for_it() -> None:
@@ -341,8 +336,7 @@ def test_a_load_says_how_long_the_device_took_for_it() -> None:
 @pytest.mark.parametrize("action", ["store", "load"])
 def test_a_device_that_has_failed_fails_every_copy_and_can_be_closed(action: str) -> None:
     world = World("alike", 6)
-    while world.pins.pin_next():
-        pass
+    pin_all(world.pins)
     event = getattr(world.copier, action)(world.copies([0, 1]))
     world.device.fail("an uncorrectable memory error")
     for call in (event.query, event.wait, lambda: getattr(world.copier, action)(world.copies([2]))):

@@ -8,7 +8,7 @@ import torch
 from lmkv.chunks.layout import LayerPages
 from lmkv.errors import UsageError
 from lmkv.memory.paged import PagedMemory, block_rows, planes
-from tests.kit import raised
+from tests.tables import raised
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.uint8])

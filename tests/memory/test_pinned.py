@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +44,16 @@ class Watched(Slab):
         return super().prefault(offset, nbytes)
 
 
+@contextmanager
+def pinned(device: SimulatedDevice, slab: Slab, *part: Any, **options: Any) -> Iterator[PinnedSlab]:
+    """At the end both are closed, and nothing is registered any more."""
+    pins = PinnedSlab(device, slab, *part, **options)
+    yield pins
+    pins.close()
+    assert not device.registered
+    slab.close()
+
+
 def borders(device: SimulatedDevice, slab: Slab) -> list[tuple[int, int]]:
     return sorted((found.first - slab.address, found.last - slab.address) for found in device.registered)
 
@@ -51,101 +63,81 @@ def test_pieces_of_whole_slots_are_populated_and_then_registered(threads: int) -
     slab, device = Watched(8), Populated()
     device.slab, device.touched = slab, slab.touched
     # No multiple of slots, and no power of two.
-    pins = PinnedSlab(device, slab, threads=threads, piece_bytes=3 * SLOT + 5000)
-    pins.wait()
-    assert borders(device, slab) == [(0, 3 * SLOT), (3 * SLOT, 6 * SLOT), (6 * SLOT, 8 * SLOT)]
-    assert repr(pins) == "<PinnedSlab: 8 of 8 slots>"
-    pins.close()
-    pins.close()
-    assert not device.registered
-    slab.close()
+    with pinned(device, slab, threads=threads, piece_bytes=3 * SLOT + 5000) as pins:
+        pins.wait()
+        assert borders(device, slab) == [(0, 3 * SLOT), (3 * SLOT, 6 * SLOT), (6 * SLOT, 8 * SLOT)]
+        assert repr(pins) == "<PinnedSlab: 8 of 8 slots>"
+        pins.close()
 
 
 def test_each_rank_registers_its_part_of_every_slot() -> None:
     slab, device = Slab(SLOT, 4 * SLOT), SimulatedDevice()
-    pins = PinnedSlab(device, slab, (5000, 3000))
-    pins.wait()
-    assert borders(device, slab) == [(at * SLOT + 5000, at * SLOT + 8000) for at in range(4)]
-    pins.close()
-    slab.close()
+    with pinned(device, slab, (5000, 3000)) as pins:
+        pins.wait()
+        assert borders(device, slab) == [(at * SLOT + 5000, at * SLOT + 8000) for at in range(4)]
 
 
 def test_what_is_pinned_is_known_slot_by_slot() -> None:
     slab, device = Slab(SLOT, 4 * SLOT), SimulatedDevice()
-    pins = PinnedSlab(device, slab, threads=0, piece_bytes=2 * SLOT)
     hosts = slab.address + np.array([0, SLOT - 1, 2 * SLOT - 1, 2 * SLOT, 4 * SLOT - 1])
-    assert pins.holds(hosts).tolist() == [False] * 5
-    assert pins.pin_next()
-    assert pins.holds(hosts).tolist() == [True, True, True, False, False]
-    assert pins.pin_next()
-    assert pins.holds(hosts).all()
-    assert not pins.pin_next()
-    pins.close()
-    slab.close()
+    with pinned(device, slab, threads=0, piece_bytes=2 * SLOT) as pins:
+        assert pins.holds(hosts).tolist() == [False] * 5
+        assert pins.pin_next()
+        assert pins.holds(hosts).tolist() == [True, True, True, False, False]
+        assert pins.pin_next()
+        assert pins.holds(hosts).all()
+        assert not pins.pin_next()
+    slab = Slab(SLOT, 100 * SLOT)
+    with pinned(device, slab, threads=0, piece_bytes=SLOT) as pins:
+        assert pins.pin_next()
+        pins.close()
+        assert not pins.pin_next(), "closing ends it"
 
 
-def test_a_driver_that_refuses_is_asked_no_more(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("error", "after"), [(DeviceError("out of memory"), 2), (RuntimeError("never began"), 0)])
+def test_a_driver_that_refuses_is_asked_no_more(error: Exception, after: int, caplog: pytest.LogCaptureFixture) -> None:
     class Full(SimulatedDevice):
         def register(self, address: int, nbytes: int) -> Callable[[], None]:
-            if len(self.registered) == 2:
-                raise DeviceError("out of memory")
+            if len(self.registered) == after:
+                raise error
             return super().register(address, nbytes)
 
-    slab, device = Slab(SLOT, 5 * SLOT), Full()
-    with caplog.at_level(logging.WARNING, "lmkv"):
-        pins = PinnedSlab(device, slab, piece_bytes=SLOT)
+    with caplog.at_level(logging.WARNING, "lmkv"), pinned(Full(), Slab(SLOT, 5 * SLOT), piece_bytes=SLOT) as pins:
         pins.wait()
+        assert not pins.pin_next()
     [record] = caplog.records
-    assert "<PinnedSlab: 2 of 5 slots>" in record.getMessage()
-    pins.close()
-    assert not device.registered
-    slab.close()
-
-
-def test_whatever_a_registration_fails_with_is_told_and_ends_the_pinning(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(SimulatedDevice):
-        def register(self, address: int, nbytes: int) -> Callable[[], None]:
-            raise RuntimeError("CUDA was never initialized")
-
-    slab = Slab(SLOT, 5 * SLOT)
-    with caplog.at_level(logging.WARNING, "lmkv"):
-        pins = PinnedSlab(Broken(), slab, threads=3, piece_bytes=SLOT)
-        pins.wait()
-    assert "never initialized" in caplog.text
-    assert not pins.pin_next()
-    pins.close()
-    slab.close()
+    assert f"<PinnedSlab: {after} of 5 slots>" in record.getMessage()
+    assert str(error) in caplog.text
 
 
 def test_ranks_with_the_same_part_populate_a_share_of_it_each_and_pin_all_of_it() -> None:
     """As with the KV of MLA under tensor parallelism: one copy, which every rank loads."""
-    slab = Slab(SLOT, 16 * SLOT)
-    populated: list[int] = []
-    touched: set[int] = set()
+    with closing(Slab(SLOT, 16 * SLOT)) as slab:
+        populated: list[int] = []
+        touched: set[int] = set()
 
-    class Counting(SlabMap):
-        rank = 0
+        class Counting(SlabMap):
+            rank = 0
 
-        def prefault(self, offset: int, nbytes: int) -> bool:
-            pages = set(range(offset // 4096, (offset + nbytes) // 4096))
-            populated[self.rank] += len(pages - touched)
-            touched.update(pages)
-            return super().prefault(offset, nbytes)
+            def prefault(self, offset: int, nbytes: int) -> bool:
+                pages = set(range(offset // 4096, (offset + nbytes) // 4096))
+                populated[self.rank] += len(pages - touched)
+                touched.update(pages)
+                return super().prefault(offset, nbytes)
 
-    devices, pins = [], []
-    for rank in range(4):
-        mapped = Counting(-1, slab.nbytes, SLOT)
-        mapped.rank = rank
-        populated.append(0)
-        devices.append(SimulatedDevice())
-        pins.append(PinnedSlab(devices[-1], mapped, share=(rank, 4), threads=0, piece_bytes=2 * SLOT))
-    for _ in range(slab.num_slots // 2):
-        assert all(each.pin_next() for each in pins), "in turns"
-    assert populated == [slab.nbytes // 4096 // 4] * 4
-    assert {repr(each) for each in pins} == {"<PinnedSlab: 16 of 16 slots>"}
-    for each in pins:
-        each.close()
-    slab.close()
+        devices, pins = [], []
+        for rank in range(4):
+            mapped = Counting(-1, slab.nbytes, SLOT)
+            mapped.rank = rank
+            populated.append(0)
+            devices.append(SimulatedDevice())
+            pins.append(PinnedSlab(devices[-1], mapped, share=(rank, 4), threads=0, piece_bytes=2 * SLOT))
+        for _ in range(slab.num_slots // 2):
+            assert all(each.pin_next() for each in pins), "in turns"
+        assert populated == [slab.nbytes // 4096 // 4] * 4
+        assert {repr(each) for each in pins} == {"<PinnedSlab: 16 of 16 slots>"}
+        for each in pins:
+            each.close()
 
 
 def test_a_thread_that_pins_has_the_priority_of_the_process() -> None:
@@ -157,22 +149,9 @@ def test_a_thread_that_pins_has_the_priority_of_the_process() -> None:
             found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
             return super().register(address, nbytes)
 
-    slab = Slab(SLOT, 2 * SLOT)
-    pins = PinnedSlab(Watched(), slab)
-    pins.wait()
-    assert set(found) == {os.getpriority(os.PRIO_PROCESS, os.getpid())}
-    pins.close()
-    slab.close()
-
-
-def test_closing_ends_the_pinning() -> None:
-    slab, device = Slab(SLOT, 100 * SLOT), SimulatedDevice()
-    pins = PinnedSlab(device, slab, threads=0, piece_bytes=SLOT)
-    assert pins.pin_next()
-    pins.close()
-    assert not pins.pin_next()
-    assert not device.registered
-    slab.close()
+    with pinned(Watched(), Slab(SLOT, 2 * SLOT)) as pins:
+        pins.wait()
+        assert set(found) == {os.getpriority(os.PRIO_PROCESS, os.getpid())}
 
 
 def test_ranks_share_the_cores() -> None:

@@ -11,7 +11,8 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from lmkv.errors import ConfigError, UsageError
 from lmkv.memory import slab_files
 from lmkv.memory.machine import clamp_capacity
 from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name, wait_for_slab
+from lmkv.testing.backend_suite import in_threads
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, eventually, raised
 
@@ -49,19 +51,18 @@ def resident(slab: Slab) -> int:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_slots_are_separate_and_aligned(shared: bool) -> None:
-    slab = Slab(SLOT, 5 * SLOT + 100, shared=shared)
-    assert (slab.num_slots, slab.free_slots, slab.nbytes) == (5, 5, 5 * SLOT)
-    slots = [slab.allocate() for _ in range(5)]
-    assert sorted(slot for slot in slots if slot is not None) == list(range(5))
-    for slot in range(5):
-        slab.view(slot)[:] = bytes([slot + 1]) * SLOT
-    for slot in range(5):
-        view = slab.view(slot)
-        assert view == bytes([slot + 1]) * SLOT
-        assert np.frombuffer(view, np.uint8).ctypes.data == slab.address + slot * SLOT
-        assert not slab.address % 4096
-        assert slab.view(slot, 10) == bytes([slot + 1]) * 10
-    slab.close()
+    with closing(Slab(SLOT, 5 * SLOT + 100, shared=shared)) as slab:
+        assert (slab.num_slots, slab.free_slots, slab.nbytes) == (5, 5, 5 * SLOT)
+        slots = [slab.allocate() for _ in range(5)]
+        assert sorted(slot for slot in slots if slot is not None) == list(range(5))
+        for slot in range(5):
+            slab.view(slot)[:] = bytes([slot + 1]) * SLOT
+        for slot in range(5):
+            view = slab.view(slot)
+            assert view == bytes([slot + 1]) * SLOT
+            assert np.frombuffer(view, np.uint8).ctypes.data == slab.address + slot * SLOT
+            assert not slab.address % 4096
+            assert slab.view(slot, 10) == bytes([slot + 1]) * 10
 
 
 def test_a_slab_says_what_it_is() -> None:
@@ -84,11 +85,14 @@ def test_a_slot_is_in_use_until_it_is_released() -> None:
     assert second != first
 
 
-@pytest.mark.parametrize("slot", [0, -1, 2, 100])
-def test_what_is_not_in_use_cannot_be_released(slot: int) -> None:
+def test_what_cannot_be_is_refused() -> None:
     slab = Slab(SLOT, 2 * SLOT)
-    raised(UsageError, "not in use", slab.free, slot)
+    for slot in (0, -1, 2, 100):
+        raised(UsageError, "not in use", slab.free, slot)
     assert slab.free_slots == 2
+    for slot_bytes, capacity in ((0, 100), (-4096, 100), (100, 4096), (4096, 4095)):
+        raised(UsageError, "", Slab, slot_bytes, capacity)
+    raised(UsageError, "shared", lambda: slab.ref)
 
 
 def test_acquiring_and_releasing_do_not_depend_on_how_much_is_in_use() -> None:
@@ -107,11 +111,6 @@ def test_acquiring_and_releasing_do_not_depend_on_how_much_is_in_use() -> None:
     assert median_ratio(times, "full", "empty") < 10
 
 
-@pytest.mark.parametrize(("slot_bytes", "capacity"), [(0, 100), (-4096, 100), (100, 4096), (4096, 4095)])
-def test_a_slab_that_cannot_be_is_refused(slot_bytes: int, capacity: int) -> None:
-    raised(UsageError, "", Slab, slot_bytes, capacity)
-
-
 # -- sharing -------------------------------------------------------------------------------------------
 
 
@@ -122,29 +121,22 @@ def answer(tell: Tell, ref: SlabRef) -> None:
 
 
 def test_another_process_sees_the_same_bytes() -> None:
-    slab = Slab(SLOT, 3 * SLOT, shared=True)
-    slab.view(1)[:5] = b"there"
-    with Child(answer, slab.ref) as child:
-        assert child.heard() == (3, b"there")
-        assert child.ended() == 0
-    assert bytes(slab.view(2)[:4]) == b"back"
-    slab.close()
+    with closing(Slab(SLOT, 3 * SLOT, shared=True)) as slab:
+        slab.view(1)[:5] = b"there"
+        with Child(answer, slab.ref) as child:
+            assert child.heard() == (3, b"there")
+            assert child.ended() == 0
+        assert bytes(slab.view(2)[:4]) == b"back"
 
 
 def test_a_mapping_outlives_the_owner_and_no_file_is_left() -> None:
     slab = Slab(SLOT, SLOT, shared=True)
     ref = slab.ref
     slab.view(0)[:3] = b"abc"
-    mapped = attach(ref)
-    slab.close()
-    assert bytes(mapped.view(0)[:3]) == b"abc"
-    raised(OSError, "No such file", attach, ref)
-    mapped.close()
-
-
-def test_a_private_slab_cannot_be_shared() -> None:
-    with pytest.raises(UsageError, match="shared"):
-        _ = Slab(SLOT, SLOT).ref
+    with closing(attach(ref)) as mapped:
+        slab.close()
+        assert bytes(mapped.view(0)[:3]) == b"abc"
+        raised(OSError, "No such file", attach, ref)
 
 
 def test_views_outlive_close() -> None:
@@ -162,13 +154,12 @@ def test_views_outlive_close() -> None:
 
 
 def test_memory_is_taken_when_it_is_touched_or_populated_in_the_background() -> None:
-    slab = Slab(SLOT, 16 * MIB)
-    assert resident(slab) == 0
-    slab.view(0)[0] = 1
-    assert 0 < resident(slab) <= 2 * MIB
-    slab.populate()
-    eventually(lambda: resident(slab) == slab.nbytes)
-    slab.close()
+    with closing(Slab(SLOT, 16 * MIB)) as slab:
+        assert resident(slab) == 0
+        slab.view(0)[0] = 1
+        assert 0 < resident(slab) <= 2 * MIB
+        slab.populate()
+        eventually(lambda: resident(slab) == slab.nbytes)
 
 
 class Patient(threading.Event):
@@ -192,29 +183,31 @@ def test_closing_ends_the_populating(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(thread.name.startswith("lmkv-populate") for thread in threading.enumerate())
 
 
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Give the host so many slots of memory, of which so many have been promised to others."""
+
+    def give(available: int, promised: int) -> None:
+        monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: available * SLOT)
+        monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (promised * SLOT, 0))
+
+    return give
+
+
 def test_capacity_is_cut_to_the_machine_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    host: Callable[[int, int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: 100 * SLOT)
-    monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (0, 0))
+    host(100, 0)
     with caplog.at_level(logging.WARNING, "lmkv"):
         assert clamp_capacity(50 * SLOT + 1, SLOT) == 50 * SLOT
         assert not caplog.records
         assert clamp_capacity(1000 * SLOT, SLOT) == 80 * SLOT
     (record,) = caplog.records
     assert "available memory" in record.getMessage()
-
-
-def test_a_tier_without_room_for_a_chunk_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: SLOT)
-    monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (0, 0))
+    host(1, 0)
     raised(ConfigError, r"max_local_cpu_size.*available memory.*chunk_size", clamp_capacity, 10 * SLOT, SLOT)
-
-
-def test_a_small_slab_is_given_whatever_others_have_been_promised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: 1000 * SLOT)
-    monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (5000 * SLOT, 0))
-    assert clamp_capacity(3 * SLOT - 1, SLOT) == 2 * SLOT
+    host(1000, 5000)
+    assert clamp_capacity(3 * SLOT - 1, SLOT) == 2 * SLOT, "a small slab is given all the same"
     raised(ConfigError, "other engines on this host may take", clamp_capacity, 4 * SLOT, SLOT)
 
 
@@ -256,12 +249,11 @@ def test_engines_that_start_together_get_equal_shares(populated: bool) -> None:
     """The first may have populated its slab when the second one looks, or not."""
     share = clamp_capacity(1000 * SLOT, SLOT, engines=2)
     assert share == 40 * SLOT
-    first = my_slab(40)
-    if populated:
-        assert first.prefault(0, first.nbytes)
-        assert slab_files.promised_and_taken() == (40 * SLOT, 40 * SLOT)
-    assert clamp_capacity(1000 * SLOT, SLOT, engines=2) == share
-    first.close()
+    with closing(my_slab(40)) as first:
+        if populated:
+            assert first.prefault(0, first.nbytes)
+            assert slab_files.promised_and_taken() == (40 * SLOT, 40 * SLOT)
+        assert clamp_capacity(1000 * SLOT, SLOT, engines=2) == share
 
 
 @pytest.mark.usefixtures("machine")
@@ -367,7 +359,7 @@ def test_two_threads_make_their_slabs_one_after_the_other() -> None:
     """The kernel's lock is the process's: it keeps no other thread out."""
     inside, most, lock = 0, 0, threading.Lock()
 
-    def make() -> None:
+    def make(_: int) -> None:
         nonlocal inside, most
         with slab_files.one_at_a_time():
             with lock:
@@ -377,11 +369,7 @@ def test_two_threads_make_their_slabs_one_after_the_other() -> None:
             with lock:
                 inside -= 1
 
-    threads = [threading.Thread(target=make) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
+    in_threads(20, make)
     assert most == 1
 
 
@@ -419,18 +407,16 @@ def test_a_slab_is_found_only_by_who_has_its_layout() -> None:
     engine, stop = f"test-{os.getpid()}", threading.Event()
     layouts = [KVLayout(8, (LayerPages(page, 2),)) for page in (64, 72)]
     assert layouts[0].slot_bytes == layouts[1].slot_bytes
-    slab = Slab(layouts[0].slot_bytes, 4096, shared=True, engine=slab_name(engine, layouts[0]))
-    assert wait_for_slab(slab_name(engine, layouts[0]), 4096, stop) == slab.ref
-    assert slab_files.find(slab_name(engine, layouts[1])) is None
-    slab.close()
+    with closing(Slab(layouts[0].slot_bytes, 4096, shared=True, engine=slab_name(engine, layouts[0]))) as slab:
+        assert wait_for_slab(slab_name(engine, layouts[0]), 4096, stop) == slab.ref
+        assert slab_files.find(slab_name(engine, layouts[1])) is None
 
 
 def test_processes_with_the_same_part_begin_at_different_places() -> None:
-    slab = Slab(SLOT, 8 * SLOT)
-    pieces = [list(slab.spans((0, SLOT), 2 * SLOT, (rank, 2))) for rank in range(2)]
-    assert [found[0][0] for found in pieces] == [0, 4 * SLOT]
-    assert sorted(pieces[0]) == sorted(pieces[1])
-    slab.close()
+    with closing(Slab(SLOT, 8 * SLOT)) as slab:
+        pieces = [list(slab.spans((0, SLOT), 2 * SLOT, (rank, 2))) for rank in range(2)]
+        assert [found[0][0] for found in pieces] == [0, 4 * SLOT]
+        assert sorted(pieces[0]) == sorted(pieces[1])
 
 
 def test_each_rank_populates_its_part_alone() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from lmkv.errors import ConfigError, UsageError
 from lmkv.policies import (
+    ADAPTIVE,
     ADMISSIONS,
     FIFO,
     LRU,
@@ -21,7 +22,8 @@ from lmkv.policies import (
     make_admission,
     make_policy,
 )
-from tests.kit import every, raised
+from lmkv.policies.shadow import Shadow
+from tests.tables import chain, every, raised
 
 A, B, C = (bytes([letter]) * 32 for letter in b"abc")
 
@@ -184,3 +186,37 @@ def test_min_tokens_admits_chunks_of_long_prompts() -> None:
     admission.prompt([B, C], 200)
     assert [admission.admit(key) for key in (A, B, C)] == [False, True, True], "it must be bounded"
     raised(UsageError, "min_tokens must be positive, not 0", MinTokens, 0)
+
+
+# -- `position_cost`: a hit far into a prompt saves more than one near its beginning -----------------------------
+
+TIER, LONG, SHORT = 130, 40, 4
+"""Chunks that have room, of a long prompt, and of a short one."""
+
+
+def hits(policy: ADAPTIVE, turns: int) -> tuple[int, int]:
+    """Chunks found of long prompts, each of which comes twice, and of twelve short ones, which come in every turn.
+
+    There is room for one kind or the other, as new prompts come in between.
+    """
+    tier, deep, shallow = Shadow(policy, TIER), 0, 0
+    for turn in range(turns):
+        tier.request(chain(f"long {turn}", LONG), 1)
+        for number in range(15):
+            tier.request(chain(f"new {turn} {number}", SHORT), 1)
+        deep += tier.request(chain(f"long {turn}", LONG), 1)
+        for number in range(12):
+            shallow += tier.request(chain(f"short {number}", SHORT), 1)
+        for number in range(15, 30):
+            tier.request(chain(f"new {turn} {number}", SHORT), 1)
+    return deep, shallow
+
+
+def test_with_a_position_cost_adaptive_keeps_what_costs_more_to_compute() -> None:
+    turns = 100
+    most, costly = ADAPTIVE(), ADAPTIVE(position_cost=0.1)
+    deep, shallow = hits(most, turns)
+    assert most.weight > 1
+    assert shallow > deep, "more chunks are found of the short ones"
+    assert hits(costly, turns)[0] > 2 * deep
+    assert costly.weight == 1

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lmkv.errors import UsageError
 from lmkv.policies import LRU, POLICIES, make_policy
 from lmkv.protocols import TakesHints
-from tests.kit import raised
+from tests.tables import raised
 
 names = st.integers(0, 14)
 """Few, so that known, held and discarded keys come up again and again."""

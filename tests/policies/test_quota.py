@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from lmkv.errors import UsageError
 from lmkv.policies import LRU, POLICIES, Quotas, make_policy
-from tests.kit import raised
+from tests.tables import raised
 
 
 def stored(policy: Quotas, tenant: str, names: list[int], size: int = 10) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from lmkv.medium import NAME as MARK
 from lmkv.outcomes import WriteStatus
 from lmkv.protocols import Chunk
 from tests.forked import Child, Tell, barrier
-from tests.kit import LIMIT
+from tests.kit import LIMIT, mounted_tmpfs
 from tests.servers import stop
 from tests.store.shared_store import CHUNK, KEYS, THREADS, get, open_store, payload, put, stop_halfway, take_part
 
@@ -36,18 +35,13 @@ COUNT = 4096
 def small_disk(folder: Path) -> Iterator[Callable[[], int]]:
     """A file system of its own, whose use the kernel tells at one moment, where root may mount one."""
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "lmkv-test", str(folder)]
-    if os.geteuid() or subprocess.run(command, check=False, capture_output=True, timeout=60).returncode:
-        pytest.skip("only root may mount")
 
     def used() -> int:
         stats = os.statvfs(folder)
         return (stats.f_blocks - stats.f_bfree) * stats.f_frsize
 
-    try:
+    with mounted_tmpfs(folder, "size=64m"):
         yield used
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=False, timeout=60)
 
 
 def chunks_below(folder: Path) -> int:
@@ -254,24 +248,23 @@ def test_what_another_model_left_makes_room(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ahead", [None, 3], ids=["", "beside one from the future"])
 def test_a_chunk_that_another_process_uses_is_not_the_oldest(tmp_path: Path, ahead: int | None) -> None:
     disk = LocalDiskBackend(tmp_path, bytes([1]) * 32)
-    store = open_store(str(tmp_path), 1, 4 * COST)
-    for key in KEYS[:4]:
-        put(store, [key])
+    with closing(open_store(str(tmp_path), 1, 4 * COST)) as store:
+        for key in KEYS[:4]:
+            put(store, [key])
+            assert store.drain(LIMIT)
+        store.drop(KEYS)
+        (tier,) = store._tiers
+        now = time.time()
+        for number, key in enumerate(KEYS[:4]):
+            used = now + 1e8 if number == ahead else now - 500 + 100 * number
+            os.utime(disk._folder.path_of(key), (used, used))
+        for again in range(2):
+            tier.index.begin_listing()
+            for batch in disk.list_all():
+                tier.index.adopt(batch)
+            tier.index.end_listing()
+            if not again:
+                os.utime(disk._folder.path_of(KEYS[0]))
+        put(store, [KEYS[10]])
         assert store.drain(LIMIT)
-    store.drop(KEYS)
-    (tier,) = store._tiers
-    now = time.time()
-    for number, key in enumerate(KEYS[:4]):
-        used = now + 1e8 if number == ahead else now - 500 + 100 * number
-        os.utime(disk._folder.path_of(key), (used, used))
-    for again in range(2):
-        tier.index.begin_listing()
-        for batch in disk.list_all():
-            tier.index.adopt(batch)
-        tier.index.end_listing()
-        if not again:
-            os.utime(disk._folder.path_of(KEYS[0]))
-    put(store, [KEYS[10]])
-    assert store.drain(LIMIT)
-    assert disk.contains(KEYS[:4]) == [True, False, True, True]
-    store.close()
+        assert disk.contains(KEYS[:4]) == [True, False, True, True]

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from lmkv.backends.disk import usage
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
 from tests.forked import Child, Tell
-from tests.kit import LIMIT
+from tests.kit import LIMIT, mounted_tmpfs
 from tests.store.shared_store import CHUNK, KEYS, get, open_store, put
 
 COST = CHUNK + 4096
@@ -29,9 +29,8 @@ def medium(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 30 chunks."""
     folder = tmp_path / "medium"
     folder.mkdir()
-    mount(folder, "-t", "tmpfs", "-o", f"size={30 * COST}", "lmkv-test")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=False, timeout=60)
+    with mounted_tmpfs(folder, f"size={30 * COST}"):
+        yield folder
 
 
 def mount(folder: Path, *options: str) -> None:
@@ -115,19 +114,18 @@ def test_a_disk_that_becomes_read_only_while_it_has_to_evict(medium: Path) -> No
 def test_a_disk_that_is_full_before_the_capacity_is_keeps_the_newest(medium: Path, min_free: int) -> None:
     """Whoever fills it: the tier's own chunks, then another program that takes half of what they have."""
     clock = ManualClock()
-    store = open_store(str(medium / "kv"), 1, 100 * COST, clock, min_free=min_free)
-    store_one_by_one(store, KEYS[:60])
-    disk = store.stats().tiers[1]
-    assert 15 < disk.chunks <= (30 * COST - min_free) // COST
-    assert disk.evictions >= 25
-    assert served(store, KEYS[50:60]) >= 9
-    assert on_disk(medium) == disk.used_bytes == disk.chunks * COST
-    (medium / "other").write_bytes(bytes((30 * COST - on_disk(medium)) * 3 // 4))
-    clock.advance(1)  # the free bytes are asked for again
-    store_one_by_one(store, KEYS[100:130])
-    assert served(store, KEYS[120:130]) >= 9
-    assert on_disk(medium) == store.stats().tiers[1].used_bytes
-    store.close()
+    with closing(open_store(str(medium / "kv"), 1, 100 * COST, clock, min_free=min_free)) as store:
+        store_one_by_one(store, KEYS[:60])
+        disk = store.stats().tiers[1]
+        assert 15 < disk.chunks <= (30 * COST - min_free) // COST
+        assert disk.evictions >= 25
+        assert served(store, KEYS[50:60]) >= 9
+        assert on_disk(medium) == disk.used_bytes == disk.chunks * COST
+        (medium / "other").write_bytes(bytes((30 * COST - on_disk(medium)) * 3 // 4))
+        clock.advance(1)  # the free bytes are asked for again
+        store_one_by_one(store, KEYS[100:130])
+        assert served(store, KEYS[120:130]) >= 9
+        assert on_disk(medium) == store.stats().tiers[1].used_bytes
 
 
 def test_a_full_disk_whose_deletions_free_nothing_keeps_the_chunks_that_it_has(
@@ -135,23 +133,22 @@ def test_a_full_disk_whose_deletions_free_nothing_keeps_the_chunks_that_it_has(
 ) -> None:
     """Others have the files open, so that their bytes stay: one is deleted in vain, and one after each pause."""
     clock = ManualClock()
-    store = open_store(str(medium / "kv"), 1, 100 * COST, clock)
-    store_one_by_one(store, KEYS[:20])
-    with ExitStack() as others:
-        for path in medium.rglob("*.kv1"):
-            others.enter_context(path.open("rb"))
-        free = os.statvfs(medium)
-        (medium / "other").write_bytes(bytes(free.f_bavail * free.f_frsize))
-        store_one_by_one(store, KEYS[100:140])
-        assert len(list(medium.rglob("*.kv1"))) == 19
-        clock.advance(1)
-        store_one_by_one(store, KEYS[140:150])
-        assert served(store, KEYS[:20]) == 18
-    said = [each for each in caplog.messages if "No space left" in each]
-    assert len(said) == 1, "once a minute"
-    (medium / "other").unlink()
-    in_time(clock, lambda: stores_again(store, KEYS[200:205]))
-    store.close()
+    with closing(open_store(str(medium / "kv"), 1, 100 * COST, clock)) as store:
+        store_one_by_one(store, KEYS[:20])
+        with ExitStack() as others:
+            for path in medium.rglob("*.kv1"):
+                others.enter_context(path.open("rb"))
+            free = os.statvfs(medium)
+            (medium / "other").write_bytes(bytes(free.f_bavail * free.f_frsize))
+            store_one_by_one(store, KEYS[100:140])
+            assert len(list(medium.rglob("*.kv1"))) == 19
+            clock.advance(1)
+            store_one_by_one(store, KEYS[140:150])
+            assert served(store, KEYS[:20]) == 18
+        said = [each for each in caplog.messages if "No space left" in each]
+        assert len(said) == 1, "once a minute"
+        (medium / "other").unlink()
+        in_time(clock, lambda: stores_again(store, KEYS[200:205]))
 
 
 def test_a_folder_that_is_removed_and_made_again(tmp_path: Path) -> None:
@@ -206,18 +203,17 @@ def test_another_medium_than_at_the_opening_is_neither_written_to_nor_read(mediu
     """As one that is mounted after the start: the chunks of before are below it."""
     root = tmp_path / "late"
     clock = ManualClock()
-    store = open_store(str(root), 1, CAPACITY, clock)
-    store_one_by_one(store, KEYS[:10])
-    mount(root, "--bind", str(medium))
-    try:
-        store_one_by_one(store, KEYS[100:110])
-        assert (refused(store), served(store, KEYS[:10])) == (10, 0)
-        assert list(root.iterdir()) == []
-    finally:
-        subprocess.run(["umount", "-l", str(root)], check=True)
-    in_time(clock, lambda: stores_again(store, KEYS[200:205]))
-    assert served(store, KEYS[:10]) == 10
-    store.close()
+    with closing(open_store(str(root), 1, CAPACITY, clock)) as store:
+        store_one_by_one(store, KEYS[:10])
+        mount(root, "--bind", str(medium))
+        try:
+            store_one_by_one(store, KEYS[100:110])
+            assert (refused(store), served(store, KEYS[:10])) == (10, 0)
+            assert list(root.iterdir()) == []
+        finally:
+            subprocess.run(["umount", "-l", str(root)], check=True)
+        in_time(clock, lambda: stores_again(store, KEYS[200:205]))
+        assert served(store, KEYS[:10]) == 10
 
 
 def store_bytes(root: Path) -> int:
@@ -264,17 +260,16 @@ def test_a_kill_in_the_middle_of_clear(tmp_path: Path) -> None:
 def test_a_corrupt_file_that_cannot_be_set_aside_is_not_forgotten(medium: Path) -> None:
     """No file stays that no index knows: it is deleted as soon as the disk takes writes."""
     clock = ManualClock()
-    store = open_store(str(medium / "kv"), 1, CAPACITY, clock)
-    store_one_by_one(store, KEYS[:2])
-    (path,) = medium.rglob(f"{KEYS[0].hex()}.kv1")
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    refuse_changes(medium)
-    assert served(store, KEYS[:2]) == 1
-    assert path.exists()
-    allow_changes(medium)
-    in_time(clock, lambda: stores_again(store, KEYS[5:6]))
-    assert not path.exists()
-    store.close()
+    with closing(open_store(str(medium / "kv"), 1, CAPACITY, clock)) as store:
+        store_one_by_one(store, KEYS[:2])
+        (path,) = medium.rglob(f"{KEYS[0].hex()}.kv1")
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        refuse_changes(medium)
+        assert served(store, KEYS[:2]) == 1
+        assert path.exists()
+        allow_changes(medium)
+        in_time(clock, lambda: stores_again(store, KEYS[5:6]))
+        assert not path.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"x", bytes([255]) * 16, bytes([255]) * 99], ids=repr)
@@ -291,12 +286,11 @@ def test_a_count_that_is_locked_or_that_is_no_file_keeps_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(usage, "_PATIENCE", 0.01)
-    store = open_store(str(tmp_path), 1, CAPACITY)
-    count = tmp_path / ".lmkv-use"
-    with count.open("rb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        assert stores_again(store, KEYS[:3])
-    count.unlink()
-    os.mkfifo(count)
-    assert stores_again(store, KEYS[3:6])
-    store.close()
+    with closing(open_store(str(tmp_path), 1, CAPACITY)) as store:
+        count = tmp_path / ".lmkv-use"
+        with count.open("rb") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            assert stores_again(store, KEYS[:3])
+        count.unlink()
+        os.mkfifo(count)
+        assert stores_again(store, KEYS[3:6])

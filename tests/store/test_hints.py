@@ -12,7 +12,7 @@ from lmkv.errors import ConfigError
 from lmkv.policies import LRU, POLICIES, Quotas, make_policy
 from lmkv.store.hints import Hints
 from lmkv.testing.clocks import ManualClock
-from tests.kit import chain, raised
+from tests.tables import chain, raised
 
 A, B, C = chain("a", 4), chain("b", 4), chain("c", 4)
 
@@ -34,19 +34,14 @@ def expire(hints: Hints) -> None:
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_an_ended_session_goes_first(name: str) -> None:
+    """Whether its last request says so, or it is ended without another one."""
     hints, policy, _ = filled(name)
     hints.session(b"", "agent", B[:3])
     hints.session(b"", "agent", B, ended=True)
     assert policy.evict(40) == B[::-1]
-
-
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_a_session_may_be_ended_without_another_request(name: str) -> None:
     hints, policy, _ = filled(name)
     hints.session(b"", "agent", B)
-    assert not hints.end_session(b"", "another")
-    assert hints.end_session(b"", "agent")
-    assert not hints.end_session(b"", "agent"), "it is ended"
+    assert [hints.end_session(b"", each) for each in ("another", "agent", "agent")] == [False, True, False]
     assert policy.evict(40) == B[::-1]
 
 

@@ -242,19 +242,10 @@ def drive(seed: int, alone: bool, steps: int) -> Counter[str]:
     index = TierIndex(make_policy(rng.choice(["LRU", "FIFO"])), rng.randint(3, 12), "medium", [told])
     medium = Medium(index, alone, rng, told=told)
     actions = {
-        medium.begin_write: 5,
-        medium.move_writer: 12,
-        medium.reclaim: 4,
-        medium.mark_deleted: 2,
-        medium.read: 3,
-        medium.list: 3,
-        medium.add_found: 3,
-        medium.clear: 0.2,
-        medium.delete_all: 2,
-        medium.somebody_else: 2,
-        medium.discard: 1,
-        medium.doubt: 3,
-    }
+        medium.begin_write: 5, medium.move_writer: 12, medium.reclaim: 4, medium.mark_deleted: 2, medium.read: 3,
+        medium.list: 3, medium.add_found: 3, medium.clear: 0.2, medium.delete_all: 2, medium.somebody_else: 2,
+        medium.discard: 1, medium.doubt: 3,
+    }  # fmt: skip
     for _ in range(steps):
         rng.choices(list(actions), list(actions.values()))[0]()
         medium.check()

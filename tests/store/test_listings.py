@@ -10,7 +10,7 @@ from lmkv.policies import LRU
 from lmkv.protocols import ChunkKey, Listed
 from lmkv.store.guards import Freezer
 from lmkv.store.index import TierIndex
-from tests.kit import chain
+from tests.tables import chain
 
 CHUNK = 10
 
@@ -59,8 +59,7 @@ def test_sizes_that_differ_within_a_batch() -> None:
 
 
 def test_chunks_beyond_the_capacity_evict_the_oldest() -> None:
-    keys = chain("many", 8)
-    index = TierIndex(LRU(), 5 * CHUNK)
+    keys, index = chain("many", 8), TierIndex(LRU(), 5 * CHUNK)
     listed(index, of(keys, 1.0))
     assert sorted(index.sizes()) == sorted(keys[3:])
     assert set(index.take_tombstones()) == set(keys[:3])

@@ -7,9 +7,9 @@ import random
 from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmkv.chunks.hashing import TailKey, token_bytes
+from lmkv.chunks.hashing import StateKey, TailKey, token_bytes
 from lmkv.chunks.layout import KVLayout, LayerPages
-from lmkv.store.entries import Payloads, PrefixIndex
+from lmkv.store.entries import Payloads, PrefixIndex, shares
 
 ORIGINS = [b"a", b"b"]
 token_lists = st.lists(st.sampled_from([0, 1, 256, 2**32 - 1]), min_size=1, max_size=6)
@@ -93,3 +93,9 @@ def test_a_whole_chunk_is_its_slot() -> None:
     assert payloads.gather(bytes(32), slot) is slot
     assert payloads.buffer(bytes(32), slot) is slot
     assert payloads.nbytes(bytes(32)) == 16
+
+
+def test_tails_have_a_smaller_share_of_a_larger_memory() -> None:
+    for slots, tails, states in ((1, 1, 1), (24, 3, 16), (80, 10, 53), (512, 32, 341), (3200, 100, 2133)):
+        found = shares(slots)
+        assert (found[TailKey].limit, found[StateKey].limit) == (tails, states)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
-from redis import Redis
 
 from lmkv.backends.remote.options import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
@@ -27,25 +27,21 @@ from tests.kit import (
     put_through,
     small_store,
 )
-from tests.servers import PROGRAMS, Proxy, RedisServer, redis_server
+from tests.servers import Proxy, RedisServer, any_kind, redis_server, without_limits
 
 NAMESPACE = bytes(range(32))
-KIND = next((kind for kind in ("redis", "valkey") if PROGRAMS[kind]()), "redis")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(KIND, tmp_path_factory.mktemp("server")) as started:
+    with redis_server(any_kind(), tmp_path_factory.mktemp("server")) as started:
         yield started
 
 
 @pytest.fixture
-def client(server: RedisServer) -> Iterator[Redis]:
-    with closing(Redis(port=server.port)) as made:
-        made.flushall()
-        made.config_set("maxmemory", "0")
-        made.execute_command("ACL SETUSER", "default", "+@all")
-        yield made
+def client(server: RedisServer) -> Iterator[Any]:
+    with without_limits(server) as client:
+        yield client
 
 
 def over(server: RedisServer, clock: Clock, slots: int = 16) -> TieredStore:
@@ -62,16 +58,16 @@ def look_up(store: TieredStore, keys: list[bytes]) -> None:
     assert lookup is None or lookup.wait(LIMIT)
 
 
-def refuse(client: Redis, *commands: str) -> None:
+def refuse(client: Any, *commands: str) -> None:
     client.execute_command("ACL SETUSER", "default", *(f"-{command}" for command in commands))
 
 
-def allow(client: Redis, *commands: str) -> None:
+def allow(client: Any, *commands: str) -> None:
     client.execute_command("ACL SETUSER", "default", *(f"+{command}" for command in commands))
 
 
 def test_a_server_that_others_fill_keeps_the_chunks_that_it_has(
-    server: RedisServer, client: Redis, caplog: pytest.LogCaptureFixture
+    server: RedisServer, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Deletions that do not help end, and go on at the tier's pace; with room again all is written."""
     clock = ManualClock()
@@ -98,7 +94,7 @@ def test_a_server_that_others_fill_keeps_the_chunks_that_it_has(
         assert store.stats().tiers[1].writes == 11
 
 
-def test_a_server_that_answers_lookups_and_refuses_reads_is_not_asked(server: RedisServer, client: Redis) -> None:
+def test_a_server_that_answers_lookups_and_refuses_reads_is_not_asked(server: RedisServer, client: Any) -> None:
     clock, keys = ManualClock(), chain("unread", 6)
     with closing(over(server, clock)) as other, closing(over(server, clock)) as store:
         put_below(other, keys)
@@ -128,7 +124,7 @@ def test_a_server_that_answers_lookups_and_refuses_reads_is_not_asked(server: Re
         assert get(store, keys) == [0] * 6
 
 
-def test_a_server_that_answers_again_is_tried_at_once(server: RedisServer, client: Redis) -> None:
+def test_a_server_that_answers_again_is_tried_at_once(server: RedisServer, client: Any) -> None:
     """No request waits to find that out. The clock stands still: by itself no breaker lets anything through."""
     keys = chain("kept", 6)
     with closing(Proxy(server.port)) as proxy, listing_every(0.5):
@@ -145,7 +141,7 @@ def test_a_server_that_answers_again_is_tried_at_once(server: RedisServer, clien
 
 
 def test_a_server_whose_reads_work_again_is_read_from_before_a_request_has_to_try(
-    server: RedisServer, client: Redis
+    server: RedisServer, client: Any
 ) -> None:
     clock, keys = ManualClock(), chain("unread", 6)
     with closing(over(server, clock)) as other, closing(over(server, clock)) as store:
@@ -166,7 +162,7 @@ def test_a_server_whose_reads_work_again_is_read_from_before_a_request_has_to_tr
 
 
 def test_where_deletions_are_refused_a_clear_says_why_nothing_is_written(
-    server: RedisServer, client: Redis, caplog: pytest.LogCaptureFixture
+    server: RedisServer, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = ManualClock()
     with closing(over(server, clock)) as store:
@@ -190,7 +186,7 @@ def test_where_deletions_are_refused_a_clear_says_why_nothing_is_written(
 
 
 def test_a_damaged_value_that_cannot_be_deleted_keeps_no_other_chunk_out(
-    server: RedisServer, client: Redis, caplog: pytest.LogCaptureFixture
+    server: RedisServer, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock, keys = ManualClock(), chain("damaged", 3)
     with closing(over(server, clock)) as store:

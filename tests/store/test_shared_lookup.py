@@ -53,6 +53,14 @@ def store_over(gated: Gated, slots: int = 48, capacity: int | None = None) -> Ti
     return store
 
 
+def beside_others(keys: list[ChunkKey], capacity: int | None = None) -> tuple[Gated, CPUPinnedBackend, TieredStore]:
+    """A store, and a tier in which others have stored since it was listed."""
+    gated, medium = shared_medium()
+    store = store_over(gated, capacity=capacity)
+    others_store(medium, keys)
+    return gated, medium, store
+
+
 def asked(gated: Gated) -> int:
     return sum(verb == "contains" for verb, _ in gated.calls)
 
@@ -64,9 +72,7 @@ def found_in_all(store: TieredStore, keys: list[ChunkKey]) -> int:
 
 
 def test_what_another_process_stored_is_found_and_read() -> None:
-    gated, medium = shared_medium()
-    store = store_over(gated)
-    others_store(medium, KEYS)
+    _gated, _medium, store = beside_others(KEYS)
     assert store.catalog.count_prefix(KEYS) == (0, 0)
     assert found_in_all(store, KEYS) == 40
     assert get(store, KEYS[:20]) == [0] * 20
@@ -114,9 +120,7 @@ def test_a_tier_of_ones_own_is_not_asked() -> None:
 
 
 def test_what_is_cleared_while_it_is_being_asked_for_is_not_served() -> None:
-    gated, medium = shared_medium()
-    store = store_over(gated)
-    others_store(medium, KEYS)
+    gated, medium, store = beside_others(KEYS)
     gated.shut("delete")
     late = gated.inner.contains
 
@@ -133,9 +137,7 @@ def test_what_is_cleared_while_it_is_being_asked_for_is_not_served() -> None:
 
 
 def test_deleting_reaches_what_the_index_does_not_know() -> None:
-    gated, medium = shared_medium()
-    store = store_over(gated)
-    others_store(medium, KEYS[:4])
+    _gated, medium, store = beside_others(KEYS[:4])
     store.delete(KEYS[:2])
     assert store.drain(LIMIT)
     assert medium.contains(KEYS[:4]) == [False, False, True, True]
@@ -144,9 +146,7 @@ def test_deleting_reaches_what_the_index_does_not_know() -> None:
 
 
 def test_no_more_is_indexed_than_the_capacity_takes() -> None:
-    gated, medium = shared_medium()
-    store = store_over(gated, capacity=10)
-    others_store(medium, KEYS)
+    _, _, store = beside_others(KEYS, 10)
     found_in_all(store, KEYS)
     assert store.drain(LIMIT)
     disk = store.stats().tiers[1]
@@ -156,9 +156,7 @@ def test_no_more_is_indexed_than_the_capacity_takes() -> None:
 
 def waiting_for_an_answer() -> tuple[Gated, TieredStore, Promotion]:
     """A prefetch of 8 chunks that others have stored, while the tier is being asked and does not answer."""
-    gated, medium = shared_medium()
-    store = store_over(gated)
-    others_store(medium, KEYS[:8])
+    gated, _medium, store = beside_others(KEYS[:8])
     gated.shut("contains")
     promotion = store.promote(KEYS, look_up_shared=True)
     gated.waiting("contains")
@@ -183,9 +181,7 @@ def test_a_store_that_closes_tells_those_who_wait_for_an_answer() -> None:
 
 
 def test_a_tier_that_fails_to_answer_is_a_miss() -> None:
-    gated, medium = shared_medium()
-    store = store_over(gated)
-    others_store(medium, KEYS)
+    gated, _medium, store = beside_others(KEYS)
 
     def fail(keys: list[ChunkKey]) -> list[bool]:
         raise OSError("unreachable")
@@ -201,13 +197,8 @@ def two(tmp_path: Path) -> tuple[Engine, Engine]:
     engines = []
     with listing_every(NEVER):
         for _ in range(2):
-            config = Config(
-                chunk_size=16,
-                max_local_cpu_size=0.001,
-                local_disk=str(tmp_path),
-                max_local_disk_size=0.1,
-                disk_min_free=0,
-            )
+            below = {"local_disk": str(tmp_path), "max_local_disk_size": 0.1, "disk_min_free": 0}
+            config = Config(chunk_size=16, max_local_cpu_size=0.001, **below)  # type: ignore[arg-type]
             tensors = [torch.randn(16, 4, 2, 4)]
             engines.append(Engine.open(tensors, block_size=4, model="m", config=config))
     assert all(engine.wait_indexed(LIMIT) for engine in engines)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -33,6 +34,16 @@ def put_as(store: TieredStore, tenant: str, keys: list[ChunkKey]) -> None:
     put(store, keys)
 
 
+def store_each(store: TieredStore, chains: Iterable[list[ChunkKey]]) -> None:
+    for keys in chains:
+        put(store, keys)
+
+
+def many(name: str, count: int, length: int = 1) -> list[list[ChunkKey]]:
+    """As many chains, of other names."""
+    return [chain(f"{name} {number}", length) for number in range(count)]
+
+
 def in_memory(store: TieredStore, *chains: list[ChunkKey]) -> list[int]:
     return [store.catalog.count_prefix(keys)[0] for keys in chains]
 
@@ -40,15 +51,12 @@ def in_memory(store: TieredStore, *chains: list[ChunkKey]) -> list[int]:
 # -- the record ----------------------------------------------------------------------------------------------
 
 
+CALLS = ("add", "add", "add", "pop", "due", "excess")
+
+
 @given(
     calls=st.lists(
-        st.tuples(
-            st.sampled_from(["add", "add", "add", "pop", "due", "excess"]),
-            st.integers(0, 9),
-            st.integers(0, 2),
-            st.integers(1, 9),
-        ),
-        max_size=80,
+        st.tuples(st.sampled_from(CALLS), st.integers(0, 9), st.integers(0, 2), st.integers(1, 9)), max_size=80
     )
 )
 def test_wishes_end_when_they_are_due_or_too_many(calls: list[tuple[str, int, int, int]]) -> None:
@@ -131,20 +139,19 @@ def test_a_call_looks_at_no_more_after_many_wishes(
     wish: Callable[[TieredStore, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lmkv.store.hints, "MAX_HINTED", 2000)
-    store = small_store(64)
-    put(store, chain("a", 4))
-    looked = []
-    for first, last in ((0, 200), (200, 20_000)):
-        for number in range(first, last):
-            wish(store, number)
-        with Looked() as seen:
-            store.reserve(())
-            store.promote(chain("b", 1)).release()
-            wish(store, last)
-        looked.append(seen.lines)
-    # A heap is deeper, and one wish ends another where they are too many.
-    assert looked[1] <= looked[0] + 600, looked
-    store.close()
+    with closing(small_store(64)) as store:
+        put(store, chain("a", 4))
+        looked = []
+        for first, last in ((0, 200), (200, 20_000)):
+            for number in range(first, last):
+                wish(store, number)
+            with Looked() as seen:
+                store.reserve(())
+                store.promote(chain("b", 1)).release()
+                wish(store, last)
+            looked.append(seen.lines)
+        # A heap is deeper, and one wish ends another where they are too many.
+        assert looked[1] <= looked[0] + 600, looked
 
 
 def test_what_ends_together_ends_in_several_calls() -> None:
@@ -159,8 +166,7 @@ def test_what_ends_together_ends_in_several_calls() -> None:
 
 def test_pins_leave_room_for_others() -> None:
     store = small_store(20)
-    for number in range(20):
-        keys = chain(f"mallory {number}", 2)
+    for keys in many("mallory", 20, 2):
         put(store, keys)
         store.pin(keys, DAY, owner=b"mallory")
     assert store.stats().pinned == 10
@@ -169,26 +175,23 @@ def test_pins_leave_room_for_others() -> None:
 
 
 def test_who_pins_much_loses_the_oldest_for_who_pins_little() -> None:
-    store = small_store(20)
-    many = [chain(f"mallory {number}", 2) for number in range(5)]
-    for keys in many:
+    store, theirs, alice = small_store(20), many("mallory", 5, 2), chain("alice", 4)
+    for keys in theirs:
         put(store, keys)
         assert store.pin(keys, DAY, owner=b"mallory") == 2
-    alice = chain("alice", 4)
     put(store, alice)
     assert store.pin(alice, 10.0, owner=b"alice") == 4
     assert store.stats().pinned == 10
     put(store, chain("flood", 10))
-    assert in_memory(store, alice, *many) == [4, 0, 0, 2, 2, 2]
-    for number in range(50):
-        put(store, chain(f"more {number}", 1))
-        store.pin(chain(f"more {number}", 1), DAY, owner=b"mallory")
+    assert in_memory(store, alice, *theirs) == [4, 0, 0, 2, 2, 2]
+    for keys in many("more", 50):
+        put(store, keys)
+        store.pin(keys, DAY, owner=b"mallory")
     assert in_memory(store, alice) == [4]
 
 
 def test_of_a_chain_that_is_too_long_the_beginning_is_pinned() -> None:
-    store = small_store(8)
-    keys = chain("a", 7)
+    store, keys = small_store(8), chain("a", 7)
     put(store, keys)
     assert store.pin(keys, DAY) == 4
     put(store, chain("b", 4))
@@ -196,24 +199,16 @@ def test_of_a_chain_that_is_too_long_the_beginning_is_pinned() -> None:
 
 
 def test_pins_count_against_the_quota_of_their_tenant() -> None:
-    store = with_quotas(20, alice=0.6)
-    for number in range(20):
-        keys = chain(f"mallory {number}", 1)
-        put_as(store, "mallory", keys)
-        store.pin(keys, DAY, owner=b"mallory")
-    assert store.stats().pinned == 4
-    alice = [chain(f"alice {number}", 3) for number in range(4)]
-    for keys in alice:
-        put_as(store, "alice", keys)
-        store.pin(keys, DAY, owner=b"alice")
+    store, alice = with_quotas(20, alice=0.6), many("alice", 4, 3)
+    for tenant, chains, pinned in (("mallory", many("mallory", 20), 4), ("alice", alice, 4 + 6)):
+        for keys in chains:
+            put_as(store, tenant, keys)
+            store.pin(keys, DAY, owner=tenant.encode())
+        assert store.stats().pinned == pinned
     assert in_memory(store, *alice) == [3, 3, 3, 3]
-    assert store.stats().pinned == 4 + 6
-
-
-def test_what_quotas_leave_to_nobody_is_not_pinned() -> None:
     store = with_quotas(20, alice=0.5, bob=0.5)
     put(store, chain("carol", 4))
-    assert store.pin(chain("carol", 4), DAY) == 0
+    assert store.pin(chain("carol", 4), DAY) == 0, "what quotas leave to nobody is not pinned"
 
 
 # -- prefetches ----------------------------------------------------------------------------------------------
@@ -281,18 +276,15 @@ def test_the_same_prefetch_again_and_again_is_not_kept_so_often(monkeypatch: pyt
 @pytest.mark.parametrize("name", sorted({*POLICIES} - {"MRU"}))  # which keeps the oldest, whatever their priority
 def test_a_priority_takes_half_of_the_tier_at_most(name: str) -> None:
     store = small_store(20, policy=name)
-    for number in range(10):
-        keys = chain(f"mallory {number}", 4)
+    for keys in many("mallory", 10, 4):
         put(store, keys)
         store.touch(keys)
         store.hints.give(keys, 9, DAY, owner=b"mallory")
-    for number in range(4):
-        keys = chain(f"alice {number}", 4)
+    for keys in many("alice", 4, 4):
         put(store, keys)
         store.touch(keys)
         store.touch(keys)
-    kept = sum(in_memory(store, *(chain(f"mallory {number}", 4) for number in range(10))))
-    assert kept <= 10
+    assert sum(in_memory(store, *many("mallory", 10, 4))) <= 10
 
 
 def test_the_lowest_priority_goes_first_and_then_the_first_that_was_spared() -> None:
@@ -318,17 +310,13 @@ def test_of_chains_with_one_priority_the_first_goes_as_a_whole() -> None:
 
 def test_a_priority_has_an_end_of_its_own() -> None:
     clock = ManualClock()
-    store = small_store(8, clock=clock)
-    keys = chain("a", 4)
+    store, keys = small_store(8, clock=clock), chain("a", 4)
     put(store, keys)
     store.hints.give(keys, 9)
-    put(store, chain("b", 4))
-    put(store, chain("c", 4))
-    assert in_memory(store, keys) == [4]
-    clock.advance(301)
-    put(store, chain("d", 4))
-    put(store, chain("e", 4))
-    assert in_memory(store, keys) == [0]
+    for kept, seconds in ((4, 301), (0, 0)):
+        store_each(store, many(f"{kept}", 2, 4))
+        assert in_memory(store, keys) == [kept]
+        clock.advance(seconds)
 
 
 class Key(bytes):
@@ -488,8 +476,7 @@ def test_hints_about_keys_that_never_come_are_few(monkeypatch: pytest.MonkeyPatc
 def test_a_chunk_that_comes_back_has_its_priority_again() -> None:
     """It was evicted, or lost, while it was wished for."""
     clock = ManualClock()
-    store = small_store(16, clock=clock)
-    keys = chain("a", 4)
+    store, keys = small_store(16, clock=clock), chain("a", 4)
     put(store, keys)
     store.hints.give(keys, 1, 60.0, owner=b"root")
     store.drop(keys[2:])
@@ -500,10 +487,8 @@ def test_a_chunk_that_comes_back_has_its_priority_again() -> None:
 
 def test_no_labels_of_a_tenant_make_a_priority_endless() -> None:
     """The wish was for chunks that came after its end."""
-    clock = ManualClock()
-    host = Tier(memory(32), Quotas(LRU, {"red": 0.5}))
-    store = TieredStore(host, clock=clock)
-    keys = chain("mallory", 4)
+    clock, host = ManualClock(), Tier(memory(32), Quotas(LRU, {"red": 0.5}))
+    store, keys = TieredStore(host, clock=clock), chain("mallory", 4)
     store.hints.label(keys, ["red"])
     store.hints.give(keys, 9, 10.0, owner=b"mallory")
     store.hints.label(chain("flood", 1 << 16), ["red"])
@@ -531,14 +516,14 @@ def kept_after(store: TieredStore, clock: ManualClock, keys: list[ChunkKey], sec
 
 @pytest.mark.parametrize("first", ["long", "short"])
 @pytest.mark.parametrize("of", ["the same", "a longer one"])
-def test_no_wish_ends_another(first: str, of: str) -> None:
+@pytest.mark.parametrize("wish", ["priority", "pin"])
+def test_no_wish_ends_another(wish: str, first: str, of: str) -> None:
     clock = ManualClock()
-    store = small_store(16, clock=clock)
-    prompt, longer = chain("a", 3), chain("a", 5)
+    store, prompt, longer = small_store(16, clock=clock), chain("a", 3), chain("a", 5)
     put(store, longer)
     wishes = [(prompt, 3600.0), (prompt if of == "the same" else longer, 10.0)]
     for keys, seconds in wishes if first == "long" else wishes[::-1]:
-        store.hints.give(keys, 1, seconds, owner=b"root")
+        store.pin(keys, seconds) if wish == "pin" else store.hints.give(keys, 1, seconds, owner=b"root")
     assert kept_after(store, clock, prompt, 11) == 3
     assert kept_after(store, clock, prompt, 3600) == 0
 
@@ -557,8 +542,7 @@ def test_no_pin_ends_another(of: str) -> None:
 
 def test_a_chunk_has_the_highest_of_its_priorities() -> None:
     clock = ManualClock()
-    store = small_store(16, clock=clock)
-    keys = chain("a", 3)
+    store, keys = small_store(16, clock=clock), chain("a", 3)
     put(store, keys)
     policy: Any = store._primary.policy
     store.hints.give(keys, 2, 100)
@@ -574,8 +558,7 @@ def test_a_chunk_has_the_highest_of_its_priorities() -> None:
 
 
 def test_the_end_of_a_session_ends_its_own_wishes_alone() -> None:
-    store = small_store(16)
-    keys = chain("a", 3)
+    store, keys = small_store(16), chain("a", 3)
     put(store, keys)
     policy: Any = store._primary.policy
     store.hints.give(keys, 1, 100, b"root", "mine")
@@ -589,12 +572,10 @@ def test_the_end_of_a_session_ends_its_own_wishes_alone() -> None:
 
 
 def test_priorities_of_one_owner_leave_those_of_others() -> None:
-    store = small_store(32)
-    alice = chain("alice", 4)
+    store, alice = small_store(32), chain("alice", 4)
     put(store, alice)
     store.hints.give(alice, 1, DAY, owner=b"alice")
-    for number in range(200):
-        keys = chain(f"mallory {number}", 2)
+    for keys in many("mallory", 200, 2):
         put(store, keys)
         store.hints.give(keys, 9, DAY, owner=b"mallory")
     assert in_memory(store, alice) == [4]
@@ -638,8 +619,7 @@ def test_a_tenants_wishes_for_all_kinds_of_keys_are_within_its_quota() -> None:
 
 def test_what_was_nobodys_is_a_tenants_once_it_asks() -> None:
     """After a restart an index knows the chunks of a disk, and not whose they are."""
-    policy = Quotas(LRU, {"alice": 0.5})
-    alice = chain("alice", 4)
+    policy, alice = Quotas(LRU, {"alice": 0.5}), chain("alice", 4)
     for at in reversed(range(4)):
         policy.insert(alice[at], 10, alice[at - 1] if at else b"")
     policy.hold(alice[0])
@@ -657,8 +637,7 @@ def test_what_was_nobodys_is_a_tenants_once_it_asks() -> None:
 
 
 def test_labels_of_others_push_out_no_tenants() -> None:
-    policy = Quotas(LRU, {"alice": 0.5})
-    alice = chain("alice", 4)
+    policy, alice = Quotas(LRU, {"alice": 0.5}), chain("alice", 4)
     policy.label(alice, ["alice"])
     for number in range(70):
         policy.label(chain(f"mallory {number}", 1000), ["mallory"])
@@ -674,8 +653,7 @@ def test_a_repair_forgets_neither_tenants_nor_priorities() -> None:
     put(store, kept)
     store.hints.give(kept, 3, DAY)
     store._changes.lost.append(None)
-    for number in range(40):
-        put(store, chain(f"flood {number}", 1))
+    store_each(store, many("flood", 40))
     assert in_memory(store, alice, kept) == [4, 3]
     assert store.hints.used_bytes()["cpu"]["alice"] == 4 * store._primary.slot_bytes
 
@@ -697,8 +675,7 @@ def test_a_wish_ends_no_crowd_of_others() -> None:
 
 
 def test_whose_prompts_share_a_beginning_has_no_more_for_it() -> None:
-    store = small_store(512)
-    shared = chain("shared", 20)
+    store, shared = small_store(512), chain("shared", 20)
     for number in range(200):
         store.hints.give([*shared, *chain(f"{number}", 1)], 1, DAY, b"alice", f"{number}")
     for number in range(600):
@@ -710,14 +687,10 @@ def test_whose_prompts_share_a_beginning_has_no_more_for_it() -> None:
 
 def test_priorities_count_against_the_quota_of_their_tenant() -> None:
     store = with_quotas(40, alice=0.8)
-    for number in range(20):
-        keys = chain(f"mallory {number}", 1)
-        put_as(store, "mallory", keys)
-        store.hints.give(keys, 1, DAY, owner=b"mallory")
-    alice = [chain(f"alice {number}", 1) for number in range(16)]
-    for keys in alice:
-        put_as(store, "alice", keys)
-        store.hints.give(keys, 9, DAY, owner=b"alice")
+    for tenant, count, priority in (("mallory", 20, 1), ("alice", 16, 9)):
+        for keys in many(tenant, count):
+            put_as(store, tenant, keys)
+            store.hints.give(keys, priority, DAY, owner=tenant.encode())
     assert store.hints._tenants["alice"].total == 16
     assert store.hints._tenants[""].total <= 4
 
@@ -736,8 +709,7 @@ def test_a_key_that_was_labelled_twice_is_one_tenants(monkeypatch: pytest.Monkey
 
 
 def test_prefetches_that_share_a_beginning_count_it_once() -> None:
-    store = small_store(64, lower(memory(200, "low")))
-    shared = chain("shared", 10)
+    store, shared = small_store(64, lower(memory(200, "low"))), chain("shared", 10)
     prompts = [[*shared, *chain(f"{number}", 1)] for number in range(15)]
     for keys in prompts:
         put_below(store, keys)
@@ -750,8 +722,7 @@ def test_prefetches_that_share_a_beginning_count_it_once() -> None:
 
 
 def test_a_chunk_that_becomes_a_tenants_keeps_its_priority() -> None:
-    store = with_quotas(16, alice=0.5)
-    keys = chain("a", 2)
+    store, keys = with_quotas(16, alice=0.5), chain("a", 2)
     put(store, keys)
     store.hints.give(keys, 4, DAY)
     store.hints.label(keys, ["alice"])

@@ -136,7 +136,7 @@ class LMKV(Hooks):
 
     def aborts(self, names: Iterable[str]) -> Iterator[str]:
         """Some whose blocks are just being filled."""
-        loads = [name.partition("-")[0] for name in self._side.loading.jobs.between_steps]
+        loads = [name.partition("-")[0] for name in self._side.loads.between_steps]
         for name in names:
             if name in loads and self._rng.random() < _ABORTED_LOADS:
                 self.counts["aborted_loads"] += 1

@@ -205,8 +205,7 @@ def test_a_child_can_use_the_backend_itself(tmp_path: Path) -> None:
 
 def test_what_was_closed_is_nobodys_in_a_child(tmp_path: Path) -> None:
     """A child closes what its parent's threads have open by name, and what has such a name later is another's."""
-    backend = LocalDiskBackend(tmp_path, NAMESPACE)
-    chunk = chunk_of(5000)
+    backend, chunk = LocalDiskBackend(tmp_path, NAMESPACE), chunk_of(5000)
     backend.reserve_bytes(backend.stored_bytes(len(chunk.payload)))
     assert backend.write(chunk).status is WriteStatus.STORED
     assert backend.contains([chunk.key]) == [True]

@@ -24,7 +24,7 @@ from lmkv.medium import NAME as MARK
 from lmkv.outcomes import Read, ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, listed, new_key, read_back, statuses
-from tests.kit import raised
+from tests.kit import mounted_tmpfs, raised
 
 NAMESPACE = bytes(range(32))
 PAYLOAD = os.urandom(5000)
@@ -133,66 +133,41 @@ def test_large_pieces_are_read_right_or_not_at_all(
 # -- bytes that are not what they were ---------------------------------------------------------------------
 
 
-def test_every_flipped_byte(specimen: Specimen) -> None:
-    """Only padding may be flipped and served."""
-    for at in specimen.places:
-        data = bytearray(specimen.good)
-        data[at] ^= 1 << at % 8
-        specimen.check(bytes(data), must_fail=at < specimen.payload_end)
-
-
-def test_every_truncated_length(specimen: Specimen) -> None:
-    for nbytes in specimen.places:
-        specimen.check(specimen.good[:nbytes], must_fail=True)
-
-
-def test_files_that_grew(specimen: Specimen) -> None:
+def damages(good: bytes, places: list[int], payload_end: int) -> Iterator[tuple[bytes, bool]]:
+    """What may lie in the file's place, and whether it must fail: only padding may be another and be served."""
+    for at in places:
+        yield good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :], at < payload_end
+        yield good[:at], True
     for more in (1, 511, 4095, 4096, 4097, 8192, 1 << 20):
-        specimen.check(specimen.good + specimen.good[:1] * more, must_fail=True)
-
-
-def test_pages_that_never_reached_the_disk(specimen: Specimen) -> None:
-    """A power cut leaves an unsynced file with its full length and any of its pages zero."""
-    pages = [specimen.good[at : at + 4096] for at in range(0, len(specimen.good), 4096)]
+        yield good + good[:1] * more, True
+    # A power cut leaves an unsynced file with its full length and any of its pages zero.
+    pages = [good[at : at + 4096] for at in range(0, len(good), 4096)]
     for lost in range(1, 2 ** len(pages)):
-        kept = [bytes(4096) if lost >> index & 1 else page for index, page in enumerate(pages)]
-        specimen.check(b"".join(kept), must_fail=True)
+        yield b"".join(bytes(4096) if lost >> index & 1 else page for index, page in enumerate(pages)), True
 
 
-def test_chunks_that_swapped_places(tmp_path: Path) -> None:
-    backend = LocalDiskBackend(tmp_path, NAMESPACE)
-    chunks = [chunk_of(5000), chunk_of(5000)]
-    statuses(backend, chunks)
-    first, second = files_of(backend)
-    aside = tmp_path / "aside"
-    first.rename(aside)
-    second.rename(first)
-    aside.rename(second)
-    for chunk in chunks:
+def test_any_damage_of_a_file_is_refused_or_harmless(specimen: Specimen) -> None:
+    for data, must_fail in damages(specimen.good, specimen.places, specimen.payload_end):
+        specimen.check(data, must_fail=must_fail)
+
+
+def test_a_broken_chunk_that_cannot_be_set_aside_is_stored_again_too(tmp_path: Path) -> None:
+    """As on a full disk, which takes no folder: it is removed."""
+    obstacles: list[Callable[[Path], object]] = [Path.touch, lambda away: away.symlink_to(tmp_path), Path.mkdir]
+    backend, chunk = LocalDiskBackend(tmp_path, NAMESPACE), chunk_of(5000)
+    away = tmp_path / NAMESPACE.hex() / "quarantine"
+    for put in obstacles:
+        put(away)
+        if put == Path.mkdir:
+            away.chmod(0o777)
+        backend.write(chunk)
+        path = next(tmp_path.rglob("*.kv1"))
+        path.write_bytes(path.read_bytes()[:-1])
         read, _ = try_read(backend, chunk.key)
         assert isinstance(read.error, CorruptChunkError)
-
-
-@pytest.mark.parametrize("obstacle", ["file", "link", "for everybody"])
-def test_a_broken_chunk_that_cannot_be_set_aside_is_stored_again_too(tmp_path: Path, obstacle: str) -> None:
-    """As on a full disk, which takes no folder: it is removed."""
-    backend, chunk = LocalDiskBackend(tmp_path, NAMESPACE), chunk_of(5000)
-    backend.write(chunk)
-    (path,) = files_of(backend)
-    away = tmp_path / NAMESPACE.hex() / "quarantine"
-    match obstacle:
-        case "file":
-            away.touch()
-        case "link":
-            away.symlink_to(tmp_path)
-        case _:
-            away.mkdir()
-            away.chmod(0o777)
-    path.write_bytes(path.read_bytes()[:-1])
-    read, _ = try_read(backend, chunk.key)
-    assert isinstance(read.error, CorruptChunkError)
-    assert backend.write(chunk).status is STORED
-    assert read_back(backend, chunk) == chunk.payload
+        assert backend.write(chunk).status is STORED
+        assert read_back(backend, chunk) == chunk.payload
+        away.rmdir() if put == Path.mkdir else away.unlink()
 
 
 def test_what_can_be_neither_set_aside_nor_removed_is_no_chunk_that_is_present(tmp_path: Path) -> None:
@@ -209,27 +184,12 @@ def test_what_can_be_neither_set_aside_nor_removed_is_no_chunk_that_is_present(t
     assert backend.write(chunk).status is STORED
 
 
-def test_a_broken_chunk_is_a_miss_and_then_stored_again(specimen: Specimen) -> None:
-    specimen.path.write_bytes(specimen.good[:-4096] + bytes(4096))
-    chunk = Chunk(specimen.key, memoryview(PAYLOAD))
-    assert try_read(specimen.backend, specimen.key)[0].status is ReadStatus.FAILED
-    assert try_read(specimen.backend, specimen.key)[0].status is ReadStatus.MISS
-    assert specimen.backend.contains([specimen.key]) == [False]
-    assert specimen.backend.write(chunk).status is STORED
-    assert read_back(specimen.backend, chunk) == chunk.payload
-
-
 # -- every system call may fail ----------------------------------------------------------------------------
 
 WRITE_CALLS = ["open", "pwritev", "fdatasync", "link", "fsync"]
-ERRNOS = {
-    errno.ENOSPC: NoSpaceError,
-    errno.EDQUOT: NoSpaceError,
-    errno.EROFS: NoSpaceError,
-    errno.EIO: BackendUnavailable,
-    errno.EACCES: BackendUnavailable,
-    errno.EMFILE: BackendUnavailable,
-    errno.ENOMEM: BackendUnavailable,
+ERRNOS: dict[int, type[Exception]] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EROFS), NoSpaceError),
+    **dict.fromkeys((errno.EIO, errno.EACCES, errno.EMFILE, errno.ENOMEM), BackendUnavailable),
 }
 
 
@@ -361,41 +321,30 @@ def run(*command: object) -> None:
     words = [str(part) for part in command]
     done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)
     if done.returncode:
-        pytest.skip(f"not possible here: {' '.join(map(str, command))}: {done.stderr.strip()}")
-
-
-class Medium:
-    """A small real file system."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def remount(self, mode: str) -> None:
-        run("mount", "-o", f"remount,{mode}", self.folder)
+        pytest.skip(f"not possible here: {' '.join(words)}: {done.stderr.strip()}")
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])
-def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Medium]:
-    """8 MiB, mounted for real; needs root."""
-    if os.geteuid():
-        pytest.skip("only root may mount")
+def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB, mounted for real; needs root."""
     folder = tmp_path / "medium"
     folder.mkdir()
     if request.param == "tmpfs":
-        run("mount", "-t", "tmpfs", "-o", "size=8m,nr_inodes=400", "lmkv-test", folder)
-    else:
-        image = tmp_path / "image"
-        run("truncate", "-s", "8m", image)
-        run("mkfs.ext4", "-q", "-m", "0", "-N", "800", image)
-        run("mount", "-o", "loop", image, folder)
-    yield Medium(folder)
+        with mounted_tmpfs(folder, "size=8m,nr_inodes=400"):
+            yield folder
+        return
+    image = tmp_path / "image"
+    run("truncate", "-s", "8m", image)
+    run("mkfs.ext4", "-q", "-m", "0", "-N", "800", image)
+    run("mount", "-o", "loop", image, folder)
+    yield folder
     subprocess.run(["umount", "-l", folder], check=False, timeout=60)
 
 
 @pytest.mark.parametrize("direct", ["off", "auto"])
-def test_filled_to_the_brim(medium: Medium, direct: Any) -> None:
+def test_filled_to_the_brim(medium: Path, direct: Any) -> None:
     """Four threads fill it: what says STORED is there, the rest left nothing, and room is used again."""
-    backend = LocalDiskBackend(medium.folder / "kv", NAMESPACE, direct=direct)
+    backend = LocalDiskBackend(medium / "kv", NAMESPACE, direct=direct)
     chunks = [chunk_of(200_000 + index) for index in range(60)]
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(backend.write, chunks))
@@ -412,9 +361,9 @@ def test_filled_to_the_brim(medium: Medium, direct: Any) -> None:
     assert statuses(backend, lost) == [STORED] * 3
 
 
-def test_no_inodes_left(medium: Medium) -> None:
+def test_no_inodes_left(medium: Path) -> None:
     """Small files use up the inodes first, folders among them."""
-    backend = LocalDiskBackend(medium.folder / "kv", NAMESPACE)
+    backend = LocalDiskBackend(medium / "kv", NAMESPACE)
     chunks = [chunk_of(10) for _ in range(900)]
     results = statuses(backend, chunks)
     stored = [chunk for chunk, result in zip(chunks, results, strict=True) if result is STORED]
@@ -422,27 +371,27 @@ def test_no_inodes_left(medium: Medium) -> None:
     assert len(files_of(backend)) == len(stored) == len(listed(backend))
 
 
-def test_min_free_keeps_its_distance_from_the_brim(medium: Medium) -> None:
-    backend = LocalDiskBackend(medium.folder / "kv", NAMESPACE, min_free=3 << 20)
+def test_min_free_keeps_its_distance_from_the_brim(medium: Path) -> None:
+    backend = LocalDiskBackend(medium / "kv", NAMESPACE, min_free=3 << 20)
     results = [backend.write(chunk_of(200_000)) for _ in range(40)]
     assert {result.status for result in results} == {STORED, WriteStatus.REJECTED}
-    stats = os.statvfs(medium.folder)
+    stats = os.statvfs(medium)
     assert stats.f_bavail * stats.f_frsize >= (3 << 20) - 300_000
 
 
-def test_a_read_only_remount_and_back(medium: Medium) -> None:
-    backend = LocalDiskBackend(medium.folder / "kv", NAMESPACE)
+def test_a_read_only_remount_and_back(medium: Path) -> None:
+    backend = LocalDiskBackend(medium / "kv", NAMESPACE)
     old, new = chunk_of(5000), chunk_of(5000)
     backend.write(old)
-    medium.remount("ro")
+    run("mount", "-o", "remount,ro", medium)
     written = backend.write(new)
     assert isinstance(written.error, NoSpaceError)
     raised(NoSpaceError, "", backend.delete, [old.key])
     assert read_back(backend, old) == old.payload
     assert list(listed(backend)) == [old.key]
-    reader = LocalDiskBackend(medium.folder / "kv", NAMESPACE)
+    reader = LocalDiskBackend(medium / "kv", NAMESPACE)
     assert read_back(reader, old) == old.payload
-    medium.remount("rw")
+    run("mount", "-o", "remount,rw", medium)
     assert backend.write(new).status is STORED
     backend.delete([old.key])
     assert list(listed(reader)) == [new.key]
@@ -450,27 +399,20 @@ def test_a_read_only_remount_and_back(medium: Medium) -> None:
 
 def test_a_removed_folder_and_its_return(tmp_path: Path) -> None:
     root = tmp_path / "kv"
-    backend = LocalDiskBackend(root, NAMESPACE)
-    chunk = chunk_of(5000)
+    backend, chunk = LocalDiskBackend(root, NAMESPACE), chunk_of(5000)
     backend.write(chunk)
     shutil.rmtree(root)
-    written = backend.write(chunk)
-    assert isinstance(written.error, BackendUnavailable)
+    assert isinstance(backend.write(chunk).error, BackendUnavailable)
     assert read_back(backend, chunk) is None
     assert backend.contains([chunk.key]) == [False]
     assert listed(backend) == {}
     backend.delete([chunk.key])
     assert not root.exists()
     root.mkdir()
-    assert backend.write(chunk).status is STORED
-    assert read_back(backend, chunk) == chunk.payload
-
-
-def test_what_is_lmkvs_is_made_again_at_once(tmp_path: Path) -> None:
-    backend = LocalDiskBackend(tmp_path, NAMESPACE)
-    chunk = chunk_of(5000)
-    for folder in (tmp_path / NAMESPACE.hex(), tmp_path / NAMESPACE.hex() / chunk.key[:1].hex()):
+    # What is lmkv's is made again at once.
+    for folder in (root / NAMESPACE.hex(), root / NAMESPACE.hex() / chunk.key[:1].hex()):
         assert backend.write(chunk).status is STORED
+        assert read_back(backend, chunk) == chunk.payload
         shutil.rmtree(folder)
     assert backend.write(chunk).status is STORED
 
@@ -488,8 +430,7 @@ def as_nobody() -> Iterator[None]:
 
 
 def test_a_folder_that_may_not_be_entered(tmp_path: Path) -> None:
-    backend = LocalDiskBackend(tmp_path / "kv", NAMESPACE)
-    chunk = chunk_of(5000)
+    backend, chunk = LocalDiskBackend(tmp_path / "kv", NAMESPACE), chunk_of(5000)
     backend.write(chunk)
     with as_nobody():
         written = backend.write(chunk_of(5000))
@@ -521,8 +462,7 @@ def test_a_folder_that_was_made_immutable(tmp_path: Path) -> None:
 
 
 def test_a_file_where_a_folder_belongs(tmp_path: Path) -> None:
-    backend = LocalDiskBackend(tmp_path, NAMESPACE)
-    chunk = chunk_of(5000)
+    backend, chunk = LocalDiskBackend(tmp_path, NAMESPACE), chunk_of(5000)
     obstacle = tmp_path / NAMESPACE.hex() / chunk.key[:1].hex()
     obstacle.touch()
     written = backend.write(chunk)
@@ -537,8 +477,7 @@ def test_a_file_where_a_folder_belongs(tmp_path: Path) -> None:
 
 
 def test_only_abandoned_temporaries_are_swept(tmp_path: Path) -> None:
-    backend = LocalDiskBackend(tmp_path, NAMESPACE)
-    chunk = chunk_of(100)
+    backend, chunk = LocalDiskBackend(tmp_path, NAMESPACE), chunk_of(100)
     backend.write(chunk)
     folder = files_of(backend)[0].parent
     dead, live, other_namespace = (folder / ".1-aa.tmp", folder / f".{os.getpid()}-bb.tmp", folder / "notes.tmp")
@@ -578,14 +517,14 @@ def test_a_temporary_that_was_swept_by_mistake_is_written_again(
     assert len(swept) == 1
 
 
-def test_failing_again_and_again_leaks_nothing(medium: Medium) -> None:
+def test_failing_again_and_again_leaks_nothing(medium: Path) -> None:
     """Descriptors, memory of the medium, and files, on a disk that is full all the time."""
-    backend = LocalDiskBackend(medium.folder / "kv", NAMESPACE)
+    backend = LocalDiskBackend(medium / "kv", NAMESPACE)
     while backend.write(chunk_of(400_000)).status is STORED:
         pass
-    kept, free = files_of(backend), os.statvfs(medium.folder).f_bfree
+    kept, free = files_of(backend), os.statvfs(medium).f_bfree
     chunk = chunk_of(4_000_000)
     for _ in range(300):
         assert isinstance(backend.write(chunk).error, NoSpaceError)
     assert files_of(backend) == kept
-    assert os.statvfs(medium.folder).f_bfree >= free - 64
+    assert os.statvfs(medium).f_bfree >= free - 64

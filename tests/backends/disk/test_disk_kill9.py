@@ -1,4 +1,4 @@
-"""Writers that die by SIGKILL at random moments, and processes that share a folder."""
+"""Writers and stores that die by SIGKILL at random moments, and processes that share a folder."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import listed, read_back, statuses
 from tests.backends.disk.disk_writer import NAMESPACE, PAYLOADS, churn, stop_halfway, write_until_killed
 from tests.forked import Child, barrier
+from tests.kit import LIMIT
+from tests.store.shared_store import CHUNK, KEYS, live, open_store, payload, put
 
 
 @pytest.fixture(params=["off", "auto"])
@@ -94,3 +96,51 @@ def test_processes_that_share_a_folder(tmp_path: Path, direct: str) -> None:
     children = [Child(churn, str(tmp_path), direct, seed, 400, start) for seed in range(3)]
     assert [child.ended() for child in children] == [0, 0, 0]
     check_store(tmp_path)
+
+
+# -- a store over a disk tier, opened again each time ----------------------------------------------------------
+
+COST = CHUNK + 4096
+CAPACITY = 40 * COST
+
+
+def nbytes_of(folder: Path, pattern: str) -> int:
+    """Bytes of the files of that name."""
+    return sum(path.stat().st_size for path in folder.rglob(pattern))
+
+
+def right_chunks(folder: Path) -> int:
+    """Every file has the bytes of its key; returns how many there are."""
+    disk = LocalDiskBackend(folder, bytes([1]) * 32)
+    return sum(read_back(disk, Chunk(key, memoryview(payload(key)))) == payload(key) for key in KEYS)
+
+
+def check_new_store(folder: Path) -> None:
+    """A new store has the whole capacity, no key is stuck, and no temporary file is left."""
+    store = open_store(str(folder), 1, CAPACITY)
+    for key in KEYS[:50]:
+        put(store, [key])
+        assert store.drain(LIMIT)
+        assert key in store._tiers[0].index
+    assert store.stats().tiers[1].chunks == 40
+    store.close()
+    assert nbytes_of(folder, "*.kv1") == CAPACITY
+    assert nbytes_of(folder, "*.tmp") == 0
+
+
+@pytest.mark.parametrize(
+    "cycles", [25, pytest.param(1000, marks=[pytest.mark.nightly("kills"), pytest.mark.timeout(1800)])]
+)
+def test_a_store_that_is_killed_again_and_again(tmp_path: Path, cycles: int) -> None:
+    """No wrong byte, never more than the capacity, no key that cannot be stored again."""
+    moments, found = random.Random(cycles), 0
+    for cycle in range(cycles):
+        child = Child(live, str(tmp_path), 1, cycle, CAPACITY)
+        assert child.heard() == "stored"
+        time.sleep(moments.uniform(0.0, 0.1))
+        assert child.kill() == -signal.SIGKILL, "it must not have ended by itself"
+        assert nbytes_of(tmp_path, "*.kv1") <= CAPACITY
+        found += right_chunks(tmp_path)
+        if cycle % 25 == 24:
+            check_new_store(tmp_path)
+    assert found > cycles, "it has to have something to lose"

@@ -165,8 +165,7 @@ def test_a_process_without_descriptors_deletes_nothing(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_asked_is_not_one_without_chunks(tmp_path: Path) -> None:
     """The breaker has to hear of it, and the listing must not forget what it could not see."""
-    backend = LocalDiskBackend(tmp_path, bytes(32))
-    chunk = chunk_of(5000)
+    backend, chunk = LocalDiskBackend(tmp_path, bytes(32)), chunk_of(5000)
     backend.write(chunk)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))

@@ -174,14 +174,11 @@ def objects(kind: str, folder: Path, _: pytest.TempPathFactory) -> Iterator[Brea
             server.bucket.mkdir(parents=True)
 
         states = {
-            "refuses writes": rule(answering(403, "PUT")),
-            "refuses reads": rule(answering(403, "GET")),
-            "refuses deletions": rule(deletions),
-            "full": rule(answering(507, "PUT")),
-            "another one": State(restarted(server, empty)),
-            "gone": State(server.kill, server.start),
+            "refuses writes": rule(answering(403, "PUT")), "refuses reads": rule(answering(403, "GET")),
+            "refuses deletions": rule(deletions), "full": rule(answering(507, "PUT")),
+            "another one": State(restarted(server, empty)), "gone": State(server.kill, server.start),
             **through(proxy),
-        }
+        }  # fmt: skip
         keys = (
             {} if kind == "google" else {"remote_username": ObjectServer.USER, "remote_password": ObjectServer.SECRET}
         )

@@ -6,19 +6,17 @@ import ctypes
 import importlib
 import importlib.util
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
 from attrs import frozen
 
-from tests.servers import START_LIMIT, missing, stop
+import tests.servers
+from tests.servers import missing
 
 _CLONE_NEWNET = 0x40000000
 
@@ -53,48 +51,14 @@ def own_network(needed_by: str) -> Iterator[None]:
         os.close(before)
 
 
-class Server:
-    """A program that listens on a port."""
-
-    def __init__(self, log: Path, port: int, *command: str, env: dict[str, str] | None = None) -> None:
-        self.port = port
-        self._log, self._command, self._env = log, command, env
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    def start(self) -> None:
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._env)
-        deadline = time.monotonic() + START_LIMIT
-        while not self._listens():
-            assert self._process.poll() is None, self._log.read_text()
-            assert time.monotonic() < deadline, self._log.read_text()
-            time.sleep(0.01)
-
-    def _listens(self) -> bool:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
-            return True
-        return False
+class Server(tests.servers.Server):
+    """A program that listens on a port, until the end of a `with`."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def pause(self) -> None:
-        """It accepts connections, and answers nothing."""
-        assert self._process is not None
-        stop(self._process.pid)
-
-    def resume(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
 
 
 @frozen
@@ -110,21 +74,19 @@ def mooncake_servers(folder: Path) -> Iterator[Mooncake]:
     except ImportError as error:
         missing("mooncake", f"pip install -r requirements/mooncake.txt, and see there ({error})")
     programs = Path(str(store.__file__)).parent
+    master_command = [
+        *(programs / "mooncake_master", "--rpc_address=127.0.0.1", f"--rpc_port={MOONCAKE}"),
+        *("--metrics_host=127.0.0.1", "--metrics_port=9103", "--default_kv_lease_ttl=5000"),
+    ]
+    memory_command = [
+        *(programs / "mooncake_client", "--host=127.0.0.1", f"--port={MOONCAKE_MEMORY}"),
+        *("--metadata_server=P2PHANDSHAKE", f"--master_server_address=127.0.0.1:{MOONCAKE}"),
+        "--global_segment_size=512 MB",
+    ]
     with (
         own_network("mooncake"),
-        Server(
-            folder / "master.log",
-            MOONCAKE,
-            *(str(programs / "mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={MOONCAKE}"),
-            *("--metrics_host=127.0.0.1", "--metrics_port=9103", "--default_kv_lease_ttl=5000"),
-        ) as master,
-        Server(
-            folder / "memory.log",
-            MOONCAKE_MEMORY,
-            *(str(programs / "mooncake_client"), "--host=127.0.0.1", f"--port={MOONCAKE_MEMORY}"),
-            *("--metadata_server=P2PHANDSHAKE", f"--master_server_address=127.0.0.1:{MOONCAKE}"),
-            "--global_segment_size=512 MB",
-        ) as memory,
+        Server(folder, MOONCAKE, master_command) as master,
+        Server(folder, MOONCAKE_MEMORY, memory_command) as memory,
     ):
         yield Mooncake(master, memory)
 
@@ -134,25 +96,16 @@ def infinistore_server(folder: Path) -> Iterator[Server]:
     if importlib.util.find_spec("infinistore") is None:
         missing("infinistore", "pip install --no-deps infinistore")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([UVLOOP, os.environ.get("PYTHONPATH", "")])}
-    uvloop = subprocess.run(
-        [sys.executable, "-c", "import uvloop; print(uvloop.__version__)"],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=env,
-    )
+    command = [sys.executable, "-c", "import uvloop; print(uvloop.__version__)"]
+    uvloop = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
     if not uvloop.stdout.startswith("0.21."):
         missing("infinistore", "needs uvloop 0.21: pip install --target DIR uvloop==0.21.0, INFINISTORE_UVLOOP=DIR")
-    with (
-        own_network("infinistore"),
-        Server(
-            folder / "server.log",
-            INFINISTORE,
-            *(sys.executable, "-c", _INFINISTORE, "--service-port", str(INFINISTORE), "--manage-port", "18080"),
-            *("--host", "127.0.0.1", "--prealloc-size", "1", "--log-level", "error"),
-            env={**env, "LD_PRELOAD": str(_device_in(folder))},
-        ) as server,
-    ):
+    command = [
+        *(sys.executable, "-c", _INFINISTORE, "--service-port", str(INFINISTORE), "--manage-port", "18080"),
+        *("--host", "127.0.0.1", "--prealloc-size", "1", "--log-level", "error"),
+    ]
+    preloaded = {"PYTHONPATH": env["PYTHONPATH"], "LD_PRELOAD": str(_device_in(folder))}
+    with own_network("infinistore"), Server(folder, INFINISTORE, command, **preloaded) as server:
         yield server
 
 

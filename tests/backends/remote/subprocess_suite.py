@@ -41,8 +41,7 @@ class ProcessSuite(StoreSuite):
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
     def test_the_clients_process_may_end_or_hang(self, how: signal.Signals) -> None:
-        backend = self.backend_of("?clients=1", timeout=1.0)
-        chunk = chunk_of(100)
+        backend, chunk = self.backend_of("?clients=1", timeout=1.0), chunk_of(100)
         eventually(lambda: backend.write(chunk).status in (STORED, PRESENT))
         stop(process_of(backend, chunk).pid, how)
         read = backend.read(chunk.key, memoryview(bytearray(100)))

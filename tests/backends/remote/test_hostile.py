@@ -25,7 +25,7 @@ from lmkv.backends.remote.options import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
 from lmkv.backends.remote.value_codec import ValueCodec
 from lmkv.chunks.codec import ChunkFormat
-from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, LmkvError
+from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError
 from lmkv.outcomes import HIT, ReadStatus, WriteStatus
 from lmkv.protocols import Chunk, Listed
 from lmkv.testing.backend_suite import chunk_of, new_key
@@ -71,34 +71,36 @@ def refuses_all(backend: RemoteBackend) -> None:
     assert outcomes["write"].status is WriteStatus.FAILED  # type: ignore[attr-defined]
 
 
+def redis_at(endpoint: Endpoint, timeout: float = TIMEOUT, scheme: str = "redis") -> Any:
+    url = f"{scheme}://127.0.0.1:{endpoint.port}"
+    return closing(RedisBackend(url, NAMESPACE, RemoteOptions(timeout=timeout)))
+
+
+def s3_at(endpoint: Endpoint, timeout: float, options: str = "") -> Any:
+    url = f"s3://bucket?endpoint=http://127.0.0.1:{endpoint.port}&region=us-east-1{options}"
+    given = RemoteOptions(timeout=timeout, username="me", password="hunter2")
+    return closing(ObjectStoreBackend(url, NAMESPACE, given))
+
+
 def endlessly(start: bytes, piece: bytes, many: int = 4096) -> Answer:
     return lambda _: itertools.chain([start], itertools.repeat(piece * many))
 
 
 REDIS = {
-    "many items": endlessly(b"*2147483647\r\n", b":1\r\n"),
-    "many items of many": endlessly(b"", b"*1000000\r\n"),
-    "deep": endlessly(b"", b"*1\r\n"),
-    "a large value": endlessly(b"$9223372036854775807\r\n", b"x"),
-    "a value of gigabytes": endlessly(b"$2147483647\r\n", b"x"),
-    "a line": endlessly(b"+", b"x"),
-    "zeros": endlessly(b"", b"\0"),
-    "an error": endlessly(b"-ERR ", b"?a"),
-    "numbers of digits": endlessly(b":", b"9"),
-    "words": endlessly(b"", b"+1\r\n"),
-    "nothing": lambda _: [],
-    "lies": of_redis(b"*200000000\r\n"),
-    "no value": of_redis(b"$-2\r\n"),
-}
+    "many items": endlessly(b"*2147483647\r\n", b":1\r\n"), "many items of many": endlessly(b"", b"*1000000\r\n"),
+    "deep": endlessly(b"", b"*1\r\n"), "a large value": endlessly(b"$9223372036854775807\r\n", b"x"),
+    "a value of gigabytes": endlessly(b"$2147483647\r\n", b"x"), "a line": endlessly(b"+", b"x"),
+    "zeros": endlessly(b"", b"\0"), "an error": endlessly(b"-ERR ", b"?a"),
+    "numbers of digits": endlessly(b":", b"9"), "words": endlessly(b"", b"+1\r\n"), "nothing": lambda _: [],
+    "lies": of_redis(b"*200000000\r\n"), "no value": of_redis(b"$-2\r\n"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REDIS)
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
 def test_a_redis_that_is_none_holds_nobody_up(scheme: str, kind: str) -> None:
-    with Endpoint(REDIS[kind]) as endpoint, longest_pause() as pause:
-        url = f"{scheme}://127.0.0.1:{endpoint.port}"
-        with closing(RedisBackend(url, NAMESPACE, RemoteOptions(timeout=TIMEOUT))) as backend:
-            refuses_all(backend)
+    with Endpoint(REDIS[kind]) as endpoint, longest_pause() as pause, redis_at(endpoint, scheme=scheme) as backend:
+        refuses_all(backend)
     assert endpoint.connections
     assert pause[0] < PAUSE
 
@@ -113,10 +115,8 @@ def test_a_redis_that_answers_bit_by_bit_is_given_up(greets: bool) -> None:
         while not endpoint.closed.wait(0.05):
             yield b"1"
 
-    with Endpoint(answer) as endpoint:
-        url = f"redis://127.0.0.1:{endpoint.port}"
-        with closing(RedisBackend(url, NAMESPACE, RemoteOptions(timeout=TIMEOUT))) as backend:
-            refuses_all(backend)
+    with Endpoint(answer) as endpoint, redis_at(endpoint) as backend:
+        refuses_all(backend)
 
 
 ERROR = b"<Error><Code>Bad</Code><Message>" + b"?a" * 40_000 + b"</Message></Error>"
@@ -124,45 +124,28 @@ ERROR = b"<Error><Code>Bad</Code><Message>" + b"?a" * 40_000 + b"</Message></Err
 
 @pytest.mark.parametrize("status", ["400 Bad Request", "403 Forbidden", "500 Internal Server Error", "301 Moved"])
 def test_an_error_page_of_s3_is_read_in_no_time_and_shown_in_a_line(status: str) -> None:
-    with Endpoint(of_http(ERROR, status), closes=True) as endpoint, longest_pause() as pause:
-        url = f"s3://bucket?endpoint=http://127.0.0.1:{endpoint.port}&region=us-east-1"
-        options = RemoteOptions(timeout=2.0, username="me", password="hunter2")
-        with closing(ObjectStoreBackend(url, NAMESPACE, options)) as backend:
-            refuses_all(backend)
-            with pytest.raises(BackendError) as refused:
-                backend.contains([new_key()])
-    assert str(refused.value).isprintable()
+    served = Endpoint(of_http(ERROR, status), closes=True)
+    with served as endpoint, longest_pause() as pause, s3_at(endpoint, 2.0) as backend:
+        refuses_all(backend)
+        assert raised(BackendError, "", backend.contains, [new_key()]).isprintable()
     assert pause[0] < PAUSE
 
 
 @pytest.mark.parametrize("status", ["200 OK", "503 Slow Down"])
 def test_an_object_store_that_promises_more_bytes_than_there_are_ends_no_engine(status: str) -> None:
     """Its client makes room for them, and ends its process."""
-    with Endpoint(of_http(b"<Error/>", status, Content_Length=10**12)) as endpoint:
-        url = f"s3://bucket?endpoint=http://127.0.0.1:{endpoint.port}&region=us-east-1&clients=1"
-        options = RemoteOptions(timeout=TIMEOUT, username="me", password="hunter2")
-        with closing(ObjectStoreBackend(url, NAMESPACE, options)) as backend:
-            outcomes = dict(every_call(backend))
+    answer = of_http(b"<Error/>", status, Content_Length=10**12)
+    with Endpoint(answer) as endpoint, s3_at(endpoint, TIMEOUT, "&clients=1") as backend:
+        outcomes = dict(every_call(backend))
     assert isinstance(outcomes["list"], BackendUnavailable)
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    [
-        "http://host:x",
-        "http://host:99999",
-        "http://:80",
-        "http://[",
-        "http://[::1",
-        "http://a\\b",
-        "http://%zz",
-        "http://\u00e9",
-    ],
-)
-@pytest.mark.parametrize("url", ["s3://bucket?region=x&endpoint=", "az://bucket?endpoint=", "gs://bucket?base_url="])
-def test_an_endpoint_that_is_no_url_is_refused(url: str, endpoint: str) -> None:
-    with pytest.raises(ConfigError, match=r"an endpoint must be http://host:port|Port out of range"):
-        ObjectStoreBackend(url + endpoint, NAMESPACE, RemoteOptions(username="me", password="c2VjcmV0"))
+def test_an_endpoint_that_is_no_url_is_refused() -> None:
+    options = RemoteOptions(username="me", password="c2VjcmV0")
+    why = r"an endpoint must be http://host:port|Port out of range"
+    for url in ("s3://bucket?region=x&endpoint=", "az://bucket?endpoint=", "gs://bucket?base_url="):
+        for at in ("host:x", "host:99999", ":80", "[", "[::1", "a\\b", "%zz", "\u00e9"):
+            raised(ConfigError, why, ObjectStoreBackend, f"{url}http://{at}", NAMESPACE, options)
 
 
 def test_a_panic_of_the_client_is_an_error_like_any_other() -> None:
@@ -196,16 +179,15 @@ TOO_MUCH = {
 
 @pytest.mark.parametrize("kind", TOO_MUCH)
 def test_all_answers_of_a_call_have_room_for_one(kind: str) -> None:
-    with Endpoint(of_redis(TOO_MUCH[kind])) as endpoint:
-        url = f"redis://127.0.0.1:{endpoint.port}"
-        with closing(RedisBackend(url, NAMESPACE, RemoteOptions(timeout=10 * LIMIT))) as backend:
-            tracemalloc.start()
-            try:
-                with pytest.raises(BackendError, match="answers of more than 16,777,216 bytes or 524,288 items"):
-                    backend.contains([new_key() for _ in range(1000)])
-                assert tracemalloc.get_traced_memory()[1] < 64 << 20
-            finally:
-                tracemalloc.stop()
+    with Endpoint(of_redis(TOO_MUCH[kind])) as endpoint, redis_at(endpoint, 10 * LIMIT) as backend:
+        keys = [new_key() for _ in range(1000)]
+        tracemalloc.start()
+        try:
+            why = "answers of more than 16,777,216 bytes or 524,288 items"
+            raised(BackendError, why, backend.contains, keys)
+            assert tracemalloc.get_traced_memory()[1] < 64 << 20
+        finally:
+            tracemalloc.stop()
 
 
 def scanning(places: Iterator[int]) -> Answer:
@@ -232,14 +214,10 @@ def scanning(places: Iterator[int]) -> Answer:
 )
 def test_a_scan_that_never_ends_is_given_up(places: Iterator[int], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_MAX_PAGES", 100)
-    with Endpoint(scanning(places)) as endpoint:
-        url = f"redis://127.0.0.1:{endpoint.port}"
-        with closing(RedisBackend(url, NAMESPACE, RemoteOptions(timeout=LIMIT))) as backend:
-            with pytest.raises(BackendError, match=says):
-                list(backend.list_keys())
-            monkeypatch.setattr(base, "QUIET_SECONDS", 0.0)
-            with pytest.raises(BackendError, match="it lists no chunk for 0 s"):
-                list(backend.list_keys())
+    with Endpoint(scanning(places)) as endpoint, redis_at(endpoint, LIMIT) as backend:
+        raised(BackendError, says, lambda: list(backend.list_keys()))
+        monkeypatch.setattr(base, "QUIET_SECONDS", 0.0)
+        raised(BackendError, "it lists no chunk for 0 s", lambda: list(backend.list_keys()))
 
 
 def s3_page(*names: str) -> bytes:
@@ -257,34 +235,24 @@ def s3_page(*names: str) -> bytes:
 def test_a_listing_of_s3_that_never_ends_is_given_up(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "QUIET_SECONDS", 0.2)
     names = [f"lmkv:{NAMESPACE.hex()}/{number:064x}" for number in range(1000 if full else 0)]
-    with Endpoint(of_http(s3_page(*names)), closes=True) as endpoint:
-        url = f"s3://bucket?endpoint=http://127.0.0.1:{endpoint.port}&region=us-east-1"
-        options = RemoteOptions(timeout=LIMIT, username="me", password="x")
-        with closing(ObjectStoreBackend(url, NAMESPACE, options)) as backend:
-            listing = backend.list_keys()
-            if full:
-                assert len(next(listing)) == len(names)
-            raised(BackendError, "the same page again" if full else "it lists no chunk for 0 s", next, listing)
+    with Endpoint(of_http(s3_page(*names)), closes=True) as endpoint, s3_at(endpoint, LIMIT) as backend:
+        listing = backend.list_keys()
+        if full:
+            assert len(next(listing)) == len(names)
+        raised(BackendError, "the same page again" if full else "it lists no chunk for 0 s", next, listing)
 
 
 def test_a_listing_that_never_ends_does_when_it_is_closed() -> None:
-    errors: list[Exception] = []
-
-    def lists() -> None:
-        try:
-            list(backend.list_keys())
-        except LmkvError as error:
-            errors.append(error)
-
-    with Endpoint(of_http(s3_page()), closes=True) as endpoint:
-        url = f"s3://bucket?endpoint=http://127.0.0.1:{endpoint.port}&region=us-east-1"
-        backend = ObjectStoreBackend(url, NAMESPACE, RemoteOptions(timeout=LIMIT, username="me", password="x"))
-        lister = threading.Thread(target=lists)
+    with Endpoint(of_http(s3_page()), closes=True) as endpoint, s3_at(endpoint, LIMIT) as backend:
+        said: list[str] = []
+        lister = threading.Thread(
+            target=lambda: said.append(raised(ClosedError, "", lambda: list(backend.list_keys())))
+        )
         lister.start()
         eventually(lambda: endpoint.connections > 10)
         backend.close()
         lister.join(LIMIT / 2)
-    assert isinstance(errors[0], ClosedError)
+    assert said
 
 
 def test_answers_are_as_many_as_names_and_a_listing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,8 +264,7 @@ def test_answers_are_as_many_as_names_and_a_listing_ends(monkeypatch: pytest.Mon
         backend.lists = [[sound, absurd]] * 5
         assert list(backend.list_keys()) == [[sound]] * 5
         monkeypatch.setattr(base, "_MAX_LISTED", 9)
-        with pytest.raises(BackendError, match="it lists more than 9 chunks"):
-            list(backend.list_keys())
+        raised(BackendError, "it lists more than 9 chunks", lambda: list(backend.list_keys()))
 
 
 # -- any answers ----------------------------------------------------------------------------------------------

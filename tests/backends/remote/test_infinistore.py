@@ -8,9 +8,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,13 @@ from lmkv.protocols import Backend, Chunk
 from lmkv.testing.backend_suite import chunk_of, in_threads, new_key, read_back, statuses
 from tests.backends.remote.own_network import INFINISTORE, Server, infinistore_server
 from tests.backends.remote.server_suite import (
+    DAMAGES,
     GIVEN_UP,
     NAMESPACE,
     PRESENT,
     STORED,
     ServerSuite,
-    assert_fails_and_can_be_replaced,
-    cut,
-    flip,
-    foreign,
-    lengthen,
-    lengthen_beyond_the_memory,
+    assert_damage_fails,
 )
 from tests.kit import eventually, raised
 from tests.servers import Proxy
@@ -81,15 +77,16 @@ class TestInfiniStoreSuite(ServerSuite):
         backend._call(lambda connection: connection.delete([name]))
         assert backend._call(lambda connection: connection.put([(name, [memoryview(value)])]))
 
-    @pytest.mark.parametrize("damage", [cut, lengthen, lengthen_beyond_the_memory, flip, foreign])
-    def test_an_entry_that_is_not_the_chunks_fails_and_can_be_replaced(
-        self, backend: InfiniStoreBackend, damage: Callable[[bytes], bytes]
-    ) -> None:
-        chunk, sound = chunk_of(9000), chunk_of(9000)
-        name = backend.name_of(chunk.key)
-        assert statuses(backend, [chunk, sound]) == [STORED] * 2
-        self.put_value(backend, name, damage(self.value(backend, name)))
-        assert_fails_and_can_be_replaced(backend, chunk, sound)
+    def test_an_entry_that_is_not_the_chunks_fails_and_can_be_replaced(self, backend: InfiniStoreBackend) -> None:
+        assert_damage_fails(
+            backend,
+            lambda chunk: self.value(backend, backend.name_of(chunk.key)),
+            lambda chunk, value: self.put_value(backend, backend.name_of(chunk.key), value),
+            {
+                **{what: DAMAGES[what] for what in ("cut", "longer", "another bit of the header", "foreign")},
+                "beyond the memory": lambda value, other: value + bytes(17 << 20),
+            },
+        )
 
     def test_a_payload_that_was_evicted_is_a_miss_and_can_be_stored_again(self, backend: InfiniStoreBackend) -> None:
         chunk = chunk_of(9000)
@@ -110,10 +107,8 @@ class TestInfiniStoreSuite(ServerSuite):
 
     def test_a_chunk_that_is_being_written_is_not_there_and_ends_no_server(self, backend: InfiniStoreBackend) -> None:
         """The server takes a value for there that only begins to come, and ends when it is asked for."""
-        chunk = chunk_of(32 << 20)
-        into = memoryview(bytearray(32 << 20))
-        with closing(Proxy(INFINISTORE)) as proxy:
-            slow = self.behind(proxy, timeout=30.0)
+        chunk, into = chunk_of(32 << 20), memoryview(bytearray(32 << 20))
+        with self.behind(30.0) as (proxy, slow):
             proxy.delay = 0.01
             with ThreadPoolExecutor(1) as pool:
                 written = pool.submit(statuses, slow, [chunk])
@@ -124,13 +119,11 @@ class TestInfiniStoreSuite(ServerSuite):
             assert written.result() == [STORED]
             assert seen <= {ReadStatus.MISS, ReadStatus.HIT}
             assert ReadStatus.MISS in seen, "nobody asked while it was written"
-            slow.close()
         assert read_back(backend, chunk) == chunk.payload
 
     def test_a_writer_that_is_killed_leaves_a_chunk_that_can_be_written(self, backend: InfiniStoreBackend) -> None:
         chunk = chunk_of(32 << 20)
-        with closing(Proxy(INFINISTORE)) as proxy:
-            slow = self.behind(proxy, timeout=30.0)
+        with self.behind(30.0) as (proxy, slow):
             proxy.delay = 0.01
             with ThreadPoolExecutor(1) as pool:
                 written = pool.submit(slow.write, chunk)
@@ -139,7 +132,6 @@ class TestInfiniStoreSuite(ServerSuite):
                 proxy.deaf = True
                 proxy.cut()
             assert isinstance(written.result().error, BackendUnavailable)
-            slow.close()
         assert read_back(backend, chunk) is None
         assert backend.write(chunk).status is STORED
         assert read_back(backend, chunk) == chunk.payload
@@ -147,10 +139,9 @@ class TestInfiniStoreSuite(ServerSuite):
     def test_lmcaches_url_is_the_same(self, backend: InfiniStoreBackend, caplog: pytest.LogCaptureFixture) -> None:
         chunk = chunk_of(100)
         assert backend.write(chunk).status is STORED
-        other = InfiniStoreBackend(f"{self.url}?device=mlx5_0", NAMESPACE, RemoteOptions(timeout=10.0))
-        assert "device is not used" in caplog.text
-        assert read_back(other, chunk) == chunk.payload
-        other.close()
+        with closing(InfiniStoreBackend(f"{self.url}?device=mlx5_0", NAMESPACE, RemoteOptions(timeout=10.0))) as other:
+            assert "device is not used" in caplog.text
+            assert read_back(other, chunk) == chunk.payload
 
     def test_infinistores_own_client_reads_and_writes_the_same_values(self, backend: InfiniStoreBackend) -> None:
         import infinistore
@@ -192,8 +183,7 @@ class TestInfiniStoreSuite(ServerSuite):
         """It ends when a client closes its connection in the middle of a value."""
         chunk, small = chunk_of(32 << 20), chunk_of(100)
         assert statuses(backend, [chunk, small]) == [STORED] * 2
-        with closing(Proxy(INFINISTORE)) as proxy:
-            slow = self.behind(proxy, timeout=0.5)
+        with self.behind(0.5) as (proxy, slow):
             assert read_back(slow, small) == small.payload
             proxy.delay = 0.5
             read = slow.read(chunk.key, memoryview(bytearray(32 << 20)))
@@ -201,31 +191,26 @@ class TestInfiniStoreSuite(ServerSuite):
             proxy.delay = 0.0
             eventually(lambda: slow.read(chunk.key, memoryview(bytearray(32 << 20))).status is ReadStatus.HIT)
             eventually(lambda: slow.contains([small.key]) == [True] and not any(c.is_behind for c in slow._idle))
-            slow.close()
         assert read_back(backend, chunk) == chunk.payload, "the server ended, or lost it"
 
     def test_a_connection_that_was_closed_is_made_anew(self, backend: InfiniStoreBackend) -> None:
         chunk = chunk_of(1 << 20)
         assert backend.write(chunk).status is STORED
-        with closing(Proxy(INFINISTORE)) as proxy:
-            behind = self.behind(proxy, timeout=10.0)
+        with self.behind(10.0) as (proxy, behind):
             for _ in range(3):
                 assert read_back(behind, chunk) == chunk.payload
                 proxy.cut()
-            behind.close()
 
     def test_a_server_far_away_is_asked_once_for_many_names(self, backend: InfiniStoreBackend) -> None:
         chunk = chunk_of(100)
         assert backend.write(chunk).status is STORED
-        with closing(Proxy(INFINISTORE)) as proxy:
-            far = self.behind(proxy, timeout=10.0)
+        with self.behind(10.0) as (proxy, far):
             assert far.contains([chunk.key]) == [True]
             proxy.latency = 0.2
             started = time.monotonic()
             assert far.contains([*(new_key() for _ in range(400)), chunk.key]) == [False] * 400 + [True]
             assert time.monotonic() - started < 20, "80 s one by one"
             proxy.latency = 0.0
-            far.close()
 
     def test_who_answers_but_is_no_infinistore_is_unavailable(self, backend: InfiniStoreBackend) -> None:
         """InfiniStore's own port for managing it, which speaks HTTP."""
@@ -254,44 +239,42 @@ class TestInfiniStoreSuite(ServerSuite):
 
     def test_many_readers_of_two_engines_leave_the_server_well(self, backend: InfiniStoreBackend) -> None:
         """It takes a request that comes before it has noted that a value is sent for the one before, without end."""
-        other = self.make(Path())
-        # As many pieces as take its loop once around: the note comes last.
-        chunks = [chunk_of(nbytes) for nbytes in (9 << 18, 65_200, 1 << 18)]
-        assert statuses(backend, chunks) == [STORED] * 3
+        with closing(self.make(Path())) as other:
+            # As many pieces as take its loop once around: the note comes last.
+            chunks = [chunk_of(nbytes) for nbytes in (9 << 18, 65_200, 1 << 18)]
+            assert statuses(backend, chunks) == [STORED] * 3
 
-        def work(index: int) -> None:
-            for number in range(150):
-                self.is_right((backend, other)[index % 2], chunks[(index + number) % 3])
+            def work(index: int) -> None:
+                for number in range(150):
+                    self.is_right((backend, other)[index % 2], chunks[(index + number) % 3])
 
-        in_threads(8, work)
-        other.close()
+            in_threads(8, work)
 
     def test_signals_do_not_move_a_deadline(self) -> None:
-        backend = InfiniStoreBackend(self.url, NAMESPACE, RemoteOptions(timeout=1.0))
-        chunk = chunk_of(100)
-        eventually(lambda: backend.write(chunk).status in (STORED, PRESENT))
-        given_up = threading.Event()
+        with closing(InfiniStoreBackend(self.url, NAMESPACE, RemoteOptions(timeout=1.0))) as backend:
+            chunk = chunk_of(100)
+            eventually(lambda: backend.write(chunk).status in (STORED, PRESENT))
+            given_up = threading.Event()
 
-        def interrupt() -> None:
-            while not given_up.wait(0.02):
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            def interrupt() -> None:
+                while not given_up.wait(0.02):
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
-        before = signal.signal(signal.SIGUSR1, lambda *_: None)
-        interrupting = threading.Thread(target=interrupt)
-        self.server.pause()
-        try:
-            interrupting.start()
-            started = time.monotonic()
-            read = backend.read(chunk.key, memoryview(bytearray(100)))
-            assert isinstance(read.error, BackendUnavailable)
-            assert time.monotonic() - started < GIVEN_UP
-        finally:
-            given_up.set()
-            interrupting.join()
-            self.server.resume()
-            signal.signal(signal.SIGUSR1, before)
-        eventually(lambda: read_back(backend, chunk) == chunk.payload)
-        backend.close()
+            before = signal.signal(signal.SIGUSR1, lambda *_: None)
+            interrupting = threading.Thread(target=interrupt)
+            self.server.pause()
+            try:
+                interrupting.start()
+                started = time.monotonic()
+                read = backend.read(chunk.key, memoryview(bytearray(100)))
+                assert isinstance(read.error, BackendUnavailable)
+                assert time.monotonic() - started < GIVEN_UP
+            finally:
+                given_up.set()
+                interrupting.join()
+                self.server.resume()
+                signal.signal(signal.SIGUSR1, before)
+            eventually(lambda: read_back(backend, chunk) == chunk.payload)
 
     @pytest.mark.parametrize("nbytes", [404, 1 << 20])
     def test_half_an_answer_in_time_is_the_same_answers_half_later(
@@ -301,7 +284,8 @@ class TestInfiniStoreSuite(ServerSuite):
         chunk = Chunk(new_key(), memoryview(struct.pack("<II", 200, 0) * nbytes)[:nbytes])
         assert backend.write(chunk).status is STORED
         with closing(HalfAnswers(INFINISTORE, struct.pack("<II", 200, nbytes))) as proxy:
-            behind = self.behind(proxy, timeout=0.5)
+            url, options = f"infinistore://127.0.0.1:{proxy.port}/", RemoteOptions(timeout=0.5)
+            behind = InfiniStoreBackend(url, NAMESPACE, options)
             read = behind.read(chunk.key, memoryview(bytearray(nbytes)))
             assert isinstance(read.error, BackendUnavailable)
             proxy.go_on.set()
@@ -314,16 +298,18 @@ class TestInfiniStoreSuite(ServerSuite):
     def test_many_chunks_are_deleted_from_far_away(self, backend: InfiniStoreBackend) -> None:
         chunks = [chunk_of(100) for _ in range(60)]
         assert statuses(backend, chunks) == [STORED] * 60
-        with closing(Proxy(INFINISTORE)) as proxy:
-            far = self.behind(proxy, timeout=1.0)
+        with self.behind(1.0) as (proxy, far):
             proxy.latency = 0.01
             far.delete([*(chunk.key for chunk in chunks), *(new_key() for _ in range(1000))])
             proxy.latency = 0.0
-            far.close()
         assert not any(backend.contains([chunk.key for chunk in chunks]))
 
-    def behind(self, proxy: Proxy, timeout: float) -> InfiniStoreBackend:
-        return InfiniStoreBackend(f"infinistore://127.0.0.1:{proxy.port}/", NAMESPACE, RemoteOptions(timeout=timeout))
+    @contextmanager
+    def behind(self, timeout: float) -> Iterator[tuple[Proxy, InfiniStoreBackend]]:
+        with closing(Proxy(INFINISTORE)) as proxy:
+            options = RemoteOptions(timeout=timeout)
+            with closing(InfiniStoreBackend(f"infinistore://127.0.0.1:{proxy.port}/", NAMESPACE, options)) as backend:
+                yield proxy, backend
 
     @staticmethod
     def is_right(backend: Backend, chunk: Chunk) -> None:

@@ -67,8 +67,7 @@ class TestMooncakeSuite(SubprocessSuite):
         self.until_there_is_room()
 
     def test_names_that_are_long(self) -> None:
-        backend = self.backend_of(prefix="é" * 500)
-        chunk = chunk_of(100)
+        backend, chunk = self.backend_of(prefix="é" * 500), chunk_of(100)
         eventually(lambda: backend.write(chunk).status in (STORED, PRESENT))
         keys = [new_key() for _ in range(500)]
         keys[77] = chunk.key

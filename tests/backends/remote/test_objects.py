@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,10 @@ from lmkv.testing.backend_suite import (
     sizes_of,
     statuses,
 )
-from tests.backends.remote.server_suite import assert_fails_and_can_be_replaced, assert_unavailable
+from tests.backends.remote.server_suite import DAMAGES, assert_damage_fails, assert_unavailable
 from tests.backends.remote.subprocess_suite import ProcessSuite
 from tests.forked import Child, Tell
-from tests.kit import LIMIT, chain, eventually, lower, put_through, raised, small_store
+from tests.kit import LIMIT, chain, eventually, every, lower, mounted_tmpfs, put_through, raised, small_store
 from tests.rules import RuledProxy
 from tests.servers import ObjectServer, Proxy, object_server
 
@@ -127,6 +127,25 @@ def raw(server: ObjectServer, tmp_path: Path) -> Any:
     return raw_store(server, tmp_path.name)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[ObjectStoreBackend]:
+    with closing(backend_of(f"file://{tmp_path}")) as backend:
+        yield backend
+
+
+@pytest.fixture
+def proxy(server: ObjectServer) -> Iterator[Proxy]:
+    with closing(Proxy(server.port)) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def behind(proxy: Proxy, server: ObjectServer, tmp_path: Path) -> Iterator[ObjectStoreBackend]:
+    """A backend whose requests go through the proxy, each for a second at most."""
+    with closing(backend_of(server.url(tmp_path.name, port=proxy.port), timeout=1.0)) as backend:
+        yield backend
+
+
 def raw_store(server: ObjectServer, path: str) -> Any:
     over_http: Any = {"prefix": path, "client_options": {"allow_http": True}}
     if server.kind == "azurite":
@@ -138,83 +157,41 @@ def raw_store(server: ObjectServer, path: str) -> Any:
     return S3Store("bucket", access_key_id=USER, secret_access_key=SECRET, endpoint=endpoint, **over_http)
 
 
-def value_of(raw: Any, name: str) -> bytearray:
-    return bytearray(obstore.get(raw, name).bytes())
-
-
 def replaced(raw: Any, name: str, value: bytes | bytearray) -> None:
     obstore.put(raw, name, value, use_multipart=False)
 
 
-def cut(raw: Any, name: str) -> None:
-    replaced(raw, name, value_of(raw, name)[:-5])
+def test_a_value_that_is_not_the_chunk_fails_and_can_be_replaced(backend: ObjectStoreBackend, raw: Any) -> None:
+    assert_damage_fails(
+        backend,
+        lambda chunk: bytes(obstore.get(raw, backend.name_of(chunk.key)).bytes()),
+        lambda chunk, value: replaced(raw, backend.name_of(chunk.key), value),
+        {**DAMAGES, "nothing": lambda value, other: b""},
+    )
 
 
-def lengthen(raw: Any, name: str) -> None:
-    replaced(raw, name, value_of(raw, name) + b"more")
+def test_of_a_huge_foreign_file_only_the_beginning_is_read(folder: ObjectStoreBackend, tmp_path: Path) -> None:
+    chunk = chunk_of(9000)
+    assert folder.write(chunk).status is STORED
+    os.truncate(tmp_path / folder.name_of(chunk.key), 1 << 40)
+    read = folder.read(chunk.key, memoryview(bytearray(9000)))
+    assert isinstance(read.error, CorruptChunkError)
 
 
-def flip(raw: Any, name: str, at: int = 9000) -> None:
-    value = value_of(raw, name)
-    value[at] ^= 1
-    replaced(raw, name, value)
-
-
-def flip_header(raw: Any, name: str) -> None:
-    flip(raw, name, 100)
-
-
-def foreign(raw: Any, name: str) -> None:
-    replaced(raw, name, b"somebody else's")
-
-
-def empty(raw: Any, name: str) -> None:
-    replaced(raw, name, b"")
-
-
-def of_another_chunk(raw: Any, name: str) -> None:
-    value = value_of(raw, name)
-    other = next(each["path"] for batch in obstore.list(raw) for each in batch if each["path"] != name)
-    replaced(raw, name, value_of(raw, other))
-    assert value_of(raw, name) != value
-
-
-@pytest.mark.parametrize("damage", [cut, lengthen, flip, flip_header, foreign, empty, of_another_chunk])
-def test_a_value_that_is_not_the_chunk_fails_and_can_be_replaced(
-    backend: ObjectStoreBackend, raw: Any, damage: Callable[[Any, str], None]
+def test_of_a_large_foreign_object_only_the_beginning_is_read(
+    backend: ObjectStoreBackend, behind: ObjectStoreBackend, proxy: Proxy, raw: Any
 ) -> None:
-    chunk, sound = chunk_of(9000), chunk_of(9000)
-    assert statuses(backend, [chunk, sound]) == [STORED] * 2
-    damage(raw, backend.name_of(chunk.key))
-    assert_fails_and_can_be_replaced(backend, chunk, sound)
-
-
-def test_of_a_huge_foreign_file_only_the_beginning_is_read(tmp_path: Path) -> None:
-    with closing(backend_of(f"file://{tmp_path}")) as backend:
-        chunk = chunk_of(9000)
-        assert backend.write(chunk).status is STORED
-        os.truncate(tmp_path / backend.name_of(chunk.key), 1 << 40)
-        read = backend.read(chunk.key, memoryview(bytearray(9000)))
-        assert isinstance(read.error, CorruptChunkError)
-
-
-def test_of_a_large_foreign_object_only_the_beginning_is_read(server: ObjectServer, raw: Any, tmp_path: Path) -> None:
-    with (
-        closing(Proxy(server.port)) as proxy,
-        closing(backend_of(server.url(tmp_path.name, port=proxy.port))) as backend,
-    ):
-        key = new_key()
-        replaced(raw, backend.name_of(key), bytes(100 << 20))
-        read = backend.read(key, memoryview(bytearray(9000)))
-        assert isinstance(read.error, CorruptChunkError)
-        assert proxy.forwarded < 50 << 20
+    key = new_key()
+    replaced(raw, backend.name_of(key), bytes(100 << 20))
+    read = behind.read(key, memoryview(bytearray(9000)))
+    assert isinstance(read.error, CorruptChunkError)
+    assert proxy.forwarded < 50 << 20
 
 
 def test_other_namespaces_paths_and_prefixes_are_other_chunks(
     backend: ObjectStoreBackend, server: ObjectServer, tmp_path: Path
 ) -> None:
-    chunk = chunk_of(500)
-    url = server.url(tmp_path.name)
+    chunk, url = chunk_of(500), server.url(tmp_path.name)
     others = [
         ObjectStoreBackend(url, bytes(32), RemoteOptions(timeout=20.0, username=USER, password=SECRET)),
         backend_of(url, prefix="a team/lmkv"),
@@ -256,15 +233,13 @@ def test_long_listings_come_in_pages_and_many_are_deleted_at_once(tmp_path: Path
         assert listed(backend) == {keys[-1]: 0}
 
 
-def test_what_is_there_is_not_sent_again(server: ObjectServer, tmp_path: Path) -> None:
-    proxy = Proxy(server.port)
-    with closing(proxy), closing(backend_of(server.url(tmp_path.name, port=proxy.port))) as backend:
-        chunk = chunk_of(1 << 20)
-        assert backend.write(chunk).status is STORED
-        assert proxy.forwarded > 1 << 20
-        before = proxy.forwarded
-        assert backend.write(chunk).status is PRESENT
-        assert proxy.forwarded - before < 10_000
+def test_what_is_there_is_not_sent_again(behind: ObjectStoreBackend, proxy: Proxy) -> None:
+    chunk = chunk_of(1 << 20)
+    eventually(lambda: behind.write(chunk).status is STORED)
+    before = proxy.forwarded
+    assert before > 1 << 20
+    assert behind.write(chunk).status is PRESENT
+    assert proxy.forwarded - before < 10_000
 
 
 def test_a_server_that_refuses_conditions_is_written_without(server: ObjectServer, tmp_path: Path) -> None:
@@ -336,50 +311,48 @@ def test_a_server_that_is_killed_is_unavailable_until_it_is_back(tmp_path: Path,
         assert read_back(backend, chunk) == chunk.payload
 
 
-def test_connections_that_die_in_the_middle_of_values_serve_no_wrong_byte(server: ObjectServer, tmp_path: Path) -> None:
-    proxies = [Proxy(server.port)]
-    with closing(backend_of(server.url(tmp_path.name))) as direct:
-        chunks = [chunk_of(1 << 20) for _ in range(4)]
-        statuses(direct, chunks)
+def test_connections_that_die_in_the_middle_of_values_serve_no_wrong_byte(
+    backend: ObjectStoreBackend, proxy: Proxy, server: ObjectServer, tmp_path: Path
+) -> None:
+    chunks = [chunk_of(1 << 20) for _ in range(4)]
+    statuses(backend, chunks)
     stop = threading.Event()
 
     def cut_off() -> None:
         while not stop.is_set():
-            proxies[0].cut()
+            proxy.cut()
 
-    backend = backend_of(server.url(tmp_path.name, port=proxies[0].port))
-    killer = threading.Thread(target=cut_off)
-    killer.start()
-    found = []
-    for number in range(60):
-        into = memoryview(bytearray(1 << 20))
-        read = backend.read(chunks[number % 4].key, into)
-        found.append(read.status)
-        assert read.status is not ReadStatus.HIT or into == chunks[number % 4].payload
-        assert read.error is None or isinstance(read.error, BackendUnavailable)
-    stop.set()
-    killer.join()
-    assert ReadStatus.FAILED in found
-    assert ReadStatus.MISS not in found
-    eventually(lambda: backend.contains([chunks[0].key]) == [True])
-    assert read_back(backend, chunks[0]) == chunks[0].payload
-    backend.close()
-    proxies[0].close()
+    with closing(backend_of(server.url(tmp_path.name, port=proxy.port))) as cut:
+        killer = threading.Thread(target=cut_off)
+        killer.start()
+        found = []
+        for number in range(60):
+            into = memoryview(bytearray(1 << 20))
+            read = cut.read(chunks[number % 4].key, into)
+            found.append(read.status)
+            assert read.status is not ReadStatus.HIT or into == chunks[number % 4].payload
+            assert read.error is None or isinstance(read.error, BackendUnavailable)
+        stop.set()
+        killer.join()
+        assert ReadStatus.FAILED in found
+        assert ReadStatus.MISS not in found
+        eventually(lambda: cut.contains([chunks[0].key]) == [True])
+        assert read_back(cut, chunks[0]) == chunks[0].payload
 
 
 @pytest.mark.parametrize("deaf", ["the server", "the network"])
-def test_what_does_not_answer_is_given_up_in_time(tmp_path: Path, deaf: str, server: ObjectServer) -> None:
-    proxy = Proxy(server.port)
-    backend = backend_of(server.url(tmp_path.name, port=proxy.port), timeout=1.0)
+def test_what_does_not_answer_is_given_up_in_time(
+    behind: ObjectStoreBackend, proxy: Proxy, server: ObjectServer, deaf: str
+) -> None:
     chunk = chunk_of(100)
-    eventually(lambda: backend.write(chunk).status in (STORED, PRESENT))
+    eventually(lambda: behind.write(chunk).status in (STORED, PRESENT))
     if deaf == "the server":
         server.pause()
     proxy.deaf = deaf == "the network"
     try:
         started = time.monotonic()
-        assert_all_unavailable(backend, chunk)
-        raised(BackendUnavailable, "", backend.contains, [new_key() for _ in range(1000)])
+        assert_all_unavailable(behind, chunk)
+        raised(BackendUnavailable, "", behind.contains, [new_key() for _ in range(1000)])
         assert time.monotonic() - started < LIMIT
     finally:
         server.resume()
@@ -387,30 +360,24 @@ def test_what_does_not_answer_is_given_up_in_time(tmp_path: Path, deaf: str, ser
     into = memoryview(bytearray(100))
     # A paused server may carry out the deletion that was given up, even after a write that has found the chunk.
     eventually(
-        lambda: backend.write(chunk).status is PRESENT and backend.read(chunk.key, into).status is ReadStatus.HIT,
+        lambda: behind.write(chunk).status is PRESENT and behind.read(chunk.key, into).status is ReadStatus.HIT,
         "it answers again",
     )
     assert into == chunk.payload
-    backend.close()
-    proxy.close()
 
 
-def test_a_value_that_comes_too_slowly_is_given_up(server: ObjectServer, tmp_path: Path) -> None:
-    proxy = Proxy(server.port)
-    direct = backend_of(server.url(tmp_path.name))
-    slow = backend_of(server.url(tmp_path.name, port=proxy.port), timeout=1.0)
+def test_a_value_that_comes_too_slowly_is_given_up(
+    backend: ObjectStoreBackend, behind: ObjectStoreBackend, proxy: Proxy, server: ObjectServer, tmp_path: Path
+) -> None:
     chunk = chunk_of(32 << 20)
-    assert direct.write(chunk).status is STORED
+    assert backend.write(chunk).status is STORED
     proxy.delay = 0.2
     started = time.monotonic()
-    read = slow.read(chunk.key, memoryview(bytearray(32 << 20)))
+    read = behind.read(chunk.key, memoryview(bytearray(32 << 20)))
     assert isinstance(read.error, BackendUnavailable)
     assert time.monotonic() - started < LIMIT
-    patient = backend_of(server.url(tmp_path.name, port=proxy.port))
-    assert patient.contains([chunk.key]) == [True], "400 ms are no failure"
-    for each in (direct, slow, patient):
-        each.close()
-    proxy.close()
+    with closing(backend_of(server.url(tmp_path.name, port=proxy.port))) as patient:
+        assert patient.contains([chunk.key]) == [True], "400 ms are no failure"
 
 
 def test_without_its_bucket_there_is_nothing_and_writes_say_why(server: ObjectServer) -> None:
@@ -535,49 +502,40 @@ def test_tls(tmp_path: Path) -> None:
 # -- settings --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("url", "options", "says"),
-    [
-        ("s3://bucket", {"ttl": 60}, "lifecycle rule of the bucket"),
-        ("s3:///path", {}, "names no bucket"),
-        ("s3://two%20words/path", {}, "names no bucket"),
-        ("s3://bucket?endpoint=minio:9000", {}, "must be http://host:port"),
-        ("s3://bucket?endpoint=http://id:hunter2@minio:9000", {}, "without a password"),
-        ("gs://bucket?base_url=http%3A%2F%2Fid%3Ahunter2%40host", {}, "without a password"),
-        ("s3://bucket?aws_endpoint_url=http://host:x", {}, "must be http://host:port"),
-        ("gs://bucket?google_base_url=http://host:99999", {}, "range"),
-        ("s3://bucket?clients=65", {}, "1 to 64"),
-        ("s3://bucket?region=us%20east", {}, "blank"),
-        ("s3://bucket?colour=red", {}, "colour"),
-        ("s3://bucket?pool_idle_timeout=soon", {}, "soon"),
-        ("s3://bucket?ssl_ca_certs=/nowhere/ca.pem", {}, "ca.pem"),
-        ("s3://bucket", {"prefix": "a//b"}, "empty path segment"),
-        ("file:///tmp/lmkv-nothing", {"prefix": "../"}, "\\.\\."),
-        ("s3://id:hunter2/x@bucket", {}, "in a password / is %2F"),
-        ("gs://user:hunter2@bucket", {}, "GOOGLE_APPLICATION_CREDENTIALS"),
-        ("gs://bucket?service_account_key=hunter2", {}, "gs://bucket"),
-        ("file://host/folder", {}, "file:///path"),
-        ("file:///folder?region=here", {}, "file:///path"),
-        ("file:///folder#1", {}, "%23"),
-        ("file:///proc/nowhere", {}, "file:///proc/nowhere"),
-    ],
-)
-def test_what_cannot_work_is_refused_at_once(url: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as refused:
-        ObjectStoreBackend(url, NAMESPACE, RemoteOptions(**options))
-    assert "hunter2" not in str(refused.value)
+REFUSED: dict[str, str] = {
+    "s3:///path": "names no bucket", "s3://two%20words/path": "names no bucket",
+    "s3://bucket?endpoint=minio:9000": "must be http://host:port",
+    "s3://bucket?aws_endpoint_url=http://host:x": "must be http://host:port",
+    "s3://bucket?endpoint=http://id:hunter2@minio:9000": "without a password",
+    "gs://bucket?base_url=http%3A%2F%2Fid%3Ahunter2%40host": "without a password",
+    "gs://bucket?google_base_url=http://host:99999": "range",
+    "s3://bucket?clients=65": "1 to 64", "s3://bucket?region=us%20east": "blank", "s3://bucket?colour=red": "colour",
+    "s3://bucket?pool_idle_timeout=soon": "soon", "s3://bucket?ssl_ca_certs=/nowhere/ca.pem": "ca.pem",
+    "s3://id:hunter2/x@bucket": "in a password / is %2F", "gs://user:hunter2@bucket": "GOOGLE_APPLICATION_CREDENTIALS",
+    "gs://bucket?service_account_key=hunter2": "gs://bucket", "file://host/folder": "file:///path",
+    "file:///folder?region=here": "file:///path", "file:///folder#1": "%23",
+    "file:///proc/nowhere": "file:///proc/nowhere",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("named_by", ["option", "variable"])
-def test_a_file_of_keys_that_is_no_file_is_refused_at_once(
-    named_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_work_is_refused_at_once() -> None:
+    def check(url: str, says: str, **options: Any) -> None:
+        told = raised(ConfigError, says, ObjectStoreBackend, url, NAMESPACE, RemoteOptions(**options))
+        assert "hunter2" not in told
+
+    every(REFUSED.items(), check)
+    check("s3://bucket", "lifecycle rule of the bucket", ttl=60)
+    check("s3://bucket", "empty path segment", prefix="a//b")
+    check("file:///tmp/lmkv-nothing", r"\.\.", prefix="../")
+
+
+def test_a_file_of_keys_that_is_no_file_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """obstore would wait for the other end of a pipe, and let no other thread run."""
     os.mkfifo(tmp_path / "keys")
-    if named_by == "variable":
-        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "keys"))
-    option = f"?service_account={tmp_path}/keys" if named_by == "option" else ""
-    raised(ConfigError, "names no file", ObjectStoreBackend, f"gs://bucket{option}", NAMESPACE)
+    url = f"gs://bucket?service_account={tmp_path}/keys"
+    raised(ConfigError, "names no file", ObjectStoreBackend, url, NAMESPACE)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "keys"))
+    raised(ConfigError, "names no file", ObjectStoreBackend, "gs://bucket", NAMESPACE)
 
 
 def test_another_engine_finds_what_one_has_stored(server: ObjectServer, tmp_path: Path) -> None:
@@ -616,26 +574,17 @@ def test_another_engine_finds_what_one_has_stored(server: ObjectServer, tmp_path
 
 
 def test_a_full_folder_rejects_and_takes_more_when_there_is_room(tmp_path: Path) -> None:
-    if os.geteuid():
-        pytest.skip("only root may mount")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "lmkv-test", str(tmp_path)]
-    done = subprocess.run(mount, check=False, capture_output=True)
-    if done.returncode:
-        pytest.skip(f"not possible here: {done.stderr.decode().strip()}")
-    try:
-        with closing(backend_of(f"file://{tmp_path}")) as backend:
-            chunks = [chunk_of(1 << 20) for _ in range(10)]
-            found = statuses(backend, chunks)
-            assert found[0] is STORED
-            assert found[-1] is WriteStatus.REJECTED
-            assert "\n" not in backend.write(chunks[-1]).reason
-            stored = [chunk for chunk, status in zip(chunks, found, strict=True) if status is STORED]
-            assert listed(backend) == sizes_of(backend, stored)
-            assert all(read_back(backend, chunk) == chunk.payload for chunk in stored)
-            backend.delete([stored[0].key])
-            assert backend.write(stored[0]).status is STORED
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    with mounted_tmpfs(tmp_path, "size=8m"), closing(backend_of(f"file://{tmp_path}")) as backend:
+        chunks = [chunk_of(1 << 20) for _ in range(10)]
+        found = statuses(backend, chunks)
+        assert found[0] is STORED
+        assert found[-1] is WriteStatus.REJECTED
+        assert "\n" not in backend.write(chunks[-1]).reason
+        stored = [chunk for chunk, status in zip(chunks, found, strict=True) if status is STORED]
+        assert listed(backend) == sizes_of(backend, stored)
+        assert all(read_back(backend, chunk) == chunk.payload for chunk in stored)
+        backend.delete([stored[0].key])
+        assert backend.write(stored[0]).status is STORED
 
 
 def write_for_ever(tell: Tell, url: str) -> None:
@@ -645,16 +594,14 @@ def write_for_ever(tell: Tell, url: str) -> None:
         backend.write(chunk_of(3 << 20))
 
 
-def test_a_writer_that_is_killed_leaves_whole_chunks_only(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}"
-    with closing(backend_of(url)) as backend:
-        for number in range(3):
-            with Child(write_for_ever, url) as child:
-                assert child.heard() == "ready"
-                eventually(lambda number=number: len(listed(backend)) > 2 * number)  # type: ignore[misc]
-        for key in listed(backend):
-            read = backend.read(key, memoryview(bytearray(3 << 20)))
-            assert read.status is ReadStatus.HIT, read.error
+def test_a_writer_that_is_killed_leaves_whole_chunks_only(folder: ObjectStoreBackend, tmp_path: Path) -> None:
+    for number in range(3):
+        with Child(write_for_ever, f"file://{tmp_path}") as child:
+            assert child.heard() == "ready"
+            eventually(lambda number=number: len(listed(folder)) > 2 * number)  # type: ignore[misc]
+    for key in listed(folder):
+        read = folder.read(key, memoryview(bytearray(3 << 20)))
+        assert read.status is ReadStatus.HIT, read.error
 
 
 def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
@@ -689,63 +636,55 @@ def ruled(server: ObjectServer) -> Iterator[RuledProxy]:
         yield proxy
 
 
+@pytest.fixture
+def refusing(server: ObjectServer, ruled: RuledProxy, tmp_path: Path) -> Iterator[ObjectStoreBackend]:
+    with closing(backend_of(server.url(tmp_path.name, port=ruled.port))) as backend:
+        yield backend
+
+
 def refusal(code: str) -> bytes:
     return f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>No.</Message></Error>'.encode()
 
 
-def test_a_store_that_refuses_to_delete_many_deletes_each(
-    server: ObjectServer, ruled: RuledProxy, tmp_path: Path
-) -> None:
-    """Ceph and others want a checksum there that is not sent."""
+def test_a_store_that_refuses_to_delete_many_deletes_each(refusing: ObjectStoreBackend, ruled: RuledProxy) -> None:
+    """Ceph and others want a checksum there that is not sent. One that refuses to delete is not asked for each."""
     chunks = [chunk_of(100) for _ in range(40)]
-    with closing(backend_of(server.url(tmp_path.name, port=ruled.port))) as backend:
-        assert statuses(backend, chunks) == [STORED] * 40
-        ruled.rule = lambda method, path: (400, refusal("MissingContentMD5")) if method == "POST" else None
-        backend.delete([chunk.key for chunk in chunks])
-        assert ruled.refused
-        assert listed(backend) == {}
+    keys = [chunk.key for chunk in chunks]
+    assert statuses(refusing, chunks) == [STORED] * 40
+    ruled.rule = lambda method, path: (403, refusal("AccessDenied")) if method in ("POST", "DELETE") else None
+    raised(BackendUnavailable, "AccessDenied", refusing.delete, keys)
+    assert ruled.refused <= 4
+    ruled.rule = lambda method, path: (400, refusal("MissingContentMD5")) if method == "POST" else None
+    before = ruled.refused
+    refusing.delete(keys)
+    assert ruled.refused > before
+    assert listed(refusing) == {}
 
 
-def test_a_store_that_refuses_to_delete_is_not_asked_for_each(
-    server: ObjectServer, ruled: RuledProxy, tmp_path: Path
-) -> None:
-    chunks = [chunk_of(100) for _ in range(40)]
-    with closing(backend_of(server.url(tmp_path.name, port=ruled.port))) as backend:
-        assert statuses(backend, chunks) == [STORED] * 40
-        ruled.rule = lambda method, path: (403, refusal("AccessDenied")) if method in ("POST", "DELETE") else None
-        raised(BackendUnavailable, "AccessDenied", backend.delete, [chunk.key for chunk in chunks])
-        assert ruled.refused <= 4
-
-
-def test_a_question_that_fails_loses_its_own_answer_only(
-    server: ObjectServer, ruled: RuledProxy, tmp_path: Path
-) -> None:
+def test_a_question_that_fails_loses_its_own_answer_only(refusing: ObjectStoreBackend, ruled: RuledProxy) -> None:
     chunks = [chunk_of(100) for _ in range(20)]
     keys = [chunk.key for chunk in chunks]
-    with closing(backend_of(server.url(tmp_path.name, port=ruled.port))) as backend:
-        assert statuses(backend, chunks) == [STORED] * 20
-        busy = {chunks[7].key.hex(), chunks[12].key.hex()}
-        ruled.rule = lambda method, path: (503, b"") if path[-64:] in busy else None
-        assert [index for index, found in enumerate(backend.contains(keys)) if not found] == [7, 12]
-        ruled.rule = lambda method, path: (503, b"")
-        raised(BackendUnavailable, "", backend.contains, keys)
+    assert statuses(refusing, chunks) == [STORED] * 20
+    busy = {chunks[7].key.hex(), chunks[12].key.hex()}
+    ruled.rule = lambda method, path: (503, b"") if path[-64:] in busy else None
+    assert [index for index, found in enumerate(refusing.contains(keys)) if not found] == [7, 12]
+    ruled.rule = lambda method, path: (503, b"")
+    raised(BackendUnavailable, "", refusing.contains, keys)
 
 
-def test_a_store_that_refuses_conditions_is_told_apart(server: ObjectServer, ruled: RuledProxy, tmp_path: Path) -> None:
+def test_a_store_that_refuses_conditions_is_told_apart(refusing: ObjectStoreBackend, ruled: RuledProxy) -> None:
     ruled.rule = lambda method, path: (501, refusal("NotImplemented")) if method == "PUT" else None
-    with closing(backend_of(server.url(tmp_path.name, port=ruled.port))) as backend:
-        written = backend.write(chunk_of(100))
-        assert isinstance(written.error, BackendUnavailable)
-        assert "needs conditional_put=disabled" in str(written.error)
+    written = refusing.write(chunk_of(100))
+    assert isinstance(written.error, BackendUnavailable)
+    assert "needs conditional_put=disabled" in str(written.error)
 
 
 def test_a_reason_is_logged_once_however_long_each_request_took(
-    server: ObjectServer, ruled: RuledProxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    refusing: ObjectStoreBackend, ruled: RuledProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     ruled.rule = lambda method, path: (403, refusal("AccessDenied")) if method == "PUT" else None
-    backend = backend_of(server.url(tmp_path.name, port=ruled.port))
-    with closing(small_store(16, lower(backend))) as store:
-        for key in chain(tmp_path.name, 4):
+    with closing(small_store(16, lower(refusing))) as store:
+        for key in chain("refused", 4):
             put_through(store, [key])
         assert store.stats().tiers[1].write_failures == 4
     [line] = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
@@ -772,10 +711,8 @@ def test_a_folder_whose_medium_is_gone_takes_nothing_until_it_is_back(tmp_path: 
     medium, kept = tmp_path / "medium", tmp_path / "kept"
     medium.mkdir()
     kept.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "lmkv-test", str(kept)], check=False).returncode:
-        pytest.skip("only root may mount")
     bind, leave = ["mount", "--bind", str(kept), str(medium)], ["umount", "-l", str(medium)]
-    try:
+    with mounted_tmpfs(kept):
         subprocess.run(bind, check=True)
         with closing(backend_of(f"file://{medium}/folder")) as backend:
             chunk = chunk_of(100)
@@ -788,5 +725,3 @@ def test_a_folder_whose_medium_is_gone_takes_nothing_until_it_is_back(tmp_path: 
             subprocess.run(bind, check=True)
             assert read_back(backend, chunk) == chunk.payload
             subprocess.run(leave, check=True)
-    finally:
-        subprocess.run(["umount", "-l", str(kept)], check=True)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from lmkv.store.tiered import TieredStore
+
 pytest.importorskip("redis")
 
 from redis import Redis
@@ -37,23 +39,22 @@ from lmkv.testing.backend_suite import (
     sizes_of,
     statuses,
 )
-from tests.backends.remote.server_suite import assert_fails_and_can_be_replaced, assert_unavailable
-from tests.kit import LIMIT, chain, eventually, get, lower, put, put_below, raised, small_store
-from tests.servers import PROGRAMS, Proxy, RedisServer, free_port, missing, redis_server
+from tests.backends.remote.server_suite import (
+    DAMAGES,
+    assert_damage_fails,
+    assert_fails_and_can_be_replaced,
+    assert_unavailable,
+)
+from tests.kit import LIMIT, chain, eventually, every, get, lower, put, put_below, raised, small_store
+from tests.servers import PROGRAMS, Proxy, RedisServer, any_kind, free_port, missing, redis_server
 
 NAMESPACE = bytes(range(32))
 KINDS = ("valkey", "redis")
 FAIL_IN_USE = (
     *("credential_provider", "retry", "retry_on_error", "redis_connect_func", "driver_info", "command_packer"),
     *("event_dispatcher", "parser_class", "connection_class", "socket_type", "socket_keepalive_options", "host"),
-    *(
-        "maint_notifications_config",
-        "himport_registry",
-        "cache",
-        "cache_config",
-        "ssl_ocsp_context",
-        "legacy_responses",
-    ),
+    *("maint_notifications_config", "himport_registry", "cache", "cache_config", "ssl_ocsp_context"),
+    "legacy_responses",
 )
 """Options of redis-py that are no texts, or would change answers."""
 
@@ -74,10 +75,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServ
 @contextmanager
 def nodes_of_a_cluster(folders: pytest.TempPathFactory, count: int) -> Iterator[list[RedisServer]]:
     """Nodes that know nothing of each other yet."""
-    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
     with ExitStack() as stack:
         options = ("--cluster-enabled", "yes", "--cluster-node-timeout", f"{1000 * LIMIT:.0f}")
-        yield [stack.enter_context(redis_server(kind, folders.mktemp("cluster"), *options)) for _ in range(count)]
+        yield [stack.enter_context(redis_server(any_kind(), folders.mktemp("cluster"), *options)) for _ in range(count)]
 
 
 def form_cluster(servers: list[RedisServer]) -> None:
@@ -172,46 +172,19 @@ def client(server: RedisServer) -> Iterator[Redis]:
         yield client
 
 
-def cut(client: Redis, name: str) -> None:
-    client.set(name, bytes(client.get(name))[:-5])  # type: ignore[arg-type]
+def test_a_value_that_is_not_the_chunk_fails_and_can_be_replaced(backend: RedisBackend, client: Redis) -> None:
+    def get(chunk: Chunk) -> bytes:
+        return bytes(client.get(backend.name_of(chunk.key)))  # type: ignore[arg-type]
 
+    def put(chunk: Chunk, value: bytes) -> None:
+        client.delete(backend.name_of(chunk.key))
+        client.set(backend.name_of(chunk.key), value)
 
-def lengthen(client: Redis, name: str) -> None:
-    client.append(name, b"more")
-
-
-def flip(client: Redis, name: str) -> None:
-    client.setbit(name, 8 * 9000, 1 - client.getbit(name, 8 * 9000))  # type: ignore[operator]
-
-
-def flip_header(client: Redis, name: str) -> None:
-    client.setbit(name, 8 * 100, 1 - client.getbit(name, 8 * 100))  # type: ignore[operator]
-
-
-def foreign(client: Redis, name: str) -> None:
-    client.set(name, b"somebody else's")
-
-
-def of_another_chunk(client: Redis, name: str) -> None:
-    other = chunk_of(9000)
-    with_other = backend_of(f"redis://127.0.0.1:{client.get_connection_kwargs()['port']}")
-    with_other.write(other)
-    client.rename(with_other.name_of(other.key), name)
-    with_other.close()
-
-
-def a_list(client: Redis, name: str) -> None:
-    client.delete(name)
-    client.rpush(name, "one", "two")
-
-
-@pytest.mark.parametrize("damage", [cut, lengthen, flip, flip_header, foreign, of_another_chunk, a_list])
-def test_a_value_that_is_not_the_chunk_fails_and_can_be_replaced(
-    backend: RedisBackend, client: Redis, damage: Callable[[Redis, str], None]
-) -> None:
+    assert_damage_fails(backend, get, put, DAMAGES)
     chunk, sound = chunk_of(9000), chunk_of(9000)
     assert statuses(backend, [chunk, sound]) == [WriteStatus.STORED] * 2
-    damage(client, backend.name_of(chunk.key))
+    client.delete(backend.name_of(chunk.key))
+    client.rpush(backend.name_of(chunk.key), "one", "two")
     assert_fails_and_can_be_replaced(backend, chunk, sound)
 
 
@@ -235,27 +208,18 @@ def test_other_namespaces_and_prefixes_are_other_chunks(backend: RedisBackend, s
 def test_names_that_are_not_of_a_chunk_are_not_listed(backend: RedisBackend, client: Redis) -> None:
     chunk = chunk_of(500)
     assert backend.write(chunk).status is WriteStatus.STORED
-    blanks = f"{'a' * 31} {'a' * 31} "
-    for tail in (
-        "z" * 64,
-        blanks,
-        "AB" * 32,
-        "ab" * 33,
-        f"{'ab' * 31}a\n",
-        "\N{ARABIC-INDIC DIGIT ONE}" * 64,
-        b"\xff" * 64,
-    ):
-        encoded = tail if isinstance(tail, bytes) else tail.encode()
-        client.set(backend.name_of(bytes(32))[:-64].encode() + encoded, b"somebody else's")
+    blanks, digits = f"{'a' * 31} {'a' * 31} ", "\N{ARABIC-INDIC DIGIT ONE}" * 64
+    for tail in ("z" * 64, blanks, "AB" * 32, "ab" * 33, f"{'ab' * 31}a\n", digits, "\udcff" * 64):
+        name = backend.name_of(bytes(32))[:-64] + tail
+        client.set(name.encode("utf-8", "surrogateescape"), b"somebody else's")
     assert listed(backend) == sizes_of(backend, [chunk])
 
 
 def test_a_value_is_dropped_by_the_server_after_its_time(server: RedisServer, client: Redis) -> None:
-    backend = backend_of(server.url, ttl=1000)
-    chunk = chunk_of(100)
-    backend.write(chunk)
-    assert 990 <= int(client.ttl(backend.name_of(chunk.key))) <= 1000  # type: ignore[arg-type]
-    backend.close()
+    with closing(backend_of(server.url, ttl=1000)) as backend:
+        chunk = chunk_of(100)
+        backend.write(chunk)
+        assert 990 <= int(client.ttl(backend.name_of(chunk.key))) <= 1000  # type: ignore[arg-type]
 
 
 def test_what_is_there_is_not_sent_again(backend: RedisBackend, client: Redis) -> None:
@@ -267,14 +231,11 @@ def test_what_is_there_is_not_sent_again(backend: RedisBackend, client: Redis) -
 
 
 def test_a_full_server_rejects_and_one_that_evicts_takes_all(tmp_path: Path) -> None:
-    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
     for policy, last in (("noeviction", WriteStatus.REJECTED), ("allkeys-lru", WriteStatus.STORED)):
-        with redis_server(kind, tmp_path, "--maxmemory", "10mb", "--maxmemory-policy", policy) as server:
-            backend = backend_of(server.url)
+        full = ("--maxmemory", "10mb", "--maxmemory-policy", policy)
+        with redis_server(any_kind(), tmp_path, *full) as server, closing(backend_of(server.url)) as backend:
             found = statuses(backend, [chunk_of(1 << 20) for _ in range(15)])
-            assert found[0] is WriteStatus.STORED
-            assert found[-1] is last
-            backend.close()
+            assert (found[0], found[-1]) == (WriteStatus.STORED, last)
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu"])
@@ -335,8 +296,7 @@ def test_what_a_listing_says_is_what_is_there_now(backend: RedisBackend, client:
 
 @pytest.mark.parametrize("nbytes", [1 << 20, 3 << 20, 16 << 20])
 def test_a_value_that_is_too_large_for_the_server_is_rejected_with_its_words(tmp_path: Path, nbytes: int) -> None:
-    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
-    with redis_server(kind, tmp_path, "--proto-max-bulk-len", "1mb") as server, Redis(port=server.port) as client:
+    with redis_server(any_kind(), tmp_path, "--proto-max-bulk-len", "1mb") as server, Redis(port=server.port) as client:
         large, small = chunk_of(nbytes), chunk_of(500_000)
         for _ in range(5):
             with closing(backend_of(server.url)) as backend:
@@ -357,14 +317,20 @@ def test_a_value_that_is_too_large_for_the_server_is_rejected_with_its_words(tmp
             eventually(lambda: backend.write(large).status is WriteStatus.STORED, "its limit may change")
 
 
+@contextmanager
+def behind_a_proxy(folder: Path) -> Iterator[tuple[RedisServer, Proxy, Callable[..., RedisBackend]]]:
+    with redis_server(any_kind(), folder) as server, closing(Proxy(server.port)) as proxy:
+        yield server, proxy, partial(backend_of, f"redis://127.0.0.1:{proxy.port}")
+
+
 # -- connections -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("answer", ["READONLY", "MASTERDOWN"])
 def test_connections_to_a_server_that_is_no_master_now_are_given_up(tmp_path: Path, answer: str) -> None:
     """Behind an address that leads to the new one, while the old one goes on."""
-    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
     stale = ("--replica-serve-stale-data", "no") if answer == "MASTERDOWN" else ()
+    kind = any_kind()
     with redis_server(kind, tmp_path, *stale) as old, redis_server(kind, tmp_path) as new, Redis(port=old.port) as one:
         proxy = Proxy(old.port)
         with closing(backend_of(f"redis://127.0.0.1:{proxy.port}")) as backend:
@@ -396,9 +362,10 @@ def test_calls_wait_for_a_connection_where_their_number_is_given(server: RedisSe
 
 
 def test_calls_do_not_wait_long_for_connections_to_a_deaf_server(tmp_path: Path) -> None:
-    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
-    with redis_server(kind, tmp_path) as server:
-        backend = backend_of(f"{server.url}?max_connections=1", timeout=0.2)
+    with (
+        redis_server(any_kind(), tmp_path) as server,
+        closing(backend_of(f"{server.url}?max_connections=1", timeout=0.2)) as backend,
+    ):
         server.pause()
         started = time.monotonic()
         written = in_threads(4, lambda _: backend.write(chunk_of(100)))
@@ -406,13 +373,10 @@ def test_calls_do_not_wait_long_for_connections_to_a_deaf_server(tmp_path: Path)
         assert time.monotonic() - started < LIMIT
         server.resume()
         eventually(lambda: backend.write(chunk_of(100)).status is WriteStatus.STORED)
-        backend.close()
 
 
 def test_a_server_that_is_killed_is_unavailable_until_it_is_back(tmp_path: Path) -> None:
-    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
-    with redis_server(kind, tmp_path) as server:
-        backend = backend_of(server.url)
+    with redis_server(any_kind(), tmp_path) as server, closing(backend_of(server.url)) as backend:
         chunk = chunk_of(100)
         assert backend.write(chunk).status is WriteStatus.STORED
         server.kill()
@@ -421,54 +385,37 @@ def test_a_server_that_is_killed_is_unavailable_until_it_is_back(tmp_path: Path)
         assert backend.contains([chunk.key]) == [False]
         assert backend.write(chunk).status is WriteStatus.STORED
         assert read_back(backend, chunk) == chunk.payload
-        backend.close()
 
 
-def test_a_connection_that_dies_while_it_was_idle_is_made_again(server: RedisServer) -> None:
-    backend = emptied(server.url)
+def test_a_connection_that_dies_while_it_was_idle_is_made_again(backend: RedisBackend, client: Redis) -> None:
     chunk = chunk_of(100)
     backend.write(chunk)
-    with Redis(port=server.port) as client:
-        client.client_kill_filter(_type="normal", skipme=True)
+    client.client_kill_filter(_type="normal", skipme=True)
     assert read_back(backend, chunk) == chunk.payload
-    backend.close()
 
 
-def test_connections_that_die_in_the_middle_of_values_serve_no_wrong_byte(server: RedisServer) -> None:
-    backend = emptied(server.url)
+def test_connections_that_die_in_the_middle_of_values_serve_no_wrong_byte(
+    backend: RedisBackend, server: RedisServer
+) -> None:
     chunks = [chunk_of(1 << 20) for _ in range(8)]
     statuses(backend, chunks)
-    stop = threading.Event()
-
-    def kill() -> None:
-        with Redis(port=server.port) as client:
-            while not stop.is_set():
-                client.client_kill_filter(_type="normal", skipme=True)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    hits = failures = 0
-    for number in range(200):
-        chunk = chunks[number % 8]
-        into = memoryview(bytearray(len(chunk.payload)))
-        read = backend.read(chunk.key, into)
-        hits += read.status is ReadStatus.HIT
-        failures += read.status is ReadStatus.FAILED
-        assert read.status is not ReadStatus.HIT or into == chunk.payload
-    stop.set()
-    killer.join()
-    assert hits + failures == 200
+    with Redis(port=server.port) as client, watching(lambda: client.client_kill_filter(_type="normal", skipme=True)):
+        for number in range(200):
+            chunk = chunks[number % 8]
+            into = memoryview(bytearray(len(chunk.payload)))
+            read = backend.read(chunk.key, into)
+            assert read.status in (ReadStatus.HIT, ReadStatus.FAILED)
+            assert read.status is not ReadStatus.HIT or into == chunk.payload
     assert read_back(backend, chunks[0]) == chunks[0].payload
-    backend.close()
 
 
 @pytest.mark.parametrize("deaf", ["the server", "the network"])
 def test_what_does_not_answer_is_given_up_in_time(tmp_path: Path, deaf: str) -> None:
-    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
-    with redis_server(kind, tmp_path) as server:
-        proxy = Proxy(server.port)
-        at = f"redis://127.0.0.1:{proxy.port}"
-        patient, backend = backend_of(at, timeout=LIMIT), backend_of(at, timeout=0.5)
+    with (
+        behind_a_proxy(tmp_path) as (server, proxy, at),
+        closing(at(timeout=LIMIT)) as patient,
+        closing(at(timeout=0.5)) as backend,
+    ):
         chunk = chunk_of(100)
         assert patient.write(chunk).status is WriteStatus.STORED
         if deaf == "the server":
@@ -482,26 +429,18 @@ def test_what_does_not_answer_is_given_up_in_time(tmp_path: Path, deaf: str) -> 
         into = memoryview(bytearray(100))
         eventually(lambda: backend.read(chunk.key, into).status is ReadStatus.HIT, "it answers again")
         assert into == chunk.payload
-        for each in (patient, backend):
-            each.close()
-        proxy.close()
 
 
 def test_a_value_that_comes_too_slowly_is_given_up(tmp_path: Path) -> None:
-    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
-    with redis_server(kind, tmp_path) as server:
-        proxy = Proxy(server.port)
-        direct, at = backend_of(server.url, timeout=LIMIT), f"redis://127.0.0.1:{proxy.port}"
-        slow, patient = backend_of(at, timeout=1.0), backend_of(at, timeout=LIMIT)
+    with behind_a_proxy(tmp_path) as (server, proxy, at), ExitStack() as stack:
+        opened = (backend_of(server.url), at(timeout=1.0), at())
+        direct, slow, patient = (stack.enter_context(closing(each)) for each in opened)
         chunk = chunk_of(32 << 20)
         direct.write(chunk)
         proxy.delay = 0.2
         read = slow.read(chunk.key, memoryview(bytearray(32 << 20)))
         assert isinstance(read.error, BackendUnavailable)
         assert patient.contains([chunk.key]) == [True], "200 ms are no failure"
-        for each in (direct, slow, patient):
-            each.close()
-        proxy.close()
 
 
 class StopsTheServer(RedisBackend):
@@ -517,8 +456,7 @@ class StopsTheServer(RedisBackend):
 
 def test_a_write_that_is_carried_out_after_a_clear_is_never_served(tmp_path: Path) -> None:
     """The weights may have changed: the key now stands for other bytes."""
-    kind = next((kind for kind in KINDS if PROGRAMS[kind]()), "valkey")
-    with redis_server(kind, tmp_path) as server:
+    with redis_server(any_kind(), tmp_path) as server:
         backend = StopsTheServer(server.url, NAMESPACE, RemoteOptions(timeout=4.0))
         client, (key,), other = Redis(port=server.port), chain("late", 1), chain("other", 1)
         with closing(small_store(8, lower(backend))) as store:
@@ -644,77 +582,60 @@ def test_an_acl_user_of_a_cluster(cluster: list[RedisServer]) -> None:
 
 def test_passwords_are_shown_nowhere(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    backend = backend_of(f"redis://cache:hunter2@127.0.0.1:{server.port}?db=0")
-    with pytest.raises(BackendUnavailable) as refused:
-        backend.contains([new_key()])
-    with pytest.raises(ConfigError) as unknown:
-        RedisBackend("redis://cache:hunter2@host?socket_timeout=x&password=hunter2", NAMESPACE)
-    with pytest.raises(ConfigError, match="in a password / is %2F") as not_encoded:
-        RedisBackend("redis://cache:hunter2/x@host", NAMESPACE)
-    texts = [repr(backend), str(refused.value), repr(refused.value), str(unknown.value), caplog.text]
-    texts.append(str(not_encoded.value))
+    unknown, not_encoded = "host?socket_timeout=x&password=hunter2", "redis://cache:hunter2/x@host"
+    with closing(backend_of(f"redis://cache:hunter2@127.0.0.1:{server.port}?db=0")) as backend:
+        with pytest.raises(BackendUnavailable) as refused:
+            backend.contains([new_key()])
+        texts = [repr(backend), str(refused.value), repr(refused.value), caplog.text]
+    texts += [
+        raised(ConfigError, "", RedisBackend, f"redis://cache:hunter2@{unknown}", NAMESPACE),
+        raised(ConfigError, "in a password / is %2F", RedisBackend, not_encoded, NAMESPACE),
+    ]
     assert not any("hunter2" in text for text in texts)
-    backend.close()
 
 
-@pytest.mark.parametrize(
-    ("query", "says"),
-    [
-        ("nonsense=1", "nonsense cannot be chosen"),
-        ("timeout=5", "timeout cannot be chosen"),
-        ("ssl_cert_reqs=maybe", "Invalid SSL"),
-        ("socket_timeout=x", "Invalid value for 'socket_timeout'"),
-        ("protocol=3&decode_responses=true", "decode_responses, protocol cannot be chosen"),
-        ("encoding=utf-16", "encoding cannot be chosen"),
-        *((f"{name}=x", f"{name} cannot be chosen") for name in FAIL_IN_USE),
-        ("client_name=a%20b", "client_name must be ASCII without blanks"),
-        ("max_connections=0", "max_connections must be 1"),
-        ("max_connections=x", "Invalid value for 'max_connections'"),
-        ("socket_timeout=0", "socket_timeout must be above 0"),
-        ("socket_connect_timeout=-1", "socket_connect_timeout must be above 0"),
-        ("socket_timeout=inf", "socket_timeout must be above 0"),
-        ("db=-1", "its database must be a number"),
-        ("ssl_ca_certs=/no/file", "ssl_ca_certs names no file"),
-        ("ssl_ca_path=/no/folder", "ssl_ca_path "),
-        ("ssl_certfile=/no/file", "ssl_certfile names no file"),
-        (f"ssl_ca_certs={__file__}", "NO_CERTIFICATE_OR_CRL_FOUND|certificate"),
-        (f"ssl_certfile={__file__}", "PEM"),
-        ("ssl_ca_data=nonsense", "certificate"),
-    ],
-)
-@pytest.mark.parametrize("scheme", ["rediss", "rediss+cluster", "rediss+sentinel"])
-def test_an_option_that_cannot_work_is_refused_at_once(scheme: str, query: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        RedisBackend(f"{scheme}://host{'/service' if 'sentinel' in scheme else ''}/?{query}", NAMESPACE)
+REFUSED_OPTIONS = {
+    **{f"{name}=x": f"{name} cannot be chosen" for name in (*FAIL_IN_USE, "nonsense")},
+    "timeout=5": "timeout cannot be chosen", "encoding=utf-16": "encoding cannot be chosen",
+    "protocol=3&decode_responses=true": "decode_responses, protocol cannot be chosen",
+    "ssl_cert_reqs=maybe": "Invalid SSL", "socket_timeout=x": "Invalid value for 'socket_timeout'",
+    "client_name=a%20b": "client_name must be ASCII without blanks",
+    "max_connections=0": "max_connections must be 1", "max_connections=x": "Invalid value for 'max_connections'",
+    **{f"socket_timeout={wrong}": "socket_timeout must be above 0" for wrong in ("0", "inf")},
+    "socket_connect_timeout=-1": "socket_connect_timeout must be above 0", "db=-1": "its database must be a number",
+    "ssl_ca_certs=/no/file": "ssl_ca_certs names no file", "ssl_certfile=/no/file": "ssl_certfile names no file",
+    "ssl_ca_path=/no/folder": "ssl_ca_path ", "ssl_ca_data=nonsense": "certificate",
+    f"ssl_ca_certs={__file__}": "NO_CERTIFICATE_OR_CRL_FOUND|certificate", f"ssl_certfile={__file__}": "PEM",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("query", "says"), [("ssl_ciphers=x", "cipher"), ("ssl_min_version=5", "5")])
-def test_an_option_of_tls_that_a_cluster_does_not_take_is_refused_there(query: str, says: str) -> None:
-    raised(ConfigError, says, RedisBackend, f"rediss://host/?{query}", NAMESPACE)
-    raised(ConfigError, "cannot be chosen", RedisBackend, f"rediss+cluster://host/?{query}", NAMESPACE)
-
-
-def test_a_database_that_is_no_number_is_refused_at_once() -> None:
-    for database in ("one", "1/2", "-1"):
-        raised(ConfigError, "its database must be a number", RedisBackend, f"redis://host/{database}", NAMESPACE)
+def test_an_option_that_cannot_work_is_refused_at_once() -> None:
+    urls = {
+        **{
+            f"{place}/?{query}": says
+            for place in ("rediss://host", "rediss+cluster://host", "rediss+sentinel://host/service")
+            for query, says in REFUSED_OPTIONS.items()
+        },
+        # Options of TLS that a cluster does not take are refused there.
+        "rediss://host/?ssl_ciphers=x": "cipher",
+        "rediss+cluster://host/?ssl_ciphers=x": "cannot be chosen",
+        "rediss://host/?ssl_min_version=5": "5",
+        "rediss+cluster://host/?ssl_min_version=5": "cannot be chosen",
+        **{f"redis://host/{database}": "its database must be a number" for database in ("one", "1/2", "-1")},
+        **{f"redis+cluster://host{at}": "a cluster has database 0 only" for at in ("/1", "/?db=1")},
+    }
+    every(urls.items(), lambda url, says: raised(ConfigError, says, RedisBackend, url, NAMESPACE))
+    backend_of("redis+cluster://host/0").close()
 
 
 def test_options_that_may_be_chosen_work(server: RedisServer) -> None:
     options = "client_name=lmkv-1&health_check_interval=1&socket_timeout=5&socket_connect_timeout=5&db=2"
-    backend = backend_of(f"{server.url}?{options}&socket_keepalive=yes&socket_read_size=4096&max_connections=3")
-    chunk = chunk_of(100)
-    with Redis(port=server.port, db=2) as client:
+    url, chunk = f"{server.url}?{options}&socket_keepalive=yes&socket_read_size=4096&max_connections=3", chunk_of(100)
+    with Redis(port=server.port, db=2) as client, closing(backend_of(url)) as backend:
         client.flushall()
         assert backend.write(chunk).status is WriteStatus.STORED
         assert [each["name"] for each in client.client_list() if each["name"]] == ["lmkv-1"]
         assert client.exists(backend.name_of(chunk.key))
-    backend.close()
-
-
-@pytest.mark.parametrize("database", ["/1", "/?db=1"])
-def test_a_database_of_a_cluster_is_refused_at_once(database: str) -> None:
-    raised(ConfigError, "a cluster has database 0 only", RedisBackend, f"redis+cluster://host{database}", NAMESPACE)
-    backend_of("redis+cluster://host/0").close()
 
 
 @pytest.mark.parametrize("scheme", ["rediss", "valkeys"])
@@ -748,8 +669,7 @@ def test_tls(tmp_path: Path, scheme: str) -> None:
 
 
 def test_chunks_are_found_while_a_cluster_moves_their_slot(cluster: list[RedisServer]) -> None:
-    backend = backend_of(f"redis+cluster://127.0.0.1:{cluster[1].port}")
-    chunk = chunk_of(200_000)
+    backend, chunk = backend_of(f"redis+cluster://127.0.0.1:{cluster[1].port}"), chunk_of(200_000)
     assert backend.write(chunk).status is WriteStatus.STORED
     name = backend.name_of(chunk.key)
     nodes = [Redis(port=each.port, decode_responses=True) for each in cluster]
@@ -862,23 +782,26 @@ def test_a_cluster_node_that_is_killed_costs_its_chunks_until_a_replica_takes_ov
             each.close()
 
 
-def test_a_cluster_that_is_not_there_at_the_start_is_asked_again(tmp_path: Path) -> None:
-    port = free_port()
-    backend = backend_of(f"redis+cluster://127.0.0.1:{port}", timeout=0.5)
-    assert_unavailable(backend, chunk_of(100))
-    with pytest.raises(BackendUnavailable):
-        list(backend.list_keys())
-    backend.close()
+def test_a_cluster_that_is_not_there_at_the_start_is_asked_again() -> None:
+    with closing(backend_of(f"redis+cluster://127.0.0.1:{free_port()}", timeout=0.5)) as backend:
+        assert_unavailable(backend, chunk_of(100))
+        raised(BackendUnavailable, "", lambda: list(backend.list_keys()))
 
 
 # -- under a store ---------------------------------------------------------------------------------------
 
 
-def test_a_neighbours_chunk_is_found_by_the_next_request(server: RedisServer) -> None:
-    """Neither store lists the server again: what one has written, the other is told when it asks."""
+@pytest.fixture
+def stores(server: RedisServer) -> Iterator[list[TieredStore]]:
+    """Two over one server."""
     emptied(server.url).close()
-    keys = chain("neighbour", 6)
-    one, other = (small_store(16, lower(backend_of(server.url))) for _ in range(2))
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(small_store(16, lower(backend_of(server.url))))) for _ in range(2)]
+
+
+def test_a_neighbours_chunk_is_found_by_the_next_request(stores: list[TieredStore]) -> None:
+    """Neither store lists the server again: what one has written, the other is told when it asks."""
+    keys, (one, other) = chain("neighbour", 6), stores
     assert one.wait_indexed(LIMIT)
     assert other.wait_indexed(LIMIT)
     put_below(one, keys)
@@ -887,18 +810,11 @@ def test_a_neighbours_chunk_is_found_by_the_next_request(server: RedisServer) ->
     assert shared_lookup.wait(LIMIT)
     assert other.catalog.count_prefix(keys) == (0, 6)
     assert get(other, keys) == [0] * 6
-    one.close()
-    other.close()
 
 
-def test_a_store_that_is_cleared_deletes_what_others_have_written_too(server: RedisServer, client: Redis) -> None:
-    client.flushall()
+def test_a_store_that_is_cleared_deletes_what_others_have_written_too(stores: list[TieredStore], client: Redis) -> None:
     client.set("somebody", "else")
-    keys = chain("cleared", 3)
-    one, other = (small_store(16, lower(backend_of(server.url))) for _ in range(2))
-    put_below(one, keys)
-    other.clear()
-    assert other.drain(LIMIT)
+    put_below(stores[0], chain("cleared", 3))
+    stores[1].clear()
+    assert stores[1].drain(LIMIT)
     assert client.keys() == [b"somebody"]
-    one.close()
-    other.close()

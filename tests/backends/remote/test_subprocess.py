@@ -52,11 +52,9 @@ class TestProcesses(ProcessSuite):
             os.kill(os.getpid(), signal.SIGKILL)
         """
         done = subprocess.run(
-            [sys.executable, "-c", program, f"{self.url}?folder={self.folder}"],
-            check=False,
-            capture_output=True,
+            [sys.executable, "-c", program, f"{self.url}?folder={self.folder}"], check=False, capture_output=True,
             text=True,
-        )
+        )  # fmt: skip
         stored, pids = done.stdout.splitlines()
         assert set(stored.split()) == {"stored"}
         assert len(pids.split()) == 2
@@ -202,19 +200,16 @@ class InterruptedSocket(socket.socket):
 
 
 def test_large_payloads_in_the_slab_need_no_other_room(tmp_path: Path) -> None:
-    slab = Slab(40 << 20, 80 << 20, shared=True)
-    backend = folder_backend(tmp_path, slab)
-    small, large = chunk_of(100), Chunk(new_key(), slab.view(0))
-    slab.view(0)[:8] = b"the data"
-    assert backend.write(small).status is STORED
-    process = process_of(backend, small)
-    assert backend.write(large).status is STORED
-    read = backend.read(large.key, slab.view(1))
-    assert read.status is ReadStatus.HIT
-    assert slab.view(1) == slab.view(0)
-    assert process_of(backend, small) is process
-    backend.close()
-    slab.close()
+    with closing(Slab(40 << 20, 80 << 20, shared=True)) as slab, closing(folder_backend(tmp_path, slab)) as backend:
+        small, large = chunk_of(100), Chunk(new_key(), slab.view(0))
+        slab.view(0)[:8] = b"the data"
+        assert backend.write(small).status is STORED
+        process = process_of(backend, small)
+        assert backend.write(large).status is STORED
+        read = backend.read(large.key, slab.view(1))
+        assert read.status is ReadStatus.HIT
+        assert slab.view(1) == slab.view(0)
+        assert process_of(backend, small) is process
 
 
 def test_memory_is_registered_once_and_first(backend: FolderBackend, slab: Slab) -> None:

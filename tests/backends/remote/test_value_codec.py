@@ -16,7 +16,7 @@ from lmkv.chunks.codec import ChunkFormat, FormatError
 from lmkv.errors import BackendError
 from lmkv.outcomes import ReadStatus
 from lmkv.protocols import Chunk
-from tests.kit import raised
+from tests.tables import raised
 
 NAMESPACE = bytes(range(32))
 CODEC = ValueCodec(ChunkFormat(NAMESPACE, segment_bytes=4096))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 NAMESPACE = bytes(range(32))
 KEY = bytes(range(32, 64))
@@ -55,67 +55,42 @@ def flipped(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :]
 
 
-def pickle_bomb() -> bytes:
-    """A pickle that a reader which unpickles would run."""
-    return b"cos\nsystem\n(S'touch /tmp/lmkv-was-here'\ntR.".ljust(3 * PAGE, b"\0")
-
-
-ATTACKS: dict[str, Callable[[], bytes]] = {
-    "empty": lambda: b"",
-    "one-byte": lambda: b"L",
-    "magic-alone": lambda: file()[:8],
-    "header-alone": lambda: file()[:PAGE],
-    "payload-cut": lambda: file()[: 2 * PAGE],
-    "page-too-long": lambda: file() + bytes(PAGE),
-    "byte-too-long": lambda: file() + b"\0",
-    "zeros": lambda: bytes(3 * PAGE),
-    "ones": lambda: b"\xff" * (3 * PAGE),
-    "pickle": pickle_bomb,
-    "zip": lambda: b"PK\3\4".ljust(3 * PAGE, b"\0"),
-    "text-mode": lambda: file().replace(b"\r\n", b"\n", 1) + b"\0",
-    "magic-of-a-relative": lambda: file(magic=b"LMKV\r\n\x1a\r"),
-    "version-0": lambda: file(version=0),
-    "version-2": lambda: file(version=2),
-    "version-65535": lambda: file(version=65535),
-    "unknown-flag": lambda: file(flags=0x8000),
-    "header-0-long": lambda: file(header_bytes=0),
-    "header-odd": lambda: file(header_bytes=PAGE + 1),
-    "header-over-the-end": lambda: file(header_bytes=1 << 20),
-    "header-4-gib": lambda: file(header_bytes=0xFFFFF000),
-    "header-reaches-into-payload": lambda: file(header_bytes=2 * PAGE),
-    "header-unsealed": lambda: flipped(file(), PAGE - 1),
-    "payload-0-long": lambda: file(payload_bytes=0, checksums=()),
-    "payload-shorter": lambda: file(payload_bytes=4097),
-    "payload-longer": lambda: file(payload_bytes=5001),
-    "payload-16-eib": lambda: file(payload_bytes=2**64 - 1),
-    "payload-and-checksums-16-tib": lambda: file(payload_bytes=(2**32 - 1) * PAGE, checksum_count=2**32 - 1),
-    "segments-of-0": lambda: file(segment_bytes=0),
-    "segments-of-1": lambda: file(segment_bytes=1),
-    "segments-of-2-gib": lambda: file(segment_bytes=1 << 31),
-    "checksums-missing": lambda: file(checksums=()),
-    "checksums-too-many": lambda: file(checksum_count=1000),
-    "checksums-wrong": lambda: file(checksums=(1, 2)),
-    "checksums-swapped": lambda: file(checksums=(zlib.crc32(PAYLOAD[PAGE:]), zlib.crc32(PAYLOAD[:PAGE]))),
-    "tokens-4-gi": lambda: file(token_count=2**32 - 1),
-    "tokens-just-too-many": lambda: file(token_count=(PAGE - 4 - 132 - 8) // 4 + 1),
-    "other-key": lambda: file(key=bytes(32)),
-    "other-namespace": lambda: file(namespace=bytes(32)),
-    "payload-of-zeros": lambda: file(payload=bytes(len(PAYLOAD))),
-    "payload-torn": lambda: file(payload=PAYLOAD[:PAGE] + bytes(len(PAYLOAD) - PAGE)),
-    "payload-bit": lambda: flipped(file(), PAGE + 4999),
-    "payload-segments-swapped": lambda: file(payload=PAYLOAD[PAGE:].ljust(PAGE, b"\0") + PAYLOAD[:PAGE]),
-}
-
-
-def attacks() -> Iterator[tuple[str, bytes]]:
-    for name, make in ATTACKS.items():
-        yield name, make()
+SUMS = tuple(zlib.crc32(PAYLOAD[at : at + PAGE]) for at in (0, PAGE))
+LIES: dict[str, dict[str, Any]] = {
+    "magic-of-a-relative": {"magic": b"LMKV\r\n\x1a\r"}, "version-0": {"version": 0}, "version-2": {"version": 2},
+    "version-65535": {"version": 65535}, "unknown-flag": {"flags": 0x8000}, "header-0-long": {"header_bytes": 0},
+    "header-odd": {"header_bytes": PAGE + 1}, "header-over-the-end": {"header_bytes": 1 << 20},
+    "header-4-gib": {"header_bytes": 0xFFFFF000}, "header-reaches-into-payload": {"header_bytes": 2 * PAGE},
+    "payload-0-long": {"payload_bytes": 0, "checksums": ()}, "payload-shorter": {"payload_bytes": 4097},
+    "payload-longer": {"payload_bytes": 5001}, "payload-16-eib": {"payload_bytes": 2**64 - 1},
+    "payload-and-checksums-16-tib": {"payload_bytes": (2**32 - 1) * PAGE, "checksum_count": 2**32 - 1},
+    "segments-of-0": {"segment_bytes": 0}, "segments-of-1": {"segment_bytes": 1},
+    "segments-of-2-gib": {"segment_bytes": 1 << 31}, "checksums-missing": {"checksums": ()},
+    "checksums-too-many": {"checksum_count": 1000}, "checksums-wrong": {"checksums": (1, 2)},
+    "checksums-swapped": {"checksums": SUMS[::-1]}, "tokens-4-gi": {"token_count": 2**32 - 1},
+    "tokens-just-too-many": {"token_count": (PAGE - 4 - 132 - 8) // 4 + 1}, "other-key": {"key": bytes(32)},
+    "other-namespace": {"namespace": bytes(32)}, "payload-of-zeros": {"payload": bytes(len(PAYLOAD))},
+    "payload-torn": {"payload": PAYLOAD[:PAGE] + bytes(len(PAYLOAD) - PAGE)},
+    "payload-segments-swapped": {"payload": PAYLOAD[PAGE:].ljust(PAGE, b"\0") + PAYLOAD[:PAGE]},
+}  # fmt: skip
+"""What of the header, or which payload, is another one."""
+SOUND = file()
+ATTACKS: dict[str, bytes] = {
+    **{name: file(**lie) for name, lie in LIES.items()},
+    "empty": b"", "one-byte": b"L", "magic-alone": SOUND[:8], "header-alone": SOUND[:PAGE],
+    "payload-cut": SOUND[: 2 * PAGE], "page-too-long": SOUND + bytes(PAGE), "byte-too-long": SOUND + b"\0",
+    "zeros": bytes(3 * PAGE), "ones": b"\xff" * (3 * PAGE), "zip": b"PK\3\4".ljust(3 * PAGE, b"\0"),
+    # A pickle that a reader which unpickles would run.
+    "pickle": b"cos\nsystem\n(S'touch /tmp/lmkv-was-here'\ntR.".ljust(3 * PAGE, b"\0"),
+    "text-mode": SOUND.replace(b"\r\n", b"\n", 1) + b"\0",
+    "header-unsealed": flipped(SOUND, PAGE - 1), "payload-bit": flipped(SOUND, PAGE + 4999),
+}  # fmt: skip
 
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sound.kv1").write_bytes(file())
-    for name, data in attacks():
+    for name, data in ATTACKS.items():
         (folder / f"{name}.kv1").write_bytes(data)
 
 
