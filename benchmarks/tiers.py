@@ -39,11 +39,11 @@ from attrs import frozen
 from benchmarks.peers import keep_freed_memory
 from benchmarks.rounds import Row, arguments, compared, finish, interleaved, speeds
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.remote.options import RemoteOptions
+from lmkv.backends.remote.base import RemoteOptions
 from lmkv.build import io_threads
 from lmkv.cli.bench import MIB, READ_TARGET, WRITE_TARGET, check, drop_caches
 from lmkv.config import Config
-from lmkv.config.remote_url import SCHEMES, RemoteURL
+from lmkv.config.parsers import SCHEMES, RemoteURL
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend, Chunk, RegistersMemory

@@ -12,8 +12,15 @@ if TYPE_CHECKING:
     from lmkv.chunks.layout import KVLayout as KVLayout, LayerPages as LayerPages
     from lmkv.chunks.namespace import Namespace as Namespace
     from lmkv.config import Config as Config
-    from lmkv.engine import Engine as Engine, EngineStats as EngineStats, Prefetch as Prefetch, Variant as Variant
-    from lmkv.engine.registry import destroy as destroy, get as get, get_or_create as get_or_create
+    from lmkv.engine import (
+        Engine as Engine,
+        EngineStats as EngineStats,
+        Prefetch as Prefetch,
+        Variant as Variant,
+        destroy as destroy,
+        get as get,
+        get_or_create as get_or_create,
+    )
     from lmkv.errors import (
         BackendError as BackendError,
         BackendUnavailable as BackendUnavailable,
@@ -37,8 +44,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "engine": ("Engine", "EngineStats", "Prefetch", "Variant"),
-    "engine.registry": ("destroy", "get", "get_or_create"),
+    "engine": ("Engine", "EngineStats", "Prefetch", "Variant", "destroy", "get", "get_or_create"),
     "config": ("Config",),
     "chunks.layout": ("KVLayout", "LayerPages"),
     "chunks.namespace": ("Namespace",),

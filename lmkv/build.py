@@ -14,13 +14,13 @@ from attrs import evolve
 from lmkv import plugins
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.disk.description import describe
-from lmkv.backends.remote.options import RemoteOptions
-from lmkv.chunks.codec import Authenticator
+from lmkv.backends.disk.namespaces import describe
+from lmkv.backends.remote.base import RemoteOptions
+from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
-from lmkv.config.remote_url import RemoteURL
+from lmkv.config.parsers import RemoteURL
 from lmkv.config.settings import DEFAULT
 from lmkv.memory.machine import check_in_memory, clamp_shared_memory
 from lmkv.policies import Quotas, make_admission, make_policy
@@ -45,7 +45,7 @@ def build_store(
     for level, remark in config.remarks:
         logger.log(level, "lmkv: %s", remark)
     # The client of a remote store may be a process of its own, which maps the slots.
-    shared = shared or bool(config.remote_url + config.remote_urls)
+    shared = shared or bool(config.remotes)
     # Each rank maps the pages of its own part before it copies.
     with ExitStack() as opened:
         host = CPUPinnedBackend(
@@ -100,7 +100,7 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None, opened
     if config.local_disk:
         yield _disk_tier(config, config.local_disk, namespace, key, opened)
     names: Counter[str] = Counter()
-    for url in (*config.remote_url, *config.remote_urls):
+    for url in config.remotes:
         names[url.store_kind] += 1
         number = names[url.store_kind]
         name = url.store_kind if number == 1 else f"{url.store_kind}-{number}"

@@ -21,6 +21,12 @@ class Presence(Enum):
     """In a lower tier only; it can be promoted."""
 
 
+def miss_in_words(reason: str, tier: str | None) -> str:
+    """Why tokens were missed, and where: `evicted from disk`, `not ready in cpu`."""
+    where = f" {'from' if reason == 'evicted' else 'in'} {tier}" if tier else ""
+    return reason.replace("_", " ") + where
+
+
 class ReadStatus(Enum):
     HIT = "hit"
     MISS = "miss"

@@ -94,7 +94,7 @@ class ListsKeys(Protocol):
 
 @runtime_checkable
 class SharesRoom(Protocol):
-    """A backend whose medium other processes and namespaces fill, too, and that counts the bytes of all.
+    """A backend that shares its medium with other processes and namespaces, and counts the bytes of all.
 
     Chunks of other namespaces take room without ever being served. Their keys are longer than 32 bytes.
     """

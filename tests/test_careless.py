@@ -19,7 +19,7 @@ import torch
 
 from lmkv import Config, Engine, Variant
 from lmkv.backends.null import NullBackend
-from lmkv.backends.remote.options import RemoteOptions
+from lmkv.backends.remote.base import RemoteOptions
 from lmkv.errors import BackendUnavailable, ClosedError, ConfigError, UsageError
 from lmkv.memory import slab_files
 from lmkv.protocols import Backend
@@ -265,7 +265,7 @@ def test_who_stores_with_patience_waits_for_a_disk_that_stands_still(tmp_path: P
 
         thread = threading.Thread(target=store)
         thread.start()
-        waiters = pool._room._waiters  # type: ignore[attr-defined]
+        waiters = engine._store._writes._ended._waiters
         eventually(lambda: bool(waiters) or not thread.is_alive())
         going_on.set()
         thread.join(LIMIT)

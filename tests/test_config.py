@@ -21,10 +21,10 @@ import pytest
 from attrs import evolve
 from attrs.exceptions import FrozenInstanceError
 
-from lmkv.backends.remote.options import RemoteOptions
+from lmkv.backends.remote.base import RemoteOptions
 from lmkv.cli.report import interleaved, median_ratio
-from lmkv.config import GIB, Config, Setting, lmcache, named_file
-from lmkv.config.remote_url import RemoteURL
+from lmkv.config import GIB, Config, Setting, lmcache, sources as named_file
+from lmkv.config.parsers import RemoteURL
 from lmkv.errors import BackendError, ConfigError, mask_secrets, safe_repr, short_repr
 from lmkv.policies import FIFO, make_admission, make_policy
 from tests.kit import LIMIT, every, raised

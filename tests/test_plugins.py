@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lmkv import plugins
-from lmkv.backends.remote.options import RemoteOptions
+from lmkv.backends.remote.base import RemoteOptions
 from lmkv.build import build_store
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace

@@ -81,7 +81,7 @@ def test_each_nightly_part_has_its_reason() -> None:
 
 
 NEAREST = {
-    "lmkv/store/health.py": ("tests/store/tiers/test_breaker.py", "tests/policies/test_policies.py"),
+    "lmkv/store/health.py": ("tests/store/test_breaker.py", "tests/policies/test_policies.py"),
     "lmkv/backends/remote/redis.py": ("tests/backends/remote/test_redis.py", "tests/vllm/test_connector.py"),
     "lmkv/cli/top.py": ("tests/cli/test_server.py", "tests/vllm/test_families.py"),
     "lmkv/vllm/worker.py": ("tests/vllm/scheduler/test_worker.py", "tests/store/test_tiered.py"),
@@ -115,7 +115,7 @@ def test_a_change_of_what_all_depend_on_concerns_all() -> None:
 def test_a_file_that_is_reached_by_a_name_alone() -> None:
     for file, test in {
         "dev.py": "tests/test_suite.py",
-        "lmkv/engine/registry.py": "tests/test_engine.py",
+        "lmkv/engine/engine.py": "tests/test_engine.py",
         "lmkv/vllm/plugin.py": "tests/vllm/test_plugin.py",
         "tests/backends/disk/attacks/make_attacks.py": "tests/backends/disk/attacks/test_attacks.py",
         "lmkv/policies/segments.py": "tests/policies/test_policies.py",

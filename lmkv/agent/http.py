@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
+import json
+import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from base64 import b64encode
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from html import escape
+from importlib.resources import files
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -16,14 +23,227 @@ from fastapi.responses import HTMLResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.convertors import PathConvertor, register_url_convertor
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lmkv.agent.guard import Guard, as_json, max_body_bytes, refused
-from lmkv.agent.history import History
-from lmkv.agent.page import PAGE, PAGE_HEADERS
 from lmkv.agent.peers import Call, PeerError, Peers, answering, merged, merged_requests, merged_stats
-from lmkv.agent.reference import HEADERS, reference
 from lmkv.agent.service import CacheService, Prompt
-from lmkv.errors import LmkvError, UsageError
+from lmkv.errors import LmkvError, UsageError, safe_repr
+
+logger = logging.getLogger("lmkv.agent")
+
+
+# -- the pages --------------------------------------------------------------------------------------------
+
+
+PAGE = files("lmkv.agent").joinpath("page.html").read_text(encoding="utf-8")
+
+
+def source_of(text: str) -> str:
+    """A script or a style as a source of a Content-Security-Policy: by its hash."""
+    return f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _source_of(element: str) -> str:
+    return source_of(PAGE.partition(f"<{element}>")[2].partition(f"</{element}>")[0])
+
+
+PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        f"default-src 'none'; script-src {_source_of('script')}; style-src {_source_of('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+STYLE = """
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
+body { max-width: 52rem; margin: 2rem auto; padding: 0 1rem; }
+h2 { font: 600 1rem ui-monospace, monospace; margin: 2rem 0 .25rem; border-top: 1px solid #8884; padding-top: 1rem; }
+p { margin: .25rem 0; white-space: pre-line; }
+table { border-collapse: collapse; margin-top: .5rem; }
+td { padding: .1rem 1.5rem .1rem 0; vertical-align: top; }
+code { font-family: ui-monospace, monospace; }
+"""
+REFERENCE_HEADERS = {
+    "Content-Security-Policy": (
+        f"default-src 'none'; style-src {source_of(STYLE)}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def reference(document: Mapping[str, Any]) -> str:
+    """The page of an OpenAPI document."""
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>lmkv</title><style>{STYLE}</style>"
+    intro = "<h1>lmkv</h1><p>Each call but this page needs the header <code>Authorization: Bearer TOKEN</code>, "
+    intro += 'where the server has a token. The same as OpenAPI: <a href="/openapi.json">/openapi.json</a></p>'
+    return head + intro + "".join(_calls(document))
+
+
+def _calls(document: Mapping[str, Any]) -> Iterator[str]:
+    for path, methods in document["paths"].items():
+        for method, call in methods.items():
+            yield f"<h2>{escape(f'{method.upper()} {path}')}</h2><p>{escape(call.get('description', ''))}</p>"
+            fields = [(each["name"], each["schema"]) for each in call.get("parameters", ())]
+            body = call.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            if name := body.get("$ref", "").rpartition("/")[2]:
+                schema = document["components"]["schemas"][name]
+                yield f"<p>{escape(schema.get('description', ''))}</p>"
+                fields += schema["properties"].items()
+            if fields:
+                yield f"<table>{''.join(_row(*each) for each in fields)}</table>"
+
+
+def _row(name: str, schema: Mapping[str, Any]) -> str:
+    kinds = [each.get("type", "") for each in schema.get("anyOf", [schema])]
+    default = schema.get("default")
+    shown = "" if default is None else f"default {default}"
+    return f"<tr><td><code>{escape(name)}</code><td>{escape(' or '.join(filter(None, kinds)))}<td>{escape(shown)}"
+
+
+# -- the last hour ----------------------------------------------------------------------------------------
+
+
+_OF_TIER = ("name", "used_bytes", "chunks", "hits", "evictions")
+
+
+class History:
+    """Samples of `stats`, one each `interval` seconds, the last `size` of them."""
+
+    def __init__(self, stats: Callable[[], Awaitable[dict[str, Any]]], interval: float = 10.0, size: int = 361) -> None:
+        self._stats = stats
+        self._interval = interval
+        self._samples: deque[dict[str, Any]] = deque(maxlen=size)
+        self._failed = False
+
+    async def run(self) -> None:
+        while True:
+            try:
+                stats = await self._stats()
+                # A total that lacks an engine would look like a drop.
+                if not any("unavailable" in engine for engine in stats.get("engines", ())):
+                    self._samples.append(_sample(stats))
+            except LmkvError:
+                # All engines are shutting down, this one too.
+                pass
+            except Exception as error:
+                if not self._failed:
+                    logger.warning("lmkv: the history of the agent API lacks samples: %s", safe_repr(error))
+                self._failed = True
+            await asyncio.sleep(self._interval)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"interval": self._interval, "samples": list(self._samples)}
+
+
+def _sample(stats: dict[str, Any]) -> dict[str, Any]:
+    tiers = [{name: tier[name] for name in _OF_TIER} for tier in stats["tiers"]]
+    return {**{name: stats[name] for name in ("time", "lookup_tokens", "hit_tokens")}, "tiers": tiers}
+
+
+# -- who may ask, and how much ----------------------------------------------------------------------------
+
+
+_TOKEN_BYTES = 32
+_MIN_BYTES, _MAX_BYTES = 1 << 20, 8 << 20
+
+
+def max_body_bytes(longest: int) -> int:
+    """Largest body for prompts of up to `longest` tokens. Parsing one blocks the interpreter."""
+    return min(max(_MIN_BYTES, _TOKEN_BYTES * longest), _MAX_BYTES)
+
+
+PROTECTED = "/v1/"
+_SHOWN_ERRORS = 3
+
+
+class Guard:
+    """An ASGI application before another one. With a `token` each request below `/v1/` must have it.
+
+    `most`: the largest body in bytes.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif self._admits(scope):
+            await self._answer(scope, _bounded(receive, self._most), send)
+        elif scope["path"].startswith(PROTECTED):
+            refusal = as_json("the header Authorization: Bearer TOKEN is missing or wrong", 401)
+            await refusal(scope, receive, _closing(send))
+        else:
+            await self._answer(scope, _bounded(receive, self._most), _closing(send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except asyncio.CancelledError:
+            # The server is ending, and waits for this answer.
+            if begun:
+                raise
+            await as_json("the engine is shutting down", 503)(scope, receive, send)
+
+    def _admits(self, scope: Scope) -> bool:
+        if self._expected is None:
+            return True
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return hmac.compare_digest(given, self._expected)
+
+
+def _closing(send: Send) -> Send:
+    """Close the connection after the answer: only callers with the token keep theirs."""
+
+    async def send_and_close(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await send(message)
+
+    return send_and_close
+
+
+def _bounded(receive: Receive, most: int) -> Receive:
+    read = 0
+
+    async def receive_at_most() -> Message:
+        nonlocal read
+        message = await receive()
+        read += len(message.get("body", b""))
+        if read > most:
+            raise HTTPException(413, f"the body has more than {most} bytes, which no prompt of this engine takes")
+        return message
+
+    return receive_at_most
+
+
+def as_json(detail: str, status: int) -> Response:
+    """A refusal with its reason, in ASCII, because the caller's text may not be encodable."""
+    return Response(json.dumps({"detail": detail}), status, media_type="application/json")
+
+
+async def refused(_: Request, error: Any) -> Response:
+    """Name the wrong fields without their values, which are prompts and salts."""
+    assert isinstance(error, RequestValidationError)
+    wrong = [f"{'.'.join(map(str, each['loc']))[:80]}: {each['msg']}" for each in error.errors()[:_SHOWN_ERRORS]]
+    return as_json("; ".join(wrong), 422)
+
+
+# -- the calls --------------------------------------------------------------------------------------------
+
 
 _BEARER = HTTPBearer(auto_error=False)
 _MAX_FIELDS = 256
@@ -260,7 +480,7 @@ def application(
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
-        return HTMLResponse(reference(app.openapi()), headers=HEADERS)
+        return HTMLResponse(reference(app.openapi()), headers=REFERENCE_HEADERS)
 
     app.include_router(v1)
     return app

@@ -13,14 +13,52 @@ from typing import Any, NamedTuple
 from attrs import asdict, field, frozen
 from cachetools import TTLCache
 
-from lmkv.agent.explanation import explained
 from lmkv.chunks.hashing import StateKey, TailKey, state_keys
 from lmkv.chunks.namespace import tenants_of
 from lmkv.errors import LmkvError, UsageError
+from lmkv.outcomes import miss_in_words
 from lmkv.protocols import ChunkKey
 from lmkv.store.catalog import Boundaries
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
+
+ADVICE = {
+    "not_stored": "No tier is known to have it. Another model, data type, salt, tag or adapter has chunks of its own.",
+    "no_state": "Its chunks are there, but no state of a recurrent layer was kept behind them: see state_interval.",
+    "evicted": "A larger tier, or one more below it, would have kept it.",
+    "too_short": "Less than a chunk is left, or less than min_retrieve_tokens was found.",
+    "not_ready": "It is just being stored: a request that comes later finds it.",
+    "tier_unavailable": "That tier fails, and counts as empty until it answers again: see the log.",
+    "deadline": "It did not arrive in the time that computing it takes, or within prefetch_deadline: prefetch it.",
+    "slower": "Computing it is faster than that tier: load_or_recompute measures both.",
+    "not_promoted": "It could not be read, or host memory had no room for it: see max_local_cpu_size.",
+    "limited": "The request's max_load_tokens forbids more.",
+    "skip_load": "The request asks for no loads with lmkv.skip_load, has no tokens, or its tags are unclear.",
+    "not_taken": "vLLM did without the tokens that were found, for prompt log-probabilities or another connector.",
+    "failed": "A load for this request failed before: see the log.",
+    "audited": "It was found, and computed all the same to compare both: see audit_rate.",
+    "switched_off": "An audit has found a wrong chunk, and audit_action ends all loads: see the log, then restart.",
+    "unidentified": "It is unknown which weights, adapter or image it is computed with: see the log.",
+}
+"""Reason of a miss -> its meaning and advice."""
+
+
+def explained(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The report with an `explanation`."""
+    return {**report, "explanation": " ".join(_sentences(report))}
+
+
+def _sentences(report: Mapping[str, Any]) -> list[str]:
+    loaded = " and ".join(f"{tokens:,} from {tier}" for tier, tokens in report["sources"].items()) or "none"
+    found = f"vLLM's own cache had {report['vllm_tokens']:,} of {report['tokens']:,} tokens; lmkv loaded {loaded}."
+    missed = report.get("missed")
+    return [found] if missed is None else [found, _miss(missed), ADVICE.get(missed["reason"], "")]
+
+
+def _miss(missed: Mapping[str, Any]) -> str:
+    ago, why = missed.get("seconds_ago"), miss_in_words(missed["reason"], missed.get("tier"))
+    return f"{missed['tokens']:,} were missed: {why}{'' if ago is None else f' {ago:.0f} s before'}."
+
 
 _MAX_KEYS = 1 << 18
 """Most keys of all prefetches that are remembered by name."""

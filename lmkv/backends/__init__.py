@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from lmkv.backends.disk import LocalDiskBackend as LocalDiskBackend
     from lmkv.backends.files import AsyncFileBackend as AsyncFileBackend
     from lmkv.backends.null import NullBackend as NullBackend
-    from lmkv.backends.remote.base import RemoteBackend as RemoteBackend
+    from lmkv.backends.remote.base import RemoteBackend as RemoteBackend, RemoteOptions as RemoteOptions
     from lmkv.backends.remote.infinistore import InfiniStoreBackend as InfiniStoreBackend
     from lmkv.backends.remote.mooncake import MooncakeBackend as MooncakeBackend
     from lmkv.backends.remote.objects import ObjectStoreBackend as ObjectStoreBackend
-    from lmkv.backends.remote.options import RemoteOptions as RemoteOptions
     from lmkv.backends.remote.redis import RedisBackend as RedisBackend
     from lmkv.backends.wrapper import WrapperBackend as WrapperBackend
 
@@ -31,7 +30,7 @@ _HOMES = {
     "ObjectStoreBackend": "remote.objects",
     "RedisBackend": "remote.redis",
     "RemoteBackend": "remote.base",
-    "RemoteOptions": "remote.options",
+    "RemoteOptions": "remote.base",
     "WrapperBackend": "wrapper",
 }
 

@@ -187,9 +187,6 @@ def _checked_extras(extras: Mapping[int, bytes]) -> dict[int, bytes]:
 
 
 def _length(tokens: Tokens) -> int:
-    if type(tokens) is list:
-        # Most prompts: to ask whether it is a `Mapping` takes long in caches that a copy has left cold.
-        return len(tokens)
     sequence = hasattr(tokens, "__getitem__") and hasattr(tokens, "__len__") and not isinstance(tokens, type)
     if isinstance(tokens, (str, bytes, bytearray, Mapping)) or not sequence:
         raise UsageError(f"tokens must be a sequence of ints, not {type(tokens).__name__}")

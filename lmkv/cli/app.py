@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lmkv import __version__
-from lmkv.cli import bench, checkpoint, config, demo, doctor, inspect, record, server, simulate, top
+from lmkv.cli import bench, checkpoint, config, demo, doctor, inspect, server, simulate, top
 
 app = typer.Typer(
     name="lmkv",
@@ -18,7 +18,7 @@ app = typer.Typer(
 )
 app.add_typer(config.app, name="config")
 for command in (
-    *(bench.bench, demo.demo, doctor.doctor, inspect.inspect, inspect.prune, inspect.clear, record.record),
+    *(bench.bench, demo.demo, doctor.doctor, inspect.inspect, inspect.prune, inspect.clear, server.record),
     *(simulate.simulate, top.top, server.lookup, server.prefetch, server.pin, server.unpin, checkpoint.model),
 ):
     app.command()(command)

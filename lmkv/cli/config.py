@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmkv.cli.doctor import json_object
+from lmkv.cli.server import fail
 from lmkv.config import Config, Setting, lmcache, read_yaml
 from lmkv.config.lmcache import Translation
 from lmkv.errors import ConfigError
@@ -27,15 +28,6 @@ Content = Mapping[Any, object]
 """Content of a YAML file."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
-
-
-def fail(reason: object, *, as_json: bool = False) -> NoReturn:
-    """Print the reason on standard error or as JSON, and exit with code 1."""
-    if as_json:
-        typer.echo(json.dumps({"ok": False, "problems": str(reason).splitlines()}))
-    else:
-        typer.echo(str(reason), err=True)
-    raise typer.Exit(1)
 
 
 @app.command("show")
@@ -59,9 +51,7 @@ def show_table(settings: list[Setting], remarks: list[str]) -> None:
     """A table of settings. A `Text` is not read as markup, as a str would be."""
     table = Table("setting", "value", "source", header_style="bold")
     for setting in settings:
-        unit = setting.unit if setting.unit.isalpha() else ""
-        value = "none" if setting.value is None else f"{setting.value} {unit}".strip()
-        table.add_row(Text(setting.name), Text(value, overflow="fold"), Text(setting.source, overflow="fold"))
+        table.add_row(Text(setting.name), Text(str(setting), overflow="fold"), Text(setting.source, overflow="fold"))
     console = Console()
     console.print(table)
     for remark in remarks:

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from lmkv import __version__, plugins
 from lmkv.chunks import codec
-from lmkv.chunks.codec import Authenticator
+from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
 from lmkv.cli.stores import VERBS, refusals, remedy, try_folder
@@ -124,9 +124,7 @@ def examine(env: Mapping[str, str], extra: Mapping[str, object], size: KVSize | 
 def examine_configuration(config: Config) -> Iterator[Finding]:
     """Every setting, and where its value comes from."""
     for setting in config.describe():
-        unit = setting.unit if setting.unit.isalpha() else ""
-        value = "none" if setting.value is None else f"{setting.value} {unit}".strip()
-        yield Finding("configuration", setting.name, value, note=setting.source)
+        yield Finding("configuration", setting.name, str(setting), note=setting.source)
 
 
 def examine_secrets(config: Config) -> Iterator[Finding]:
@@ -203,7 +201,7 @@ def examine_disk(config: Config) -> Iterator[Finding]:
 
 def examine_stores(config: Config) -> Iterator[Finding]:
     """Write a chunk to each remote store, read it back and delete it, and say what the store refuses."""
-    for url in (*config.remote_url, *config.remote_urls):
+    for url in config.remotes:
         name, wanted = url.store_kind, f"remote_url {url}"
         try:
             refused = refusals(config, url)

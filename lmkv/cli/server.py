@@ -1,4 +1,4 @@
-"""`lmkv lookup`, `prefetch`, `pin` and `unpin`: the agent API of a running server as commands."""
+"""`lmkv lookup`, `prefetch`, `pin`, `unpin` and `record`: the agent API of a running server as commands."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import inspect
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
@@ -205,8 +206,12 @@ def clean(answer: Any) -> Any:
     return answer
 
 
-def fail(reason: object) -> NoReturn:
-    typer.echo(str(reason), err=True)
+def fail(reason: object, *, as_json: bool = False) -> NoReturn:
+    """Print the reason on standard error or as JSON, and exit with code 1."""
+    if as_json:
+        typer.echo(json.dumps({"ok": False, "problems": str(reason).splitlines()}))
+    else:
+        typer.echo(str(reason), err=True)
     raise typer.Exit(1)
 
 
@@ -224,3 +229,53 @@ def show(answer: Answer, words: Words, *, as_json: bool) -> None:
 
 def unavailable(engine: Mapping[str, Any]) -> str:
     return f"unavailable: {engine['unavailable']}" if "unavailable" in engine else ""
+
+
+_POLL_SECONDS = 2.0
+_NEWEST = (1 << 63) - 1
+
+
+def record(
+    out: Annotated[Path, typer.Argument(help="File to write: JSON lines.")],
+    url: Annotated[str, typer.Argument(help="unix:/path, HOST:PORT or URL; else agent_listen.")] = "",
+    seconds: Annotated[float, typer.Option(min=0, help="How long to record; 0: until Ctrl+C.")] = 0.0,
+    token_file: TokenFile = None,
+) -> None:
+    """Record which chunks requests use, and when: no tokens, no text, and names that mean nothing elsewhere."""
+    with client_of(url, token_file) as client, out.open("w", encoding="utf-8") as file:
+        count = 0
+        try:
+            for count in written(client, file, seconds):
+                typer.echo(f"\r{count:,} requests", nl=False, err=True)
+        except KeyboardInterrupt:
+            pass
+    typer.echo("", err=True)
+    typer.echo(f"{count:,} requests in {out}: lmkv simulate {out}")
+
+
+def written(client: Client, file: TextIO, seconds: float, poll: float = _POLL_SECONDS) -> Iterator[int]:
+    """Record for `seconds`, 0 for ever, into `file`; gives the number of requests after each look."""
+    # None of those before.
+    answer = client.trace(_NEWEST)
+    after, count, end = answer["next"], 0, time.monotonic() + seconds if seconds else float("inf")
+    header = {"lmkv_trace": 1, "chunk_tokens": answer["chunk_tokens"], "chunk_bytes": answer["chunk_bytes"]}
+    file.write(json.dumps(header) + "\n")
+    while True:
+        yield count
+        last = time.monotonic() >= end
+        left = 1
+        while left:
+            # An answer has a bound.
+            answer = client.trace(after)
+            after, left = answer["next"], answer.get("left", 0)
+            count += write_requests(file, answer["requests"])
+        if last:
+            yield count
+            return
+        time.sleep(min(poll, max(0.0, end - time.monotonic())))
+
+
+def write_requests(file: TextIO, requests: list[dict[str, Any]]) -> int:
+    file.writelines(json.dumps(request) + "\n" for request in requests)
+    file.flush()
+    return len(requests)

@@ -18,11 +18,11 @@ from typing import Literal
 from attrs import frozen
 
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.remote.options import DEFAULTS
+from lmkv.backends.remote.base import DEFAULTS
 from lmkv.build import open_remote
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.config import Config
-from lmkv.config.remote_url import RemoteURL
+from lmkv.config.parsers import RemoteURL
 from lmkv.errors import BackendError, BackendUnavailable, outside
 from lmkv.outcomes import MISS, STORED, Read, ReadStatus, WriteStatus, Written
 from lmkv.protocols import Backend, Chunk

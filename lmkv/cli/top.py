@@ -19,6 +19,7 @@ from lmkv.cli.inspect import duration
 from lmkv.cli.server import TokenFile, clean, client_of, unavailable
 from lmkv.config import GIB
 from lmkv.errors import printable
+from lmkv.outcomes import miss_in_words
 
 if TYPE_CHECKING:
     from lmkv.agent.client import Client
@@ -227,8 +228,6 @@ def why(request: dict[str, Any]) -> str:
 
 def _why(missed: dict[str, Any]) -> Iterator[str]:
     if missed:
-        where = "from" if missed["reason"] == "evicted" else "in"
-        tier = f" {where} {missed['tier'].replace('_', ' ')}" if "tier" in missed else ""
-        yield missed["reason"].replace("_", " ") + tier
+        yield miss_in_words(missed["reason"], missed.get("tier", "").replace("_", " "))
     if "seconds_ago" in missed:
         yield f"{duration(missed['seconds_ago'])} before"

@@ -1,5 +1,4 @@
 """Settings: `Config`, its sources and parsers, and the translation of LMCache's settings."""
 
-from lmkv.config.named_file import read_named as read_named
 from lmkv.config.settings import GIB as GIB, Config as Config, Setting as Setting
-from lmkv.config.sources import read_yaml as read_yaml
+from lmkv.config.sources import read_named as read_named, read_yaml as read_yaml

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from attrs import define, field, frozen
 
+from lmkv.config.parsers import NOTHING, boolean
 from lmkv.errors import ConfigError, short_repr
 
 EXTRA: Final = "kv_connector_extra_config"
@@ -29,14 +30,6 @@ PLAIN: Final = frozenset({"discard_partial_chunks", "skip_last_n_tokens", "lmcac
 SERVICE_LINK: Final = re.compile(
     r"(LMKV|LMCACHE)_(\w{1,80}_)?(SERVICE_(HOST|PORT\w{0,80})|PORT(_\d{1,5}_(TCP|UDP|SCTP)\w{0,80})?)"
 )
-
-NOTHING: Final = frozenset({"", "none", "null", "false", "no", "off"})
-"""Words for an option that is not set."""
-
-BOOLEANS: Final = {
-    **dict.fromkeys(("true", "1", "yes", "on"), True),
-    **dict.fromkeys(("false", "0", "no", "off"), False),
-}
 
 _OFF: Final = NOTHING | {"[]", "{}"}
 _MAX_NAMES: Final = 20
@@ -77,9 +70,10 @@ class KnownSetting:
     def _value(self, value: object, source: str) -> object:
         if not self.values:
             return value
-        truth = BOOLEANS.get(_word(value))
-        if truth is None:
-            raise ConfigError(f"{source}: {self.key} = {short_repr(value)} must be one of {'/'.join(BOOLEANS)}")
+        try:
+            truth = boolean(value)
+        except ValueError as error:
+            raise ConfigError(f"{source}: {self.key} = {short_repr(value)} {error}") from None
         return self.values[str(truth).lower()]
 
 

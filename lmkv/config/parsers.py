@@ -9,21 +9,120 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Final
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
-from attrs import frozen
+from attrs import field, frozen
 
+from lmkv import plugins
 from lmkv.chunks.namespace import salt_label
-from lmkv.config.lmcache import BOOLEANS, NOTHING
-from lmkv.config.remote_url import RemoteURL, Secret, schemes, split_urls
-from lmkv.plugins import is_place
+from lmkv.errors import ConfigError, mask_secrets
+
+SCHEMES: Final = {
+    **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "redis"),
+    **dict.fromkeys(("redis+cluster", "rediss+cluster", "redis-cluster", "valkey+cluster", "valkeys+cluster"), "redis"),
+    **dict.fromkeys(("redis-sentinel", "redis+sentinel", "rediss+sentinel"), "redis"),
+    **dict.fromkeys(("valkey+sentinel", "valkeys+sentinel"), "redis"),
+    **dict.fromkeys(("s3", "gs", "az", "file"), "objects"),
+    **dict.fromkeys(("mooncake", "mooncakestore"), "mooncake"),
+    "infinistore": "infinistore",
+}
+"""Scheme of a URL -> module of `lmkv.backends.remote` whose `open_url` takes it: lmkv's own."""
+
+
+def split_urls(text: str) -> list[str]:
+    """URLs with blanks or commas between them; that of sentinels may name several hosts, with commas, too."""
+    found: list[str] = []
+    for piece in filter(None, re.split(r"[\s,]+", text)):
+        if found and "://" not in piece and RemoteURL(found[-1]).names_sentinels:
+            found[-1] += f",{piece}"
+        else:
+            found.append(piece)
+    return found
+
+
+def schemes() -> list[str]:
+    """Schemes that a URL may have: lmkv's own, and those of installed packages."""
+    return [*SCHEMES, *(name for name in plugins.installed(plugins.BACKENDS) if name not in SCHEMES)]
+
+
+@frozen
+class Secret:
+    """A password. `value` has it.
+
+    >>> Secret("letmein")
+    Secret(value='***')
+    """
+
+    value: str = field(repr=lambda value: "'***'")
+
+    def __str__(self) -> str:
+        return "***"
+
+
+@frozen
+class RemoteURL:
+    """Where a remote store is. `text` has the whole URL, passwords included.
+
+    >>> print(RemoteURL("redis://cache:secret@host"))
+    redis://cache:***@host
+    """
+
+    text: str = field(repr=lambda text: repr(mask_secrets(text)))
+
+    def __str__(self) -> str:
+        return mask_secrets(self.text)
+
+    @property
+    def scheme(self) -> str:
+        """The part before `://`: a scheme in small letters, or `package.module:Class`."""
+        scheme = self.text.partition("://")[0]
+        return scheme if plugins.is_place(scheme) else scheme.lower()
+
+    @property
+    def names_sentinels(self) -> bool:
+        return self.scheme.endswith("sentinel")
+
+    def check_hosts(self) -> None:
+        """Raise ValueError for an invalid host or port; the error may quote a part of a password."""
+        texts = [self.text]
+        if self.names_sentinels:
+            place = re.split("[/?#]", self.text.partition("://")[2], maxsplit=1)[0]
+            texts = [f"//{host}" for host in place.rpartition("@")[2].split(",")]
+        for text in texts:
+            _ = urlsplit(text).port
+
+    @property
+    def store_kind(self) -> str:
+        """Name of stores of this scheme in logs and statistics."""
+        return SCHEMES.get(self.scheme, self.scheme.rpartition(":")[2].lower())
+
+    @property
+    def place(self) -> str:
+        """The class that opens it, as `package.module:Class`. Raises ConfigError for an unknown scheme."""
+        if self.scheme in SCHEMES:
+            return f"lmkv.backends.remote.{self.store_kind}:open_url"
+        if plugins.is_place(self.scheme):
+            return self.scheme
+        found = plugins.installed(plugins.BACKENDS).get(self.scheme)
+        if found is None:
+            raise ConfigError(f"{self}: unknown scheme; there are: {', '.join(schemes())}")
+        return found
+
 
 Parse = Callable[[object], Any]
 
 _FILE_URL: Final = re.compile(r"(?i:file):(//(localhost)?(?=/))?(?P<path>/(?!/).*)")
 _OTHER_URL: Final = re.compile(r"(?i)file:|[a-z][a-z0-9+.-]*://")
 
+NOTHING: Final = frozenset({"", "none", "null", "false", "no", "off"})
+"""Words for an option that is not set."""
+
+BOOLEANS: Final = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
 _WHOLE_NUMBER: Final = re.compile(r"\s*[-+]?[0-9]+\s*")
 """No underscores, which Python accepts and other readers do not."""
 
@@ -98,7 +197,7 @@ def plugin_name(names: Callable[[], Iterable[str]], *, numbered: str = "") -> Pa
 
     def parse(value: object) -> str:
         if isinstance(value, str) and (
-            is_place(value.strip()) or (numbered and re.fullmatch(rf"{numbered}:[1-9]\d*", value.strip()))
+            plugins.is_place(value.strip()) or (numbered and re.fullmatch(rf"{numbered}:[1-9]\d*", value.strip()))
         ):
             return value.strip()
         # The names of installed packages are the last: to find them takes 10 ms.
@@ -137,7 +236,7 @@ def urls(value: object) -> tuple[RemoteURL, ...]:
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str | RemoteURL) for text in texts):
         raise ValueError("must be a URL, or a list of them")
     found = [text if isinstance(text, RemoteURL) else RemoteURL(text) for text in texts if text]
-    if any(url.scheme not in schemes() and not is_place(url.scheme) for url in found):
+    if any(url.scheme not in schemes() and not plugins.is_place(url.scheme) for url in found):
         raise ValueError(f"must begin with package.module:Class, or one of {', '.join(f'{s}://' for s in schemes())}")
     if not all(url.text.isprintable() and " " not in url.text for url in found):
         raise ValueError("must have printable characters alone, and no blanks")
@@ -154,8 +253,8 @@ _SHOWN = re.compile(r"[^:]+:.*|salt-[0-9a-f]{16}")
 
 
 @frozen
-class Share:
-    """A tenant's share of a tier, in percent. `tenant`: a tag as `name:value`, or the label of a salt."""
+class Quota:
+    """The percent of a tier that a tenant keeps. `tenant`: a tag as `name:value`, or the label of a salt."""
 
     tenant: str
     percent: float
@@ -164,11 +263,11 @@ class Share:
         return f"{self.tenant}={self.percent:g}"
 
 
-def shares(value: object) -> tuple[Share, ...]:
+def quotas(value: object) -> tuple[Quota, ...]:
     """From a mapping of names to percents, or `name=percent` with blanks or commas between."""
     if is_nothing(value):
         return ()
-    if isinstance(value, list | tuple) and all(isinstance(each, Share) for each in value):
+    if isinstance(value, list | tuple) and all(isinstance(each, Quota) for each in value):
         return tuple(value)
     if isinstance(value, str):
         value = dict(part.rpartition("=")[::2] for part in re.split(r"[\s,]+", value.strip()) if part)
@@ -177,7 +276,7 @@ def shares(value: object) -> tuple[Share, ...]:
     percent = number(0, 100)
     plain = {name: share.removesuffix("%") if isinstance(share, str) else share for name, share in value.items()}
     found = tuple(
-        Share(name if _SHOWN.fullmatch(name) else salt_label(name), percent(share)) for name, share in plain.items()
+        Quota(name if _SHOWN.fullmatch(name) else salt_label(name), percent(share)) for name, share in plain.items()
     )
     if sum(share.percent for share in found) > 100:
         raise ValueError("must be 100 percent together at most")
@@ -214,3 +313,24 @@ def readable(value: object) -> object:
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or None
     return str(value) if isinstance(value, Secret) else value
+
+
+def are_nested(one: str, other: str) -> bool:
+    """Whether two paths lead to the same folder, or one into the other, also by links and mounts."""
+    first, second = map(_identities, (one, other))
+    return first[0] in second or second[0] in first
+
+
+def _identities(path: str) -> list[object]:
+    """Identities of a folder and of all above it."""
+    real = Path(os.path.realpath(path))
+    return [_identity(place) for place in (real, *real.parents)]
+
+
+def _identity(path: Path) -> object:
+    """Device and inode, or the path of a folder that does not exist."""
+    try:
+        status = path.stat()
+    except OSError:
+        return path
+    return status.st_dev, status.st_ino

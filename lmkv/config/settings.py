@@ -16,13 +16,14 @@ from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from attrs import Attribute, field, fields, frozen
 
-from lmkv.chunks.codec import MIN_KEY_BYTES
+from lmkv.chunks.authentication import MIN_KEY_BYTES
 from lmkv.config import lmcache
-from lmkv.config.folders import are_nested
-from lmkv.config.named_file import read_named
 from lmkv.config.parsers import (
     Parse,
-    Share,
+    Quota,
+    RemoteURL,
+    Secret,
+    are_nested,
     boolean,
     integer,
     number,
@@ -30,14 +31,13 @@ from lmkv.config.parsers import (
     optional_text,
     path,
     plugin_name,
+    quotas,
     readable,
     secret,
-    shares,
     text,
     urls,
 )
-from lmkv.config.remote_url import RemoteURL, Secret
-from lmkv.config.sources import ENV_FILE, KEYWORD, given_settings, read_yaml
+from lmkv.config.sources import ENV_FILE, KEYWORD, given_settings, read_named, read_yaml
 from lmkv.errors import SECRET, ConfigError, short_repr
 from lmkv.policies import ADMISSIONS, POLICIES, policy_names
 
@@ -92,6 +92,11 @@ class Setting:
     unit: str
     doc: str
 
+    def __str__(self) -> str:
+        """The value with its unit, or none."""
+        unit = self.unit if self.unit.isalpha() else ""
+        return "none" if self.value is None else f"{self.value} {unit}".strip()
+
 
 @frozen(kw_only=True, field_transformer=_converting)
 class Config:
@@ -138,9 +143,9 @@ class Config:
     cache_policy: str = _option(
         "LRU", plugin_name(policy_names), f"Eviction order: {', '.join(POLICIES)}, or package.module:Class of your own"
     )
-    quotas: tuple[Share, ...] = _option(
+    quotas: tuple[Quota, ...] = _option(
         (),
-        shares,
+        quotas,
         "Percents of each tier that tenants keep: name=40; a name is a cache_salt or its label, or a tag as name:value",
     )
     save_decode_cache: bool = _option(True, boolean, "Store generated tokens' chunks too")
@@ -299,6 +304,11 @@ class Config:
             values[key] = _parsed(_known(key, value, source), value, source)
             sources[key] = source
         return cls(**values, sources=sources, remarks=tuple(remarks))
+
+    @property
+    def remotes(self) -> tuple[RemoteURL, ...]:
+        """All remote stores, nearest first."""
+        return self.remote_url + self.remote_urls
 
     @property
     def max_local_cpu_bytes(self) -> int:

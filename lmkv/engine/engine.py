@@ -7,28 +7,63 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 
+from lmkv.build import build_store
 from lmkv.chunks.hashing import KeyChain, Tokens
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
-from lmkv.engine.opening import open_store
-from lmkv.engine.prefetch import Prefetch
-from lmkv.engine.request import Request
-from lmkv.engine.stats import EngineStats
-from lmkv.engine.validation import seconds
-from lmkv.engine.variant import PLAIN, Variant, root_of
-from lmkv.engine.windows import lease_window, look_up_shared
-from lmkv.errors import ClosedError, UsageError
+from lmkv.engine.request import PLAIN, Request, Variant, lease_window, look_up_shared, positive, root_of, seconds
+from lmkv.engine.results import EngineStats, Prefetch
+from lmkv.errors import ClosedError, UsageError, short_repr
 from lmkv.memory.copier import Copier, LayerReader, LayerWriter
 from lmkv.memory.copiers import make_copier
 from lmkv.memory.paged import PagedMemory
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiered import TieredStore
+
+
+def open_store(
+    kv_caches: Mapping[str, torch.Tensor] | Iterable[torch.Tensor],
+    config: object,
+    *,
+    block_size: int,
+    block_axis: int,
+    **identity: Any,
+) -> tuple[TieredStore, Namespace, KVLayout, PagedMemory]:
+    """The store, namespace, layout and memory of an engine. Raises UsageError.
+
+    `identity`: the fields of the namespace that the tensors do not tell.
+    """
+    if not isinstance(config, Config):
+        raise UsageError(f"config must be a Config, as Config.load(...) makes one, not {short_repr(config)}")
+    try:
+        tensors = list(kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches)
+    except TypeError:
+        given = "tensor without dimensions" if isinstance(kv_caches, torch.Tensor) else type(kv_caches).__name__
+        raise UsageError(f"kv_caches must be tensors, one per layer, not a {given}") from None
+    names = (list(kv_caches),) if isinstance(kv_caches, Mapping) else ()
+    memory = PagedMemory.of(tensors, block_axis=block_axis)
+    layout = memory.layout(config.chunk_size, [positive(block_size, "block_size")])
+    namespace = Namespace(
+        dtype=str(tensors[0].dtype),
+        chunk_size=config.chunk_size,
+        block_size=block_size,
+        layout=repr((block_axis, [_page_format(tensor, block_axis) for tensor in tensors], *names)),
+        **identity,
+    )
+    return build_store(config, namespace, layout, shared=False), namespace, layout, memory
+
+
+def _page_format(tensor: torch.Tensor, block_axis: int) -> tuple[object, ...]:
+    """Everything that decides which value each byte of a layer's pages belongs to."""
+    inner = block_axis + 1
+    return str(tensor.dtype), (*tensor.shape[:block_axis], *tensor.shape[inner:]), tensor.stride()[inner:]
+
 
 _READ_TIMEOUT = 30.0
 
@@ -164,9 +199,9 @@ class Engine:
         memory are written to stores that have lost them. Returns how many leading tokens are stored now: fewer if
         there is no room, or another thread still stores some.
 
-        Without `wait` it copies into host memory and returns; lower tiers that are too slow miss some chunks. With
-        `wait` it goes at their pace for at most `wait` seconds: every tier gets every chunk that it takes, and the
-        prompt may be longer than host memory. Calls with `wait` run one at a time.
+        Without `wait` it copies into host memory and returns; tiers that cannot keep up miss some chunks. `wait`:
+        block for up to so many seconds, so that none misses any, and the prompt may be longer than host memory. Calls
+        with `wait` run one at a time.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
@@ -414,3 +449,33 @@ class Engine:
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
             warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, source=self, stacklevel=2)
             self.close()
+
+
+_engines: dict[str, Engine] = {}
+_lock = threading.Lock()
+
+
+def get_or_create(name: str, factory: Callable[[], Engine]) -> Engine:
+    """The open engine called `name`; if it is missing, `factory` makes it, under the registry's lock."""
+    with _lock:
+        engine = _engines.get(name)
+        if engine is None or engine.closed:
+            engine = _engines[name] = factory()
+        return engine
+
+
+def get(name: str) -> Engine:
+    """The engine called `name`. Raises UsageError for an unknown name."""
+    engine = _engines.get(name)
+    if engine is None:
+        known = ", ".join(sorted(_engines)) or "none"
+        raise UsageError(f"there is no engine {name!r}; registered: {known}")
+    return engine
+
+
+def destroy(name: str) -> None:
+    """Close and forget the engine called `name`, if there is one."""
+    with _lock:
+        engine = _engines.pop(name, None)
+    if engine is not None:
+        engine.close()

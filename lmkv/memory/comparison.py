@@ -174,6 +174,9 @@ def _numbers(pages: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(pages)).view(dtype).float()
 
 
+# -- by digests -------------------------------------------------------------------------------------------
+
+
 Digests = list[list[torch.Tensor]]
 """For each part and each copy: int64 [page]."""
 

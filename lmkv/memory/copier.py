@@ -147,6 +147,9 @@ def check_fit(memory: PagedMemory, layout: KVLayout, slab: SlabMap) -> None:
         raise UsageError(f"chunks of {layout.chunk_bytes} bytes do not fit slots of {slab.slot_bytes}")
 
 
+# -- layer by layer ---------------------------------------------------------------------------------------
+
+
 Guard = Callable[[], AbstractContextManager[object]]
 """A lock of the copier, taken around each use because copiers are not thread-safe."""
 

@@ -27,7 +27,7 @@ def _words(nbytes: int) -> np.dtype[np.generic]:
 
 
 @frozen
-class _Plane:
+class _HostPlane:
     """A plane's `pages` [block, word], and its part of every slot `slots` [slot, page, word]."""
 
     pages: Array
@@ -36,7 +36,7 @@ class _Plane:
     layers: range
 
 
-_Pages = dict[int, list[tuple[int, slice, npt.NDArray[np.intp]]]]
+_PageRuns = dict[int, list[tuple[int, slice, npt.NDArray[np.intp]]]]
 """For each block table, its copies: a slot, pages of it, and the block of each page."""
 
 
@@ -50,7 +50,7 @@ class CPUCopier:
     def __init__(self, memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> None:
         check_fit(memory, layout, slab)
         self.num_layers = memory.num_layers
-        self._planes: list[_Plane] = []
+        self._planes: list[_HostPlane] = []
         planes = zip(memory.rows, memory.groups, memory.layers, strict=True)
         for index, (row, group, layers) in enumerate(planes):
             offset, nbytes = layout.span(rank, index)
@@ -58,7 +58,7 @@ class CPUCopier:
             pages: Array = row.numpy().view(word)
             part: Array = slab.array[:, offset : offset + nbytes].view(word)
             slots = part.reshape(slab.num_slots, -1, pages.shape[1])
-            self._planes.append(_Plane(pages, slots, group, layers))
+            self._planes.append(_HostPlane(pages, slots, group, layers))
         self._to_load = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.start)
         self._to_store = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.stop - 1)
         self._num_slots = slab.num_slots
@@ -81,9 +81,9 @@ class CPUCopier:
         pages = self._pages(copies)
         return (_load(planes, pages) for planes in self._to_load)
 
-    def _pages(self, copies: Sequence[ChunkCopy]) -> _Pages:
+    def _pages(self, copies: Sequence[ChunkCopy]) -> _PageRuns:
         """The pages to copy, made once for all layers. Raises UsageError as `check_copies` does."""
-        pages: _Pages = {}
+        pages: _PageRuns = {}
         for group, ids in check_copies(copies, self._num_slots, self._num_blocks).items():
             # One array for all copies, because Python's share of the time counts where pages are small.
             blocks, begin = np.array(ids, np.intp), 0
@@ -100,7 +100,7 @@ class CPUCopier:
             planes.clear()
 
 
-def _store(planes: Sequence[_Plane], pages: _Pages) -> Event:
+def _store(planes: Sequence[_HostPlane], pages: _PageRuns) -> Event:
     for plane in planes:
         if plane.pages.flags.c_contiguous:
             for slot, part, blocks in pages[plane.group]:
@@ -113,11 +113,14 @@ def _store(planes: Sequence[_Plane], pages: _Pages) -> Event:
     return DONE
 
 
-def _load(planes: Sequence[_Plane], pages: _Pages) -> Event:
+def _load(planes: Sequence[_HostPlane], pages: _PageRuns) -> Event:
     for plane in planes:
         for slot, part, blocks in pages[plane.group]:
             plane.pages[blocks] = plane.slots[slot, part]
     return DONE
+
+
+# -- for any device ---------------------------------------------------------------------------------------
 
 
 def check_device(kind: str) -> None:

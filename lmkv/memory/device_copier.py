@@ -84,7 +84,7 @@ class PinnedSlab:
         except Exception as error:
             # Any error is harmless: copies of unpinned memory are correct.
             self._stop.set()
-            message = "lmkv: %r is all the driver pins, copies of the rest are slower: %s"
+            message = "lmkv: the driver refused to pin more than %r; copies of the rest are slower: %s"
             logger.warning(message, self, error, exc_info=not isinstance(error, DeviceError))
         return True
 
@@ -123,7 +123,7 @@ DIRECT_BYTES = 512 << 10
 
 
 @frozen
-class _Plane:
+class _DevicePlane:
     """A plane: `nbytes` of block `b` are at `address + b * stride`; its part of a slot begins at `offset`."""
 
     address: int
@@ -210,7 +210,7 @@ class DeviceCopier:
         self._staging, self._device, self._slab = staging, staging.device, slab
         self._direct_bytes, self._address = direct_bytes, slab.address
         planes = [
-            _Plane(row.data_ptr(), layout.span(rank, index)[0], row.stride(0), row.shape[1], group, layers)
+            _DevicePlane(row.data_ptr(), layout.span(rank, index)[0], row.stride(0), row.shape[1], group, layers)
             for index, (row, group, layers) in enumerate(zip(memory.rows, memory.groups, memory.layers, strict=True))
         ]
         self._all = _sets(planes)
@@ -348,7 +348,7 @@ class DeviceCopier:
             self.pins.stop() if process_ends else self.pins.close()
 
 
-def _sets(planes: Iterable[_Plane]) -> list[_PlaneSet]:
+def _sets(planes: Iterable[_DevicePlane]) -> list[_PlaneSet]:
     """Neighbouring planes of one block table, stride and page size in one set."""
     sets = []
     for kind, same in groupby(planes, lambda plane: (plane.stride, plane.nbytes, plane.group)):

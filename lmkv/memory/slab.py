@@ -99,8 +99,8 @@ class SlabMap:
     def spans(self, part: tuple[int, int], piece: int, share: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int]]:
         """Offset and bytes of a part of every slot; whole slots are joined up to `piece` bytes.
 
-        `share`: (index, count) of this process among those that go through the same part. Each begins at a place of its
-        own, so that it comes to the others' pieces when they are populated.
+        `share`: (index, count) of this process among those that go through the same part. Each starts elsewhere, and
+        later finds the others' pieces populated.
         """
         offset, nbytes = part
         together = max(1, piece // self.slot_bytes) if nbytes == self.slot_bytes else 1

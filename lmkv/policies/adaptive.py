@@ -20,8 +20,8 @@ _GHOST_SHARE = 4
 class WeightedAge(PolicyBase):
     """Evicts the older one of two candidates: the oldest chunk that was used once, and the oldest that was used again.
 
-    The age of the latter is divided by `weight`: 1 is LRU, and the larger it is, the sooner chunks go that were used
-    once. A chunk that comes back after its eviction counts as used again.
+    The age of the latter is divided by `weight`: 1 is LRU, and a larger weight evicts chunks that were used once
+    sooner. A chunk that comes back after its eviction counts as used again.
 
     Parameters
     ----------

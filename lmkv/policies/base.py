@@ -275,7 +275,7 @@ class PolicyBase(ABC):
             else:
                 given_up, key = False, pop()
             if key is None:
-                key = self._least(protect, spared) or self._reluctantly(protect)
+                key = self._least(protect, spared) or self._last_resort(protect)
                 node = nodes[key]
             else:
                 node = nodes[key]
@@ -294,20 +294,14 @@ class PolicyBase(ABC):
                         continue
                     node = nodes[key]
             victims.append(key)
-            _, size, parent, children, _ = node
+            size = node[SIZE]
             if notes:
                 if given_up:
                     self.forget(key)
                 else:
                     evicted(key, size)
             found += size
-            if children or passed or (parent is not None and not parent[SIZE]):
-                self._unlink(node)
-            else:
-                # `_unlink` for the most frequent case, inlined: storing spends most of its time here.
-                del nodes[key]
-                if parent is not None:
-                    parent[CHILDREN] -= 1
+            self._unlink(node)
         for key in reversed(protected):
             self.put_back(key)
         for key in reversed(spared):
@@ -419,7 +413,7 @@ class PolicyBase(ABC):
                 return key
         return None
 
-    def _reluctantly(self, protect: Set[ChunkKey]) -> ChunkKey:
+    def _last_resort(self, protect: Set[ChunkKey]) -> ChunkKey:
         """A victim when nothing else is left: a parent of held or protected keys."""
         found = next(key for key in self.passed if key not in self.held and key not in protect)
         self._take_out(found)

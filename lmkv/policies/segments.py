@@ -14,7 +14,59 @@ _PROTECTED_SHARE = 0.8
 
 
 @define(eq=False, repr=False)
-class SLRU(PolicyBase):
+class TwoQueues(PolicyBase):
+    """Base of policies with a queue for chunks that were used once, and one for those that were used again."""
+
+    once: OrderedDict[ChunkKey, bool] = field(init=False, factory=OrderedDict)
+    """Chunks that were used once. The value says whether the request that inserted the key has touched it yet."""
+    again: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
+    once_bytes: int = field(init=False, default=0)
+    again_bytes: int = field(init=False, default=0)
+
+    def add(self, key: ChunkKey) -> None:
+        self.once[key] = False
+        self.once_bytes += self.nodes[key][SIZE]
+
+    def add_again(self, key: ChunkKey) -> None:
+        """Put a key to the end of the queue of those that were used again."""
+        self.again[key] = None
+        self.again_bytes += self.nodes[key][SIZE]
+
+    def use(self, keys: Sequence[ChunkKey]) -> None:
+        once, again = self.once, self.again
+        for key in reversed(keys):
+            if key in again:
+                again.move_to_end(key)
+            elif key in once:
+                if once[key]:
+                    del once[key]
+                    self.once_bytes -= self.nodes[key][SIZE]
+                    self.add_again(key)
+                else:
+                    once[key] = True
+                    once.move_to_end(key)
+
+    def pop_once(self) -> ChunkKey:
+        key, _ = self.once.popitem(last=False)
+        self.once_bytes -= self.nodes[key][SIZE]
+        return key
+
+    def pop_again(self) -> ChunkKey:
+        key, _ = self.again.popitem(last=False)
+        self.again_bytes -= self.nodes[key][SIZE]
+        return key
+
+    def drop(self, key: ChunkKey) -> None:
+        size = self.nodes[key][SIZE]
+        if self.once.pop(key, None) is not None:
+            self.once_bytes -= size
+        elif key in self.again:
+            del self.again[key]
+            self.again_bytes -= size
+
+
+@define(eq=False, repr=False)
+class SLRU(TwoQueues):
     """Segmented LRU: a chunk that is used again is protected, in up to 80 % of the tier.
 
     Examples
@@ -28,54 +80,25 @@ class SLRU(PolicyBase):
     [b'b', b'c']
     """
 
-    probation: OrderedDict[ChunkKey, bool] = field(init=False, factory=OrderedDict)
-    """Chunks that are not protected. The value says whether the request that inserted the key has touched it yet."""
-    protected: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
-    protected_bytes: int = field(init=False, default=0)
-
-    def add(self, key: ChunkKey) -> None:
-        self.probation[key] = False
-
     def use(self, keys: Sequence[ChunkKey]) -> None:
-        probation, protected, nodes = self.probation, self.protected, self.nodes
-        for key in reversed(keys):
-            if key in protected:
-                protected.move_to_end(key)
-            elif key in probation:
-                if probation[key]:
-                    del probation[key]
-                    protected[key] = None
-                    self.protected_bytes += nodes[key][SIZE]
-                else:
-                    probation[key] = True
-                    probation.move_to_end(key)
+        super().use(keys)
         limit = _PROTECTED_SHARE * self.total_bytes
-        while self.protected_bytes > limit:
-            key, _ = protected.popitem(last=False)
-            self.protected_bytes -= nodes[key][SIZE]
-            probation[key] = True
+        while self.again_bytes > limit:
+            key = self.pop_again()
+            self.add(key)
+            self.once[key] = True
 
     def pop(self) -> ChunkKey | None:
-        if self.probation:
-            return self.probation.popitem(last=False)[0]
-        if not self.protected:
-            return None
-        key, _ = self.protected.popitem(last=False)
-        self.protected_bytes -= self.nodes[key][SIZE]
-        return key
+        return self.pop_once() if self.once else self.pop_again() if self.again else None
 
     def put_back(self, key: ChunkKey) -> None:
-        self.probation[key] = True
-        self.probation.move_to_end(key, last=False)
-
-    def drop(self, key: ChunkKey) -> None:
-        if self.probation.pop(key, None) is None and key in self.protected:
-            del self.protected[key]
-            self.protected_bytes -= self.nodes[key][SIZE]
+        self.add(key)
+        self.once[key] = True
+        self.once.move_to_end(key, last=False)
 
 
 @define(eq=False, repr=False)
-class ARC(PolicyBase):
+class ARC(TwoQueues):
     """Adaptive replacement cache (Megiddo and Modha, FAST 2003), in bytes.
 
     Chunks that were used once and chunks that were used again have a queue each. A chunk that comes back after its
@@ -92,11 +115,6 @@ class ARC(PolicyBase):
     [b'b', b'c']
     """
 
-    once: OrderedDict[ChunkKey, bool] = field(init=False, factory=OrderedDict)
-    """Chunks that were used once. The value says whether the request that inserted the key has touched it yet."""
-    again: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
-    once_bytes: int = field(init=False, default=0)
-    again_bytes: int = field(init=False, default=0)
     ghosts_once: Ghosts = field(init=False, factory=Ghosts)
     ghosts_again: Ghosts = field(init=False, factory=Ghosts)
     target: float = field(init=False, default=0.0)
@@ -114,50 +132,26 @@ class ARC(PolicyBase):
             self.target = max(0.0, self.target - size * max(1.0, once.total_bytes / again.total_bytes))
             again.discard(key)
         else:
-            self.once[key] = False
-            self.once_bytes += size
+            super().add(key)
             return
-        self.again[key] = None
-        self.again_bytes += size
-
-    def use(self, keys: Sequence[ChunkKey]) -> None:
-        once, again = self.once, self.again
-        for key in reversed(keys):
-            if key in again:
-                again.move_to_end(key)
-            elif key in once:
-                if once[key]:
-                    del once[key]
-                    size = self.nodes[key][SIZE]
-                    self.once_bytes -= size
-                    self.again_bytes += size
-                    again[key] = None
-                else:
-                    once[key] = True
-                    once.move_to_end(key)
+        self.add_again(key)
 
     def pop(self) -> ChunkKey | None:
         if self.once and (self.once_bytes > self.target or not self.again):
-            key, _ = self.once.popitem(last=False)
-            self.once_bytes -= self.nodes[key][SIZE]
             self.from_once = True
-            return key
+            return self.pop_once()
         if not self.again:
             return None
-        key, _ = self.again.popitem(last=False)
-        self.again_bytes -= self.nodes[key][SIZE]
         self.from_once = False
-        return key
+        return self.pop_again()
 
     def put_back(self, key: ChunkKey) -> None:
         # A key that waited for its children was used at least as often as they were.
-        self.again[key] = None
+        self.add_again(key)
         self.again.move_to_end(key, last=False)
-        self.again_bytes += self.nodes[key][SIZE]
 
     def rejoin(self, key: ChunkKey) -> None:
-        self.again[key] = None
-        self.again_bytes += self.nodes[key][SIZE]
+        self.add_again(key)
 
     def evicted(self, key: ChunkKey, size: int) -> None:
         (self.ghosts_once if self.from_once else self.ghosts_again).add(key, size)
@@ -169,14 +163,6 @@ class ARC(PolicyBase):
     def remove(self, key: ChunkKey, size: int) -> None:
         self.from_once = key in self.once
         super().remove(key, size)
-
-    def drop(self, key: ChunkKey) -> None:
-        size = self.nodes[key][SIZE]
-        if self.once.pop(key, None) is not None:
-            self.once_bytes -= size
-        elif key in self.again:
-            del self.again[key]
-            self.again_bytes -= size
 
 
 _SMALL_SHARE = 0.1

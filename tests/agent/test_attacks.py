@@ -19,13 +19,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-import lmkv.agent.pace
 import lmkv.agent.server
 from lmkv.agent.address import Address
 from lmkv.agent.client import Client
 from lmkv.agent.http import application
-from lmkv.agent.pace import _LOOP, _WORK, Pace, paced_loop
-from lmkv.agent.server import AgentServer, max_connections
+from lmkv.agent.server import _LOOP, _WORK, AgentServer, Pace, max_connections, paced_loop
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.cli.app import app
 from lmkv.store.tiered import TieredStore
@@ -204,7 +202,7 @@ class TestPace:
             clocks.now += seconds
 
         time: Any = SimpleNamespace(thread_time=lambda: clocks.computed, monotonic=lambda: clocks.now, sleep=sleep)
-        monkeypatch.setattr(lmkv.agent.pace, "time", time)
+        monkeypatch.setattr(lmkv.agent.server, "time", time)
         return clocks
 
     def computing(self, clocks: SimpleNamespace, computed: float, waited: float) -> None:
@@ -284,7 +282,7 @@ class TestPace:
 
 def test_callers_with_the_token_take_a_tenth_at_most(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are made at the same pace, a few at a time, and what is quick does not wait for them."""
-    monkeypatch.setattr(lmkv.agent.pace, "_SAVED", 0.1)
+    monkeypatch.setattr(lmkv.agent.server, "_SAVED", 0.1)
     computed: list[float] = []
     together: list[int] = []
     working: list[int] = []
@@ -346,7 +344,7 @@ def test_one_read_is_short(server: AgentServer) -> None:
         [one] = connections(server)
         read = one.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
         assert read <= 32 << 10
-        assert type(one.loop._selector).__module__ == lmkv.agent.pace.__name__, "it is served by such a loop"
+        assert type(one.loop._selector).__module__ == lmkv.agent.server.__name__, "it is served by such a loop"
         assert connection.fileno() >= 0
 
 

@@ -18,8 +18,7 @@ from pydantic import ValidationError
 
 from lmkv.agent.address import Address
 from lmkv.agent.client import Client
-from lmkv.agent.guard import max_body_bytes
-from lmkv.agent.http import PromptBody, application
+from lmkv.agent.http import PromptBody, application, max_body_bytes
 from lmkv.agent.server import AgentServer
 from lmkv.agent.service import CacheService
 from lmkv.backends.cpu import CPUPinnedBackend

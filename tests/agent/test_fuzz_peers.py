@@ -15,9 +15,9 @@ import pytest
 from attrs import frozen
 from hypothesis import given, strategies as st
 
-import lmkv.agent.pace
+import lmkv.agent.server
 from lmkv.agent.client import Client
-from lmkv.agent.history import _sample
+from lmkv.agent.http import _sample
 from tests.agent.rude import RudePeer, as_http, as_json
 from tests.agent.serving import TOKEN, one_of, put, service_of, short_socket, store_over
 from tests.agent.test_fuzz_http import ANSWERS, texts, values
@@ -111,7 +111,7 @@ def beside_another(folder: Path) -> Iterator[Engine]:
     first = short_socket()
     with pytest.MonkeyPatch.context() as patch, store_over(folder) as store, ExitStack() as stack:
         # Or the search would wait most of the time.
-        patch.setattr(lmkv.agent.pace, "_SHARE", 10.0)
+        patch.setattr(lmkv.agent.server, "_SHARE", 10.0)
         put(store, TEXT)
         server = stack.enter_context(one_of(service_of(store), first))
         other = stack.enter_context(RudePeer(first.private(1)))

@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from lmkv.agent.address import Address
-from lmkv.agent.http import application
-from lmkv.agent.page import PAGE
+from lmkv.agent.http import PAGE, application
 from lmkv.agent.server import AgentServer
 from lmkv.agent.service import CacheService
 from lmkv.policies import LRU, Quotas

@@ -29,14 +29,13 @@ import lmkv.vllm.scheduler.observer
 from lmkv.agent import address
 from lmkv.agent.address import Address
 from lmkv.agent.client import AsyncClient, Client
-from lmkv.agent.history import History
-from lmkv.agent.http import application
+from lmkv.agent.http import History, application
 from lmkv.agent.server import AgentServer
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.chunks.namespace import salt_label
-from lmkv.cli.record import written
+from lmkv.cli.server import written
 from lmkv.errors import ConfigError, UsageError
 from lmkv.policies import LRU, Quotas
 from lmkv.protocols import Tier
@@ -44,6 +43,7 @@ from lmkv.store.tiered import TieredStore
 from lmkv.testing.backend_suite import in_threads
 from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.agent import clear_namespace
+from lmkv.vllm.plan.request import Report
 from lmkv.vllm.scheduler.observer import TraceRecorder
 from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, serving, short_socket, store_over, tokenize
 from tests.kit import LIMIT, Gated, eventually, memory, raised
@@ -305,10 +305,14 @@ def note(recorder: TraceRecorder, requests: int, chunks: int) -> None:
     """Note requests with this many chunks each."""
     keys: list[Any] = [number.to_bytes(32) for number in range(chunks)]
     for number in range(requests):
-        request = SimpleNamespace(num_tokens=4 * chunks + number, num_prompt_tokens=4 * chunks)
-        options = SimpleNamespace(hint=SimpleNamespace(session=""))
-        state: Any = SimpleNamespace(request=request, computed=0, hit_tokens=0, options=options)
-        recorder.finished(state, keys)
+        request: Any = SimpleNamespace(
+            num_tokens=4 * chunks + number,
+            prompt_tokens=4 * chunks,
+            waiting=SimpleNamespace(computed=0),
+            report=Report(),
+            options=SimpleNamespace(hint=SimpleNamespace(session="")),
+        )
+        recorder.finished(request, keys)
 
 
 @pytest.mark.parametrize(("requests", "chunks"), [(24, 16_384), (6, 131_072), (9_000, 1)])

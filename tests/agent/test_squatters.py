@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import lmkv.agent.peers
 from lmkv.agent.address import Address
 from lmkv.agent.client import AsyncClient, Client
-from lmkv.agent.history import History
+from lmkv.agent.http import History
 from lmkv.agent.peers import PeerError, Peers
 from lmkv.cli.app import app
 from lmkv.store.tiered import TieredStore

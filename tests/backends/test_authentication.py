@@ -23,9 +23,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from lmkv import Config, Engine
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.remote.options import RemoteOptions
+from lmkv.backends.remote.base import RemoteOptions
 from lmkv.chunks import codec
-from lmkv.chunks.codec import Authenticator, ChunkFormat, FormatError, SegmentDigests
+from lmkv.chunks.authentication import Authenticator
+from lmkv.chunks.codec import ChunkFormat, FormatError, SegmentDigests
 from lmkv.errors import ConfigError, CorruptChunkError
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend, Chunk, ChunkKey

@@ -17,17 +17,16 @@ import pytest
 from attrs import evolve
 from typer.testing import CliRunner
 
-from lmkv.backends.disk import usage
+from lmkv.backends.disk import folder
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.disk.description import NAME, describe, description
+from lmkv.backends.disk.namespaces import DESCRIPTION_FILE, describe, description
 from lmkv.backends.disk.root import Root
 from lmkv.build import build_store
 from lmkv.chunks.hashing import token_bytes
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli.app import app
-from lmkv.cli.disk_content import Content, Totals, contents, least_recently_used
-from lmkv.cli.inspect import show
+from lmkv.cli.inspect import Content, Totals, contents, least_recently_used, show
 from lmkv.config import Config
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk, Listed
@@ -155,7 +154,7 @@ def test_prune_leaves_so_many_gib_of_the_latest(tmp_path: Path, fill: Fill) -> N
     done = answer("prune", tmp_path, "--max-size", 2.5 * size / 2**30)
     assert (done["chunks"], done["bytes"]) == (2, 2 * size)
     assert stored(tmp_path, SMALL, keys) == [False, False, True, True]
-    assert usage.Usage(Root(str(tmp_path))).reserve_bytes(0) == 2 * size, "engines know that there is room"
+    assert folder.Usage(Root(str(tmp_path))).reserve_bytes(0) == 2 * size, "engines know that there is room"
     assert answer("prune", tmp_path, "--max-size", 1)["chunks"] == 0
 
 
@@ -207,7 +206,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, fill: Fill) -> None:
 
 def test_a_description_that_is_not_the_folders_is_not_believed(tmp_path: Path, fill: Fill) -> None:
     fill(SMALL, 1)
-    file, deep = tmp_path / SMALL.digest.hex() / NAME, "[" * 60_000
+    file, deep = tmp_path / SMALL.digest.hex() / DESCRIPTION_FILE, "[" * 60_000
     assert description(str(file.parent)) == SMALL
     for text in (
         *(deep, '{"a":' * 10_000, f'{{"model": {deep}', "9" * 60_000, "", "[]", "{}", '{"model": 1}'),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.backends.disk import usage
+from lmkv.backends.disk import folder as usage
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.policies import make_policy
 from lmkv.protocols import Clock, Tier

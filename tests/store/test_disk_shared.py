@@ -13,8 +13,8 @@ import pytest
 from attrs import frozen
 
 from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk.folder import PENDING_FILE, USAGE_FILE, Usage
 from lmkv.backends.disk.root import Root
-from lmkv.backends.disk.usage import NAME, PENDING, Usage
 from lmkv.medium import NAME as MARK
 from lmkv.outcomes import WriteStatus
 from lmkv.protocols import Chunk
@@ -174,7 +174,7 @@ def test_what_is_reserved_before_a_listing_and_written_behind_it_counts(tmp_path
     assert disk.reserve_bytes(0) == 12 * COST
     for each in (disk, other):
         each.close()
-    assert sorted([path.name for path in tmp_path.iterdir() if path.is_file()]) == [MARK, NAME]
+    assert sorted([path.name for path in tmp_path.iterdir() if path.is_file()]) == [MARK, USAGE_FILE]
 
 
 def reserve_and_fork(tell: Tell, folder: str) -> None:
@@ -202,12 +202,12 @@ def test_what_a_process_had_reserved_when_it_was_killed_counts_no_longer(tmp_pat
     list(other.list_all())
     os.kill(child, signal.SIGKILL)
     assert other.reserve_bytes(0) == 0
-    assert sorted([path.name for path in tmp_path.iterdir() if path.is_file()]) == [MARK, NAME]
+    assert sorted([path.name for path in tmp_path.iterdir() if path.is_file()]) == [MARK, USAGE_FILE]
 
 
 @pytest.mark.parametrize("odd", ["pipe", "folder", "link", "short", "huge"])
 def test_what_is_no_number_of_a_process_counts_nothing(tmp_path: Path, odd: str) -> None:
-    disk, path = LocalDiskBackend(tmp_path, bytes(32)), tmp_path / f"{PENDING}1-2"
+    disk, path = LocalDiskBackend(tmp_path, bytes(32)), tmp_path / f"{PENDING_FILE}1-2"
     makes: dict[str, Callable[[], object]] = {
         "pipe": lambda: os.mkfifo(path),
         "folder": path.mkdir,

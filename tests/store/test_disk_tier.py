@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.backends.disk import usage
+from lmkv.backends.disk import folder as usage
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
 from tests.forked import Child, Tell

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.backends.remote.options import RemoteOptions
+from lmkv.backends.remote.base import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
 from lmkv.policies import LRU
 from lmkv.protocols import Clock, Tier

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 from attrs import frozen
 
-from lmkv.backends.disk import usage
+from lmkv.backends.disk import folder as usage
 from tests.kit import LIMIT, eventually
 from tests.servers import free_port, redis_server
 from tests.vllm.harness import prompt
@@ -100,7 +100,7 @@ def test_the_decode_server_computes_one_token_of_the_prompt(pair: Pair, length: 
 def test_chunks_that_are_written_after_the_prefill_servers_answer_are_waited_for(pair: Pair) -> None:
     """Somebody has the lock on the count of the folder's bytes, for which each write waits a while."""
     ids = prompt(79, LENGTH)
-    with (pair.folder / usage.NAME).open("rb") as count:
+    with (pair.folder / usage.USAGE_FILE).open("rb") as count:
         fcntl.flock(count, fcntl.LOCK_EX)
         answer = complete(pair.proxy, ids)
     assert hit(answer) == LENGTH - 1

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lmkv.agent.client import Client
-from lmkv.cli.record import write_requests
+from lmkv.cli.server import write_requests
 from lmkv.policies import make_policy
 from lmkv.simulation.replay import replay
 from lmkv.simulation.trace import read_trace

@@ -18,12 +18,11 @@ from attrs import define, field, validators
 
 from lmkv.backends.disk.chunkfile import ChunkFiles, WrongLengthError
 from lmkv.backends.disk.fileio import Folder, FreeSpace, ShortReadError, probe_direct
-from lmkv.backends.disk.folder import ChunkFolder
+from lmkv.backends.disk.folder import ChunkFolder, Usage
 from lmkv.backends.disk.root import NotTrustedError, Root
-from lmkv.backends.disk.settings import check_settings
-from lmkv.backends.disk.usage import Usage
 from lmkv.chunks import codec
-from lmkv.chunks.codec import Authenticator, ChunkFormat, FormatError
+from lmkv.chunks.authentication import Authenticator
+from lmkv.chunks.codec import ChunkFormat, FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import (
     BackendError,
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 LIST_BATCH = 1024
 _PAUSE_AFTER, _PAUSE = 64, 5e-5
-"""Files of a listing after which other threads may run, and seconds for them: see `store.tiers.scanner`."""
+"""Files of a listing after which other threads may run, and seconds for them: see `lmkv.store.scanner`."""
 _REFUSED = {ENOSPC, EDQUOT, EROFS, EFBIG}
 _MAX_UNREADABLE = 4096
 
@@ -389,3 +388,15 @@ def _is_damage(error: Exception, folder: Folder, name: str) -> bool:
         return not stat.S_ISREG(folder.stat(name).st_mode)
     except OSError:
         return False
+
+
+def check_settings(namespace: bytes, sync: str, direct: str, segment_bytes: int) -> None:
+    """Raise ConfigError for a bad one."""
+    if len(namespace) != KEY_BYTES:
+        raise ConfigError(f"namespace must have {KEY_BYTES} bytes, not {len(namespace)}")
+    if sync not in ("none", "data", "full"):
+        raise ConfigError(f"sync must be 'none', 'data' or 'full', not {sync!r}")
+    if direct not in ("auto", "on", "off"):
+        raise ConfigError(f"direct must be 'auto', 'on' or 'off', not {direct!r}")
+    if segment_bytes % codec.PAGE or not codec.PAGE <= segment_bytes <= codec.MAX_SEGMENT_BYTES:
+        raise ConfigError(f"segment_bytes must be 1 to 4096 pages of 4096 bytes, not {segment_bytes}")

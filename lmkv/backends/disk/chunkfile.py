@@ -134,7 +134,7 @@ class ChunkFiles:
         return header, len(first)
 
     def _staged(self, part: memoryview) -> memoryview:
-        """The memory to read a part into, before it is copied: scratch memory in huge pages, where it is read directly.
+        """Where to read a part: scratch memory in huge pages, which is copied afterwards, with O_DIRECT; else in place.
 
         A disk takes longer to fill 512 small pages, which may lie anywhere, than one huge page.
         """

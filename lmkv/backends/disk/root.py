@@ -96,7 +96,7 @@ class Root:
                 continue
             at, above = here, status
             if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-                _warn_once(here)
+                warn_once("lmkv: anybody may delete or rename the contents of %s: forbid it with chmod +t", here)
         return above
 
     def check_owner(self, name: str, status: os.stat_result, folder: Folder) -> None:
@@ -119,7 +119,7 @@ class Root:
         self.trusted.add(status.st_uid)
 
     def _is_mine(self, path: str, status: os.stat_result) -> bool:
-        """Whether its owner is this user under another id, as file servers map root or all users to one."""
+        """Whether it is this user's, shown under another id by a file server that maps root or all users to one."""
         with contextlib.suppress(OSError):
             fd = os.open(path, _FOLDER | os.O_NOFOLLOW)
             try:
@@ -203,5 +203,6 @@ def _make_folders(path: str) -> None:
 
 
 @cache
-def _warn_once(path: str) -> None:
-    logger.warning("lmkv: anybody may delete or rename the contents of %s: forbid it with chmod +t", path)
+def warn_once(message: str, *about: str | None) -> None:
+    """Log a warning unless the same one was logged before."""
+    logger.warning(message, *about)

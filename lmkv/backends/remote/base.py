@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
-from urllib.parse import SplitResult, urlsplit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
-from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
-from lmkv.backends.remote.value_codec import ValueCodec
-from lmkv.chunks.codec import Authenticator, ChunkFormat, FormatError
+from attrs import field, frozen
+
+from lmkv.chunks.authentication import Authenticator
+from lmkv.chunks.codec import ChunkFormat, FormatError, Header, SegmentDigests
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import (
     BackendError,
@@ -23,6 +25,139 @@ from lmkv.errors import (
 )
 from lmkv.outcomes import HIT, MISS, Read, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
+
+logger = logging.getLogger(__name__)
+
+
+@frozen(kw_only=True)
+class RemoteOptions:
+    """Settings of a remote backend. A store that cannot honour one of them refuses it, or warns that it ignores it.
+
+    Parameters
+    ----------
+    username, password
+        Credentials for a URL that has none.
+    renew_password
+        Reads the password again from where it came, if that may change; a store that is refused asks `password_now`.
+    prefix
+        Every name in the store begins with it, as access rules may demand.
+    ttl
+        Seconds after which the store drops a value that was not written again; None: as it evicts.
+    timeout
+        Seconds to wait for a connection or an answer. A value has a second more for each 16 MiB.
+    chunk_tokens
+        Most token ids that a value records.
+    name
+        Name of the tier in logs and statistics; by default that of the backend's module.
+    authentication_key
+        32 random bytes or more. Only values that were written with the same key are served.
+
+    Notes
+    -----
+    Immutable, so any number of threads may share it. The password and the key are not in its repr.
+
+    Examples
+    --------
+    >>> RemoteOptions(password="secret", timeout=5.0).timeout
+    5.0
+    """
+
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    renew_password: Callable[[], str | None] | None = field(default=None, repr=False)
+    prefix: str = "lmkv:"
+    ttl: int | None = None
+    timeout: float = 1.0
+    chunk_tokens: int = 512
+    name: str = ""
+    authentication_key: bytes | None = field(default=None, repr=False)
+
+    def password_now(self) -> str | None:
+        """The password, read again where it may have changed; the one of the start as long as that fails."""
+        try:
+            return self.renew_password() if self.renew_password else self.password
+        except (OSError, ValueError):
+            return self.password
+
+
+DEFAULTS = RemoteOptions()
+
+
+# -- a chunk as one value ---------------------------------------------------------------------------------
+
+
+Fill = Callable[[memoryview], None]
+"""Fills a buffer with the next bytes of a value."""
+
+
+def filler(value: memoryview) -> Fill:
+    """A function that fills buffers with the next bytes of `value`, as far as there are any."""
+
+    def fill(part: memoryview) -> None:
+        nonlocal value
+        part[: len(value)] = value[: len(part)]
+        value = value[len(part) :]
+
+    return fill
+
+
+@frozen
+class ValueCodec:
+    """Makes and checks the values of one namespace."""
+
+    format: ChunkFormat
+
+    def header_bytes(self, payload_bytes: int) -> int:
+        return self.format.header_bytes(payload_bytes)
+
+    def value_bytes(self, payload_bytes: int) -> int:
+        """Length of the whole value."""
+        return self.header_bytes(payload_bytes) + payload_bytes
+
+    def header_of(self, chunk: Chunk) -> memoryview:
+        """The header of a chunk's value."""
+        payload = chunk.payload
+        packed = memoryview(bytearray(self.header_bytes(len(payload))))
+        digests = SegmentDigests(chunk.key, self.format)
+        digests.add(payload)
+        self.format.pack(packed, digests, len(payload), chunk.parent, chunk.tokens)
+        return packed
+
+    def parsed(self, key: ChunkKey, data: memoryview, expected: int) -> Header:
+        """The header at the start of `data`, checked against the key and a payload of `expected` bytes.
+
+        Raises `FormatError`.
+        """
+        header = self.format.parse(key, data)
+        if header.payload_bytes != expected:
+            raise FormatError(f"its payload has {header.payload_bytes} bytes, the buffer {expected}")
+        return header
+
+    def receive(self, key: ChunkKey, nbytes: int, fill: Fill, into: memoryview) -> None:
+        """Fill `into` with the payload of a value of `nbytes`, which `fill` reads on. Raises as `parsed` does."""
+        header_bytes = self.header_bytes(len(into))
+        start = memoryview(bytearray(min(nbytes, header_bytes)))
+        fill(start)
+        header = self.parsed(key, start, len(into))
+        if nbytes != header_bytes + len(into) or header.header_bytes != header_bytes:
+            raise FormatError(f"it has {nbytes} bytes, {header.header_bytes + len(into)} by its header")
+        self.receive_payload(header, fill, into)
+
+    def receive_payload(self, header: Header, fill: Fill, into: memoryview) -> None:
+        """Fill `into` with a payload that `fill` reads on. Raises `FormatError`."""
+        for index, at in enumerate(range(0, len(into), header.segment_bytes)):
+            segment = into[at : at + header.segment_bytes]
+            fill(segment)
+            # Verify now, while the bytes are in the processor's cache and more of them arrive.
+            self.format.verify(header, segment, index)
+
+    def unpack(self, key: ChunkKey, value: memoryview, into: memoryview) -> None:
+        """Fill `into` with the payload of a whole value. Raises as `parsed` does."""
+        self.receive(key, len(value), filler(value), into)
+
+
+# -- the backend ------------------------------------------------------------------------------------------
+
 
 MIN_BYTES_PER_SECOND = 16 << 20
 """Slowest transfer of a value, in bytes per second, before it is given up."""
@@ -238,3 +373,40 @@ class RemoteBackend(ABC):
     @abstractmethod
     def _is_unavailable(self, error: Exception) -> bool:
         """Whether the store as a whole fails: it does not answer, or refuses us."""
+
+
+class HostPortBackend(RemoteBackend):
+    """A store at a host and a port. A subclass names the options of its URL and talks to the store."""
+
+    known: ClassVar[Mapping[str, type[str] | type[int]]]
+    """Options that the URL's query may have, with their types."""
+
+    def __init__(self, url: str, namespace: bytes, options: RemoteOptions = DEFAULTS) -> None:
+        super().__init__(url, namespace, options)
+        self._set_up(self._parse_url(url))
+        ignored = [name for name in ("username", "password", "ttl") if getattr(options, name)]
+        if ignored:
+            logger.warning("lmkv: %s ignores %s, which it does not support", self._safe_url, ", ".join(ignored))
+
+    def _parse_url(self, url: str) -> dict[str, Any]:
+        """Host, port and options of the query."""
+        parts = split_url(url)
+        given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
+        if unknown := sorted(given.keys() - self.known.keys()):
+            raise ConfigError(
+                f"{self._safe_url}: unknown option {unknown[0]!r}; there are: {', '.join(sorted(self.known))}"
+            )
+        try:
+            options: dict[str, Any] = {key: self.known[key](value) for key, value in given.items()}
+        except ValueError as error:
+            raise ConfigError(f"{self._safe_url}: {error}") from None
+        if not (parts.hostname and parts.port):
+            raise ConfigError(f"{self._safe_url} must have a host and a port: {parts.scheme}://host:port/")
+        return {"host": parts.hostname, "port": parts.port, **options}
+
+    @abstractmethod
+    def _set_up(self, options: dict[str, Any]) -> None:
+        """Prepare for calls with the options of the URL, without connecting."""
+
+    def _is_unavailable(self, error: Exception) -> bool:
+        return isinstance(error, OSError)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import socket
+import stat
+import struct
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate
 from typing import Any, ClassVar
 
+from lmkv.backends.remote.base import HostPortBackend
 from lmkv.backends.remote.child import Memory, Part
-from lmkv.backends.remote.firewall import drop_inbound
-from lmkv.backends.remote.host_port import HostPortBackend
 from lmkv.backends.remote.subprocess_backend import START_LIMIT, ClientProcess, SubprocessBackend
 
 _NO_ROOM, _INVALID, _EXISTS, _NOT_MOVED = -200, -600, -705, -800
@@ -50,7 +55,7 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
     for half a minute when the master does not answer, and a read from a dead host takes as long. The store's slab is
     registered, so values move from and to its slots without a copy. A failed read ends its process, so that nothing
     arrives in a slot that is another chunk's by then. Anybody who reaches Mooncake's port can read and write registered
-    memory. Over TCP `lmkv.backends.remote.firewall` drops all callers; over RDMA the slab is not registered if there is
+    memory. Over TCP `drop_inbound` drops all callers; over RDMA the slab is not registered if there is
     an `authentication_key`, because then others on the network are not trusted.
 
     Examples
@@ -102,6 +107,9 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
 
 
 open_url = MooncakeBackend
+
+
+# -- in the child process ---------------------------------------------------------------------------------
 
 
 class StoreClient:
@@ -205,3 +213,56 @@ def _checked(code: int, call: str) -> int:
     if code < 0:
         raise RuntimeError(f"{call} failed: {code}")
     return code
+
+
+_SO_ATTACH_FILTER = 26
+_KEEP_NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+"""The classic BPF instruction that keeps 0 bytes of each packet."""
+_PROGRAM = struct.pack("HP", 1, ctypes.addressof(_KEEP_NOTHING))
+"""A BPF program of that instruction."""
+_UNACKED = struct.Struct("24xI")
+"""Position in a listening socket's `tcp_info` of the count of connections not yet accepted."""
+_LIMIT = 1.0
+"""Seconds for the client to accept earlier connections."""
+
+
+def drop_inbound() -> None:
+    """Have the kernel drop all packets to the ports on which this process listens.
+
+    Connections that the client makes itself work as before. Raises ConnectionError when a caller stays connected whom
+    the client does not accept, because such a connection cannot be filtered. Linux only.
+    """
+    deadline = time.monotonic() + _LIMIT
+    while _drop_once():
+        if time.monotonic() > deadline:
+            raise ConnectionError("unaccepted connections to the ports of the client cannot be dropped")
+        time.sleep(0.001)
+    # Filter connections that were accepted since.
+    _drop_once()
+
+
+def _drop_once() -> int:
+    """Filter listening sockets and their connections; returns the number of connections not yet accepted."""
+    with _sockets() as sockets:
+        listening = [each for each in sockets if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+        ports = {each.getsockname()[1] for each in listening}
+        for each in sockets:
+            if each.getsockname()[1] in ports:
+                each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _PROGRAM)
+        return sum(
+            _UNACKED.unpack(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKED.size))[0]
+            for each in listening
+        )
+
+
+@contextmanager
+def _sockets() -> Iterator[list[socket.socket]]:
+    """This process's IPv4 and IPv6 sockets."""
+    with ExitStack() as stack:
+        opened = []
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            # It may be closed since, as the descriptor of this listing is.
+            with suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    opened.append(stack.enter_context(socket.socket(fileno=os.dup(descriptor))))
+        yield [each for each in opened if each.family in (socket.AF_INET, socket.AF_INET6)]

@@ -1,20 +1,63 @@
-"""`ObjectStoreBackend`: chunks as objects of S3, Google Cloud Storage or Azure, or as files of a folder."""
+"""`ObjectStoreBackend`: chunks as objects of S3, Google Cloud Storage or Azure, or as files of a folder.
+
+obstore signs, connects and retries. It allocates as many bytes as an answer promises, and its process ends if there are
+too few. So `StoreClient` runs it in a child process.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from datetime import timedelta
+from functools import cached_property, partial
 from itertools import count
-from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import parse_qsl, unquote, urlsplit
 
-from lmkv.backends.remote.object_client import StoreClient, check, folder_of
-from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
+from lmkv.backends.remote.base import DEFAULTS, MIN_BYTES_PER_SECOND, RemoteOptions, split_url
+from lmkv.backends.remote.child import Memory, Part
 from lmkv.backends.remote.subprocess_backend import ClientProcess, SubprocessBackend
+from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import ConfigError
 from lmkv.medium import Medium
 from lmkv.protocols import Listed
+
+try:
+    import obstore
+    from obstore import exceptions
+    from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
+except ImportError as error:
+    raise ConfigError("object stores need obstore: pip install 'lmkv[s3]'") from error
+
+_STORES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
+    "s3": (S3Store, ("access_key_id", "secret_access_key")),
+    "gs": (GCSStore, ()),
+    "az": (AzureStore, ("account_name", "account_key")),
+}
+"""Scheme -> class of obstore, and its options for a name and a password."""
+
+_MAX_CERTIFICATES = 16 << 20
+_ENDPOINT = re.compile(
+    r"https?://([\w.-]{1,253}|\[[0-9a-f:.]{2,45}\])(:\d{1,5})?(/[!-?A-~]{0,2000})?", re.ASCII | re.IGNORECASE
+)
+_NAMES_PLACE = re.compile(r"(endpoint|base_url)(_url)?(_s3|_sts)?$")
+_MAX_REQUESTS = 32
+"""Requests under way for one call."""
+_BATCH_NAMES = 1000
+_LOOK_SECONDS = 0.1
+"""How long a call waits for the next page of a listing."""
+_SAID = 10_000
+"""Characters of an error that are looked at."""
+_NO_SPACE = ("(os error 28)", "(os error 122)")
+_UNCONDITIONAL = ("501 Not Implemented", "NotImplemented", "400 Bad Request")
+_MAX_BYTES = 4 << 30
+"""Memory of this process at most, whatever an answer promises."""
 
 
 class ObjectStoreBackend(SubprocessBackend):
@@ -54,7 +97,7 @@ class ObjectStoreBackend(SubprocessBackend):
     """
 
     module = "obstore"
-    client_module = StoreClient.__module__
+    client_module = __name__
     install = "pip install 'lmkv[s3]'"
     requests = 4
 
@@ -113,6 +156,258 @@ class ObjectStoreBackend(SubprocessBackend):
     def _disconnect(self) -> None:
         super()._disconnect()
         self._lister.close()
+
+
+# -- in the child process ---------------------------------------------------------------------------------
+
+
+class StoreClient:
+    """A bucket, a container or a folder, by the URL of `ObjectStoreBackend`. Its calls are those of the parent."""
+
+    unavailable: ClassVar[tuple[type[Exception], ...]] = (
+        exceptions.GenericError,
+        exceptions.PermissionDeniedError,
+        exceptions.UnauthenticatedError,
+    )
+
+    def __init__(
+        self, memories: Sequence[Memory], *, timeout: float, url: str, username: str | None, password: str | None
+    ) -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (_MAX_BYTES, _MAX_BYTES))
+        # The end of this process is no fault to look into.
+        os.environ |= {"TOKIO_WORKER_THREADS": "2", "RUST_BACKTRACE": "0"}
+        self._memories, self._timeout = memories, timeout
+        self._open = partial(opened, url=url, username=username, password=password)
+        self._stores: dict[int, Any] = {}
+        self._is_folder = bool(folder_of(url))
+        self._mode: Any = "overwrite" if unconditional(url) else "create"
+        self._threads = ThreadPoolExecutor(_MAX_REQUESTS)
+        self._listings: dict[int, _Listing] = {}
+
+    def _store(self, nbytes: int = 0) -> Any:
+        """A store of obstore whose timeout suits a value of `nbytes`."""
+        more = -(-nbytes // MIN_BYTES_PER_SECOND)
+        if more not in self._stores:
+            self._stores[more] = self._open(self._timeout + more)
+        return self._stores[more]
+
+    @cached_property
+    def _deletes_each(self) -> Any:
+        return self._open(self._timeout, deletes_each=True)
+
+    def _views(self, parts: Sequence[Part]) -> list[memoryview]:
+        return [memoryview(self._memories[memory].view)[at : at + nbytes] for memory, at, nbytes in parts]
+
+    def exist(self, names: Sequence[str]) -> list[bool]:
+        """Whether there is an object of each name. One whose question fails counts as absent, unless all fail."""
+        store = self._store()
+        asked = [self._threads.submit(_exists, store, name) for name in names]
+        done, late = wait(asked, 2 * self._timeout)
+        for each in late:
+            each.cancel()
+        failed = [error for each in done if (error := each.exception())]
+        if len(failed) + len(late) == len(asked):
+            raise failed[0] if failed else TimeoutError("it does not answer")
+        return [_answered(each) for each in asked]
+
+    def get(self, name: str, parts: Sequence[Part]) -> int | None:
+        """Length of the object, which fills these parts if the length fits; None when it does not exist."""
+        nbytes = sum(part[2] for part in parts)
+        try:
+            found = obstore.get(self._store(nbytes), name)
+        except FileNotFoundError:
+            return None
+        if found.meta["size"] == nbytes:
+            value = memoryview(found.bytes())
+            for view in self._views(parts):
+                view[:] = value[: len(view)]
+                value = value[len(view) :]
+        return int(found.meta["size"])
+
+    def put(self, name: str, parts: Sequence[Part]) -> str:
+        """Store these parts as one object."""
+        # Look it up first, so that an existing object is not sent.
+        if _exists(self._store(), name):
+            return "present"
+        store = self._store(sum(part[2] for part in parts))
+        try:
+            obstore.put(store, name, self._views(parts), mode=self._mode, use_multipart=False)
+        except exceptions.AlreadyExistsError:
+            return "present"
+        except exceptions.GenericError as error:
+            text = str(error)[:_SAID]
+            if self._is_folder and any(code in text for code in _NO_SPACE):
+                # After a blank line come internals of obstore.
+                return text.partition("\n\n")[0]
+            if self._mode == "create" and any(code in text for code in _UNCONDITIONAL):
+                raise ConnectionError(f"{UNCONDITIONAL_HINT}: {text}") from None
+            raise
+        return "stored"
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete objects; absent ones are fine."""
+        names, store = list(dict.fromkeys(names)), self._store()
+        try:
+            obstore.delete(store, names)
+        except FileNotFoundError:
+            pass  # stores other than S3 fail at the first missing object
+        except self.unavailable:
+            # Some refuse to delete many at a time. One that refuses each is not asked for all.
+            _remove(self._deletes_each, names.pop())
+        else:
+            return
+        list(self._threads.map(partial(_remove, self._deletes_each), names))
+
+    def begin_listing(self, number: int, root: str) -> None:
+        self._listings[number] = _Listing(self._store(), root)
+
+    def next_page(self, number: int) -> list[tuple[str, int]] | None:
+        """Keys of the next chunks, in hexadecimal, and lengths; empty if they are late, None at the end."""
+        return self._listings[number].next_page()
+
+    def end_listing(self, number: int) -> None:
+        self._listings.pop(number, None)
+
+    def close(self) -> None:
+        pass
+
+
+class _Listing:
+    """The chunks below a root, page by page."""
+
+    def __init__(self, store: Any, root: str) -> None:
+        self._pages, self._last = obstore.list(store, root, chunk_size=_BATCH_NAMES), ""
+        self._chunk = re.compile(rf"{re.escape(root)}/([0-9a-f]{{{2 * KEY_BYTES}}})")
+        self._page: asyncio.Future[Any] | None = None
+
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.new_event_loop()
+
+    def next_page(self) -> list[tuple[str, int]] | None:
+        # As a coroutine, because obstore skips empty pages for ever.
+        page = self._loop.run_until_complete(self._next())
+        if page is None:
+            return None
+        if page and page[-1]["path"] == self._last:
+            raise ValueError("it lists the same page again")
+        self._last = page[-1]["path"] if page else self._last
+        return [(found[1], each["size"]) for each in page if (found := self._chunk.fullmatch(each["path"]))]
+
+    async def _next(self) -> Any:
+        self._page = self._page or asyncio.ensure_future(anext(self._pages, None))
+        if not (await asyncio.wait([self._page], timeout=_LOOK_SECONDS))[0]:
+            return []
+        page, self._page = self._page, None
+        return page.result()
+
+
+UNCONDITIONAL_HINT = "a store that refuses If-None-Match needs conditional_put=disabled in its URL"
+
+
+def _exists(store: Any, name: str) -> bool:
+    try:
+        obstore.head(store, name)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _answered(asked: Future[bool]) -> bool:
+    return asked.done() and not asked.cancelled() and not asked.exception() and asked.result()
+
+
+def _remove(store: Any, name: str) -> None:
+    with suppress(FileNotFoundError):
+        obstore.delete(store, name)
+
+
+def folder_of(url: str) -> str:
+    """The folder of a `file:` URL; empty for others."""
+    parts = split_url(url)
+    return unquote(parts.path) if parts.scheme == "file" else ""
+
+
+def unconditional(url: str) -> bool:
+    return dict(parse_qsl(urlsplit(url).query)).get("conditional_put") == "disabled"
+
+
+def _certificates(path: str) -> bytes:
+    with Path(path).open("rb") as file:
+        found = file.read(_MAX_CERTIFICATES + 1)
+    if len(found) > _MAX_CERTIFICATES:
+        raise ValueError(f"{path} has more than {_MAX_CERTIFICATES:,} bytes of certificates")
+    return found
+
+
+def check(root: str, *place: Any) -> None:
+    """Raise ValueError or OSError for a place that cannot be one, or a root that cannot be part of a name."""
+    try:
+        obstore.list(opened(*place, makes_folder=True), root)
+    except exceptions.BaseError as error:
+        raise ValueError(str(error)[:_SAID].partition("\n\n")[0]) from None
+
+
+def _check_files(options: dict[str, str]) -> None:
+    """Refuse places that are no files: obstore reads them without an end, and lets no other thread run."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))}
+    for name, value in {**variables, **options}.items():
+        if "/" in value and "://" not in value and os.path.exists(value) and not os.path.isfile(value):
+            raise ValueError(f"{name} names no file")
+
+
+def opened(
+    timeout: float,
+    url: str,
+    username: str | None,
+    password: str | None,
+    *,
+    deletes_each: bool = False,
+    makes_folder: bool = False,
+) -> Any:
+    """The store of obstore for a URL; connects to nothing."""
+    parts = split_url(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    bucket = parts.netloc.rpartition("@")[2]
+    if parts.scheme == "file":
+        if bucket not in ("", "localhost") or options.keys() - {"clients"} or parts.fragment:
+            raise ValueError("a folder is file:///path, without host and options; # is %23")
+        return LocalStore(folder_of(url), mkdir=makes_folder)
+    kind, names = _STORES[parts.scheme]
+    if not re.fullmatch(r"[\w.$-]+", bucket):
+        raise ValueError(f"it names no bucket: {parts.scheme}://bucket/path")
+    if (parts.username or parts.password) and not names:
+        raise ValueError("credentials cannot be in its URL; GOOGLE_APPLICATION_CREDENTIALS names a file with them")
+    limits = {"timeout": f"{timeout * 1000:.0f}ms", "connect_timeout": f"{timeout * 1000:.0f}ms"}
+    given = (unquote(parts.username or "") or username, unquote(parts.password or "") or password)
+    authorities = options.get("ssl_ca_certs")
+    _check_files(options)
+    options = {name: value for name, value in options.items() if name not in ("ssl_ca_certs", "clients")}
+    # obstore panics on an invalid URL. Each of these options has several names.
+    named = {name.lower(): value for name, value in options.items() if _NAMES_PLACE.search(name.lower())}
+    places = named.values()
+    if not all(_ENDPOINT.fullmatch(place) and (urlsplit(place).port or 1) > 0 for place in places):
+        raise ValueError("an endpoint must be http://host:port or https://host:port, without a password")
+    if any(char.isspace() for value in options.values() for char in value):
+        raise ValueError("an option has a blank")
+    return kind(
+        bucket,
+        prefix=unquote(parts.path).strip("/") or None,
+        config={
+            **limits,
+            **({"unsigned_payload": "true"} if kind is S3Store else {}),
+            **({"disable_bulk_delete": "true"} if kind is S3Store and deletes_each else {}),
+            **({"allow_http": "true"} if any(place.startswith("http://") for place in places) else {}),
+            **{name: value for name, value in zip(names, given, strict=False) if value},
+            **options,
+        },
+        client_options={**limits, "root_certificate": _certificates(authorities)} if authorities else None,
+        retry_config={
+            "max_retries": 1,
+            "retry_timeout": timedelta(seconds=timeout),
+            "backoff": {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(milliseconds=100)},
+        },
+    )
 
 
 open_url = ObjectStoreBackend

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
-from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, batches
-from lmkv.backends.remote.options import DEFAULTS, RemoteOptions
+from lmkv.backends.remote.base import DEFAULTS, MIN_BYTES_PER_SECOND, RemoteBackend, RemoteOptions, batches
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import BackendError, ConfigError, outside, short_repr
@@ -26,8 +25,7 @@ try:
     from redis import Redis, RedisCluster, exceptions
     from redis.cluster import ClusterNode
 
-    from lmkv.backends.remote.redis_answers import Answers, within
-    from lmkv.backends.remote.redis_url import RedisURL
+    from lmkv.backends.remote.redis_client import Answers, RedisURL, within
 except ImportError as error:
     raise ConfigError("Redis and Valkey need redis-py: pip install 'lmkv[redis]'") from error
 

@@ -23,9 +23,8 @@ from socket import AF_UNIX, SOCK_SEQPACKET, socketpair
 from typing import Any, ClassVar
 from zlib import crc32
 
-from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, RemoteBackend, batches
+from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, Fill, RemoteBackend, batches, filler
 from lmkv.backends.remote.child import MAX_MESSAGE_BYTES, ROOM, SLAB, Part
-from lmkv.backends.remote.value_codec import Fill, filler
 from lmkv.chunks.codec import FormatError
 from lmkv.errors import ConfigError, UsageError
 from lmkv.outcomes import PRESENT, STORED, Written

@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 from lmkv.chunks.hashing import KeyChain, StateKey, TailKey, hash_prompt, state_keys
 from lmkv.chunks.namespace import Namespace, tenants_of
 from lmkv.errors import printable
+from lmkv.outcomes import miss_in_words
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion, SharedLookup
@@ -104,9 +105,8 @@ class Miss:
         return "not_stored" if self.reason == "other_salt" else self.reason
 
     def __str__(self) -> str:
-        where = "" if self.tier is None else f" from {self.tier}" if self.reason == "evicted" else f" in {self.tier}"
         when = "" if self.seconds_ago is None else f" {self.seconds_ago:.0f} s ago"
-        return f"{self.tokens} missed: {self.reason.replace('_', ' ')}{where}{when}"
+        return f"{self.tokens} missed: {miss_in_words(self.reason, self.tier)}{when}"
 
     def report(self) -> dict[str, object]:
         """The miss in the request's report, which must not tell whether another salt's requests share the prompt."""

@@ -15,8 +15,8 @@ import pytest
 from lmkv.backends.disk import fileio
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.fileio import Scratch
+from lmkv.backends.disk.folder import Usage
 from lmkv.backends.disk.root import Root
-from lmkv.backends.disk.usage import Usage
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk
 from lmkv.testing.backend_suite import chunk_of, listed, statuses

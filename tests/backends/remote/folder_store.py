@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from lmkv.backends.remote.base import HostPortBackend
 from lmkv.backends.remote.child import Memory, Part
-from lmkv.backends.remote.host_port import HostPortBackend
 from lmkv.backends.remote.subprocess_backend import SubprocessBackend
 
 UNREADABLE = b"unreadable"

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lmkv.backends.remote.options import RemoteOptions
+from lmkv.backends.remote.base import RemoteOptions
 from lmkv.errors import BackendUnavailable, ConfigError, CorruptChunkError
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend, Chunk

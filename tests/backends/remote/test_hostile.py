@@ -18,12 +18,10 @@ pytest.importorskip("redis")
 pytest.importorskip("obstore")
 
 from lmkv.backends.remote import base
-from lmkv.backends.remote.base import RemoteBackend
+from lmkv.backends.remote.base import RemoteBackend, RemoteOptions, ValueCodec
 from lmkv.backends.remote.infinistore import InfiniStoreBackend
 from lmkv.backends.remote.objects import ObjectStoreBackend
-from lmkv.backends.remote.options import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
-from lmkv.backends.remote.value_codec import ValueCodec
 from lmkv.chunks.codec import ChunkFormat
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError
 from lmkv.outcomes import HIT, ReadStatus, WriteStatus

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmkv.backends.remote.infinistore import InfiniStoreBackend
-from lmkv.backends.remote.infinistore_protocol import Connection
-from lmkv.backends.remote.options import RemoteOptions
+from lmkv.backends.remote.base import RemoteOptions
+from lmkv.backends.remote.infinistore import Connection, InfiniStoreBackend
 from lmkv.errors import BackendUnavailable, CorruptChunkError
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Backend, Chunk

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from lmkv.backends.remote.base import RemoteOptions
 from lmkv.backends.remote.mooncake import MooncakeBackend
-from lmkv.backends.remote.options import RemoteOptions
 from lmkv.errors import BackendUnavailable
 from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.protocols import Chunk

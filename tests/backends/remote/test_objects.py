@@ -27,8 +27,8 @@ pytest.importorskip("obstore")
 import obstore
 from obstore.store import AzureStore, GCSStore, S3Store
 
+from lmkv.backends.remote.base import RemoteOptions
 from lmkv.backends.remote.objects import ObjectStoreBackend
-from lmkv.backends.remote.options import RemoteOptions
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.build import build_store
 from lmkv.chunks.layout import KVLayout, LayerPages

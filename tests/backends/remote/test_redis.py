@@ -20,7 +20,7 @@ pytest.importorskip("redis")
 
 from redis import Redis
 
-from lmkv.backends.remote.options import RemoteOptions
+from lmkv.backends.remote.base import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
 from lmkv.build import build_store
 from lmkv.chunks.layout import KVLayout, LayerPages

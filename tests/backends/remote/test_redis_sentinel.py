@@ -18,7 +18,7 @@ from attrs import frozen
 from redis import Redis
 from redis.exceptions import ResponseError
 
-from lmkv.backends.remote.options import RemoteOptions
+from lmkv.backends.remote.base import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
 from lmkv.errors import BackendUnavailable, ConfigError
 from lmkv.outcomes import ReadStatus, WriteStatus

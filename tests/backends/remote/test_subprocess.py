@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lmkv.backends import CPUPinnedBackend, WrapperBackend
-from lmkv.backends.remote.options import RemoteOptions
+from lmkv.backends.remote.base import RemoteOptions
 from lmkv.errors import ConfigError, UsageError
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence, ReadStatus
@@ -44,7 +44,7 @@ class TestProcesses(ProcessSuite):
         program = """if True:
             import os, signal, sys
             from lmkv.testing.backend_suite import chunk_of
-            from lmkv.backends.remote.options import RemoteOptions
+            from lmkv.backends.remote.base import RemoteOptions
             from tests.backends.remote.folder_store import FolderBackend
             backend = FolderBackend(sys.argv[1], bytes(32), RemoteOptions(timeout=10.0))
             print(*(backend.write(chunk_of(100)).status.value for _ in range(20)))
@@ -241,7 +241,7 @@ def test_a_living_fork_keeps_no_process_from_leaving(tmp_path: Path) -> None:
 def test_whoever_is_connected_to_a_client_is_dropped_and_all_who_come_later() -> None:
     program = """if True:
         import os, socket
-        from lmkv.backends.remote.firewall import drop_inbound
+        from lmkv.backends.remote.mooncake import drop_inbound
         listener = socket.create_server(("127.0.0.1", 0))
         ends = [socket.create_connection(listener.getsockname())]
         accepted = [listener.accept()[0]]

@@ -11,7 +11,7 @@ from pathlib import Path
 from hypothesis import given, strategies as st
 
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.remote.value_codec import ValueCodec
+from lmkv.backends.remote.base import ValueCodec
 from lmkv.chunks.codec import ChunkFormat, FormatError
 from lmkv.errors import BackendError
 from lmkv.outcomes import ReadStatus

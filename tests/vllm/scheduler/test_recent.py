@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmkv.agent.client import Client
-from lmkv.agent.explanation import ADVICE
-from lmkv.agent.service import Prompt
+from lmkv.agent.service import ADVICE, Prompt
 from lmkv.cli.top import shortened
 from lmkv.errors import printable
 from lmkv.vllm.scheduler.observer import RecentRequests

@@ -22,8 +22,7 @@ from hypothesis import event, given, settings, strategies as st
 from typer.testing import CliRunner
 
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.disk.description import NAME, description
-from lmkv.backends.disk.namespaces import digests
+from lmkv.backends.disk.namespaces import DESCRIPTION_FILE, description, digests
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli.app import app
 from lmkv.errors import LmkvError
@@ -75,7 +74,7 @@ paths = st.sampled_from(
     [
         *(f"{name}/{below}" for name in (digits, OTHER.hex()) for below in (
             *(f"{key[:2]}/{key}.kv1", f"{key[:2]}/.1-ab.tmp", f"{key[:2]}/{bytes(32).hex()}.kv1", key[:2], "00"),
-            *(f"00/{bytes(32).hex()}.kv1", "quarantine", "quarantine/old", NAME, ".2-cd.tmp", "zz"),
+            *(f"00/{bytes(32).hex()}.kv1", "quarantine", "quarantine/old", DESCRIPTION_FILE, ".2-cd.tmp", "zz"),
         )),
         *(digits, OTHER.hex(), ".lmkv-use", "other"),
     ]
@@ -179,7 +178,7 @@ def test_any_description(content: bytes) -> None:
     with tempfile.TemporaryDirectory(dir=_memory()) as root:
         folder = Path(root, digits)
         folder.mkdir(mode=0o700)
-        (folder / NAME).write_bytes(content)
+        (folder / DESCRIPTION_FILE).write_bytes(content)
         assert description(str(folder)) is None
 
 
@@ -191,6 +190,6 @@ def test_a_description_with_any_field_of_another_type(tmp_path: Path) -> None:
     values: list[Any] = [None, [], {}, 1.5, 10**400, "a", [[[]]], {"a": {"b": 1}}, True]
     for value in values:
         for name in (*fields, "extra", "layout"):
-            (folder / NAME).write_text(json.dumps({**fields, name: value}))
+            (folder / DESCRIPTION_FILE).write_text(json.dumps({**fields, name: value}))
             found = description(str(folder))
             assert found is None or found == namespace, (name, value)

@@ -1,4 +1,4 @@
-"""Prefetch: a promotion that a user asked for ahead of need."""
+"""What calls of an engine return: `Prefetch` and `EngineStats`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ from types import MappingProxyType
 from attrs import frozen
 
 from lmkv.store.promotion import Promotion
+from lmkv.store.stats import StoreStats
+
+
+@frozen
+class EngineStats:
+    """Totals of an engine's calls since it was opened, in tokens, and its store's state; from `Engine.stats`.
+
+    Notes
+    -----
+    A snapshot, which never changes. `requested_tokens`: tokens of the chunks that callers asked to load.
+    """
+
+    stored_tokens: int
+    retrieved_tokens: int
+    requested_tokens: int
+    store: StoreStats
 
 
 @frozen
