@@ -64,6 +64,7 @@ def named(names: Iterable[str]) -> str:
 def lmcache() -> Iterator[str]:
     yield from ("### Used", "", "| LMCache | default there | here | default here | |", "|---|---|---|---|---|")
     yield from used()
+    yield from ("", "### Part of an address", "", "| keys | of |", "|---|---|", *by_reason("joined"))
     yield from ("", "### Refused", "", "| keys | why |", "|---|---|", *by_reason("refused"))
     yield from ("", "### Without effect", "", "| keys | why |", "|---|---|", *by_reason("without_effect"))
 

@@ -1,4 +1,8 @@
-"""`lmkv config`: shows settings with their sources, checks a file, and converts LMCache's file."""
+"""`lmkv config`: shows settings with their sources, checks a file, and converts LMCache's file.
+
+All three say the same of a setting, as `lmkv doctor` and a server's start do, and end with the same exit status: 0 if
+all is used as it is, 1 with remarks that change what is cached, 2 if something is refused.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,8 @@ from rich.text import Text
 
 from lmkv.cli.doctor import json_object
 from lmkv.cli.server import fail
-from lmkv.config import Config, Setting, lmcache, read_yaml
-from lmkv.config.lmcache import Translation
+from lmkv.config import Answer, Config, Setting, lmcache, read_yaml
+from lmkv.config.parsers import Secret
 from lmkv.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and convert settings, lmkv's own and LMCache's.")
@@ -36,15 +40,36 @@ def show(
 ) -> None:
     """Show every setting with its value and source: default, file, variable, or kv_connector_extra_config."""
     try:
-        config = Config.load(env=os.environ, extra=json_object(extra))
+        answer = Answer.to(env=os.environ, extra=json_object(extra))
     except ConfigError as error:
-        fail(error, as_json=as_json)
-    remarks = [remark for _, remark in config.remarks]
+        fail(error, as_json=as_json, status=2)
+    config = answer.config
     if as_json:
-        settings = [asdict(setting) for setting in config.describe()]
-        typer.echo(json.dumps({"ok": True, "problems": [], "settings": settings, "remarks": remarks}))
-    else:
-        show_table(config.describe(), remarks)
+        settings = [asdict(setting) for setting in config.describe()] if config is not None else []
+        typer.echo(json.dumps({**as_dict(answer), "settings": settings}))
+    elif config is not None:
+        show_table(config.describe(), remarks(answer))
+    end(answer, as_json=as_json)
+
+
+def as_dict(answer: Answer) -> dict[str, Any]:
+    return {
+        "ok": not answer.problems,
+        "problems": list(answer.problems),
+        "remarks": remarks(answer),
+        "readings": [asdict(each) for each in answer.readings],
+    }
+
+
+def remarks(answer: Answer) -> list[str]:
+    return [text for _, text in answer.notes]
+
+
+def end(answer: Answer, *, as_json: bool) -> None:
+    """Exit with the answer's status; say first what is refused."""
+    if answer.problems and not as_json:
+        fail("\n".join(answer.problems), status=2)
+    raise typer.Exit(answer.status)
 
 
 def show_table(settings: list[Setting], remarks: list[str]) -> None:
@@ -62,35 +87,32 @@ def show_table(settings: list[Setting], remarks: list[str]) -> None:
 def check(
     file: Annotated[Path, typer.Argument(help="A YAML file, lmkv's or LMCache's.")], as_json: AsJson = False
 ) -> None:
-    """Check a file. If it cannot be used, print the reason and exit with code 1."""
+    """Check a file: say of each setting whether it is used, without effect, refused or unknown."""
     try:
-        content = read_yaml(file)
-        theirs = is_lmcache(content)
-        config = of_lmcache(file, content) if theirs else of_lmkv(file, content)
+        answer = answer_to(file, read_yaml(file))
     except ConfigError as error:
-        fail(error, as_json=as_json)
-    remarks = [remark for _, remark in config.remarks]
+        fail(error, as_json=as_json, status=2)
     if as_json:
-        found = {"of": "LMCache" if theirs else "lmkv", "settings": list(config.sources), "remarks": remarks}
-        typer.echo(json.dumps({"ok": True, "problems": [], **found}))
-        return
-    whose = "LMCache's settings, which can be used as they are" if theirs else "lmkv's settings"
-    typer.echo("\n".join([f"{file}: {whose}: {', '.join(config.sources) or 'none'}", *remarks]))
+        settings = list(answer.config.sources) if answer.config is not None else []
+        found = {"of": "LMCache" if answer.of_lmcache else "lmkv", "settings": settings}
+        typer.echo(json.dumps({**as_dict(answer), **found}))
+    else:
+        whose = "LMCache's settings" if answer.of_lmcache else "lmkv's settings"
+        verdict = ("which can be used as they are", "which can be used, with remarks", "which cannot be used")
+        typer.echo(f"{file}: {whose}, {verdict[answer.status]}")
+        for reading in answer.readings:
+            if reading.kind != "refused":
+                typer.echo(f"  {reading.in_words}")
+        for remark in remarks(answer):
+            typer.echo(remark)
+    end(answer, as_json=as_json)
 
 
-def of_lmkv(file: Path, content: Content) -> Config:
-    return Config.of((key, value, f"file {file}") for key, value in content.items())
-
-
-def of_lmcache(file: Path, content: Content) -> Config:
-    translation = translated(file, content)
-    translation.check()
-    return Config.of(translation.settings, translation.remarks())
-
-
-def translated(file: Path, content: Content) -> Translation:
-    # The content is passed on, because a pipe can be read only once.
-    return lmcache.translate({lmcache.ENV_FILE: str(file)}, {}, lambda _: content)
+def answer_to(file: Path, content: Content) -> Answer:
+    """What a file's settings mean. Its content is passed on, because a pipe can be read only once."""
+    if is_lmcache(content):
+        return Answer.to(env={lmcache.ENV_FILE: str(file)}, read=lambda _: content)
+    return Answer.to(file=file, env={}, read=lambda _: content)
 
 
 def is_lmcache(content: Content) -> bool:
@@ -105,46 +127,38 @@ def own_keys() -> set[str]:
 
 @app.command("migrate")
 def migrate(file: Annotated[Path, typer.Argument(help="LMCache's YAML file.")], as_json: AsJson = False) -> None:
-    """Print lmkv's YAML for a file of LMCache's, with a comment on each setting that is left out.
-
-    Exit code 1 if a left-out setting changes which KV is served, or where it is stored.
-    """
+    """Print lmkv's YAML for a file of LMCache's, with a comment on each setting that is left out."""
     try:
         content = read_yaml(file)
         if own := set(content) & (own_keys() - set(lmcache.table())):
-            fail(f"file {file}: is lmkv's already: LMCache has no {', '.join(sorted(own))}", as_json=as_json)
-        translation = translated(file, content)
-        config = Config.of(translation.settings)
+            why = f"file {file}: is lmkv's already: LMCache has no {', '.join(sorted(own))}"
+            fail(why, as_json=as_json, status=2)
+        answer = Answer.to(env={lmcache.ENV_FILE: str(file)}, read=lambda _: content)
     except ConfigError as error:
-        fail(error, as_json=as_json)
-    settings = {name: written(getattr(config, name)) for name in config.sources}
-    refused = ", ".join(key for key, _ in translation.refused)
-    problems = [f"left out, though it matters: {refused}"] if refused else []
+        fail(error, as_json=as_json, status=2)
+    settings = {name: written(value) for name, value in answer.values.items()}
     if as_json:
-        found = {"settings": settings, "left_out": list(left_out(translation))}
-        typer.echo(json.dumps({"ok": not problems, "problems": problems, **found}))
-        raise typer.Exit(len(problems))
+        typer.echo(json.dumps({**as_dict(answer), "settings": settings, "left_out": list(left_out(answer))}))
+        raise typer.Exit(answer.status)
     typer.echo(f"# From {file.name!r}, settings of LMCache's.")
     for name, value in settings.items():
         typer.echo(yaml.safe_dump({name: value}), nl=False)
-    for line in left_out(translation):
+    for line in (*left_out(answer), *remarks(answer)):
         typer.echo(f"# {line}")
-    if problems:
-        fail(problems[0])
+    end(answer, as_json=as_json)
 
 
 def written(value: object) -> object:
-    """A value as a file has it, passwords in URLs included."""
-    return [url.text for url in value] if isinstance(value, tuple) else value
+    """A value as a file has it, passwords included."""
+    if isinstance(value, Secret):
+        return value.value
+    if isinstance(value, tuple):
+        return value[0].text if len(value) == 1 else [url.text for url in value]
+    return value
 
 
-def left_out(translation: Translation) -> Iterator[str]:
+def left_out(answer: Answer) -> Iterator[str]:
     """Each key of LMCache's that lmkv's file does not have, and why."""
-    for key, _ in translation.refused:
-        yield f"Left out, though it matters: {key}: {lmcache.table()[key].why}"
-    for key in translation.without_effect:
-        entry = lmcache.table()[key]
-        reason = f"has no effect without {entry.needs}" if entry.needs else "is switched off"
-        yield f"Left out: {key}: {entry.why if entry.kind == 'without_effect' else reason}"
-    for name in translation.unknown:
-        yield f"Left out, unknown: {name}"
+    for each in answer.readings:
+        if each.kind != "used":
+            yield f"Left out{', though it matters' * (each.kind == 'refused')}: {each.in_words}"

@@ -29,7 +29,7 @@ from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
 from lmkv.cli.stores import VERBS, refusals, remedy, try_folder
-from lmkv.config import GIB, Config
+from lmkv.config import GIB, Answer, Config
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.memory.machine import (
     available_ram,
@@ -103,10 +103,15 @@ def size_of(model: Path, dtype: KVDtype, ranks: int) -> KVSize:
 
 def examine(env: Mapping[str, str], extra: Mapping[str, object], size: KVSize | None = None) -> Iterator[Finding]:
     try:
-        config = Config.load(env=env, extra=extra)
+        answer = Answer.to(env=env, extra=extra)
     except ConfigError as error:
-        yield Finding("configuration", "", "", problem=str(error))
+        config, problems = None, [str(error)]
     else:
+        config, problems = answer.config, list(answer.problems)
+        yield from examine_readings(answer)
+    for problem in problems:
+        yield Finding("configuration", "", "", problem=problem)
+    if config is not None:
         yield from examine_configuration(config)
         yield from examine_secrets(config)
         yield from examine_memory(config)
@@ -119,6 +124,15 @@ def examine(env: Mapping[str, str], extra: Mapping[str, object], size: KVSize | 
     yield from examine_plugins()
     yield from examine_versions()
     yield from examine_vllm(env)
+
+
+def examine_readings(answer: Answer) -> Iterator[Finding]:
+    """What was given and is not used, and what else there is to say."""
+    for each in answer.readings:
+        if each.kind not in ("used", "refused"):
+            yield Finding("configuration", each.key, each.kind, note=": ".join(filter(None, [each.source, each.why])))
+    for _, remark in answer.notes:
+        yield Finding("configuration", "remark", remark)
 
 
 def examine_configuration(config: Config) -> Iterator[Finding]:

@@ -206,13 +206,13 @@ def clean(answer: Any) -> Any:
     return answer
 
 
-def fail(reason: object, *, as_json: bool = False) -> NoReturn:
-    """Print the reason on standard error or as JSON, and exit with code 1."""
+def fail(reason: object, *, as_json: bool = False, status: int = 1) -> NoReturn:
+    """Print the reason on standard error or as JSON, and exit with this code."""
     if as_json:
         typer.echo(json.dumps({"ok": False, "problems": str(reason).splitlines()}))
     else:
         typer.echo(str(reason), err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(status)
 
 
 def show(answer: Answer, words: Words, *, as_json: bool) -> None:

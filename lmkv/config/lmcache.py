@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import logging
@@ -15,7 +16,9 @@ from typing import Any, Final
 
 from attrs import define, field, frozen
 
-from lmkv.config.parsers import NOTHING, boolean
+from lmkv.config import addresses
+from lmkv.config.parsers import NOTHING, boolean, is_nothing
+from lmkv.config.reading import Kind, Reading
 from lmkv.errors import ConfigError, short_repr
 
 EXTRA: Final = "kv_connector_extra_config"
@@ -23,7 +26,7 @@ VARIABLE: Final = "environment "
 PREFIX: Final = "lmcache."
 ENV_PREFIX: Final = "LMCACHE_"
 ENV_FILE: Final = "LMCACHE_CONFIG_FILE"
-PLAIN: Final = frozenset({"discard_partial_chunks", "skip_last_n_tokens", "lmcache_rpc_port"})
+PLAIN: Final = frozenset({"discard_partial_chunks", "skip_last_n_tokens", "lmcache_rpc_port", "use_native"})
 """Keys that LMCache reads in `kv_connector_extra_config` without its prefix."""
 
 # Kubernetes sets such variables in every pod for a service whose name begins with "lmkv" or "lmcache".
@@ -31,6 +34,8 @@ SERVICE_LINK: Final = re.compile(
     r"(LMKV|LMCACHE)_(\w{1,80}_)?(SERVICE_(HOST|PORT\w{0,80})|PORT(_\d{1,5}_(TCP|UDP|SCTP)\w{0,80})?)"
 )
 
+_INNER: Final = "extra_config."
+_PER_RANK: Final = ("max_local_cpu_size", "max_local_disk_size")
 _OFF: Final = NOTHING | {"[]", "{}"}
 _MAX_NAMES: Final = 20
 """Names in one message."""
@@ -41,7 +46,7 @@ _Given = dict[Any, tuple[object, str]]
 
 @frozen(kw_only=True)
 class KnownSetting:
-    """One key of LMCache's, as lmcache.toml says. `kind`: mapped, refused or without_effect."""
+    """One key of LMCache's, as lmcache.toml says. `kind`: mapped, joined to remote_url, refused or without_effect."""
 
     key: str
     kind: str
@@ -57,8 +62,20 @@ class KnownSetting:
     def is_idle(self, value: object, given: _Given) -> bool:
         """Whether this value has no effect beside the others."""
         can_be_off = self.off or self.kind == "refused"
-        alone = self.needs and _word(given.get(self.needs, (None, ""))[0]) in _OFF
-        return bool(self.kind == "without_effect" or alone or (can_be_off and _word(value) in _OFF | {self.off}))
+        return bool(
+            self.kind == "without_effect" or self._is_alone(given) or (can_be_off and _word(value) in _OFF | {self.off})
+        )
+
+    def idle_because(self, given: _Given) -> str:
+        """Why it has no effect, where it has none."""
+        if self.kind == "without_effect":
+            return self.why
+        if self.kind == "joined":
+            return "remote_url names no such store"
+        return f"there is no {self.needs}" if self._is_alone(given) else "it is switched off"
+
+    def _is_alone(self, given: _Given) -> bool:
+        return bool(self.needs) and _word(given.get(self.needs, (None, ""))[0]) in _OFF
 
     def convert(self, value: object, source: str) -> tuple[str, object, str]:
         """lmkv's name and value, and their source."""
@@ -83,24 +100,22 @@ class Translation:
 
     settings: list[tuple[str, object, str]] = field(factory=list)
     """`(key, value, source)`."""
-    without_effect: list[str] = field(factory=list)
-    unknown: list[str] = field(factory=list)
-    refused: list[tuple[str, str]] = field(factory=list)
-    """`(key, source)`."""
+    readings: list[Reading] = field(factory=list)
+    """What became of each; those that are used are in `settings`, too."""
+    notes: list[tuple[int, str]] = field(factory=list)
+    """What else there is to say, with its level."""
+
+    def of(self, kind: Kind) -> list[Reading]:
+        return [reading for reading in self.readings if reading.kind == kind]
 
     def remarks(self) -> list[tuple[int, str]]:
-        """Remarks for the user's log, with their levels."""
+        """Remarks for the user's log, with their levels, on readings and together."""
+        unknown = [f"{each.key} ({each.source})" for each in self.of("unknown")]
         remarks = [
-            (logging.INFO, "settings of LMCache without effect here", self.without_effect),
-            (logging.WARNING, "unknown settings of LMCache, ignored", self.unknown),
+            (logging.INFO, "settings of LMCache without effect here", [each.key for each in self.of("without effect")]),
+            (logging.WARNING, "unknown settings of LMCache, ignored", unknown),
         ]
-        return [(level, f"{text}: {join_names(names)}") for level, text, names in remarks if names]
-
-    def check(self) -> None:
-        """Raise ConfigError for refused settings, without values, because a URL may have a password in it."""
-        reasons = [f"{source}: LMCache's {key} cannot be used: {table()[key].why}" for key, source in self.refused]
-        if reasons:
-            raise ConfigError("\n".join(reasons))
+        return [*((level, f"{text}: {join_names(names)}") for level, text, names in remarks if names), *self.notes]
 
 
 @functools.cache
@@ -129,16 +144,67 @@ def translate(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) 
     """Translate all given settings of LMCache. `read` gives the content of a YAML file."""
     given = _flat(_merged(env, extra, read))
     result = Translation()
+    _join_address(given, result)
+    _drop_disk_without_room(given, result)
     for key, entry in [(key, entry) for key, entry in table().items() if key in given]:
         value, source = given[key]
+        if any(reading.key in (key, f"LMCache's {key}") for reading in result.readings):
+            continue
         if entry.is_idle(value, given):
-            result.without_effect.append(key)
+            result.readings.append(Reading(key, source, "without effect", why=entry.idle_because(given)))
         elif entry.kind == "refused":
-            result.refused.append((key, source))
+            result.readings.append(Reading(f"LMCache's {key}", source, "refused", why=entry.why))
         else:
-            result.settings.append(entry.convert(value, source))
-    result.unknown = [f"{short_repr(key)} ({source})" for key, (_, source) in given.items() if key not in table()]
+            try:
+                result.settings.append(entry.convert(value, source))
+            except ConfigError as error:
+                why = str(error).removeprefix(f"{source}: ")
+                result.readings.append(Reading(key, source, "refused", why=why))
+            else:
+                result.readings.append(Reading(key, source, "used", entry.setting))
+    for key, (_, source) in given.items():
+        if key not in table():
+            result.readings.append(Reading(short_repr(key), source, "unknown", why=_nearest(key)))
+    if sizes := [key for key in _PER_RANK if key in given]:
+        text = "there for each rank, here for the node: with several ranks, multiply by their number"
+        result.notes.append((logging.INFO, f"sizes of LMCache's that are {text}: {', '.join(sizes)}"))
     return result
+
+
+def _nearest(key: object) -> str:
+    close = difflib.get_close_matches(str(key)[:100], table(), n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def _join_address(given: _Given, result: Translation) -> None:
+    """Translate remote_url together with the keys of `extra_config` that LMCache reads for its kind of store."""
+    joined = {key for key in given if key.removeprefix(_INNER) in addresses.ALL_KEYS and key.startswith(_INNER)}
+    url, source = given.get("remote_url", (None, ""))
+    used = set[str]()
+    if isinstance(url, str) and not is_nothing(url) and "://" in url:
+        used = {key for key in joined if key.removeprefix(_INNER) in addresses.keys_of(url)}
+        try:
+            found = addresses.translated(url, {key.removeprefix(_INNER): given[key][0] for key in used})
+        except addresses.RefusedError as error:
+            result.readings.append(Reading("LMCache's remote_url", source, "refused", why=str(error)))
+        else:
+            result.settings += [(name, value, f"{source}: remote_url") for name, value in found.items()]
+            for key in ("remote_url", *sorted(used)):
+                here = addresses.setting_of(key.removeprefix(_INNER))
+                result.readings.append(Reading(key, given[key][1], "used", here if here in found else "remote_url"))
+    for key in joined:
+        _, source = given.pop(key)
+        if key not in used:
+            result.readings.append(Reading(key, source, "without effect", why=table()[key].idle_because(given)))
+
+
+def _drop_disk_without_room(given: _Given, result: Translation) -> None:
+    """A folder of 0 GiB is no tier there."""
+    size, folder = given.get("max_local_disk_size"), given.get("local_disk")
+    if size is not None and _word(size[0]) in ("0", "0.0") and folder is not None and not is_nothing(folder[0]):
+        for key in ("local_disk", "max_local_disk_size"):
+            result.readings.append(Reading(key, given.pop(key)[1], "without effect", why="0 GiB are no disk tier"))
+        result.notes.append((logging.WARNING, "local_disk is not used: its max_local_disk_size is 0, as in LMCache"))
 
 
 def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) -> _Given:

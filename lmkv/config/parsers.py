@@ -215,6 +215,9 @@ def path(value: object) -> str | None:
     if not isinstance(value, str | os.PathLike):
         raise ValueError("must be a path or file:///path")
     text = os.fspath(value)
+    if isinstance(text, str) and text.lower() in _SWITCHES:
+        raise ValueError("must be a path or file:///path, no switch")
+    _check_variables(text)
     if isinstance(text, str) and text != text.strip():
         raise ValueError("must not begin or end with a blank")
     if isinstance(text, str) and (url := _FILE_URL.fullmatch(text)):
@@ -230,12 +233,23 @@ def path(value: object) -> str | None:
     return os.path.join(os.curdir, path) if is_nothing(path) else path
 
 
+_SWITCHES: Final = frozenset({"true", "yes", "on"})
+_VARIABLE: Final = re.compile(r"\$\{[^}]*\}")
+
+
+def _check_variables(text: object) -> None:
+    if isinstance(text, str) and (found := _VARIABLE.search(text)):
+        raise ValueError(f"has a variable that nothing replaces: write the value of {found[0]}")
+
+
 def urls(value: object) -> tuple[RemoteURL, ...]:
     """From one URL, several with blanks or commas between them, or a list of them."""
     texts = () if is_nothing(value) else split_urls(value) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str | RemoteURL) for text in texts):
         raise ValueError("must be a URL, or a list of them")
     found = [text if isinstance(text, RemoteURL) else RemoteURL(text) for text in texts if text]
+    for url in found:
+        _check_variables(url.text)
     if any(url.scheme not in schemes() and not plugins.is_place(url.scheme) for url in found):
         raise ValueError(f"must begin with package.module:Class, or one of {', '.join(f'{s}://' for s in schemes())}")
     if not all(url.text.isprintable() and " " not in url.text for url in found):

@@ -9,12 +9,13 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, NoReturn, TypeVar
+from typing import Any, Final, Literal, NoReturn, Self, TypeVar
 
-from attrs import Attribute, field, fields, frozen
+from attrs import Attribute, evolve, field, fields, frozen
 
 from lmkv.chunks.authentication import MIN_KEY_BYTES
 from lmkv.config import lmcache
@@ -37,7 +38,8 @@ from lmkv.config.parsers import (
     text,
     urls,
 )
-from lmkv.config.sources import ENV_FILE, KEYWORD, given_settings, read_named, read_yaml
+from lmkv.config.reading import Reading
+from lmkv.config.sources import ENV_FILE, KEYWORD, flat, given_settings, read_named, read_yaml
 from lmkv.errors import SECRET, ConfigError, short_repr
 from lmkv.policies import ADMISSIONS, POLICIES, policy_names
 
@@ -78,7 +80,17 @@ def _parsed(attribute: Attribute[Any], value: object, source: str) -> _Parsed:
         return _Parsed(attribute.metadata["parse"](value))
     except ValueError as error:
         visible = "'***'" if attribute.metadata["parse"] is secret else short_repr(value)
-        raise ConfigError(f"{source}: {attribute.name} = {visible} {error}") from None
+        unit = _in_unit(attribute.metadata["unit"], value)
+        raise ConfigError(f"{source}: {attribute.name} = {visible} {error}{unit}") from None
+
+
+def _in_unit(unit: str, value: object) -> str:
+    """The unit of a refused value; if it is in bytes, how many units these are."""
+    if not unit.isalpha():
+        return ""
+    digits = short_repr(value).strip("' ")
+    nbytes = int(digits) if unit == "GiB" and re.fullmatch(r"[0-9]{7,18}", digits) else 0
+    return f", in {unit}{f': so many bytes are {nbytes / GIB:g}' if nbytes else ''}"
 
 
 @frozen
@@ -254,20 +266,25 @@ class Config:
     """Log lines about the sources, with their levels; `load` fills it in."""
 
     def __attrs_post_init__(self) -> None:
-        self._check_folder("shared_memory", "max_shared_memory_size")
-        self._check_folder("local_disk", "max_local_disk_size")
+        if problems := list(self._problems()):
+            raise ConfigError("\n".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        """What is wrong with settings together."""
+        yield from self._of_folder("shared_memory", "max_shared_memory_size")
+        yield from self._of_folder("local_disk", "max_local_disk_size")
         if self.shared_memory and self.local_disk and are_nested(self.shared_memory, self.local_disk):
             other = f"shared_memory = {short_repr(self.shared_memory)} (by: {self.source('shared_memory')})"
             reason = "are one folder, or nested: each would delete the other's chunks; name two separate folders"
-            self._refuse("local_disk", f"and {other} {reason}")
+            yield self._problem("local_disk", f"and {other} {reason}")
         for name in ("remote_password", "agent_token", "authentication_key"):
             if getattr(self, name) and getattr(self, f"{name}_file"):
-                self._refuse(f"{name}_file", f"and {name} are both given")
-        if self.authentication_key:
-            self._check_key("authentication_key", self.authentication_key.value.encode())
+                yield self._problem(f"{name}_file", f"and {name} are both given")
+        if self.authentication_key and (short := _too_short(self.authentication_key.value.encode())):
+            yield self._problem("authentication_key", short)
         open_to_all = self.agent_listen and not self.agent_listen.startswith("unix:")
         if open_to_all and not (self.agent_token or self.agent_token_file):
-            self._refuse("agent_listen", "needs an agent_token: whoever may connect may clear the cache")
+            yield self._problem("agent_listen", "needs an agent_token: whoever may connect may clear the cache")
 
     @classmethod
     def load(
@@ -285,25 +302,7 @@ class Config:
         any of them, even one that a stronger source replaces, is a `ConfigError`. Where none of all these is
         given, LMCache's are read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`.
         """
-        extra, file = extra or {}, file or env.get(ENV_FILE)
-        settings = list(given_settings(overrides, file, env, extra))
-        theirs = lmcache.named(env, extra)
-        if not theirs or settings or file:
-            ignored = f"settings of lmkv's own are given, so LMCache's are not read: {lmcache.join_names(theirs)}"
-            return cls.of(settings, [(logging.WARNING, ignored)] if theirs else [])
-        translation = lmcache.translate(env, extra, read_yaml)
-        translation.check()
-        return cls.of(translation.settings, translation.remarks())
-
-    @classmethod
-    def of(cls, settings: Iterable[tuple[Any, object, str]], remarks: Iterable[tuple[int, str]] = ()) -> Config:
-        """From `(key, value, source)`; a later one replaces an earlier one."""
-        values: dict[str, Any] = {}
-        sources: dict[str, str] = {}
-        for key, value, source in settings:
-            values[key] = _parsed(_known(key, value, source), value, source)
-            sources[key] = source
-        return cls(**values, sources=sources, remarks=tuple(remarks))
+        return Answer.to(file=file, env=env, extra=extra, overrides=overrides).checked()
 
     @property
     def remotes(self) -> tuple[RemoteURL, ...]:
@@ -354,12 +353,9 @@ class Config:
         """Key of chunks in lower tiers, from the setting or its file. Raises ConfigError if it is invalid."""
         if self.authentication_key_file is None:
             return self.authentication_key.value.encode() if self.authentication_key else None
-        content = self._content("authentication_key_file")
-        return self._check_key("authentication_key_file", content.removesuffix(b"\n").removesuffix(b"\r"))
-
-    def _check_key(self, name: str, key: bytes) -> bytes:
-        if len(key) < MIN_KEY_BYTES:
-            self._refuse(name, f"has {len(key)} bytes, fewer than {MIN_KEY_BYTES}: make one with openssl rand -hex 32")
+        key = self._content("authentication_key_file").removesuffix(b"\n").removesuffix(b"\r")
+        if short := _too_short(key):
+            self._refuse("authentication_key_file", short)
         return key
 
     def _secret(self, name: str) -> str | None:
@@ -398,21 +394,155 @@ class Config:
             for name, option in _OPTIONS.items()
         ]
 
-    def _check_folder(self, folder: str, capacity: str) -> None:
-        """Refuse a folder without a capacity, or a capacity without a folder."""
+    def _of_folder(self, folder: str, capacity: str) -> Iterator[str]:
+        """A folder without a capacity, or a capacity without a folder."""
         given, size = getattr(self, folder), getattr(self, capacity)
         if given is not None and size == 0:
-            self._refuse(capacity, f"must be above 0 when {folder} is set (by: {self.source(folder)})")
+            by = f"when {folder} is set (by: {self.source(folder)})"
+            reason = f"must be above 0 {by}, in GiB, for example {capacity}: 100"
+            yield self._problem(capacity, reason)
         if given is None and size > 0:
-            self._refuse(capacity, f"needs {folder}, the folder to use")
+            yield self._problem(capacity, f"needs {folder}, the folder to use")
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether no tier keeps a chunk beyond the request that stores it."""
+        return not (self.local_cpu or self.shared_memory or self.local_disk or self.remotes)
+
+    def _problem(self, name: str, reason: str) -> str:
+        return f"{self.source(name)}: {name} = {short_repr(getattr(self, name))} {reason}"
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
-        raise ConfigError(f"{self.source(name)}: {name} = {short_repr(getattr(self, name))} {reason}")
+        raise ConfigError(self._problem(name, reason))
 
 
 _OPTIONS: Final[Mapping[str, Attribute[Any]]] = MappingProxyType(
     {option.name: option for option in fields(Config) if "parse" in option.metadata}
 )
+
+
+@frozen
+class Answer:
+    """What all given settings mean, each of them and together: the one answer of the server and of all commands.
+
+    `config`: None where a setting is refused. `notes`: log lines with their levels, about several settings together.
+    """
+
+    config: Config | None
+    readings: tuple[Reading, ...]
+    notes: tuple[tuple[int, str], ...] = ()
+    of_lmcache: bool = False
+    """Whether these are LMCache's settings."""
+    problems: tuple[str, ...] = ()
+    values: Mapping[str, object] = field(factory=dict)
+    """Those of the settings that are used, by name."""
+
+    @classmethod
+    def to(
+        cls,
+        *,
+        file: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str],
+        extra: Mapping[str, object] | None = None,
+        overrides: Mapping[str, object] = MappingProxyType({}),
+        read: Callable[[Path], Mapping[Any, object]] = read_yaml,
+    ) -> Self:
+        """See `Config.load`. `read` gives a file's content. Raises ConfigError for a source that cannot be read."""
+        extra, file = flat(extra or {}), file or env.get(ENV_FILE)
+        settings = list(given_settings(overrides, file, env, extra, read))
+        theirs = lmcache.named(env, extra)
+        if not theirs or settings or file:
+            ignored = f"settings of lmkv's own are given, so LMCache's are not read: {lmcache.join_names(theirs)}"
+            return cls._of(settings, [], [(logging.WARNING, ignored)] if theirs else [])
+        translation = lmcache.translate(env, extra, read)
+        remarks, notes = translation.remarks(), translation.notes
+        return cls._of(translation.settings, translation.readings, notes, remarks=remarks, of_lmcache=True)
+
+    @classmethod
+    def _of(
+        cls,
+        settings: Iterable[tuple[Any, object, str]],
+        readings: Iterable[Reading],
+        notes: Sequence[tuple[int, str]],
+        *,
+        remarks: Sequence[tuple[int, str]] = (),
+        of_lmcache: bool = False,
+    ) -> Self:
+        """From `(key, value, source)`; a later one replaces an earlier one."""
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        own, problems = list[Reading](), [str(each) for each in readings if each.kind == "refused"]
+        for key, value, source in settings:
+            try:
+                parsed = _parsed(_known(key, value, source), value, source)
+            except ConfigError as error:
+                problems.append(str(error))
+                own.append(Reading(str(key), source, "refused", why=str(error).removeprefix(f"{source}: ")))
+                continue
+            values[key], sources[key] = parsed, source
+            own.append(Reading(key, source, "used", f"{key} = {readable(parsed.value)}"))
+        config = None
+        try:
+            config = Config(**values, sources=sources)
+        except ConfigError as error:
+            # What follows from a setting that is refused is no problem of its own.
+            refused = {each.key for each in own if each.kind == "refused"}
+            problems += [line for line in str(error).splitlines() if not any(key in line for key in refused)]
+        more = (
+            [(logging.WARNING, _KEEPS_NOTHING)] if config is not None and not problems and config.keeps_nothing else []
+        )
+        if config is not None:
+            config = evolve(config, remarks=(*(remarks or notes), *more))
+        found = {name: parsed.value for name, parsed in values.items()}
+        shown = own
+        if of_lmcache:
+            bad = {each.key: each for each in own if each.kind == "refused"}
+            shown = [
+                evolve(bad[each.here], key=each.key) if each.here in bad else _with_value(each, found)
+                for each in readings
+            ]
+        answer = tuple(shown), (*notes, *more), of_lmcache, tuple(problems), found
+        return cls(None if problems else config, *answer)
+
+    @property
+    def status(self) -> int:
+        """Exit status of a command: 2 if anything is refused, 1 if a remark changes what is cached, else 0."""
+        matters = any(level >= logging.WARNING for level, _ in self.notes)
+        return 2 if self.problems else int(matters or any(each.kind == "unknown" for each in self.readings))
+
+    def checked(self) -> Config:
+        """Raises ConfigError, with all that is refused."""
+        if self.config is None:
+            raise ConfigError("\n".join(self.problems))
+        return self.config
+
+
+def _with_value(reading: Reading, values: Mapping[str, object]) -> Reading:
+    name = reading.here
+    return evolve(reading, here=f"{name} = {readable(values[name])}") if name in values else reading
+
+
+_KEEPS_NOTHING: Final = (
+    "no tier keeps anything, so nothing will hit: local_cpu is off, and there is none of shared_memory, local_disk "
+    "and remote_url"
+)
+
+
+def _too_short(key: bytes) -> str:
+    if len(key) >= MIN_KEY_BYTES:
+        return ""
+    return f"has {len(key)} bytes, fewer than {MIN_KEY_BYTES}: make one with openssl rand -hex 32"
+
+
+_OF_VLLM: Final = {
+    "cpu_bytes_to_use": "here it is 'max_local_cpu_size', in GiB",
+    "cpu_bytes_to_use_per_rank": "here it is 'max_local_cpu_size', in GiB, for all ranks together",
+    "num_cpu_blocks": "here it is 'max_local_cpu_size', in GiB",
+    "secondary_tiers": "here 'local_disk' and 'max_local_disk_size' (GiB) make a tier, or 'remote_url'",
+    "block_size": "here it is 'chunk_size', in tokens",
+    "eviction_policy": "here it is 'cache_policy'",
+    **dict.fromkeys(("spec_name", "spec_module_path", "lazy_offload", "store_threshold"), "leave it out"),
+}
 
 
 def _known(key: Any, value: object, source: str) -> Attribute[Any]:
@@ -429,5 +559,7 @@ def _hint(key: object) -> str:
     theirs = lmcache.table().get(name) or lmcache.table().get(f"extra_config.{name}")
     if theirs and (name != key or name not in _OPTIONS):
         return f"; it is LMCache's, {f'here it is {theirs.setting!r}' if theirs.setting else theirs.why}"
+    if name in _OF_VLLM:
+        return f"; it is an option of vLLM's own offloading: {_OF_VLLM[name]}"
     close = difflib.get_close_matches(name, _OPTIONS, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

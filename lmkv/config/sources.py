@@ -7,7 +7,7 @@ import re
 import select
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -91,12 +91,13 @@ def given_settings(
     file: str | os.PathLike[str] | None,
     env: Mapping[str, str],
     extra: Mapping[Any, object],
+    read: Callable[[Path], Mapping[Any, object]],
 ) -> Iterator[tuple[Any, object, str]]:
     """`(key, value, source)` of everything given, weakest source first."""
     for key, value in overrides.items():
         yield key, value, KEYWORD
     if file:
-        for key, value in read_yaml(Path(file)).items():
+        for key, value in read(Path(file)).items():
             yield key, value, f"file {os.fspath(file)}"
     for name in sorted(env):
         if name.startswith(ENV_PREFIX) and name not in RESERVED_ENV and not SERVICE_LINK.fullmatch(name):
@@ -108,6 +109,17 @@ def given_settings(
         if key != name and key in extra:
             raise ConfigError(f"{EXTRA}: both {key!r} and {name!r} are given")
         yield key, value, EXTRA
+
+
+def flat(extra: Mapping[Any, object]) -> dict[Any, object]:
+    """The same keys, where vLLM's dotted arguments have made mappings of them: {"lmkv": {"chunk_size": 64}}."""
+    found = dict(extra)
+    for name in ("lmkv", "lmcache"):
+        inner = found.get(name)
+        if isinstance(inner, Mapping):
+            del found[name]
+            found |= {f"{name}.{key}": value for key, value in inner.items()}
+    return found
 
 
 def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:

@@ -62,16 +62,17 @@ class TestShow:
         done = run("show", "--json", "--extra", '{"lmcache.chunk_size": 64}', LMCACHE_CONFIG_FILE=str(file))
         shown = json.loads(done.stdout)
         rows = {row["name"]: row for row in shown["settings"]}
-        assert (done.exit_code, shown["ok"], list(rows)) == (0, True, [row.name for row in Config().describe()])
+        # A key is unknown.
+        assert (done.exit_code, shown["ok"], list(rows)) == (1, True, [row.name for row in Config().describe()])
         assert (rows["chunk_size"]["value"], rows["chunk_size"]["source"]) == (64, "kv_connector_extra_config")
         assert (rows["pin_ttl"]["value"], rows["pin_ttl"]["source"]) == (60.0, f"file {file}: pin_timeout_sec")
         assert (rows["disk_sync"]["value"], rows["disk_sync"]["source"]) == ("none", "default")
-        assert any("lookup_timeout_ms" in remark for remark in shown["remarks"])
-        assert any("'bar'" in remark for remark in shown["remarks"])
+        kinds = {reading["key"]: reading["kind"] for reading in shown["readings"]}
+        assert (kinds["lookup_timeout_ms"], kinds["'bar'"]) == ("without effect", "unknown")
 
     def test_as_a_table(self) -> None:
         done = run("show", LMKV_CHUNK_SIZE="64", LMCACHE_CHUNK_SIZE="32")
-        assert done.exit_code == 0
+        assert done.exit_code == 1, "settings are ignored"
         [row] = [line for line in done.stdout.splitlines() if "│ chunk_size" in line]
         assert [cell.strip() for cell in row.strip("│").split("│")] == [
             "chunk_size",
@@ -91,23 +92,23 @@ class TestShow:
             assert "redis://user:***@host" in done.stdout
             assert "secret" not in done.output
 
-    def test_a_bad_setting_is_exit_code_1(self) -> None:
+    def test_a_bad_setting_is_exit_code_2(self) -> None:
         done = run("show", LMCACHE_REMOTE_SERDE="cachegen", LMCACHE_REMOTE_URL="redis://user:secret@host")
-        assert (done.exit_code, done.stdout) == (1, "")
+        assert (done.exit_code, done.stdout) == (2, "")
         assert "environment LMCACHE_REMOTE_SERDE: LMCache's remote_serde cannot be used" in done.stderr
         assert "secret" not in done.stderr
-        answer = json.loads(run("show", "--json", LMCACHE_REMOTE_SERDE="x", LMCACHE_ENABLE_PD="1").stdout)
+        answer = json.loads(run("show", "--json", LMCACHE_GDS_PATH="/x", LMCACHE_ENABLE_PD="1").stdout)
         assert (answer["ok"], len(answer["problems"])) == (False, 2)
 
 
 class TestCheck:
     def test_a_file_of_lmcache(self, file: Path) -> None:
         done = run("check", file)
-        assert (done.exit_code, done.stderr) == (0, "")
-        assert "LMCache's settings" in done.stdout
-        assert "disk_direct" in done.stdout
-        assert "without effect here: enable_pd, lookup_timeout_ms" in done.stdout
-        assert "'bar'" in done.stdout
+        assert (done.exit_code, done.stderr) == (1, "")
+        assert "LMCache's settings, which can be used, with remarks" in done.stdout
+        assert "is used: disk_direct = on" in done.stdout
+        assert "enable_pd has no effect: it is switched off" in done.stdout
+        assert "'bar' is unknown" in done.stdout
 
     def test_a_file_of_lmkv(self, file: Path) -> None:
         for text in ("disk_sync: full\nchunk_size: 64\n", "chunk_size: 64\nlocal_cpu: true\n", ""):
@@ -116,9 +117,9 @@ class TestCheck:
             done = run("check", file, LMKV_CHUNK_SIZE="abc", LMCACHE_REMOTE_SERDE="cachegen")
             assert (done.exit_code, "lmkv's settings" in done.stdout) == (0, True)
 
-    def test_what_is_wrong_is_said_and_exit_code_1(self, file: Path) -> None:
+    def test_what_is_wrong_is_said_and_exit_code_2(self, file: Path) -> None:
         wrong = {
-            "remote_serde: cachegen\n": "without a codec",
+            "remote_serde: cachegen\nremote_url: redis://host\n": "without a codec",
             "lookup_timeout_ms: 3\nchunk_size: abc\n": "chunk_size = 'abc' must be a whole number",
             "chunk_siz: 1\n": "did you mean 'chunk_size'?",
             "disk_sync: full\nremote_serde: cachegen\n": "unknown key 'remote_serde'",
@@ -127,29 +128,29 @@ class TestCheck:
         for text, said in wrong.items():
             file.write_text(text)
             done = run("check", file)
-            assert (done.exit_code, done.stdout) == (1, "")
+            assert done.exit_code == 2
             assert done.stderr.startswith(f"file {file}: ")
             assert said in done.stderr
         file.unlink()
         done = run("check", file)
-        assert (done.exit_code, file.name in done.stderr) == (1, True)
+        assert (done.exit_code, file.name in done.stderr) == (2, True)
 
     def test_as_json(self, file: Path) -> None:
         found = json.loads(run("check", file, "--json").stdout)
         assert (found["ok"], found["problems"], found["of"]) == (True, [], "LMCache")
         assert "local_disk" in found["settings"]
-        assert any("'bar'" in remark for remark in found["remarks"])
+        assert "'bar'" in [reading["key"] for reading in found["readings"] if reading["kind"] == "unknown"]
         file.write_text("chunk_size: abc\n")
         done = run("check", file, "--json")
         found = json.loads(done.stdout)
-        assert (done.exit_code, done.stderr, found["ok"]) == (1, "", False)
+        assert (done.exit_code, done.stderr, found["ok"]) == (2, "", False)
         assert "chunk_size = 'abc'" in found["problems"][0]
 
 
 class TestMigrate:
     def test_the_file_means_the_same(self, file: Path, tmp_path: Path) -> None:
         done = run("migrate", file)
-        assert (done.exit_code, done.stderr) == (0, "")
+        assert (done.exit_code, done.stderr) == (1, "")
         own = tmp_path / "lmkv.yaml"
         own.write_text(done.stdout)
         assert run("check", own).exit_code == 0
@@ -160,18 +161,23 @@ class TestMigrate:
     def test_what_is_left_out_is_a_comment_with_its_reason(self, file: Path) -> None:
         comments = [line for line in run("migrate", file).stdout.splitlines() if line.startswith("#")]
         assert comments[1:] == [
-            "# Left out: enable_pd: is switched off",
-            next(line for line in comments if "lookup_timeout_ms: lookups are in the scheduler's own index" in line),
-            f"# Left out, unknown: 'bar' (file {file})",
+            "# Left out: enable_pd has no effect: it is switched off",
+            next(line for line in comments if "lookup_timeout_ms has no effect: lookups are in the" in line),
+            "# Left out: 'bar' is unknown",
+            next(
+                line for line in comments if "multiply by their number: max_local_cpu_size, max_local_disk_size" in line
+            ),
         ]
 
-    def test_what_matters_is_left_out_with_exit_code_1(self, file: Path, tmp_path: Path) -> None:
+    def test_what_matters_is_left_out_with_exit_code_2(self, file: Path, tmp_path: Path) -> None:
         file.write_text(THEIRS + "remote_serde: cachegen\nremote_url: redis://user:secret@host\n")
         done = run("migrate", file)
-        assert done.exit_code == 1
+        assert done.exit_code == 2
         assert "remote_serde" in done.stderr
-        assert "# Left out, though it matters: remote_serde: KV is stored as it is" in done.stdout
-        assert "- redis://user:secret@host" in done.stdout
+        assert (
+            "# Left out, though it matters: LMCache's remote_serde cannot be used: KV is stored as it is" in done.stdout
+        )
+        assert "remote_url: redis://user:secret@host" in done.stdout
         assert "secret" not in done.stderr
         own = tmp_path / "lmkv.yaml"
         own.write_text(done.stdout)
@@ -183,23 +189,23 @@ class TestMigrate:
         own = tmp_path / "lmkv.yaml"
         own.write_text(json.dumps(found["settings"]))
         assert Config.load(file=own, env={}) == Config.load(env={"LMCACHE_CONFIG_FILE": str(file)})
-        file.write_text(THEIRS + "remote_serde: cachegen\n")
+        file.write_text(THEIRS + "remote_serde: cachegen\nremote_url: redis://host\n")
         done = run("migrate", file, "--json")
         found = json.loads(done.stdout)
-        assert (done.exit_code, found["ok"], done.stderr) == (1, False, "")
+        assert (done.exit_code, found["ok"], done.stderr) == (2, False, "")
         assert "remote_serde" in found["problems"][0]
 
-    def test_what_cannot_be_migrated_is_exit_code_1(self, file: Path) -> None:
+    def test_what_cannot_be_migrated_is_exit_code_2(self, file: Path) -> None:
         for text, said in (("disk_sync: full\n", "is lmkv's already"), ("chunk_size: abc\n", "chunk_size = 'abc'")):
             file.write_text(text)
             done = run("migrate", file)
-            assert (done.exit_code, done.stdout, said in done.stderr) == (1, "", True)
+            assert (done.exit_code, said in done.stderr) == (2, True)
 
 
 def test_the_command_is_installed(file: Path) -> None:
     command = [Path(sys.executable).with_name("lmkv"), "config", "check", file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 class TestPipes:
@@ -207,7 +213,7 @@ class TestPipes:
 
     def test_check(self, tmp_path: Path) -> None:
         for number, (content, code, said) in enumerate(
-            [(THEIRS, 0, "LMCache's"), ("pin_ttl: 5\n", 0, "lmkv's"), ("pin_ttl: 0\n", 1, "must be")]
+            [(THEIRS, 1, "LMCache's"), ("pin_ttl: 5\n", 0, "lmkv's"), ("pin_ttl: 0\n", 2, "must be")]
         ):
             (tmp_path / f"{number}").mkdir()
             with piped(tmp_path / f"{number}", content) as pipe:
@@ -215,7 +221,7 @@ class TestPipes:
             assert (done.exit_code, said in done.output, "pin_ttl" in done.output) == (code, True, True)
         with piped(tmp_path, THEIRS) as pipe:
             done = run("migrate", pipe)
-        assert (done.exit_code, "pin_ttl: 60.0" in done.stdout) == (0, True)
+        assert (done.exit_code, "pin_ttl: 60.0" in done.stdout) == (1, True)
 
 
 @pytest.mark.parametrize("command", [["config", "show"], ["doctor"]])
@@ -260,5 +266,5 @@ def test_a_configuration_file_that_is_none_is_said_at_once(tmp_path: Path) -> No
             started = time.monotonic()
             done = run(verb, LMKV_CONFIG_FILE=str(named)) if verb == "show" else run(verb, named)
             assert time.monotonic() - started < LIMIT
-            assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+            assert (done.exit_code, type(done.exception)) == (2, SystemExit)
             assert done.stderr.startswith(f"file {named}: it ")

@@ -1,0 +1,166 @@
+"""Settings of people who move to lmkv, in tests/moving: one answer from every command and from the server's start."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from lmkv import Config
+from lmkv.cli.app import app
+from lmkv.config import Answer
+from lmkv.errors import ConfigError
+
+HERE = Path(__file__).parents[1] / "moving"
+
+
+class Right(NamedTuple):
+    """What is right for an input: exit status, settings, and what has to be said."""
+
+    status: int
+    settings: Mapping[str, object] = {}
+    says: tuple[str, ...] = ()
+
+
+PER_RANK = "multiply by their number"
+FILES = {
+    "s3_host_style.yaml": Right(
+        0,
+        {"remote_url": "s3://kv-bucket?region=us-east-1", "remote_username": "name", "remote_password": "secret"},
+        ("extra_config.s3_num_io_threads has no effect",),
+    ),
+    "s3_with_port.yaml": Right(
+        0, {"remote_url": "s3://kv?endpoint=http://localhost:8080&region=us-west-04a", "remote_timeout": 10.0}
+    ),
+    "valkey_login.yaml": Right(
+        0, {"remote_url": "valkey://127.0.0.1:18490/3", "remote_username": "default", "remote_password": "letmein"}
+    ),
+    "mooncake_extra.yaml": Right(
+        0,
+        {
+            "remote_url": "mooncakestore://localhost:50051/?local_hostname=localhost&metadata_server=http://localhost:8080/"
+            "metadata&protocol=rdma&device_name=mlx5_0&local_buffer_size=0&segment_size=21474836480"
+        },
+    ),
+    "folder_url.yaml": Right(0, {"remote_url": "file:///mnt/share/kv", "local_cpu": False}),
+    "lm_and_codec.yaml": Right(
+        2, {"chunk_size": 256}, ("there is no cache server: name a store", "remote_serde cannot be used")
+    ),
+    "sentinel.yaml": Right(
+        0, {"remote_url": "redis-sentinel://localhost:26379,localhost:26380,localhost:26381", "chunk_size": 256}
+    ),
+    "cluster_nodes.yaml": Right(0, {"remote_url": "valkey+cluster://a.example:6379"}),
+    "old_names.yaml": Right(2, {}, ("max_local_cache_size", "write max_local_cpu_size, in GiB")),
+    "old_path.yaml": Right(2, {}, ("weka_path cannot be used: there are no such media",)),
+    "unset_variable.yaml": Right(2, {}, ("has a variable that nothing replaces: write the value of ${CACHE_DIR}",)),
+    "bytes.yaml": Right(2, {}, ("must be at most 1e+09, in GiB: so many bytes are 10",)),
+    "codec_without_store.yaml": Right(
+        0, {"local_disk": "/tmp/kv"}, ("remote_serde has no effect: there is no remote_url", PER_RANK)
+    ),
+}
+VARIABLES = {
+    "per_rank.env": Right(
+        0,
+        {"local_disk": "/kv-store", "max_local_disk_size": 640.0},
+        (f"{PER_RANK}: max_local_cpu_size, max_local_disk_size",),
+    ),
+    "disk_true.env": Right(2, {}, ("local_disk = 'True' must be a path or file:///path, no switch",)),
+    "disk_size_zero.env": Right(
+        1, {"max_local_cpu_size": 100.0}, ("local_disk is not used: its max_local_disk_size is 0, as in LMCache",)
+    ),
+}
+EXTRAS = {
+    "engine_own.json": Right(
+        2, {}, ("'cpu_bytes_to_use'", "vLLM's own offloading: here it is 'max_local_cpu_size', in GiB", "'local_disk'")
+    ),
+    "use_native.json": Right(0, {}, ("use_native has no effect",)),
+    "dotted.args": Right(0, {"max_local_cpu_size": 0.5}),
+}
+
+
+def run(*words: str, **env: str) -> Any:
+    none = {name: None for name in os.environ if name.startswith(("LMKV_", "LMCACHE_"))}
+    return CliRunner().invoke(app, list(words), env={**none, **env, "COLUMNS": "400"})
+
+
+def given(name: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """The environment and the extra configuration of an input."""
+    path = HERE / name
+    if path.suffix == ".yaml":
+        return {"LMCACHE_CONFIG_FILE": str(path)}, {}
+    if path.suffix == ".env":
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        return dict(line.split("=", 1) for line in lines), {}
+    if path.suffix == ".json":
+        return {}, json.loads(path.read_text())["kv_connector_extra_config"]
+    # As vLLM reads dotted arguments.
+    return {}, {"lmkv": {"max_local_cpu_size": 0.5}}
+
+
+@pytest.mark.parametrize("name", [*FILES, *VARIABLES, *EXTRAS])
+def test_the_server_says_what_the_commands_say(name: str) -> None:
+    right = {**FILES, **VARIABLES, **EXTRAS}[name]
+    env, extra = given(name)
+    answer = Answer.to(env=env, extra=extra)
+    assert answer.status == right.status
+    shown = run("config", "show", "--json", "--extra", json.dumps(extra), **env)
+    found = json.loads(shown.stdout)
+    assert (shown.exit_code, found["problems"]) == (right.status, list(answer.problems))
+    said = "\n".join([*map(str, answer.readings), *(text for _, text in answer.notes), *answer.problems])
+    assert [text for text in right.says if text not in said] == []
+    assert "letmein" not in said
+    if right.status == 2:
+        with pytest.raises(ConfigError) as caught:
+            Config.load(env=env, extra=extra)
+        assert str(caught.value).splitlines() == found["problems"]
+    else:
+        config = Config.load(env=env, extra=extra)
+        assert {key: str(value) for key, value in plain(answer.values).items() if key in right.settings} == {
+            key: str(value) for key, value in right.settings.items()
+        }
+        assert (config.local_disk is None) or name != "disk_size_zero.env"
+        assert [text for _, text in answer.notes if text not in [line for _, line in config.remarks]] == []
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as a file has them."""
+    return {
+        key: getattr(value, "value", " ".join(each.text for each in value) if isinstance(value, tuple) else value)
+        for key, value in values.items()
+    }
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_check_and_migrate_say_the_same(name: str, tmp_path: Path) -> None:
+    right, file = FILES[name], str(HERE / name)
+    checked = run("config", "check", file)
+    assert checked.exit_code == right.status
+    assert [text for text in right.says if text not in checked.output] == []
+    migrated = run("config", "migrate", file)
+    assert migrated.exit_code == right.status
+    assert [text for text in right.says if text not in migrated.output] == []
+    found = yaml.safe_load(migrated.stdout) or {}
+    assert {key: found.get(key) for key in right.settings} == dict(right.settings)
+    if right.status < 2:
+        (tmp_path / "own.yaml").write_text(migrated.stdout)
+        theirs = Config.load(env={"LMCACHE_CONFIG_FILE": file})
+        assert Config.load(env={}, file=tmp_path / "own.yaml") == theirs
+    else:
+        assert checked.stderr == migrated.stderr, "the same reasons"
+
+
+@pytest.mark.slow("lmkv doctor imports vLLM")
+def test_doctor_says_the_same() -> None:
+    for name in ("old_names.yaml", "disk_size_zero.env", "engine_own.json"):
+        env, extra = given(name)
+        done = run("doctor", "--json", "--extra", json.dumps(extra), **env)
+        answer = Answer.to(env=env, extra=extra)
+        text = json.dumps(json.loads(done.stdout), ensure_ascii=False)
+        assert [each for each in answer.problems if json.dumps(each, ensure_ascii=False)[1:-1] not in text] == []
+        assert [each for _, each in answer.notes if each not in text] == []
