@@ -27,7 +27,12 @@ autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 # The site is built without a network: what is not lmkv's own has no address here.
-nitpick_ignore_regex = [(r"py:\w+", r"(abc|collections|enum|httpx|os|torch)\..*|callable|optional|sequence|Copier|lmkv\.config\.parsers\.RemoteURL")]
+nitpick_ignore_regex = [
+    (
+        r"py:\w+",
+        r"(abc|collections|enum|httpx|os|torch)\..*|callable|optional|sequence|Copier|lmkv\.config\.\S*RemoteURL",
+    )
+]
 
 html_theme = "furo"
 html_static_path = ["static"]
