@@ -23,7 +23,8 @@ MAX_TAG_CHARACTERS: Final = 4096
 """Tags of a request, and characters of their names and values together, at most."""
 _MAX_KEYS: Final = 256
 _MAX_NUMBER: Final = 1 << 32
-_TAG: Final = "lmkv.tag."
+_OWNERS: Final = ("lmkv", "lmcache")
+_TAGS: Final = tuple(f"{owner}.tag." for owner in _OWNERS)
 _NUMBERS: Final = (int, float, bool, type(None))
 
 
@@ -76,7 +77,7 @@ def seconds(value: object) -> float:
 
 @define
 class RequestOptions:
-    """The wishes of a request in its `kv_transfer_params`, under keys with the prefix `lmkv.`:
+    """The wishes of a request in its `kv_transfer_params`, under keys with the prefix `lmkv.`, or LMCache's `lmcache.`:
 
     `skip_save`, `skip_load`: store or load nothing. `report`: answer with the tokens that were loaded. `prefetch`:
     promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to
@@ -118,7 +119,7 @@ class RequestOptions:
         nameless, whole = not has_tokens(request), must_be_computed(request)
         hint = AgentHint.of(getattr(request, "agent_hint", None) or params.get("agent_hint"))
         return cls(
-            skip_save=nameless or _is_true(params.get("lmkv.skip_save")),
+            skip_save=nameless or any(_is_true(params.get(f"{owner}.skip_save")) for owner in _OWNERS),
             skip_load=nameless or whole or _is_true(params.get("lmkv.skip_load")),
             report=_is_true(params.get("lmkv.report")),
             prefetch=_is_true(params.get("lmkv.prefetch")) or hint.prefetch,
@@ -127,7 +128,7 @@ class RequestOptions:
             hint=hint,
             wait_for=_tokens(params.get("lmkv.wait_for")),
             max_load_tokens=_limit(params.get("max_load_tokens")),
-            max_offload_tokens=_limit(params.get("max_offload_tokens")),
+            max_offload_tokens=_limit(params.get("max_offload_tokens", params.get("lmcache.max_offload_tokens"))),
             remote_decode=_is_true(params.get("do_remote_decode")),
             tags=tags,
         )
@@ -137,14 +138,13 @@ def _tags(params: Mapping[Any, Any]) -> tuple[tuple[str, str], ...] | None:
     """Names and values of the tags. None if one cannot be read, or if there are too many to look at."""
     if len(params) > _MAX_KEYS:
         return None
-    found, room = [], MAX_TAG_CHARACTERS
+    found, room = dict[str, str](), MAX_TAG_CHARACTERS
     for key, value in params.items():
-        if isinstance(key, str) and key.startswith(_TAG):
-            text = _text(value)
-            if text is None or (room := room - len(key) + len(_TAG) - len(text)) < 0:
+        if isinstance(key, str) and key.startswith(_TAGS):
+            name, text = key.partition(".tag.")[2], _text(value)
+            if text is None or (room := room - len(name) - len(text)) < 0 or found.setdefault(name, text) != text:
                 return None
-            found.append((key.removeprefix(_TAG), text))
-    return tuple(sorted(found)) if len(found) <= MAX_TAGS else None
+    return tuple(sorted(found.items())) if len(found) <= MAX_TAGS else None
 
 
 def _text(value: object) -> str | None:

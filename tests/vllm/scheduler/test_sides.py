@@ -139,6 +139,14 @@ class TestOptions:
         assert options.remote_decode
         assert options.tags == (("a", "x"), ("b", "2"))
 
+    def test_lmcaches_parameters_keep_requests_apart_as_lmkvs_do(self) -> None:
+        theirs = {"lmcache.tag.b": 2, "lmcache.tag.a": "x", "lmcache.skip_save": True, "lmcache.max_offload_tokens": 64}
+        ours = {"lmkv.tag.b": 2, "lmkv.tag.a": "x", "lmkv.skip_save": True, "max_offload_tokens": 64}
+        of = [RequestOptions.of(_request(kv_transfer_params=params)) for params in (theirs, ours, theirs | ours)]
+        assert of[0] == of[1] == of[2]
+        unclear = RequestOptions.of(_request(kv_transfer_params={"lmcache.tag.a": "x", "lmkv.tag.a": "y"}))
+        assert (unclear.skip_save, unclear.skip_load) == (True, True)
+
     @pytest.mark.parametrize("tokens", ["123", [1, -2], [1.5], {"a": 1}, None, [2**32]])
     def test_a_clients_mistake_does_not_cost_the_request(self, tokens: object) -> None:
         params = {"lmkv.prefetch_tokens": tokens, "lmkv.pin": "soon", "lmkv.wait_for": "all"}
