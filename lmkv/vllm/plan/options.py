@@ -23,8 +23,7 @@ MAX_TAG_CHARACTERS: Final = 4096
 """Tags of a request, and characters of their names and values together, at most."""
 _MAX_KEYS: Final = 256
 _MAX_NUMBER: Final = 1 << 32
-_OWNERS: Final = ("lmkv", "lmcache")
-_TAGS: Final = tuple(f"{owner}.tag." for owner in _OWNERS)
+_TAGS: Final = ("lmkv.tag.", "lmcache.tag.")
 _NUMBERS: Final = (int, float, bool, type(None))
 
 
@@ -119,7 +118,7 @@ class RequestOptions:
         nameless, whole = not has_tokens(request), must_be_computed(request)
         hint = AgentHint.of(getattr(request, "agent_hint", None) or params.get("agent_hint"))
         return cls(
-            skip_save=nameless or any(_is_true(params.get(f"{owner}.skip_save")) for owner in _OWNERS),
+            skip_save=nameless or any(map(_is_true, map(params.get, ("lmkv.skip_save", "lmcache.skip_save")))),
             skip_load=nameless or whole or _is_true(params.get("lmkv.skip_load")),
             report=_is_true(params.get("lmkv.report")),
             prefetch=_is_true(params.get("lmkv.prefetch")) or hint.prefetch,
