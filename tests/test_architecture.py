@@ -71,7 +71,7 @@ BUDGET = {
     "plugins": 33,
     "policies": 1025,
     "simulation": 437,
-    "config": 1133,
+    "config": 1354,
     "memory": 1366,
     "store": 3677,
     "backends": 393,
@@ -87,7 +87,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19531
+WHOLE = 19751
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
@@ -329,7 +329,6 @@ PAGE = 350
 
 ALONE: dict[str, str] = {
     **dict.fromkeys(("cli.bench", "cli.config", "cli.demo", "cli.simulate", "cli.top"), "a command each"),
-    "config.addresses": "a page of its own: the addresses of every store of LMCache's",
     "memory.cuda": "machines without a GPU never load it",
     "memory.kernels": "it imports triton, which machines without a GPU have not",
     "vllm.scheduler.explain": "to come",

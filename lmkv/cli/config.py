@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 import yaml
@@ -22,6 +23,7 @@ from rich.text import Text
 from lmkv.cli.doctor import json_object
 from lmkv.cli.server import fail
 from lmkv.config import Answer, Config, Setting, lmcache, read_yaml
+from lmkv.config.command_lines import TRANSFER
 from lmkv.config.parsers import Secret
 from lmkv.errors import ConfigError
 
@@ -126,8 +128,17 @@ def own_keys() -> set[str]:
 
 
 @app.command("migrate")
-def migrate(file: Annotated[Path, typer.Argument(help="LMCache's YAML file.")], as_json: AsJson = False) -> None:
-    """Print lmkv's YAML for a file of LMCache's, with a comment on each setting that is left out."""
+def migrate(
+    words: Annotated[list[str], typer.Argument(help="LMCache's YAML file, or -- and a command line.", metavar="FILE")],
+    as_json: AsJson = False,
+) -> None:
+    """Print lmkv's YAML for a file of LMCache's, with a comment on each setting that is left out.
+
+    Or its command for one: `lmkv config migrate -- lmcache server --l1-size-gb 100`, or `-- vllm serve ...`.
+    """
+    if len(words) > 1:
+        migrate_command(words, as_json=as_json)
+    file = Path(words[0])
     try:
         content = read_yaml(file)
         if own := set(content) & (own_keys() - set(lmcache.table())):
@@ -146,6 +157,27 @@ def migrate(file: Annotated[Path, typer.Argument(help="LMCache's YAML file.")], 
     for line in (*left_out(answer), *remarks(answer)):
         typer.echo(f"# {line}")
     end(answer, as_json=as_json)
+
+
+def migrate_command(words: list[str], *, as_json: bool) -> NoReturn:
+    """Print lmkv's command for one of LMCache's server, or of `vllm serve` with another connector."""
+    try:
+        answer, command = Answer.to_command(words)
+    except ConfigError as error:
+        fail(error, as_json=as_json, status=2)
+    settings = {name: written(value) for name, value in answer.values.items()}
+    transfer = {"kv_connector": "LMKVConnector", "kv_role": command.role, "kv_connector_extra_config": settings}
+    line = shlex.join(["vllm", "serve", *(command.kept or ["MODEL"]), TRANSFER, json.dumps(transfer)])
+    if as_json:
+        found = {"settings": settings, "command": line, "left_out": list(left_out(answer))}
+        typer.echo(json.dumps({**as_dict(answer), **found}))
+        raise typer.Exit(answer.status)
+    typer.echo(line)
+    for comment in (*left_out(answer), *remarks(answer)):
+        typer.echo(f"# {comment}")
+    if answer.problems:
+        fail("\n".join(answer.problems), status=2)
+    raise typer.Exit(answer.status)
 
 
 def written(value: object) -> object:

@@ -18,7 +18,8 @@ from typing import Any, Final, Literal, NoReturn, Self, TypeVar
 from attrs import Attribute, evolve, field, fields, frozen
 
 from lmkv.chunks.authentication import MIN_KEY_BYTES
-from lmkv.config import lmcache
+from lmkv.config import command_lines, lmcache
+from lmkv.config.command_lines import Command
 from lmkv.config.parsers import (
     Parse,
     Quota,
@@ -457,6 +458,12 @@ class Answer:
         translation = lmcache.translate(env, extra, read)
         remarks, notes = translation.remarks(), translation.notes
         return cls._of(translation.settings, translation.readings, notes, remarks=remarks, of_lmcache=True)
+
+    @classmethod
+    def to_command(cls, words: Sequence[str]) -> tuple[Self, Command]:
+        """What a command line means, of LMCache's server or of `vllm serve`. Raises ConfigError for another one."""
+        command = command_lines.translated(words)
+        return cls._of(command.settings, command.readings, command.notes, of_lmcache=True), command
 
     @classmethod
     def _of(

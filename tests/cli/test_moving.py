@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,3 +165,88 @@ def test_doctor_says_the_same() -> None:
         text = json.dumps(json.loads(done.stdout), ensure_ascii=False)
         assert [each for each in answer.problems if json.dumps(each, ensure_ascii=False)[1:-1] not in text] == []
         assert [each for _, each in answer.notes if each not in text] == []
+
+
+COMMANDS: dict[str, tuple[str, Right]] = {
+    "LMCache's server": (
+        (
+            "lmcache server --l1-size-gb 100 --chunk-size 512 --eviction-policy ARC --shm-name kv --port 6555 "
+            """--l2-adapter '{"type": "resp", "host": "cache", "port": 6379, "username": "me", "password": "secret"}'"""
+        ),
+        Right(
+            0,
+            {"shared_memory": "/dev/shm/kv", "max_shared_memory_size": 100.0, "chunk_size": 512, "cache_policy": "ARC"}
+            | {"remote_url": "redis://cache:6379", "remote_username": "me", "remote_password": "secret"},
+            ("--port has no effect: there is no cache server", "max_local_cpu_size (5 GiB) of its own"),
+        ),
+    ),
+    "its tiers": (
+        (
+            """lmcache server --l2-adapter '{"type": "fs", "base_path": "/mnt/kv"}' """
+            """--l2-adapter '{"type": "raw_block"}' """
+            "--gds-l1-path /nvme --what"
+        ),
+        Right(
+            2,
+            {"remote_url": "file:///mnt/kv"},
+            ("raw_block cannot be used: there is no such tier", "--gds-l1-path cannot be used", "--what is unknown"),
+        ),
+    ),
+    "a cluster of Valkey, and a bucket": (
+        """lmcache server --l2-adapter '{"type": "valkey", "startup_nodes": "a:1,b:2", "cluster_mode": true}'""",
+        Right(0, {"remote_url": "valkey+cluster://a:1"}),
+    ),
+    "an engine of LMCache's server": (
+        (
+            "vllm serve m --port 8000 --kv-transfer-config "
+            """'{"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", """
+            """"kv_connector_extra_config": {"lmcache.mp.host": "tcp://h", "lmcache.chunk_size": 128}}'"""
+        ),
+        Right(0, {"chunk_size": 128}, ("vllm serve m --port 8000", "lmcache.mp.host has no effect")),
+    ),
+    "vLLM's own flags": (
+        "vllm serve m --kv-offloading-size=64 --kv-offloading-backend native --max-model-len 4096",
+        Right(0, {"max_local_cpu_size": 64.0}, ("vllm serve m --max-model-len 4096",)),
+    ),
+    "vLLM's own connector": (
+        (
+            """vllm serve m --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", """
+            """"kv_connector_extra_config": {"cpu_bytes_to_use": 21474836480, "spec_name": "TieringOffloadingSpec", """
+            """"secondary_tiers": [{"type": "fs", "root_dir": "/data/kv", "max_disk_gib": 200}]}}'"""
+        ),
+        Right(0, {"max_local_cpu_size": 20.0, "local_disk": "/data/kv", "max_local_disk_size": 200.0}),
+    ),
+    "a tier without a capacity": (
+        (
+            "vllm serve m --kv-transfer-config "
+            """'{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": """
+            """{"secondary_tiers": [{"type": "fs", "root_dir": "/data/kv"}, {"type": "obj"}]}}'"""
+        ),
+        Right(2, {}, ("a folder needs a capacity", "secondary_tiers: obj cannot be used")),
+    ),
+    "another connector": (
+        """vllm serve m --kv-transfer-config '{"kv_connector": "NixlConnector"}'""",
+        Right(2, {}, ("can be migrated",)),
+    ),
+    "no command": ("python x.py", Right(2, {}, ("give `lmcache server ...` or `vllm serve ...`",))),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_becomes_lmkvs(name: str) -> None:
+    line, right = COMMANDS[name]
+    done = run("config", "migrate", "--", *shlex.split(line))
+    assert done.exit_code == right.status
+    assert [text for text in right.says if text not in done.output] == []
+    if name == "no command":
+        return
+    words = shlex.split(done.stdout.splitlines()[0])
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert (transfer["kv_connector"], transfer["kv_role"]) == ("LMKVConnector", "kv_both")
+    found = transfer["kv_connector_extra_config"]
+    assert {key: found.get(key) for key in right.settings} == dict(right.settings)
+    if right.status < 2:
+        assert set(found) == set(right.settings)
+        assert Config.load(env={}, extra=found).sources.keys() == found.keys(), "a server takes it"
+    as_json = json.loads(run("config", "migrate", "--json", "--", *shlex.split(line)).stdout)
+    assert as_json["settings"] == found
