@@ -12,13 +12,16 @@ import pytest
 import torch
 
 from lmkv import Config, Engine
-from lmkv.config import lmcache, read_yaml
+from lmkv.config import Answer, lmcache, read_yaml
 from tests.tables import every
 from tests.test_config import refused
 
 HERE = Path(__file__).parent
 KEYS = (HERE / "lmcache-0.5.6-keys.txt").read_text().split()
 """All keys of LMCache 0.5.6's configuration."""
+
+EXTRA_KEYS = (HERE / "lmcache-extra-keys.txt").read_text().split()
+"""All keys of `extra_config` that LMCache 0.5.6 and 0.5.7rc2 read, in process."""
 
 DOCUMENT = "chunk_size: 256\n# Enable CPU memory backend\nlocal_cpu: true # default\nmax_local_cpu_size: 5\n"
 
@@ -47,6 +50,13 @@ def file(tmp_path: Path) -> Path:
 def test_the_table_has_every_key_of_lmcache() -> None:
     assert len(KEYS) == 108
     assert set(KEYS) - set(lmcache.table()) == {"extra_config"}, "whose keys have entries of their own"
+
+
+def test_every_key_of_its_extra_config_is_in_one_class() -> None:
+    known = {key.removeprefix("extra_config.") for key in lmcache.table() if key.startswith("extra_config.")}
+    assert sorted(set(EXTRA_KEYS) - known) == []
+    answer = Answer.to(env={}, extra={"lmcache.extra_config": {key: "x" for key in EXTRA_KEYS if key != "use_odirect"}})
+    assert [each for each in answer.readings if each.kind == "unknown"] == []
 
 
 def test_every_entry_says_what_it_is_and_none_is_there_twice() -> None:
