@@ -71,7 +71,7 @@ BUDGET = {
     "plugins": 33,
     "policies": 1025,
     "simulation": 437,
-    "config": 1354,
+    "config": 1357,
     "memory": 1366,
     "store": 3677,
     "backends": 393,
@@ -87,7 +87,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19751
+WHOLE = 19754
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

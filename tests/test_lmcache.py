@@ -59,6 +59,42 @@ def test_every_key_of_its_extra_config_is_in_one_class() -> None:
     assert [each for each in answer.readings if each.kind == "unknown"] == []
 
 
+VARIABLES = [
+    "AEROSPIKE_HOSTS",
+    "AEROSPIKE_PASSWORD",
+    "AEROSPIKE_SET",
+    "AEROSPIKE_USERNAME",
+    "COORDINATOR_ADVERTISE_IP",
+    "COORDINATOR_URL",
+    "COORDINATOR_EVENT_FLUSH_INTERVAL",
+    "COORDINATOR_HEARTBEAT_INTERVAL",
+    "FORCE_SKIP_SAVE",
+    "GPU_STAGING_BUFFER_BYTES",
+    "LOG_LEVEL",
+    "MQ_TIMEOUT",
+    "OFFLOAD_RPC_PORT",
+    "REQUEST_TELEMETRY_TYPE",
+    "RESP_HOST",
+    "RESP_PASSWORD",
+    "RESP_PORT",
+    "RESP_USERNAME",
+    "RUNTIME_PLUGIN_CONFIG",
+    "SERVER_URL",
+    "TRACK_USAGE",
+    "USAGE_TRACK_INTERVAL",
+    "USAGE_TRACK_URL",
+]
+"""What LMCache reads of the environment besides its settings."""
+
+
+def test_every_variable_of_its_is_in_one_class() -> None:
+    answer = Answer.to(env={f"LMCACHE_{name}": "1" for name in VARIABLES})
+    assert [each for each in answer.readings if each.kind == "unknown"] == []
+    login = {"LMCACHE_RESP_USERNAME": "me", "LMCACHE_RESP_PASSWORD": "secret"}
+    config = load({"LMCACHE_REMOTE_URL": "resp://host:6379", **login})
+    assert (config.remote_username, config.password, str(config.remote_url[0])) == ("me", "secret", "redis://host:6379")
+
+
 def test_every_entry_says_what_it_is_and_none_is_there_twice() -> None:
     lines = (Path(lmcache.__file__).parent / "lmcache.toml").read_text().splitlines()
     text = "\n".join(line for line in lines if not line.startswith("needs"))

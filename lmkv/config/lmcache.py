@@ -178,6 +178,10 @@ def _nearest(key: object) -> str:
 
 def _join_address(given: _Given, result: Translation) -> None:
     """Translate remote_url together with the keys of `extra_config` that LMCache reads for its kind of store."""
+    for name in ("username", "password"):
+        # Variables of the environment, which are weaker.
+        if (value := given.pop(f"resp_{name}", None)) is not None:
+            given.setdefault(f"{_INNER}{name}", value)
     joined = {key for key in given if key.removeprefix(_INNER) in addresses.ALL_KEYS and key.startswith(_INNER)}
     url, source = given.get("remote_url", (None, ""))
     used = set[str]()
