@@ -331,8 +331,6 @@ ALONE: dict[str, str] = {
     **dict.fromkeys(("cli.bench", "cli.config", "cli.demo", "cli.simulate", "cli.top"), "a command each"),
     "memory.cuda": "machines without a GPU never load it",
     "memory.kernels": "it imports triton, which machines without a GPU have not",
-    "vllm.scheduler.explain": "to come",
-    "vllm.scheduler.value": "to come",
 }
 """Modules with one user, beside them, that stay files of their own, and why."""
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
 from lmkv import Config, Engine
+from lmkv.store.iopool import Deferred
 from tests.forked import Child
 from tests.interrupted import Interrupted
 from tests.kit import LIMIT, eventually
@@ -119,6 +122,19 @@ def interrupt_everywhere(paged: Paged, name: str, first: int, step: int) -> int:
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_before_any_line_loses_no_slot(paged: Paged, name: str) -> None:
     assert interrupt_everywhere(paged, name, first=3, step=11) > 2
+
+
+def test_an_interrupt_between_a_change_and_its_plans_loses_no_write(paged: Paged) -> None:
+    def interrupt(frame: FrameType, event: str, arg: object) -> None:
+        if frame.f_code is Deferred.run.__code__ and frame.f_locals["self"].jobs:
+            raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt):
+        sys.settrace(interrupt)
+        paged.engine.store(*paged.prompt(1))
+    sys.settrace(None)
+    paged.works()
+    paged.is_whole()
 
 
 @pytest.mark.nightly("histories")

@@ -297,7 +297,7 @@ class CacheService:
 
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
         """Keep a prompt's chunks in host memory, as many of the leading ones as are there."""
-        keys = self._boundaries.wanted(self._read(prompt)[1])
+        keys = self._boundaries.keys_to_promote(self._read(prompt)[1])
         seconds = self._pin_ttl if seconds is None else seconds
         return {
             "pinned_tokens": self._tokens(keys[: self._store.pin(keys, seconds, self._owner(prompt))]),
@@ -363,11 +363,11 @@ class CacheService:
 
     def _found(self, keys: list[ChunkKey], tokens: int) -> list[ChunkKey]:
         """The keys that a request with a prompt of `tokens` tokens may load, after shared tiers were asked."""
-        shared_lookup = self._store.look_up_shared(keys, self._boundaries.states)
-        if shared_lookup is not None:
-            shared_lookup.wait(_SHARED_LOOKUP_LIMIT)
+        if (lookup := self._store.look_up_shared(keys, self._boundaries.states)) is not None:
+            lookup.wait(_SHARED_LOOKUP_LIMIT)
         # A hit that has to end behind a chunk leaves the last token to be computed.
-        return self._boundaries.found(keys[: (tokens - 1) // self._chunk_size]) if self._boundaries.states else keys
+        whole = (tokens - 1) // self._chunk_size
+        return self._boundaries.stored_hit(keys[:whole]) if self._boundaries.states else keys
 
     def _states_of(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The states behind any of these chunks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from attrs import define, frozen
@@ -12,18 +11,15 @@ from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey, Policy
 from lmkv.store.guards import locked
 from lmkv.store.guests import GuardedObserver, StoreObserver
-from lmkv.store.primary import PrimaryTier
 from lmkv.store.promoter import Promoter
-from lmkv.store.tier import LowerTier, Operation, first_with
+from lmkv.store.tier import Operation, first_tier_with
+from lmkv.store.writes import Part
 
 
 @define(eq=False, repr=False)
-class Catalog:
-    """Answers about all tiers, and tells observers; it changes no tier. Thread-safe. `lock`: the store's."""
+class Catalog(Part):
+    """Answers questions about all tiers and notifies observers. Changes no tier. Thread-safe."""
 
-    _lock: threading.Lock
-    _primary: PrimaryTier
-    _tiers: Sequence[LowerTier]
     _promoter: Promoter
     _observers: list[StoreObserver]
 
@@ -35,9 +31,9 @@ class Catalog:
     @locked
     def presence(self, key: ChunkKey) -> Presence:
         entry = self._primary.entries.get(key)
-        if entry is not None and not self._promoter.hangs(entry):
+        if entry is not None and not self._promoter.is_stuck(entry):
             return Presence.READY if entry.ready else Presence.PENDING
-        return Presence.LOWER if first_with(self._tiers, key) else Presence.MISS
+        return Presence.LOWER if first_tier_with(self._tiers, key) else Presence.MISS
 
     def count_prefix(self, keys: Sequence[ChunkKey]) -> tuple[int, int]:
         """`(ready, found)`: leading chunks in host memory, and leading chunks in any tier."""
@@ -47,11 +43,11 @@ class Catalog:
 
     @locked
     def count_found(self, keys: Sequence[ChunkKey], found: int = 0) -> int:
-        """How many leading chunks are known to be in some tier; the first `found` of them are.
+        """Count the leading chunks known to be in some tier. The first `found` are.
 
-        A chunk that is being loaded from a tier that hangs does not count: it may never come.
+        Skips a chunk whose load hangs: it may never arrive.
         """
-        entries, hangs = self._primary.entries, self._promoter.hangs
+        entries, hangs = self._primary.entries, self._promoter.is_stuck
         indexes = [tier.index for tier in self._tiers if tier.usable]
         for key in keys[found:]:
             entry = entries.get(key)
@@ -62,9 +58,9 @@ class Catalog:
 
     @locked
     def unknown(self, keys: Sequence[ChunkKey], states: int) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
-        """`(chunks, states)` that no index knows: the chunks from the first such on, the states behind any chunk.
+        """`(chunks, states)` unknown to every index: all chunks from the first unknown one, states behind any chunk.
 
-        `states`: entries of each boundary. States of boundaries before a known one are left out.
+        `states`: entries of each boundary. Omits states of boundaries before a known one.
         """
         behind: list[ChunkKey] = []
         for key in reversed(keys):
@@ -75,7 +71,7 @@ class Catalog:
         return keys[self.count_found(keys) :], behind
 
     def count_stored(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks some tier has in full; chunks that are still being stored do not count."""
+        """Count the leading chunks that some tier has in full. Chunks still being stored do not count."""
         with self._lock:
             entries = self._primary.entries
             indexes = [tier.index for tier in self._tiers if tier.usable]
@@ -102,25 +98,25 @@ class Catalog:
     def tier_of(self, key: ChunkKey) -> str | None:
         """Name of the fastest lower tier that stores the chunk, None when none does."""
         with self._lock:
-            tier = first_with(self._tiers, key)
+            tier = first_tier_with(self._tiers, key)
             return tier.name if tier else None
 
     def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, tuple[int, int]]:
-        """How many of the chunks each lower tier would deliver, and their bytes, in the order of their first chunks.
+        """Chunks and bytes that each lower tier would deliver, in the order of their first chunks.
 
         None: no tier.
         """
         found: dict[str | None, tuple[int, int]] = {}
         with self._lock:
             for key in keys:
-                tier = first_with(self._tiers, key)
+                tier = first_tier_with(self._tiers, key)
                 name = tier.name if tier is not None else None
                 count, nbytes = found.get(name, (0, 0))
                 found[name] = count + 1, nbytes + self._primary.payloads.nbytes(key)
         return found
 
     def unavailable_in(self, key: ChunkKey) -> str | None:
-        """Name of a lower tier that stores the chunk but cannot be read now; None if no tier does."""
+        """Name of a lower tier that stores the chunk but cannot be read now, or None."""
         with self._lock:
             return next((tier.name for tier in self._tiers if key in tier.index and not tier.usable), None)
 
@@ -133,7 +129,7 @@ class Catalog:
         return drained
 
     def add_observer(self, observer: StoreObserver) -> None:
-        """Notify it from now on of chunks that enter and leave tiers. For earlier ones: `replay_to`."""
+        """Notify it of chunks that enter and leave tiers from now on. For earlier ones: `replay_to`."""
         with self._lock:
             self._observers.append(GuardedObserver(observer))
 
@@ -163,32 +159,32 @@ class Boundaries:
     _catalog: Catalog
     states: int
 
-    def entries(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The keys of all that a hit of these chunks needs: the chunks, and the states behind the last one."""
+    def with_states(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The keys that a hit of these chunks needs: the chunks, and the states behind the last one."""
         return [*chain, *(state_keys(chain[-1], self.states) if chain and self.states else ())]
 
-    def chunks(self, entries: int) -> int:
+    def without_states(self, entries: int) -> int:
         """How many chunks are among the first of `entries`."""
         return max(0, entries - self.states)
 
-    def last(self, chain: Sequence[ChunkKey], first: int = 0, *, ready: bool = False) -> int:
-        """Most leading chunks behind which all states are stored, in host memory if `ready`; 0 if none are."""
+    def last_with_states(self, chain: Sequence[ChunkKey], first: int = 0, *, ready: bool = False) -> int:
+        """The most leading chunks whose states are all stored, in host memory if `ready`; 0 if there are none."""
         for end in range(len(chain), first, -1):
             counts = self._catalog.count_prefix(state_keys(chain[end - 1], self.states))
             if counts[0 if ready else 1] == self.states:
                 return end
         return 0
 
-    def found(self, chain: Sequence[ChunkKey], first: int = 0) -> list[ChunkKey]:
-        """The entries of the longest hit that some tiers have; of leading chunks where nothing is recurrent."""
+    def stored_hit(self, chain: Sequence[ChunkKey], first: int = 0) -> list[ChunkKey]:
+        """The keys of the longest hit that tiers store; all leading chunks if the model has no recurrent layers."""
         stored = chain[: self._catalog.count_prefix(chain)[1]]
-        return self.entries(stored[: self.last(stored, first)] if self.states else stored)
+        return self.with_states(stored[: self.last_with_states(stored, first)] if self.states else stored)
 
-    def ready(self, chain: Sequence[ChunkKey], first: int = 0) -> list[ChunkKey]:
-        """The entries of the longest hit that host memory has."""
+    def ready_hit(self, chain: Sequence[ChunkKey], first: int = 0) -> list[ChunkKey]:
+        """The keys of the longest hit in host memory."""
         here = chain[: self._catalog.count_prefix(chain)[0]]
-        return self.entries(here[: self.last(here, first, ready=True)] if self.states else here)
+        return self.with_states(here[: self.last_with_states(here, first, ready=True)] if self.states else here)
 
-    def wanted(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The entries to promote for a prompt: its longest hit, or all its chunks if nothing is recurrent."""
-        return self.found(chain) if self.states else list(chain)
+    def keys_to_promote(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The keys to promote for a prompt: its longest hit, or all its chunks without recurrent layers."""
+        return self.stored_hit(chain) if self.states else list(chain)

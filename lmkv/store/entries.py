@@ -18,7 +18,7 @@ _TAILS_IN_SMALL_MEMORY = 32
 _SLOTS_PER_TAIL = 32
 """Slots of a larger one for each tail: most of such a slot is unused, and conversations need them for whole chunks."""
 _STATE_SHARE = 2 / 3
-"""Share of the slots for states: twice as many as chunks, because a state needs all the chunks before it."""
+"""Share of the slots for states: twice as many as for chunks, because a state needs every chunk before it."""
 _TOKEN_BYTES = 4
 
 
@@ -80,7 +80,7 @@ class Share:
 
     @property
     def full(self) -> bool:
-        """Whether another entry must take the place of one of these."""
+        """Whether a new entry must replace one of these."""
         return len(self._entries) >= self.limit
 
     def add(self, entry: Entry, tenant: str = "", part: float = 1.0) -> None:
@@ -98,11 +98,11 @@ class Share:
         self._counts[self._tenants.pop(key)] -= 1
 
     def hold(self, key: ChunkKey) -> None:
-        """Somebody refers to the entry."""
+        """Mark the entry as referenced."""
         self._idle[self._tenants[key]].pop(key, None)
 
     def release(self, key: ChunkKey) -> None:
-        """Nobody does any more, which counts as a use."""
+        """Mark the entry as unreferenced, which counts as a use."""
         self._idle[self._tenants[key]][key] = self._entries[key]
 
     def touch(self, key: ChunkKey) -> None:
@@ -117,9 +117,9 @@ class Share:
         return sum(entry.ready for entry in self._entries.values())
 
     def oldest_unused(self, tenant: str = "") -> Entry | None:
-        """The least recently used entry that nobody refers to, of whoever exceeds its part by the most.
+        """The least recently used unreferenced entry of the tenant that exceeds its part by the most.
 
-        `tenant`: who wants to add one.
+        `tenant`: the one that adds an entry.
         """
         over = {each: self._counts[each] - self._parts[each] * self.limit for each in self._idle}
         over[tenant] = over.get(tenant, 0.0) + 1
@@ -161,7 +161,7 @@ class Payloads:
         return memoryview(b"".join(slot[span] for span in self.spans(key.tokens)))
 
     def buffer(self, key: ChunkKey, slot: memoryview) -> memoryview:
-        """Memory to read a payload into, for `scatter`: the slot itself, or a buffer for a tail's parts."""
+        """Where to read a payload into, for `scatter`: the slot itself, or a buffer for a tail's parts."""
         return memoryview(bytearray(self.nbytes(key))) if type(key) is TailKey else self._filled(key, slot)
 
     def _filled(self, key: ChunkKey, slot: memoryview) -> memoryview:

@@ -1,4 +1,4 @@
-"""What keeps a store whole: marks of its lock, waits that survive Ctrl-C, ends of what hangs or raises, and forks."""
+"""Keeps a store consistent: lock checks, waits that survive Ctrl-C, limits for calls that hang or raise, forks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def locked(method: F) -> F:
 
 
 def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
-    """The call's result; if it raises, the result of `failed` for that exception."""
+    """Return the call's result, or if it raises, the result of `failed(exception)`."""
     try:
         return call()
     except Exception as error:
@@ -56,13 +56,13 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
-        # A panic in a Rust library, for example, is no Exception.
+        # A panic in a Rust library, for example, is not an Exception.
         return failed(RuntimeError(safe_repr(error)))
 
 
 @define(eq=False, repr=False)
 class Bell:
-    """Whoever brings about a state rings it; whoever waits for the state asks again. Thread-safe, and without a lock.
+    """Rung by whoever changes a state; waiters then check the state again. Thread-safe, without a lock.
 
     A `threading.Condition`, or an `Event`, may keep its lock, or release another thread's, after a KeyboardInterrupt in
     one that waits. Here each wait has a lock of its own, which is released at most once.
@@ -85,7 +85,7 @@ class Bell:
             self._waiters.append(waiter)
             try:
                 left = -1 if deadline is None else min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
-                # Asked after the waiter is there: nobody can ring in between unheard.
+                # Checked after the waiter is registered: no ring in between is missed.
                 if true() or (deadline is not None and left <= 0) or not waiter.acquire(timeout=left):
                     return true()
             finally:
@@ -97,15 +97,15 @@ class Bell:
 class Changes:
     """A context within the store's lock: `with self._lock, self._changes`.
 
-    Ctrl-C, or a MemoryError, may come between any two lines. So the mark is set before the first line of a change, and
-    goes after its last one. The next change that finds it set calls `repair` first, which counts everything anew. An
-    exception within these methods, too, leaves the mark where it has to be; the lock is C's, and leaves no gap.
+    Ctrl-C, or a MemoryError, may come between any two lines. So a mark is set before the first line of a change and
+    cleared after its last. The next change that finds it set first calls `repair`, which recounts everything. An
+    exception within these methods leaves the mark right as well; the lock is in C and leaves no gap.
     """
 
     repair: Callable[[], None] = field(default=lambda: None)
     cut_short: bool = False
     lost: list[object] = field(init=False, factory=list)
-    """What else has to be counted anew. To append to a list is C's: no Ctrl-C comes into it, wherever it is done."""
+    """Reasons to recount. Appending to a list is one call in C, which no Ctrl-C interrupts."""
 
     def __enter__(self) -> None:
         if self.cut_short or self.lost:
@@ -133,7 +133,7 @@ def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
 
 
 def ends_in_time(work: Callable[[], None]) -> bool:
-    """Do it on a thread of its own, within the same patience; if not, it is left behind."""
+    """Run `work` on a thread of its own. Returns whether it ended within `PATIENCE`; if not, it is left behind."""
     failed = partial(logger.error, "lmkv: a store was not closed in order: %r")
     return _ended(_begin(partial(attempt, work, failed), "store"), PATIENCE)
 
@@ -160,11 +160,11 @@ def _close(name: str, backend: Backend) -> None:
 
 @define(eq=False)
 class Freezer:
-    """Has `gc.freeze` called as an index grows, and when many of its entries were replaced.
+    """Calls `gc.freeze` as an index grows, and when many of its entries were replaced.
 
-    A full collection looks at every object in all indexes, and stops all threads meanwhile: 0.7 s with three million
-    chunks. Entries are never part of a cycle, so that they are freed without it. `gc.freeze` is called when the next
-    full collection has ended, so that no garbage is kept. But a cycle that was in use then stays in memory for ever.
+    A full collection visits every object of all indexes and stops all threads: 0.7 s with three million chunks. Entries
+    are never part of a cycle, so they are freed without it. `gc.freeze` runs after the next full collection, to keep
+    no garbage. A cycle in use at that time stays in memory for ever.
     """
 
     _size: int = 0
@@ -198,13 +198,13 @@ _objects: weakref.WeakSet[ClosesAfterFork] = weakref.WeakSet()
 
 
 def close_after_fork(instance: ClosesAfterFork) -> None:
-    """Have `instance.after_fork` called in every forked child, for as long as the object lives."""
+    """Call `instance.after_fork` in every forked child, as long as the object lives."""
     _objects.add(instance)
 
 
 def _after_fork() -> None:
     for instance in list(_objects):
-        # One object may be in any state; that must not keep the others from closing.
+        # One object in a bad state must not keep the others from closing.
         attempt(instance.after_fork, lambda error: logger.warning("lmkv: a store after a fork: %r", error))
 
 

@@ -1,6 +1,6 @@
-"""Policies, admission filters and observers, which may be other packages': their exceptions end no call and no store.
+"""Wraps policies, admission filters and observers of other packages: their exceptions end no call and no store.
 
-The first one is a line in the log. All are called under the store's lock.
+The first exception is logged. All are called under the store's lock.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lmkv.store.guards import attempt
 
 logger = logging.getLogger(__name__)
 MAX_GIVEN_UP: Final = 1 << 16
-"""Most chunks that were given up on their way to a tier."""
+"""Most chunks remembered that were given up on their way to a tier."""
 T = TypeVar("T")
 
 
 class StoreObserver(Protocol):
-    """Notified of chunks that a tier serves from now on, and no longer: evicted, deleted or lost.
+    """Notified when a tier begins to serve a chunk, and when it stops: the chunk was evicted, deleted or lost.
 
     Called under the store's lock, on any thread that changes an index. A method takes constant time, and must not
     wait, call the store or raise. Keys of more than 32 bytes in a lower tier belong to other namespaces.
@@ -87,18 +87,18 @@ class Plain:
 
 @frozen
 class Content:
-    """What a policy has to know. `chains`: as `Policy.insert_chain` takes them, least recently used first."""
+    """A tier's content, for a new policy. `chains`: arguments of `Policy.insert_chain`, least recently used first."""
 
     chains: Iterable[tuple[Sequence[ChunkKey], int, Sequence[ChunkKey]]]
     held: Iterable[ChunkKey]
 
 
 class Order:
-    """A policy whose exceptions end it, not its tier: then a `Plain` one goes on, and one line in the log says so.
+    """A policy, replaced by a `Plain` one when it raises, with one line in the log.
 
-    It also tells the policy what is known about chunks that come, or come back: what `priority_of` says for those in
-    `wished`, and which were given up on their way. `content`: what is in the tier. `freed`: the bytes of these chunks,
-    0 if one is in use or not there. `has`: whether the policy knows a chunk. Called under the store's lock.
+    It also passes hints about chunks that arrive or return: `priority_of` for those in `wished`, and which chunks were
+    given up on their way. `content`: of the tier. `freed`: bytes of these chunks, 0 if one is in use or absent. `has`:
+    whether the policy knows a chunk. Called under the store's lock.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Order:
 
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
         if self._telling:
-            # That was cut short.
+            # A hint was cut short.
             self.rebuild()
         checked = partial(self._evicted, nbytes, protect)
         return attempt(checked, lambda error: self._replace(error).evict(nbytes, protect))
@@ -170,7 +170,7 @@ class Order:
         return victims
 
     def part_of(self, key: ChunkKey, parent: ChunkKey) -> tuple[str, float]:
-        """See `DividesTier`; without quotas all is nobody's."""
+        """See `DividesTier`. Without quotas, no chunk has a tenant."""
         return self._do(lambda policy: policy.part_of(key, parent) if isinstance(policy, DividesTier) else ("", 1.0))
 
     def _hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
@@ -191,7 +191,7 @@ class Order:
         return self._do(lambda policy: dict(policy.used_bytes()) if isinstance(policy, LabelsKeys) else {})
 
     def _after(self, error: BaseException) -> Policy:
-        """The policy that replaces one that raised. Raises Ctrl-C. For calls about one chunk, where `_do` is slow."""
+        """The replacement of a policy that raised. Re-raises Ctrl-C. For calls about one chunk, where `_do` is slow."""
 
         def again() -> Policy:
             raise error
@@ -202,14 +202,14 @@ class Order:
         return attempt(lambda: call(self.policy), lambda error: call(self._replace(error)))
 
     def rebuild(self) -> None:
-        """Begin anew with a policy of the same kind, and what is in the tier."""
-        # A new object each time: what an exception cut short may have left any part of it in any state.
+        """Start a new policy of the same kind from the tier's content."""
+        # A new object each time: an exception may have left the old one in any state.
         policy = attempt(lambda: copy.deepcopy(self._new), lambda error: None) or Plain()
         self.policy = attempt(lambda: self._filled(policy, self.policy), self._replace)
         self._telling = False
 
     def _filled(self, policy: Policy, before: Policy | None = None) -> Policy:
-        """`before`: tells whose the chunks are, where tenants have quotas."""
+        """`before`: knows the tenants of the chunks, with quotas."""
         content = self._content()
         for keys, size, parents in content.chains:
             if isinstance(before, DividesTier) and isinstance(policy, LabelsKeys):
@@ -228,7 +228,7 @@ class Order:
 
 @define(eq=False)
 class GuardedAdmission:
-    """A filter that admits nothing where it raises."""
+    """A filter that admits nothing when it raises."""
 
     _admission: Admission
     _tier: str
@@ -257,7 +257,7 @@ class GuardedAdmission:
 
 @define(eq=False)
 class GuardedObserver:
-    """An observer that is told nothing more once it has raised."""
+    """An observer that is not notified again after it has raised."""
 
     _observer: StoreObserver
     _ended: bool = field(init=False, default=False)

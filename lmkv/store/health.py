@@ -1,4 +1,4 @@
-"""How a lower tier does: its answers, when to ask it again, and what of it is logged."""
+"""The health of a lower tier: its breakers, the meaning of its answers, and the log of its failures."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.stats import BreakerState
 
 _SHARE = 0.01
-"""Largest share of the time that goes into trying, where that would be often."""
+"""Largest share of the time spent on trying a tier that fails."""
 
 
 logger = logging.getLogger(__name__)
 _EVERY = 60.0
 _MOST = 100
-"""Reasons that are remembered."""
+"""Most topics remembered."""
 _BETWEEN = re.compile(r"([\s,;'\"<>\[\]]+)")
 _KEY = re.compile("[0-9a-f]{64}")
 _DURATION = re.compile(r"\d[\d.]{0,20} ?[nuµm]?s\b")
@@ -64,7 +64,7 @@ class Breaker:
 
     @property
     def usable(self) -> bool:
-        """Whether a call that began now would be let through."""
+        """Whether `begin` would let a call through now."""
         if self._retry_at is None:
             return not self.hangs
         return self._probe is None and self.state == "half-open"
@@ -75,7 +75,7 @@ class Breaker:
 
     @property
     def hanging(self) -> int:
-        """How many calls have run for longer than the patience."""
+        """Calls that have run for longer than the patience."""
         now = self.clock()
         return sum(now - started > self.patience for started in self._running.values())
 
@@ -95,7 +95,7 @@ class Breaker:
         return self._last_call
 
     def end(self, call: int, ok: bool | None) -> None:
-        """Note how a call ended; None: in a way that tells nothing, so that the next one tries."""
+        """Note how a call ended. `ok` is None if the result says nothing about the tier; then the next call tries."""
         took = self.clock() - self._running.pop(call)
         probing = call == self._probe
         if probing:
@@ -114,7 +114,7 @@ class Breaker:
         self._failures, self._delay, self._retry_at = 0, 0.0, None
 
     def hasten(self) -> None:
-        """Let the next call through, if none is."""
+        """Let the next call through."""
         if self._retry_at is not None:
             self._delay, self._retry_at = 0.0, self.clock()
 
@@ -131,19 +131,19 @@ class Complaints:
     name: str
     clock: Clock
     _said: dict[str, tuple[float, int]] = field(init=False, factory=dict)
-    """When each was said last, and how often it was not said since."""
+    """For each topic: when it was logged last, and how often it was suppressed since."""
     _lock: threading.Lock = field(init=False, factory=threading.Lock)
 
     def failed(self, error: BackendError | None, *, then: str = "") -> None:
-        """Say that a call failed, if it did. `then`: what follows from it."""
+        """Log a failed call. `then`: its consequence."""
         if error is None:
             return
-        # Whatever it hit, and however long it took.
+        # The same topic for any key and duration.
         topic = f"{then} {_DURATION.sub('', _with_names(error.reason, 0))}"
         self._say(topic, lambda: f"{_with_names(str(error), 1)}{then and f'; {then}'}")
 
     def wrote(self, result: Written, until_deleted: str) -> None:
-        """Say that a write failed or was refused, with the medium's words. `until_deleted`: if a deletion failed."""
+        """Log a failed or refused write. `until_deleted`: the consequence if a deletion failed."""
         if result.status is WriteStatus.REJECTED:
             reason = _with_names(result.reason, 1)
             self._say("refused", lambda: f"tier {self.name!r} refuses what is written to it: {reason}")
@@ -164,7 +164,7 @@ class Complaints:
 
 
 def _with_names(text: str, most: int) -> str:
-    """The text with the first names of chunks alone.
+    """The text with only the first `most` names of chunks.
 
     >>> _with_names(f"no: {'a' * 64}, {'b' * 64}, {'c' * 64}", 1) == f"no: {'a' * 64}, ..."
     True
@@ -186,14 +186,14 @@ def _with_names(text: str, most: int) -> str:
 
 
 def read_works(result: Read) -> bool | None:
-    """Whether the tier can be read. None: no bytes came, so that the answer does not tell."""
+    """Whether the tier can be read. None: no bytes came, so the answer does not say."""
     if result.status is ReadStatus.MISS:
         return None
     return result.status is ReadStatus.HIT or isinstance(result.error, CorruptChunkError)
 
 
 def write_works(result: Written) -> bool | None:
-    """Whether the tier takes writes. None: none was needed, or it was refused for want of room."""
+    """Whether the tier accepts writes. None: no write was needed, or it was refused for lack of room."""
     return {WriteStatus.STORED: True, WriteStatus.FAILED: False}.get(result.status)
 
 

@@ -1,4 +1,4 @@
-"""`Hints`: passes on what callers know about chunks to the policies and admission filters of all tiers."""
+"""`Hints`: passes the callers' knowledge about chunks to the policies and admission filters of all tiers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmkv.store.wishes import Owners, Wishes
 
 DEFAULT_SECONDS: Final = 300.0
 _SESSION_SECONDS: Final = 86_400.0
-"""A session that has not been heard of for so long is forgotten."""
+"""A session without a request for this long is forgotten."""
 MAX_HINTED: Final = 1 << 18
 """Most chunks of all sessions, and of all priorities, about 20 MiB of keys."""
 _OVERHEAD: Final = 16
@@ -27,18 +27,18 @@ _MAX_ENDING: Final = 16
 """Most wishes about the same chunks, of several sessions or priorities."""
 _MAX_SHED: Final = 64
 _MAX_ENDED: Final = 1 << 14
-"""Chunks of the wishes that one call ends at once, about. Those that are left end at their time."""
+"""About how many chunks of wishes one call ends. The rest end at their time."""
 _MAX_SESSION: Final = 1 << 14
 """Most chunks of a session."""
 _MAX_BRANCHES: Final = 16
-"""Most branches of a session: an agent's own conversation, and those of agents that it has started."""
+"""Most branches of a session: an agent's own conversation, and its subagents'."""
 
 Chain = Sequence[ChunkKey]
 
 
 @frozen
 class _Priority:
-    """A wish for a chain's priority. `session`: whose end ends it, too."""
+    """A wish for a chain's priority. `session`: ends with this session."""
 
     last: ChunkKey
     priority: int
@@ -47,7 +47,7 @@ class _Priority:
 
 @define(eq=False)
 class _Wished:
-    """A chunk with a priority: how often each is wished for it, and whom it counts for."""
+    """A chunk with a priority: how many wishes there are for each level, and the owner it counts for."""
 
     owner: bytes
     tenant: str
@@ -101,18 +101,18 @@ class Hints:
             if isinstance(policy, Order):
                 policy.wished, policy.priority_of = self._wished, self._priority_of
 
-    def give(
+    def set_priority(
         self, keys: Chain, priority: int, seconds: float = DEFAULT_SECONDS, owner: bytes = b"", session: str = ""
     ) -> None:
         """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts; 0 ends the session's for this chain.
 
-        The end of the `session` ends it, too. A shorter or lower wish ends no other.
+        It ends with the `session`. A shorter or lower wish ends no other.
         """
         with self._lock, self._changes:
             if priority < 0:
                 self._give_up(keys)
                 return
-            # The beginning of a prompt is what others need.
+            # Others need the beginning of the prompt.
             wish = _Priority(keys[-1], priority, _session_key(owner, session)) if keys else None
             if wish is not None and priority:
                 self._wish(keys, wish, seconds, owner)
@@ -124,7 +124,7 @@ class Hints:
     def _wish(self, keys: Chain, wish: _Priority, seconds: float, owner: bytes) -> None:
         tenant, part = self._part_of(keys[0])
         most = int(self._most * part)
-        # The beginning of a prompt is what others need.
+        # Others need the beginning of the prompt.
         if len(keys) > most:
             keys = keys[:most]
             if not keys:
@@ -157,7 +157,7 @@ class Hints:
 
     @locked
     def _shed(self, tenant: Owners, most: int) -> None:
-        """End what is too much, not more in one call than some wishes."""
+        """End wishes beyond the limits, at most `_MAX_SHED` in one call."""
         for _ in range(_MAX_SHED):
             if tenant.total <= most and self._priorities.total <= MAX_HINTED:
                 break
@@ -197,7 +197,7 @@ class Hints:
 
     @locked
     def _apply(self, keys: Chain) -> None:
-        """Have the policies know the priorities that these chunks have now."""
+        """Tell the policies the present priorities of these chunks."""
         for priority, group in groupby(keys, self._priority_of):
             self._tell(list(group), priority)
 
@@ -226,7 +226,7 @@ class Hints:
 
     @locked
     def _give_up(self, keys: Chain) -> None:
-        """Give up what no session has and no priority is wished for."""
+        """Give up the chunks that no session has and no wish covers."""
         kept = [number for number, key in enumerate(keys) if key in self._wished or key in self._branches]
         if left := keys[kept[-1] + 1 :] if kept else keys:
             self._tell(left, -1)
@@ -239,7 +239,7 @@ class Hints:
                     admission.prompt(keys, tokens)
 
     def label(self, keys: Chain, names: Sequence[str]) -> None:
-        """Chunks with these keys belong to the first of these tenants that has a quota."""
+        """Assign these chunks to the first of these tenants that has a quota."""
         if not self._labelled or not names:
             return
         with self._lock, self._changes:
@@ -258,13 +258,13 @@ class Hints:
     def session(self, owner: bytes, name: str, keys: Chain, *, ended: bool = False) -> None:
         """Note the end of a session's request, and give up the chunks that it has replaced.
 
-        `ended`: the session has ended, too, so that all its chunks are given up that no other session shares.
+        `ended`: the session ends with it; all its chunks that no other session shares are given up.
         """
         with self._lock, self._changes:
             self._session(owner, name, keys, ended=ended)
 
     def end_session(self, owner: bytes, name: str) -> bool:
-        """A session has ended, without another request: its chunks are given up. Returns whether it was known."""
+        """End a session and give up its chunks. Returns whether it was known."""
         with self._lock, self._changes:
             key = _session_key(owner, name)
             branches = self._sessions.pop(key) or []
@@ -292,7 +292,7 @@ class Hints:
 
     @locked
     def _continue(self, branches: list[Chain], keys: Chain) -> None:
-        """Count a branch, in place of the one that it continues."""
+        """Count a branch instead of the one that it continues."""
         for branch in branches:
             # Equal keys have equal prefixes: this request continues that one, but perhaps for its last chunk.
             at = len(branch) - 2
@@ -316,7 +316,7 @@ class Hints:
 
     @locked
     def recount(self) -> None:
-        """After an exception: begin anew with the wishes that are known, and tell the policies, which are new."""
+        """After an exception: recount from the known wishes, and tell the policies, which are new."""
         self._priorities, self._sessions = self._priorities.rebuilt(), self._sessions.rebuilt()
         self._wished.clear()
         self._ending, self._tenants = {}, {}
@@ -338,7 +338,7 @@ class Hints:
 
 
 def _session_key(owner: bytes, name: str) -> bytes:
-    """A digest: names of clients may have any length. Without a name there is no session."""
+    """A digest, because clients' names may have any length. Empty without a name: there is no session."""
     if not name:
         return b""
     text = name.encode("utf-8", "surrogatepass")

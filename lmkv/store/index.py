@@ -1,8 +1,8 @@
 """The index of a lower tier: its keys, their sizes, and how much of its capacity they take.
 
-A key is absent, being written, stored, doubted (stored, but it could not be read), a tombstone (never served again,
-its bytes still there) or being reclaimed (its bytes are being deleted). Only an absent key, a doubted one or a
-tombstone can be written, so that old bytes never pass for new ones. A doubted key counts, but is not found until it
+A key is absent, being written, stored, distrusted (stored, but it could not be read), a tombstone (never served again,
+its bytes still there) or being reclaimed (its bytes are being deleted). Only an absent key, a distrusted one or a
+tombstone can be written, so that old bytes never pass for new ones. A distrusted key counts, but is not found until it
 is written again or seen on the medium again.
 """
 
@@ -21,37 +21,6 @@ from lmkv.store.guards import Freezer
 from lmkv.store.guests import Content, Order, StoreObserver
 
 
-class LateWrites:
-    """Keys under which bytes from before a clear may still appear. Called under the store's lock.
-
-    A write that ends without an answer may lie in a buffer on its way to the store. Without a clear it does no harm:
-    its bytes are those of its key. After a clear the same key stands for new bytes, so a value that appears under it is
-    not trusted until this process has stored the key again.
-    """
-
-    def __init__(self) -> None:
-        self._unanswered: set[ChunkKey] = set()
-        self._suspect: set[ChunkKey] = set()
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        """Whether a value under this key may be from before a clear."""
-        return key in self._suspect
-
-    def unanswered(self, key: ChunkKey, *, cleared: bool) -> None:
-        """Note a write that ended without an answer. `cleared`: everything was cleared since it began."""
-        (self._suspect if cleared else self._unanswered).add(key)
-
-    def stored(self, key: ChunkKey) -> None:
-        """Note that the store took this process's value, and said that it had no other one."""
-        self._unanswered.discard(key)
-        self._suspect.discard(key)
-
-    def clear(self) -> None:
-        """Note that everything was cleared."""
-        self._suspect |= self._unanswered
-        self._unanswered.clear()
-
-
 class Victims(dict[ChunkKey, int]):
     """Chunks to delete from the backend, and their sizes. One deleter has them at a time.
 
@@ -65,7 +34,7 @@ class Victims(dict[ChunkKey, int]):
 class ScanGuard:
     """Keys changed since a scan of the medium started; the scan's results for them are stale.
 
-    `valid`: False once everything was cleared: no result of the scan may be indexed any more.
+    `valid`: False after a clear: no result of the scan may be indexed.
     """
 
     changed: set[ChunkKey] = field(factory=set)
@@ -89,15 +58,20 @@ class TierIndex:
         self.capacity = capacity
         self.used = self.other_namespace = 0
         self.clearing = False
-        """Whether everything is being deleted, even chunks that were never indexed. Nothing is written meanwhile."""
+        """Whether everything is being deleted, unindexed chunks included. Nothing is written meanwhile."""
         self._name = name
         self._observers = observers
         self._sizes: dict[ChunkKey, int] = {}
-        self._doubted: set[ChunkKey] = set()
+        self._distrusted: set[ChunkKey] = set()
         self._rewriting: dict[ChunkKey, int] = {}
         self._writing: dict[ChunkKey, int] = {}
         self._reading: set[ChunkKey] = set()
-        self.late_writes = LateWrites()
+        # A write that ends without an answer may lie in a buffer on its way to the store. Without a clear it does no
+        # harm: its bytes are those of its key. After a clear the same key stands for new bytes.
+        self.unanswered: set[ChunkKey] = set()
+        """Keys whose write ended without an answer."""
+        self.suspect: set[ChunkKey] = set()
+        """Keys under which bytes from before a clear may still appear, until this process has stored them again."""
         self._tombstones: dict[ChunkKey, int] = {}
         self._reclaiming: set[ChunkKey] = set()
         self._reclaiming_bytes = 0
@@ -121,7 +95,7 @@ class TierIndex:
         return self.order.policy
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return (key in self._sizes or key in self._unseen) and key not in self._doubted
+        return (key in self._sizes or key in self._unseen) and key not in self._distrusted
 
     def __len__(self) -> int:
         return len(self._sizes) + len(self._unseen)
@@ -131,7 +105,7 @@ class TierIndex:
         return next(iter(self._sizes), None)
 
     def sizes(self) -> dict[ChunkKey, int]:
-        """Bytes of each stored chunk, doubted ones included. O(chunks)."""
+        """Bytes of each stored chunk, distrusted ones included. O(chunks)."""
         return self._unseen | self._sizes
 
     def _has(self, key: ChunkKey) -> bool:
@@ -151,20 +125,20 @@ class TierIndex:
     # -- writing ------------------------------------------------------------------------------------------
 
     def knows(self, key: ChunkKey) -> bool:
-        """Whether the key is stored and not doubted, or being written."""
+        """Whether the key is stored and not distrusted, or being written."""
         return key in self or key in self._writing
 
     def begin_write(
         self, key: ChunkKey, nbytes: int, protect: Callable[[], frozenset[ChunkKey]] = frozenset
     ) -> Victims | None:
-        """Make room for a chunk; None when that fails, or while old bytes of this key are being deleted.
+        """Make room for a chunk. None if that fails, or while old bytes of this key are being deleted.
 
         Returns chunks to delete before writing; afterwards pass them to `reclaimed`. `protect` names the keys
         that must not be evicted, and is called only if anything must be.
         """
         if self.clearing or self.knows(key) or key in self._reclaiming:
             return None
-        if key in self._doubted:
+        if key in self._distrusted:
             self._rewriting[key] = self._sizes.get(key) or self._unseen[key]
             self.discard(key)
         evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, protect)
@@ -174,7 +148,7 @@ class TierIndex:
         self._writing[key] = nbytes
         self.used += nbytes
         self._tombstones |= evicted
-        if key in self.late_writes:
+        if key in self.suspect:
             self._tombstones.setdefault(key, 0)
         # A chunk that is written over its own bytes does not use the room of the victims.
         return self.take_tombstones(max(0, nbytes - self._rewriting.get(key, 0)))
@@ -201,13 +175,13 @@ class TierIndex:
             self._tombstones[key] = nbytes
 
     def _end_rewriting(self, key: ChunkKey, *, stored: bool, wanted: bool) -> None:
-        """Restore a doubted chunk whose write has failed."""
+        """Restore a distrusted chunk whose write has failed."""
         nbytes = self._rewriting.pop(key, None)
         if nbytes is None or stored:
             return
         if wanted:
             self._add(key, nbytes)
-            self.doubt(key)
+            self.distrust(key)
         else:
             self._tombstones[key] = nbytes
 
@@ -246,7 +220,7 @@ class TierIndex:
         self._note(key)
         if key in self:
             self._tell_removed(key)
-        self._doubted.discard(key)
+        self._distrusted.discard(key)
         nbytes = self._sizes.pop(key, 0) or self._unseen.pop(key)
         self.used -= nbytes
         self.other_namespace -= _is_other_namespace(key)
@@ -260,20 +234,20 @@ class TierIndex:
             self._drop(key)
             self.order.discard(key)
 
-    def doubt(self, key: ChunkKey) -> None:
-        """Doubt a chunk that could not be read, though its bytes may be right."""
+    def distrust(self, key: ChunkKey) -> None:
+        """Distrust a chunk that could not be read, though its bytes may be right."""
         if key in self:
             self._tell_removed(key)
-            self._doubted.add(key)
+            self._distrusted.add(key)
 
     def _trust(self, key: ChunkKey) -> None:
-        """Trust a doubted chunk again, because it was seen on the medium."""
-        if key in self._doubted:
-            self._doubted.discard(key)
+        """Trust a distrusted chunk again, because it was seen on the medium."""
+        if key in self._distrusted:
+            self._distrusted.discard(key)
             self._tell_stored(key)
 
     def mark_deleted(self, keys: Iterable[ChunkKey], *, unknown: bool = False) -> None:
-        """Never serve these again, and have their bytes deleted; with `unknown` also unindexed keys."""
+        """Never serve these again, and schedule their bytes for deletion; with `unknown` also unindexed keys."""
         for key in keys:
             if self._has(key):
                 # First: bytes that nobody knows of would be found again one day.
@@ -291,7 +265,8 @@ class TierIndex:
         """
         stored = {key: nbytes for key, nbytes in self.sizes().items() if not _is_other_namespace(key)}
         self.mark_deleted(stored)
-        self.late_writes.clear()
+        self.suspect |= self.unanswered
+        self.unanswered.clear()
         self.clearing = True
         for scan in self._scans:
             scan.valid = False
@@ -318,7 +293,7 @@ class TierIndex:
     # -- scans of the medium ------------------------------------------------------------------------------
 
     def begin_scan(self) -> ScanGuard | None:
-        """The caller is about to scan the medium: note changed keys. None while everything is being deleted."""
+        """Begin to note changed keys, for a scan of the medium. None while everything is being deleted."""
         if self.clearing:
             return None
         self._scans.append(ScanGuard())
@@ -341,17 +316,21 @@ class TierIndex:
             if self._refuse_late(key, nbytes):
                 continue
             if self._is_new(key, scan):
-                evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
-                if evicted is not None:
-                    self._add(key, nbytes)
-                    self._tombstones |= evicted
+                self._add_if_it_fits(key, nbytes)
+
+    def _add_if_it_fits(self, key: ChunkKey, nbytes: int) -> bool:
+        evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
+        if evicted is not None:
+            self._add(key, nbytes)
+            self._tombstones |= evicted
+        return evicted is not None
 
     def _is_new(self, key: ChunkKey, scan: ScanGuard) -> bool:
         return not (self.knows(key) or key in scan.changed or self._is_deleted(key))
 
     def _refuse_late(self, key: ChunkKey, nbytes: int) -> bool:
-        """Make a seen value a tombstone if it may be from before a clear; whether it was so."""
-        if key not in self.late_writes or self.knows(key):
+        """Make a value a tombstone if it may be from before a clear. Returns whether it did."""
+        if key not in self.suspect or self.knows(key):
             return False
         if key not in self._reclaiming:
             self._tombstones[key] = nbytes
@@ -372,7 +351,7 @@ class TierIndex:
     def adopt(self, found: Sequence[Listed]) -> bool:
         """Index chunks that a listing found, oldest use first; chunks beyond the capacity are deleted.
 
-        False: everything was cleared since the listing began, and it has to end.
+        False: everything was cleared since the listing began; end it.
         """
         if self._listing is None:
             return False
@@ -382,14 +361,14 @@ class TierIndex:
             key, used = item.key, item.last_used
             if key in unseen:
                 sizes[key] = unseen.pop(key)
-            if self._doubted:
+            if self._distrusted:
                 self._trust(key)
             # A time in the future is no use, and must not hide the uses of other chunks.
             if used > now:
                 used = 0.0
             if used > self._newest:
                 self._newest = used
-            # Empty chunks, too: a read finds them damaged, and then they can be stored again.
+            # Empty chunks as well: a read finds them damaged, and then they can be stored again.
             nbytes = max(item.nbytes, 1)
             if key in sizes or key in new:
                 if used > last_used:
@@ -412,15 +391,11 @@ class TierIndex:
                 self._add_all(each, nbytes, [b""] * len(each))
             return
         for key, nbytes in new.items():
-            evicted = self._evict(self.used + self._reclaiming_bytes + nbytes, frozenset)
-            if evicted is None:
+            if not self._add_if_it_fits(key, nbytes):
                 self._tombstones[key] = nbytes
-            else:
-                self._add(key, nbytes)
-                self._tombstones |= evicted
 
     def forget_unseen(self, most: int) -> bool:
-        """Drop up to `most` chunks that were stored all the while and not listed: others have deleted them.
+        """Drop up to `most` chunks that were stored all the time but not listed: others have deleted them.
 
         True while there may be more.
         """
@@ -435,7 +410,7 @@ class TierIndex:
         if self._listing is not None:
             self.end_scan(self._listing)
         if self._unseen:
-            # It has failed, or everything was cleared.
+            # The listing has failed, or everything was cleared.
             self._unseen |= self._sizes
             self._sizes, self._unseen = self._unseen, {}
         self._listing = None
@@ -443,18 +418,18 @@ class TierIndex:
     # -- after an exception -------------------------------------------------------------------------------
 
     def recount(self, reading: Collection[ChunkKey]) -> None:
-        """Put everything right after a change that was cut short. `reading`: the keys that are being read."""
+        """Recount after a change that was cut short. `reading`: the keys that are being read."""
         for key in self._sizes.keys() & self._unseen.keys():
             del self._unseen[key]
         sizes = self.sizes()
         self.used = sum(sizes.values()) + sum(self._writing.values())
         self.other_namespace = sum(map(_is_other_namespace, sizes))
-        self._doubted &= sizes.keys()
+        self._distrusted &= sizes.keys()
         self._reading = set(reading)
         self.order.rebuild()
 
     def _content(self) -> Content:
-        # The newest were stored last; what a listing has not found yet was stored before it.
+        # The newest were stored last; chunks not listed yet were stored before the listing.
         chains = (((key,), nbytes, (b"",)) for key, nbytes in self.sizes().items())
         return Content(chains, [key for key in self._reading if self._has(key)])
 

@@ -15,7 +15,7 @@ from attrs import define, field
 from lmkv.store.guards import Bell, locked
 
 _TRIES = 10
-"""How often Ctrl-C may come into one thing that has to be done."""
+"""How many Ctrl-C one job or callback survives."""
 
 
 logger = logging.getLogger(__name__)
@@ -32,33 +32,33 @@ class Priority(IntEnum):
 
 @define(eq=False)
 class Job:
-    """`work` runs on an I/O thread and handles its own errors; `refused` runs if the pool does not take it.
+    """`work` runs on an I/O thread and handles its own errors; `refused` runs if the pool refuses the job.
 
-    Both get an `AfterLock` for further plans, which is run after them. `lane`: the tier whose threads do it.
+    Both get a `Deferred` for further plans, which runs after them. `lane`: the tier whose threads run it.
     """
 
-    work: Callable[[AfterLock], None]
+    work: Callable[[Deferred], None]
     priority: Priority
-    refused: Callable[[AfterLock], None]
+    refused: Callable[[Deferred], None]
     lane: str = ""
 
 
 @define(eq=False)
-class AfterLock:
-    """Plans made under a lock, to be run after its release. `calls` come after `jobs` and must not raise."""
+class Deferred:
+    """Plans made under a lock, run after its release. `callbacks` run after `jobs` and must not raise."""
 
     jobs: list[Job] = field(factory=list)
-    calls: deque[Callable[[AfterLock], None]] = field(factory=deque)
+    callbacks: deque[Callable[[Deferred], None]] = field(factory=deque)
 
     def run(self, submit: Callable[[Sequence[Job]], list[Job]]) -> None:
-        """Do everything, including plans that jobs and calls add meanwhile. No lock may be held.
+        """Run everything, including plans added meanwhile. No lock may be held.
 
-        `submit`: `IOPool.submit`, which queues jobs and returns the refused ones. An exception of one, or Ctrl-C, keeps
-        no other from being done, and is raised at the end. What it has cut short is done again: that does no harm.
+        `submit`: `IOPool.submit`, which queues jobs and returns the refused ones. An exception of one, or Ctrl-C, stops
+        no other, and is raised at the end. The interrupted one runs again, which does no harm.
         """
         raised: BaseException | None = None
         tries = _TRIES
-        while self.jobs or self.calls:
+        while self.jobs or self.callbacks:
             try:
                 self._run(submit)
             except BaseException as error:
@@ -72,23 +72,23 @@ class AfterLock:
     def _run(self, submit: Callable[[Sequence[Job]], list[Job]]) -> None:
         if self.jobs:
             # A chain is unreferenced tail first: its head is evicted last.
-            self.calls.extendleft(job.refused for job in submit(self.jobs))
+            self.callbacks.extendleft(job.refused for job in submit(self.jobs))
             self.jobs = []
-        while self.calls and not self.jobs:
-            self.calls[0](self)
-            self.calls.popleft()
+        while self.callbacks and not self.jobs:
+            self.callbacks[0](self)
+            self.callbacks.popleft()
 
     def _give_up(self) -> None:
-        """Leave out what has just failed."""
+        """Skip the one that has just failed."""
         if self.jobs:
-            self.calls.extendleft(job.refused for job in self.jobs)
+            self.callbacks.extendleft(job.refused for job in self.jobs)
             self.jobs = []
         else:
-            self.calls.popleft()
+            self.callbacks.popleft()
 
 
 def deletion(work: Callable[[], None], lane: str) -> Job:
-    """A job that a pool may refuse: the store serves nothing that it would delete."""
+    """A job that a pool may refuse: the store does not serve chunks to be deleted."""
     return Job(lambda after: work(), Priority.DELETION, lambda after: None, lane)
 
 
@@ -113,7 +113,7 @@ class _Lane:
         return None
 
     def take(self, first: Priority = Priority.LOAD) -> list[Job]:
-        """Everything that waits, of this priority and lower ones."""
+        """All waiting jobs of this priority and lower ones."""
         queues = [queue for priority, queue in self.queues.items() if priority >= first]
         taken = [job for queue in queues for job in queue]
         for queue in queues:
@@ -124,8 +124,8 @@ class _Lane:
 class IOPool:
     """`threads` daemon threads for each lane, at least two, over one queue per priority. Thread-safe.
 
-    Each tier is a lane, so that one that hangs keeps no other waiting. A quarter of a lane's threads, at least one,
-    takes loads alone, so that none waits for a write or a deletion. Jobs are refused once the pool is closed.
+    Each tier is a lane, so a tier that hangs delays no other. A quarter of a lane's threads, at least one, runs only
+    loads, so that none waits for a write or a deletion. A closed pool refuses jobs.
     """
 
     def __init__(self, threads: int = 16, name: str = "lmkv-io") -> None:
@@ -139,7 +139,7 @@ class IOPool:
         self._closed = False
 
     def submit(self, jobs: Sequence[Job]) -> list[Job]:
-        """Queue jobs; returns those that were refused."""
+        """Queue jobs. Returns the refused ones."""
         with self._lock:
             lanes = {name: self._lane(name) for name in {job.lane for job in jobs}}
             queued = [self._queue(lanes[job.lane], job) for job in jobs]
@@ -163,7 +163,7 @@ class IOPool:
         return not self._closed
 
     def withdraw(self, lane: str, first: Priority) -> list[Job]:
-        """Take back what waits in a lane, of this priority and lower ones, in the order of service."""
+        """Take back a lane's waiting jobs of this priority and lower ones, in the order of service."""
         with self._lock:
             jobs = self._lane(lane).take(first)
         self._idle.ring()
@@ -202,14 +202,14 @@ class IOPool:
                     self._idle.ring()
 
     def _do(self, job: Job) -> None:
-        after = AfterLock()
+        after = Deferred()
         try:
             try:
                 job.work(after)
             finally:
                 after.run(self.submit)
         except BaseException:
-            # The thread must go on, whatever a handler of logs raises.
+            # The thread must go on even if a log handler raises.
             with suppress(BaseException):
                 logger.exception("lmkv: an unexpected error in an I/O thread; please report it")
 
@@ -225,23 +225,23 @@ class IOPool:
             return self._pending
 
     def after_fork(self) -> None:
-        """In a child process: there are no threads, and the lock may have been held by one of them."""
+        """In a child process: there are no threads, and one of them may have held the lock."""
         self._lock = threading.Lock()
         self._idle = Bell()
         self._threads, self._lanes, self._closed = [], {}, True
 
     def runs_here(self) -> bool:
-        """Whether this thread is one of the pool's, which cannot wait for the others."""
+        """Whether this thread is one of the pool's, which cannot wait for the pool."""
         return threading.current_thread() in self._threads
 
     def drain(self, timeout: float) -> bool:
-        """Wait until nothing waits or runs, at most `timeout` seconds; True when that is so."""
+        """Wait until no job waits or runs, at most `timeout` seconds. Returns whether none does."""
         return self._idle.wait_for(lambda: not self.pending, timeout)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Finish the waiting jobs, for at most `timeout` seconds, then end the threads. Idempotent.
+        """Finish the waiting jobs, for at most `timeout` seconds, and end the threads. Idempotent.
 
-        False when a job hangs: its daemon thread is left behind, and waiting jobs are dropped.
+        False if a job hangs: its daemon thread is left behind, and waiting jobs are dropped.
         """
         deadline = time.monotonic() + timeout
         self.drain(timeout)

@@ -1,8 +1,7 @@
-"""Who reads and who writes slots of host memory: leases and reservations."""
+"""Leases and reservations: references to slots of host memory, for reading and for writing."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,12 +12,11 @@ from attrs import define, field
 
 from lmkv.protocols import ChunkKey
 from lmkv.store.entries import Entry, State
-from lmkv.store.guards import Changes, locked
-from lmkv.store.iopool import AfterLock, IOPool
-from lmkv.store.primary import PrimaryTier
+from lmkv.store.guards import locked
+from lmkv.store.iopool import Deferred
 from lmkv.store.promoter import Promoter
-from lmkv.store.tier import LowerTier, first_with
-from lmkv.store.writes import SlotAllocator, Writes
+from lmkv.store.tier import first_tier_with
+from lmkv.store.writes import Part, SlotAllocator, Writes
 
 
 class Lease(AbstractContextManager["Lease"]):
@@ -81,11 +79,11 @@ class Reservation(AbstractContextManager["Reservation"]):
         return len(self._open)
 
     def commit(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """The slots of `keys` (default: all) are filled: publish them. Takes the store's lock."""
+        """Publish the filled slots of `keys` (default: all). Takes the store's lock."""
         self._end(keys, self._commit)
 
     def abort(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """The slots of `keys` (default: all) have no usable bytes: free them. Takes the store's lock."""
+        """Free the slots of `keys` (default: all), which have no usable bytes. Takes the store's lock."""
         self._end(keys, self._abort)
 
     def _end(self, keys: Sequence[ChunkKey] | None, how: _End) -> None:
@@ -93,7 +91,7 @@ class Reservation(AbstractContextManager["Reservation"]):
             how(self, keys)
 
     def take(self, keys: Sequence[ChunkKey] | None) -> list[Entry]:
-        """The entries of these keys (None: all), the caller's from now on. Called under the store's lock."""
+        """Hand the entries of these keys (None: all) over to the caller. Called under the store's lock."""
         if keys is None:
             entries, self._open = list(self._open.values()), {}
             return entries
@@ -108,48 +106,28 @@ _End: TypeAlias = Callable[[Reservation, Sequence[ChunkKey] | None], None]
 
 
 @define(eq=False, repr=False)
-class Holders:
-    """The leases and reservations that there are. `lock`: the store's.
+class Holders(Part):
+    """Makes and ends leases and reservations, and knows the present ones.
 
-    One may be gone that was never ended: an exception came before anybody had it. A recount finds its slots.
+    One may be garbage-collected without an end, if an exception came before its caller had it. A recount finds its
+    slots.
     """
 
-    _lock: threading.Lock
-    _changes: Changes
-    _primary: PrimaryTier
+    _allocator: SlotAllocator
+    _promoter: Promoter
+    _writes: Writes
     _holders: dict[int, weakref.ref[Lease | Reservation]] = field(init=False, factory=dict)
 
     @locked
-    def add(self, holder: Lease | Reservation) -> None:
+    def _add(self, holder: Lease | Reservation) -> None:
         if holder:
-            # The collector calls this, on any thread and at any time.
+            # The garbage collector calls this, on any thread and at any time.
             self._holders[id(holder)] = weakref.ref(holder, self._changes.lost.append)
-
-    @locked
-    def discard(self, holder: Lease | Reservation) -> None:
-        self._holders.pop(id(holder), None)
-
-    def lease(self, keys: Sequence[ChunkKey]) -> Lease:
-        """See `TieredStore.lease`."""
-        with self._lock, self._changes:
-            entries = self._primary.leading_ready(keys)
-            self._primary.use(entries)
-            lease = Lease(entries, self._release)
-            self.add(lease)
-        return lease
-
-    def _release(self, lease: Lease) -> None:
-        with self._lock, self._changes:
-            if not lease.released:
-                lease.released = True
-                self.discard(lease)
-                for chunk in reversed(lease.chunks):
-                    self._primary.unref(chunk)
 
     @locked
     def entries(self) -> Iterator[tuple[Entry, bool]]:
         """Each reference to an entry, and whether its holder fills it."""
-        # A copy, because the collector may come in between.
+        # A copy, because the garbage collector may run in between.
         for key, found in list(self._holders.items()):
             holder = found()
             if isinstance(holder, Reservation):
@@ -159,20 +137,22 @@ class Holders:
             elif holder is None:
                 self._holders.pop(key, None)
 
+    def lease(self, keys: Sequence[ChunkKey]) -> Lease:
+        """See `TieredStore.lease`."""
+        with self._lock, self._changes:
+            entries = self._primary.leading_ready(keys)
+            self._primary.use(entries)
+            lease = Lease(entries, self._release)
+            self._add(lease)
+        return lease
 
-@define(eq=False, repr=False)
-class Reserver:
-    """Plans reservations, and publishes or frees their slots. `lock`: the store's."""
-
-    _lock: threading.Lock
-    _changes: Changes
-    _holders: Holders
-    _primary: PrimaryTier
-    _tiers: Sequence[LowerTier]
-    _allocator: SlotAllocator
-    _promoter: Promoter
-    _writes: Writes
-    _pool: IOPool
+    def _release(self, lease: Lease) -> None:
+        with self._lock, self._changes:
+            if not lease.released:
+                lease.released = True
+                self._holders.pop(id(lease), None)
+                for chunk in reversed(lease.chunks):
+                    self._primary.unref(chunk)
 
     @locked
     def reserve(
@@ -182,7 +162,7 @@ class Reserver:
         tokens: bytes,
         origins: Sequence[bytes],
         chain: Sequence[ChunkKey],
-        after: AfterLock,
+        after: Deferred,
     ) -> Reservation:
         """See `TieredStore.reserve`, whose `protect` is the `chain`."""
         entries: dict[ChunkKey, Entry] = {}
@@ -190,14 +170,16 @@ class Reserver:
         width = len(tokens) // len(keys) if keys else 0
         kept = self._only_copies(keys, chain)
         if kept is not None:
-            self._free_up(keys, kept)
+            # Free slots for those of `keys` that are not here, evicting none of `keys` and `kept` for them.
+            here = self._primary.entries.keys() & keys
+            self._allocator.free_up(len(keys) - len(here), kept | here)
         known_entries, enter, writing = self._primary.entries, self._primary.enter, State.WRITING
         slab = self._primary.slab
         slots, fresh = slab.take(len(keys)), 0
         for key in keys:
             known = known_entries.get(key)
-            if known is not None and self._promoter.hangs(known):
-                self._promoter.give_up(known, after)
+            if known is not None and self._promoter.is_stuck(known):
+                self._promoter.abandon(known, after)
                 known = None
             if known is None:
                 ids = tokens[accepted * width : (accepted + 1) * width] if width else b""
@@ -213,7 +195,7 @@ class Reserver:
                     if slot is None:
                         break
                     entries[key] = enter(key, slot, writing, parent, ids, origin)
-            elif kept is not None and first_with(self._tiers, key) is None:
+            elif kept is not None and first_tier_with(self._tiers, key) is None:
                 kept.add(key)
             accepted += 1
             parent = key
@@ -224,7 +206,7 @@ class Reserver:
         chain = chain or keys
         commit = partial(self._commit, chain=chain)
         reservation = Reservation(entries, accepted, commit, self._abort)
-        self._holders.add(reservation)
+        self._add(reservation)
         return reservation
 
     @locked
@@ -233,43 +215,36 @@ class Reserver:
         if self._primary.slab.free_slots >= len(keys):
             return None
         before = chain[: chain.index(keys[0])] if keys[0] in chain else chain
-        return {key for key in before if first_with(self._tiers, key) is None} if self._tiers else set(before)
-
-    @locked
-    def _free_up(self, keys: Sequence[ChunkKey], kept: set[ChunkKey]) -> None:
-        """Free slots for those of `keys` that are not here, evicting none of `keys` and `kept` for them."""
-        entries = self._primary.entries
-        here = entries.keys() & keys
-        self._allocator.free_up(len(keys) - len(here), kept | here)
+        return {key for key in before if first_tier_with(self._tiers, key) is None} if self._tiers else set(before)
 
     def _commit(self, reservation: Reservation, keys: Sequence[ChunkKey] | None, chain: Sequence[ChunkKey]) -> None:
-        after = AfterLock()
-        with self._lock, self._changes:
+        def publish(after: Deferred) -> None:
             primary, waiters = self._primary, self._promoter.waiters
             entries = self._taken(reservation, keys)
             primary.mark_chain_ready(entries)
             for entry in entries if waiters else ():
                 if entry in waiters:
-                    self._promoter.wake(entry, after)
+                    self._promoter.settle(entry, after)
             if self._tiers:
                 self._writes.write_through(entries, chain, after)
             primary.unref_chain(entries)
             primary.counters.writes += len(entries)
             primary.counters.written_bytes += len(entries) * primary.slot_bytes
             self._allocator.keep_free(after)
-        after.run(self._pool.submit)
+
+        self._change(publish)
 
     def _abort(self, reservation: Reservation, keys: Sequence[ChunkKey] | None) -> None:
-        after = AfterLock()
-        with self._lock, self._changes:
+        def free(after: Deferred) -> None:
             for entry in self._taken(reservation, keys):
-                self._promoter.give_up(entry, after)
+                self._promoter.abandon(entry, after)
                 self._primary.unref(entry)
-        after.run(self._pool.submit)
+
+        self._change(free)
 
     @locked
     def _taken(self, reservation: Reservation, keys: Sequence[ChunkKey] | None) -> list[Entry]:
         entries = reservation.take(keys)
         if not reservation:
-            self._holders.discard(reservation)
+            self._holders.pop(id(reservation), None)
         return entries

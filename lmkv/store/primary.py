@@ -22,7 +22,7 @@ from lmkv.store.guards import Freezer
 from lmkv.store.guests import Content, Order, StoreObserver
 from lmkv.store.stats import TierCounters, TierStats
 
-# Looking a member up in its enum takes as long as everything else that is done with it here.
+# A member's lookup in its enum takes as long as all other work on it here.
 _WRITING, _LOADING, _READY = State.WRITING, State.LOADING, State.READY
 _refs = attrgetter("refs")
 
@@ -80,7 +80,7 @@ class PrimaryTier:
         return self.order.policy
 
     def slots_for_wishes(self, kind: type) -> int:
-        """Slots that pins and prefetches may still refer to: an eighth, of each kind, is left to loads and stores."""
+        """Slots that pins and prefetches may still refer to. An eighth of each kind is left to loads and stores."""
         slots: int = self.slab.num_slots
         left = slots - max(1, slots // 8) - self.wished.total()
         if kind in self.shares:
@@ -88,17 +88,13 @@ class PrimaryTier:
             left = min(left, limit - limit // 8 - self.wished[kind])
         return max(0, left)
 
-    def wish(self, kind: type, count: int) -> None:
-        """Note that a pin or a prefetch refers to another slot, or no longer."""
-        self.wished[kind] += count
-
     def slots_of(self, share: float, kind: type) -> int:
-        """How many slots for keys of a type a share of them is, at least one unless it is 0."""
+        """A share of the slots for keys of a type, in slots: at least one unless the share is 0."""
         slots = self.shares[kind].limit if kind in self.shares else self.slab.num_slots
         return max(1, int(slots * share)) if share > 0 else 0
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """The tenant that a chunk counts for, and its part of the slots; without quotas all are nobody's."""
+        """A chunk's tenant, and the tenant's part of the slots. Without quotas, no chunk has a tenant."""
         return self.order.part_of(key, parent)
 
     def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:
@@ -131,14 +127,14 @@ class PrimaryTier:
     # -- references ---------------------------------------------------------------------------------------
 
     def ref(self, entry: Entry) -> None:
-        """One more reference: until the last is dropped it is not evicted, nor its slot reused."""
+        """Add a reference: the entry is not evicted, nor its slot reused, until the last is dropped."""
         if not entry.refs:
             self.referenced += 1
             if type(entry.key) in self.shares:
                 self.shares[type(entry.key)].hold(entry.key)
             self.order.hold(entry.key)
         elif entry.flushing:
-            # It is wanted again while it is being copied to a lower tier: it stays.
+            # Wanted again while it is copied to a lower tier: it stays.
             self._end_flush(entry)
         entry.refs += 1
 
@@ -187,7 +183,7 @@ class PrimaryTier:
     def enter(
         self, key: ChunkKey, slot: int, state: State, parent: ChunkKey = b"", tokens: bytes = b"", origin: bytes = b""
     ) -> Entry:
-        """A new entry, whose only reference is that of the writer or the load that fills it."""
+        """Make an entry. Its only reference is that of the writer or load that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens, origin)
         if type(key) is not bytes and type(key) in self.shares:
             self.shares[type(key)].add(entry, *self.part_of(key, parent))
@@ -204,8 +200,11 @@ class PrimaryTier:
         for entry in entries:
             if entry.origin or entry.removed or entry.state is not _WRITING:
                 self.mark_ready(entry)
-                if entry.origin:
-                    self._drop_shorter_tails(entry)
+                # A READY entry replaces the tails that are prefixes of it.
+                shorter = self.prefixes.shorter(entry.origin, entry.tokens) if entry.origin and entry.ready else ()
+                for key in list(shorter):
+                    if key in self.tails and not self.entries[key].refs:
+                        self.remove(self.entries[key])
             else:
                 # `mark_ready` for the most frequent case, inlined: storing spends much of its time here.
                 entry.state = _READY
@@ -239,7 +238,7 @@ class PrimaryTier:
         elif entry.state is _LOADING:
             self.loading -= 1
         else:
-            # It is not found any more.
+            # It was found until now.
             self.counters.prefetch_expired += entry.prefetched
             if entry.origin:
                 self.prefixes.discard(entry.origin, entry.tokens, entry.key)
@@ -254,17 +253,10 @@ class PrimaryTier:
         if not entry.refs:
             self.slab.free(entry.slot)
 
-    def _drop_shorter_tails(self, entry: Entry) -> None:
-        """Remove the tails that are prefixes of a READY entry."""
-        if entry.ready:
-            for key in list(self.prefixes.shorter(entry.origin, entry.tokens)):
-                if key in self.tails and not self.entries[key].refs:
-                    self.remove(self.entries[key])
-
     # -- eviction -----------------------------------------------------------------------------------------
 
     def victims(self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1) -> Sequence[Entry]:
-        """Entries that the policy evicts for `slots` slots, or none; the caller removes or flushes them."""
+        """Evict entries for `slots` slots, or none; the caller removes or flushes them."""
         evicted = self.order.evict(slots * self.slot_bytes, protect)
         entries = [self.entries[key] for key in evicted or ()]
         for entry in entries:
@@ -292,7 +284,7 @@ class PrimaryTier:
         self.slab.free(*free)
 
     def evict_from(self, share: Share, key: ChunkKey) -> Entry | None:
-        """An entry of a kind, evicted for this key; the caller removes or flushes it. None: all are in use."""
+        """Evict an entry of a kind for this key; the caller removes or flushes it. None: all are in use."""
         victim = share.oldest_unused(self.part_of(key)[0])
         if victim is not None and victim.in_policy:
             victim.in_policy = False
@@ -323,16 +315,17 @@ class PrimaryTier:
         return keys
 
     def recount(self, refs: Mapping[Entry, int], filled: Collection[Entry]) -> None:
-        """Put everything right after a change that was cut short.
+        """Recount after a change that was cut short.
 
-        `refs`: how many refer to each entry. `filled`: entries that somebody will make READY, or remove. An exception
-        within leaves the same work to be done again: entries change first, and what is counted from them last.
+        `refs`: references to each entry. `filled`: entries that their writer or load will make READY, or remove. An
+        exception within leaves the same work to do: entries change first, counts last.
         """
         entries = {}
         for key, entry in self.entries.items():
             entry.refs = refs.get(entry, 0)
             entry.flushing = entry.flushing and entry.refs > 0
-            if self._stays(entry, filled):
+            usable = entry.state is _READY or entry in filled
+            if usable and not entry.removed and (self._retain or entry.refs > 0):
                 entries[key] = entry
                 entry.in_policy = entry.state is _READY and not entry.flushing
             elif entry.state is _READY:
@@ -361,17 +354,12 @@ class PrimaryTier:
         self.flushing = sum(entry.flushing for entry in entries.values())
         self.order.rebuild()
 
-    def _stays(self, entry: Entry, filled: Collection[Entry]) -> bool:
-        if entry.removed or (entry.state is not _READY and entry not in filled):
-            return False
-        return self._retain or entry.refs > 0
-
     def _content(self) -> Content:
         known = [entry for entry in self.entries.values() if entry.in_policy]
         return Content(self._chains(known), [entry.key for entry in known if entry.refs])
 
     def _chains(self, entries: Iterable[Entry]) -> Iterator[tuple[Sequence[ChunkKey], int, Sequence[ChunkKey]]]:
-        """The entries, each with those that were stored just after it and continue its chain."""
+        """Runs of entries that were stored one after the other and continue one chain."""
         keys: list[ChunkKey] = []
         parents: list[ChunkKey] = []
         for entry in entries:

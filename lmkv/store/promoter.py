@@ -1,9 +1,8 @@
-"""Runs promotions: which chunk is loaded from which tier into which slot, and which promotion waits for it."""
+"""Runs promotions: loads chunks from lower tiers into slots, and knows which promotions wait for each."""
 
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -11,15 +10,14 @@ from typing import Final
 
 from attrs import define, field
 
-from lmkv.protocols import ChunkKey, Clock
+from lmkv.protocols import ChunkKey
 from lmkv.store.entries import Entry, State
-from lmkv.store.guards import Changes, locked
-from lmkv.store.iopool import AfterLock, IOPool, Job, Priority
-from lmkv.store.primary import PrimaryTier
+from lmkv.store.guards import locked
+from lmkv.store.iopool import Deferred, Job, Priority
 from lmkv.store.promotion import Promotion, SharedLookup
-from lmkv.store.tier import LowerTier, first_with
+from lmkv.store.tier import LowerTier, first_tier_with
 from lmkv.store.wishes import Owners, Wishes
-from lmkv.store.writes import SlotAllocator
+from lmkv.store.writes import Part, SlotAllocator
 
 _MAX_KEPT: Final = 1 << 16
 """Prefetches, and chunks of theirs, that are kept at least."""
@@ -34,9 +32,8 @@ class _Work:
     """A promotion, and the state of it that callers do not see.
 
     `end`: when its time to live is over. `owner`: of the request, `tenant`: of its chunks, `part`: of that tenant.
-    `missing`: keys that wait for `lookup`, or for slots while chunks are flushed. `awaited`: entries that are not
-    filled yet, by the tier that fills them. `chain`: everything that the request wants; the promotion may be its
-    beginning.
+    `missing`: keys that wait for `lookup`, or for slots while chunks are flushed. `awaited`: entries not filled yet, by
+    the tier that fills them. `chain`: all keys of the request; the promotion may be its beginning.
     """
 
     promotion: Promotion
@@ -63,20 +60,14 @@ class _Load:
 
 
 @define(eq=False, repr=False)
-class Promoter:
-    """Runs promotions. `prefetch_share`: of the slots, which prefetches may refer to at a time. `lock`: the store's.
+class Promoter(Part):
+    """Runs promotions. `prefetch_share`: largest share of the slots that prefetches may refer to.
 
-    `waiters`: the promotions that wait for an entry to be filled. `forked`: this is a child process without threads.
+    `waiters`: the promotions that wait for each entry. `forked`: this is a child process without threads.
     """
 
-    _lock: threading.Lock
-    _changes: Changes
-    _primary: PrimaryTier
-    _tiers: Sequence[LowerTier]
     _allocator: SlotAllocator
-    _pool: IOPool
     _prefetch_share: float
-    _clock: Clock
     waiters: dict[Entry, list[_Work]] = field(init=False, factory=dict)
     forked: bool = field(init=False, default=False)
     _unreleased: dict[Promotion, _Work] = field(init=False, factory=dict)
@@ -84,13 +75,13 @@ class Promoter:
     _loads: dict[Entry, _Load] = field(init=False, factory=dict)
     """The loads of the entries that are LOADING."""
     _prefetches: Counter[Entry] = field(init=False, factory=Counter)
-    """How many prefetches refer to each entry; entries without any are absent."""
+    """Number of prefetches that refer to each entry; absent if 0."""
     _prefetched: Counter[tuple[str, type]] = field(init=False, factory=Counter)
-    """How many entries of each tenant, by the type of their keys, prefetches refer to."""
+    """Number of prefetched entries of each tenant, by the type of their keys."""
     _tenants: dict[Entry, tuple[str, bytes]] = field(init=False, factory=dict)
-    """The tenant and the owner that each of them counts for."""
+    """The tenant and the owner of each prefetched entry."""
     _owners: dict[str, Owners] = field(init=False, factory=dict)
-    """How many of them each tenant's owners have."""
+    """Number of prefetched entries of each tenant's owners."""
     _kept: dict[str, Wishes[Promotion, _Work]] = field(init=False, factory=dict)
     """The prefetches, and other promotions with an end, by tenant."""
 
@@ -98,13 +89,13 @@ class Promoter:
     def promote(
         self,
         keys: Sequence[ChunkKey],
-        after: AfterLock,
+        chain: Sequence[ChunkKey],
+        lookup: SharedLookup | None,
+        after: Deferred,
         *,
         prefetch: bool,
         ttl: float | None,
-        owner: bytes = b"",
-        lookup: SharedLookup | None = None,
-        chain: Sequence[ChunkKey] = (),
+        owner: bytes,
     ) -> Promotion:
         """Begin a promotion: at once, or when `lookup` is done. Expired ones were released before.
 
@@ -125,8 +116,8 @@ class Promoter:
         return promotion
 
     @locked
-    def _extend(self, work: _Work, keys: Sequence[ChunkKey], after: AfterLock) -> None:
-        """Add the leading chunks of `keys`; those that have to wait for slots become `missing`."""
+    def _extend(self, work: _Work, keys: Sequence[ChunkKey], after: Deferred) -> None:
+        """Add the leading chunks of `keys`. Chunks that wait for slots become `missing`."""
         work.missing = ()
         promotion = work.promotion
         parent = promotion.entries[-1].key if promotion.entries else b""
@@ -135,21 +126,26 @@ class Promoter:
             if work.prefetch and not self._finds_room(work, key, after):
                 break
             entry = entries.get(key)
-            if entry is not None and self.hangs(entry):
-                self.give_up(entry, after)
+            if entry is not None and self.is_stuck(entry):
+                self.abandon(entry, after)
                 entry = None
-            tier = None if entry else first_with(self._tiers, key)
+            tier = None if entry else first_tier_with(self._tiers, key)
             if tier is not None:
                 if kept is None and not self._primary.slab.free_slots:
-                    kept = {here for here in work.chain if here in entries and not first_with(self._tiers, here)}
+                    kept = {here for here in work.chain if here in entries and not first_tier_with(self._tiers, here)}
                 slot = self._allocator.allocate(key, after, kept)
                 if slot is None and kept:
                     slot = self._allocator.allocate(key, after)
                 if slot is None:
-                    self._wait_for_slots(work, keys[index:])
+                    # A demand waits for slots as long as evicted chunks are being flushed; a prefetch does not.
+                    if not work.prefetch and self._primary.flushing:
+                        work.missing = keys[index:]
+                        self._waiting.append(work)
                     break
                 entry = self._primary.enter(key, slot, State.LOADING, parent)
-                self._begin_load(entry, tier, work.prefetch, after)
+                self._loads[entry] = _Load(tier, work.prefetch)
+                tier.index.begin_read(key)
+                self._queue(entry, Priority.PREFETCH if work.prefetch else Priority.LOAD, after)
             if entry is None:
                 break
             self._join(work, entry, tier, after)
@@ -158,8 +154,8 @@ class Promoter:
         self._finish_if_complete(work, after)
 
     @locked
-    def _keep(self, work: _Work, after: AfterLock) -> None:
-        """Note the size of a promotion with an end; too many of them end the oldest."""
+    def _keep(self, work: _Work, after: Deferred) -> None:
+        """Note the size of a promotion with an end. Beyond the limit the oldest end."""
         if work.promotion.released:
             return
         kept = self._keep_as(work)
@@ -169,14 +165,14 @@ class Promoter:
     def _keep_as(self, work: _Work) -> Wishes[Promotion, _Work]:
         kept = self._kept.setdefault(work.tenant, Wishes())
         if work.prefetch or work.end < math.inf:
-            # No prefetch ends a demand, which only has an end should its caller be lost.
+            # No prefetch ends a demand. A demand has an end in case its caller is lost.
             owner = work.owner if work.prefetch else _DEMANDS
             kept.add(work.promotion, owner, size=1 + len(work.promotion.entries), end=work.end, value=work)
         return kept
 
     @locked
-    def _finds_room(self, work: _Work, key: ChunkKey, after: AfterLock) -> bool:
-        """Whether a slot may be prefetched into; owners with more prefetches lose their oldest for it."""
+    def _finds_room(self, work: _Work, key: ChunkKey, after: Deferred) -> bool:
+        """Whether a prefetch may have a slot. Owners with more prefetches lose their oldest for it."""
         if self._primary.entries.get(key) in self._tenants:
             return True
         primary, kind, share = self._primary, type(key), self._prefetch_share * work.part
@@ -193,16 +189,11 @@ class Promoter:
             self._release(first, after)
         return False
 
-    def _begin_load(self, entry: Entry, tier: LowerTier, prefetch: bool, after: AfterLock) -> None:
-        self._loads[entry] = _Load(tier, prefetch)
-        tier.index.begin_read(entry.key)
-        self._queue(entry, Priority.PREFETCH if prefetch else Priority.LOAD, after)
-
-    def _queue(self, entry: Entry, priority: Priority, after: AfterLock) -> None:
+    def _queue(self, entry: Entry, priority: Priority, after: Deferred) -> None:
         lane = self._loads[entry].tier.name
         after.jobs.append(Job(partial(self._load, entry), priority, partial(self._refused, entry), lane))
 
-    def _join(self, work: _Work, entry: Entry, tier: LowerTier | None, after: AfterLock) -> None:
+    def _join(self, work: _Work, entry: Entry, tier: LowerTier | None, after: Deferred) -> None:
         """Add an entry to a promotion, which refers to it from now on and waits until it is filled."""
         self._primary.ref(entry)
         source = tier.name if tier else self._primary.name
@@ -218,7 +209,7 @@ class Promoter:
                 self._tenants[entry] = work.tenant, work.owner
                 self._owners.setdefault(work.tenant, Owners()).count(work.owner, 1)
                 self._prefetched[work.tenant, type(entry.key)] += 1
-                self._primary.wish(type(entry.key), 1)
+                self._primary.wished[type(entry.key)] += 1
         elif load is not None and load.prefetch and not load.begun:
             # Queued again, with a demand's priority: whichever job comes first does the load.
             load.prefetch = False
@@ -226,8 +217,8 @@ class Promoter:
 
     # -- loads --------------------------------------------------------------------------------------------
 
-    def _load(self, entry: Entry, after: AfterLock) -> None:
-        """I/O thread: fill the entry's slot from the tier, unless the load was cancelled or has begun before."""
+    def _load(self, entry: Entry, after: Deferred) -> None:
+        """Fill the entry's slot from its tier, on an I/O thread, unless the load was cancelled or has begun."""
         with self._lock, self._changes:
             load = self._loads.get(entry)
             if load is None or load.begun:
@@ -251,17 +242,17 @@ class Promoter:
                 self._allocator.keep_free(after)
 
     @locked
-    def _end_load(self, entry: Entry, after: AfterLock) -> None:
+    def _end_load(self, entry: Entry, after: Deferred) -> None:
         """Drop the load's reference to its chunk, which is READY or never will be."""
         tier = self._loads.pop(entry).tier
         if entry.state is not State.READY:
             self._primary.remove(entry)
         tier.index.end_read(entry.key)
-        self.wake(entry, after)
+        self.settle(entry, after)
         self._primary.unref(entry)
 
     @locked
-    def wake(self, entry: Entry, after: AfterLock) -> None:
+    def settle(self, entry: Entry, after: Deferred) -> None:
         """An entry is READY, or was removed unfilled: finish the promotions that waited for nothing else."""
         for work in self.waiters.pop(entry, ()):
             promotion, source = work.promotion, work.awaited.pop(entry)
@@ -273,30 +264,30 @@ class Promoter:
             self._finish_if_complete(work, after)
 
     @locked
-    def _finish_if_complete(self, work: _Work, after: AfterLock) -> None:
+    def _finish_if_complete(self, work: _Work, after: Deferred) -> None:
         if not work.awaited and not work.missing:
             finish = work.promotion.finish
-            after.calls.append(lambda after: finish())
+            after.callbacks.append(lambda after: finish())
 
     @locked
-    def hangs(self, entry: Entry) -> bool:
-        """Whether the entry is LOADING from a tier that cannot be read now: the load may never end."""
+    def is_stuck(self, entry: Entry) -> bool:
+        """Whether the entry is LOADING from a tier that cannot be read now, so that the load may never end."""
         load = self._loads.get(entry)
         return load is not None and not load.tier.usable
 
     @locked
-    def give_up(self, entry: Entry, after: AfterLock) -> None:
-        """Another slot takes the place of an entry that `hangs`; its own is freed when the load ends, if ever."""
+    def abandon(self, entry: Entry, after: Deferred) -> None:
+        """Remove an entry that `is_stuck`. Its slot is freed when the load ends, if ever."""
         self._primary.remove(entry)
-        self.wake(entry, after)
+        self.settle(entry, after)
 
-    def _refused(self, entry: Entry, after: AfterLock) -> None:
-        """Give up a load that the closed pool refused. Called without the lock."""
+    def _refused(self, entry: Entry, after: Deferred) -> None:
+        """Cancel a load that the closed pool refused. Called without the lock."""
         with self._lock, self._changes:
             self._cancel_load(entry, after)
 
     @locked
-    def _cancel_load(self, entry: Entry, after: AfterLock) -> None:
+    def _cancel_load(self, entry: Entry, after: Deferred) -> None:
         """End a load whose read has not begun."""
         load = self._loads.get(entry)
         if load is not None and not load.begun:
@@ -304,15 +295,9 @@ class Promoter:
 
     # -- waiting for slots --------------------------------------------------------------------------------
 
-    def _wait_for_slots(self, work: _Work, keys: Sequence[ChunkKey]) -> None:
-        """A demand waits for slots as long as evicted chunks are being flushed, a prefetch does not."""
-        if not work.prefetch and self._primary.flushing:
-            work.missing = keys
-            self._waiting.append(work)
-
     @locked
-    def resume(self, after: AfterLock) -> None:
-        """Slots may be free, or a shared lookup done: go on with the promotions that wait, in their order."""
+    def resume(self, after: Deferred) -> None:
+        """Continue the waiting promotions in their order: slots may be free, or a shared lookup done."""
         waiting, self._waiting = self._waiting, []
         for work in waiting:
             if work.lookup is not None and not work.lookup.done:
@@ -324,13 +309,10 @@ class Promoter:
 
     def release(self, promotion: Promotion) -> None:
         """Release a promotion's chunks. Called without the lock; idempotent."""
-        after = AfterLock()
-        with self._lock, self._changes:
-            self._release(promotion, after)
-        after.run(self._pool.submit)
+        self._change(partial(self._release, promotion))
 
     @locked
-    def _release(self, promotion: Promotion, after: AfterLock) -> None:
+    def _release(self, promotion: Promotion, after: Deferred) -> None:
         work = self._unreleased.pop(promotion, None)
         if work is None:
             return
@@ -347,14 +329,14 @@ class Promoter:
                     tenant, owner = self._tenants.pop(entry)
                     self._owners[tenant].count(owner, -1)
                     self._prefetched[tenant, type(entry.key)] -= 1
-                    self._primary.wish(type(entry.key), -1)
+                    self._primary.wished[type(entry.key)] -= 1
             self._primary.unref(entry)
             if entry.refs == 1 and entry in self._loads:
-                # Nobody else waits for this read.
+                # No other promotion waits for this read.
                 self._cancel_load(entry, after)
 
     @locked
-    def expire(self, after: AfterLock) -> None:
+    def expire(self, after: Deferred) -> None:
         """Release promotions whose time is over."""
         now = self._clock()
         for kept in self._kept.values():
@@ -366,8 +348,8 @@ class Promoter:
         return any(entry in self._prefetches for entry in entries)
 
     @locked
-    def end_prefetches(self, after: AfterLock, removed: Collection[ChunkKey] | None = None) -> None:
-        """Release prefetches of which chunks were removed: the rest is useless alone.
+    def end_prefetches(self, after: Deferred, removed: Collection[ChunkKey] | None = None) -> None:
+        """Release prefetches that have lost chunks: the rest is useless alone.
 
         Default: all promotions with a time to live.
         """
@@ -405,9 +387,9 @@ class Promoter:
         return [entry.key for entry, load in self._loads.items() if load.tier is tier]
 
     @locked
-    def settle(self, after: AfterLock) -> None:
-        """After a recount: find out what each promotion waits for, and queue again what no thread has begun."""
-        # Somebody may wait for a promotion that was released, too.
+    def plan_again(self, after: Deferred) -> None:
+        """After a recount: find what each promotion waits for, and queue unbegun loads again."""
+        # Callers may also wait for a released promotion.
         works = dict.fromkeys(
             (*self._unreleased.values(), *(work for waiting in self.waiters.values() for work in waiting))
         )
@@ -429,12 +411,12 @@ class Promoter:
                 self._queue(entry, Priority.PREFETCH if load.prefetch else Priority.LOAD, after)
 
     @locked
-    def close(self, after: AfterLock) -> None:
-        """Nothing more will be loaded: finish every promotion that waits."""
+    def close(self, after: Deferred) -> None:
+        """Load nothing more: finish every waiting promotion."""
         for work in self._waiting:
             work.missing = ()
             self._finish_if_complete(work, after)
         self._waiting.clear()
         for entry in list(self._primary.entries.values()):
             if entry.state is State.LOADING:
-                self.give_up(entry, after)
+                self.abandon(entry, after)

@@ -1,4 +1,4 @@
-"""Handles of what is under way in lower tiers: chunks on their way into host memory, and questions to shared tiers."""
+"""Handles of work in lower tiers: promotions of chunks into host memory, and lookups in shared tiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmkv.errors import ClosedError
 from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.entries import Entry
 from lmkv.store.guards import Bell, attempt
-from lmkv.store.iopool import AfterLock, Job, Priority
+from lmkv.store.iopool import Deferred, Job, Priority
 from lmkv.store.tier import LowerTier
 
 logger = logging.getLogger(__name__)
@@ -24,10 +24,10 @@ _CALLBACK_FAILED = "lmkv: a done callback of a promotion failed; it was %r: %r"
 
 @define(eq=False, repr=False)
 class Handle:
-    """Work under way that others wait for. Thread-safe."""
+    """Work that others can wait for. Thread-safe."""
 
     done: bool = field(init=False, default=False)
-    """Whether nothing is under way any more."""
+    """Whether the work has ended."""
     _bell: Bell = field(init=False, factory=Bell)
     _callbacks: deque[Callable[[], None]] = field(init=False, factory=deque)
 
@@ -42,7 +42,7 @@ class Handle:
             self._call_back()
 
     def finish(self) -> None:
-        """End it. Called by whoever does the work, without the store's lock. Idempotent."""
+        """Mark the work as done. Called by the worker, without the store's lock. Idempotent."""
         self.done = True
         self._bell.ring()
         self._call_back()
@@ -50,7 +50,7 @@ class Handle:
     def _call_back(self) -> None:
         with suppress(IndexError):
             while True:
-                # A deque gives each one to one thread. The other callbacks belong to others.
+                # `popleft` gives each callback to one thread.
                 callback = self._callbacks.popleft()
                 attempt(callback, partial(logger.error, _CALLBACK_FAILED, callback))
 
@@ -61,9 +61,9 @@ class Promotion(Handle):
 
     Notes
     -----
-    The chunks are referenced until `release`. One load serves every promotion that wants its chunk. Done when
-    nothing is under way any more: then the first `ready` chunks can be leased. Thread-safe. The store's promoter
-    alone changes its public attributes, under the store's lock.
+    The chunks are referenced until `release`. One load serves every promotion that wants its chunk. Once `done`, the
+    first `ready` chunks can be leased. Thread-safe. Only the store's promoter changes its public attributes, under the
+    store's lock.
     """
 
     _release: Callable[[Promotion], None]
@@ -72,7 +72,7 @@ class Promotion(Handle):
     origins: list[str] = field(init=False, factory=list)
     """For each entry, the tier that had its chunk when the promotion asked for it."""
     delivered: dict[str, tuple[int, float]] = field(init=False, factory=dict)
-    """For each tier, how many bytes of chunks have come from it, and when the last one did."""
+    """Bytes that have arrived from each tier, and when the last chunk did."""
     failed_at: int | None = field(init=False, default=None)
     """The first of its chunks that will never arrive."""
     released: bool = field(init=False, default=False)
@@ -82,7 +82,7 @@ class Promotion(Handle):
         return f"<Promotion {state}: {self.ready} of {len(self)} chunks ready>"
 
     def __len__(self) -> int:
-        """Leading chunks that some tier had; not all of them need arrive."""
+        """Leading chunks that some tier had. Not all of them must arrive."""
         return len(self.entries) if self.failed_at is None else self.failed_at
 
     @property
@@ -99,7 +99,7 @@ class Promotion(Handle):
 
     @property
     def sources(self) -> dict[str, int]:
-        """Chunks by the name of the tier that had them when the promotion asked for them."""
+        """Number of chunks by the tier that had them when the promotion asked."""
         return dict(Counter(self.origins))
 
     @property
@@ -128,15 +128,15 @@ class SharedLookup(Handle):
     Each tier, fastest first, is asked for the keys that the tiers before it do not have. Done when all chunks are
     found, or all tiers have answered or failed. Thread-safe.
 
-    `states`: keys of states behind these chunks, which are asked for too and may be missing.
+    `states`: keys of states behind these chunks, asked for as well; they may be missing.
 
-    `on_done`: called once, without the lock. `seconds`: how long it took, by the `clock`.
+    `on_done`: called once, without the lock. `seconds`: its duration, by the `clock`.
     """
 
     _keys: Sequence[ChunkKey]
     _states: Sequence[ChunkKey]
     _tiers: Sequence[LowerTier]
-    _on_done: Callable[[AfterLock], None]
+    _on_done: Callable[[Deferred], None]
     _clock: Clock
     _started: float = field(init=False)
     seconds: float = field(init=False, default=0.0)
@@ -156,7 +156,7 @@ class SharedLookup(Handle):
         work, refused = partial(self._ask, unknown, tiers), partial(self._go_on, unknown, tiers[1:])
         return Job(work, Priority.LOAD, refused, tiers[0].name)
 
-    def _ask(self, unknown: Sequence[ChunkKey], tiers: Sequence[LowerTier], after: AfterLock) -> None:
+    def _ask(self, unknown: Sequence[ChunkKey], tiers: Sequence[LowerTier], after: Deferred) -> None:
         try:
             if unknown:
                 unknown = unknown[tiers[0].look_up(unknown) :]
@@ -165,13 +165,13 @@ class SharedLookup(Handle):
         finally:
             self._go_on(unknown, tiers[1:], after)
 
-    def _go_on(self, unknown: Sequence[ChunkKey], tiers: Sequence[LowerTier], after: AfterLock) -> None:
+    def _go_on(self, unknown: Sequence[ChunkKey], tiers: Sequence[LowerTier], after: Deferred) -> None:
         if tiers and (unknown or self._states):
             after.jobs.append(self._job(unknown, tiers))
         else:
             self._end(after)
 
-    def _end(self, after: AfterLock) -> None:
+    def _end(self, after: Deferred) -> None:
         self.seconds = self._clock() - self._started
         self.finish()
-        after.calls.append(self._on_done)
+        after.callbacks.append(self._on_done)

@@ -28,15 +28,15 @@ INTERVAL = 10.0
 """Seconds between listings of a shared tier, with 20 % jitter so that processes do not evict in lockstep."""
 
 _PROBES = 5
-"""How often a tier that fails is asked in such a time."""
+"""Probes of a failing tier per `INTERVAL`."""
 
 _SHARE = 0.01
-"""Largest share of the time that goes into listings, however long one takes."""
+"""Largest share of the time spent on listings."""
 
 _BATCH_KEYS = 32
 """Chunks that are indexed under one hold of the lock: some 0.06 ms."""
 PAUSE_SECONDS = 5e-5
-"""Seconds between these, in which other threads run: without it they wait 5 ms for the interpreter, again and again."""
+"""Pause between batches, so that other threads get the GIL. Without it they wait 5 ms for it again and again."""
 
 
 class TierScanner:
@@ -67,7 +67,7 @@ class TierScanner:
         took = 0.0
         while not self._stop.is_set():
             started = time.monotonic()
-            # Twice, because a handler of logs may raise, too.
+            # Twice, because a log handler may raise as well.
             done = attempt(lambda: attempt(self._list, self._failed), lambda error: False)
             if done:
                 self._end_listing()
@@ -78,7 +78,7 @@ class TierScanner:
             self._wait(max(self._interval * random.uniform(0.8, 1.2), min(before, took) / _SHARE))
 
     def _wait(self, seconds: float) -> None:
-        """Wait, and ask a tier that fails whether it answers again."""
+        """Wait, and meanwhile probe a tier that fails."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and not self._stop.wait(min(left, self._interval / _PROBES)):
             self._tier.probe()
@@ -92,7 +92,7 @@ class TierScanner:
         return False
 
     def _list(self) -> bool:
-        """List the tier once; False when that has to be done later."""
+        """List the tier once. False if it must be listed later."""
         index, backend = self._tier.index, self._tier.backend
         if index.clearing:
             self._tier.delete_all()

@@ -26,7 +26,7 @@ class TierCounters:
     write_failures: int = 0
     evictions: int = 0
     dropped: int = 0
-    """Writes that were refused because too many waited, or because the tier hangs."""
+    """Writes refused because too many waited, or because the tier hangs."""
     prefetched: int = 0
     """Chunks that a prefetch brought into host memory: `prefetch_hits` of them were leased later, `prefetch_expired`
     were removed without a lease."""

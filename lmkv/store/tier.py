@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import compress, takewhile
 from typing import Literal, TypeVar
 
@@ -33,14 +34,14 @@ _ANY = bytes(KEY_BYTES)
 _LONGEST_PAUSE = 4.0
 """Most seconds between two writes to a tier whose writes fail."""
 _MAX_PAUSE = 600.0
-"""Seconds without an eviction, at most, for a medium that stays full all the same."""
+"""Most seconds without an eviction for a medium that evictions leave full."""
 
 
 class LowerTier:
     """A lower tier of a store. `payload_bytes`: size of a chunk, by its key. `lock`, `observers`: the store's.
 
-    `times`: seconds of the latest reads and writes that succeeded, until they are drained. `shared`: other processes
-    write to the medium, too, so that it may have chunks that the index does not know.
+    `times`: durations of the latest successful reads and writes, until drained. `shared`: other processes write to the
+    medium as well, so it may have chunks that the index does not know.
     """
 
     def __init__(
@@ -63,13 +64,13 @@ class LowerTier:
         self._clock = clock
         self._counters = TierCounters()
         self.times: deque[tuple[Operation, float]] = deque(maxlen=_MAX_TIMES)
-        # Each for itself, as a call that costs little may work where others fail: a lookup is no read.
+        # One breaker per operation: a cheap call such as a lookup may work where reads fail.
         self._lookups, self._reads = Breaker(clock), Breaker(clock)
         # No request waits for these.
         self._writes, self._clears = (Breaker(clock, longest_delay=_LONGEST_PAUSE) for _ in range(2))
-        # Deletions, and questions about sizes. Failures do not open it: each deletion has to be tried.
+        # Deletions, and questions about sizes. Failures do not open it: each deletion must be tried.
         self._others = Breaker(clock)
-        # Evictions for the sake of a medium that is full: one that does not help fails.
+        # Evictions for a full medium. One that does not help counts as a failure.
         self._relief = Breaker(clock, threshold=1, longest_delay=_MAX_PAUSE, quick_delay=_MAX_PAUSE)
         self._complaints = Complaints(tier.name, clock)
         self._failed_once: set[ChunkKey] = set()
@@ -89,7 +90,7 @@ class LowerTier:
 
     @property
     def hangs(self) -> Priority | None:
-        """From which priority on nothing should wait, because calls of the backend hang."""
+        """The first priority that must not wait, because calls of the backend hang."""
         if self._reads.hangs or self._lookups.hangs:
             return Priority.LOAD
         return Priority.DELETION if any(each.hangs for each in (self._writes, self._others, self._clears)) else None
@@ -100,7 +101,7 @@ class LowerTier:
 
     @locked
     def wants(self, key: ChunkKey) -> bool:
-        """Whether the key should be written here: it is not, nor is it being written, and it is admitted."""
+        """Whether to write the key here: it is neither stored nor being written, and is admitted."""
         return not self.index.knows(key) and (self.admission is None or self.admission.admit(key))
 
     def _cost(self, key: ChunkKey) -> int:
@@ -111,7 +112,7 @@ class LowerTier:
         return self._unless_hanging(lambda: checked(backend.stored_bytes(nbytes), int), nbytes)
 
     def _unless_hanging(self, call: Callable[[], T], default: T) -> T:
-        """Make a call that is no read and no write. The default if it raises, or if another one hangs."""
+        """Make a call other than a read or write. Returns the default if it raises, or if another one hangs."""
         with self._lock:
             number = self._others.begin()
         if number is None:
@@ -137,20 +138,20 @@ class LowerTier:
 
     @locked
     def count_dropped(self, chunks: int = 1) -> None:
-        """Count chunks that were not written, because too many others waited or because the tier hangs."""
+        """Count chunks that were not written because too many others waited, or because the tier hangs."""
         self._counters.dropped += chunks
 
     @locked
     def close(self) -> None:
-        """Serve nothing and take nothing more."""
+        """Serve and accept nothing more."""
         self._closed = True
 
     # -- existence ----------------------------------------------------------------------------------------
 
     def look_up(self, keys: Sequence[ChunkKey], *, each: bool = False) -> int:
-        """Ask the backend for leading chunks that the index does not know, index those that are there, and count them.
+        """Ask the backend for leading chunks unknown to the index; index and count the ones found.
 
-        Batches grow, so that a prompt nobody has stored costs few questions. `each`: ask for all keys at once.
+        Batches grow, so an unknown prompt costs few questions. `each`: ask for all keys at once.
         """
         with self._lock:
             scan = self.index.begin_scan() if self.usable else None
@@ -177,24 +178,23 @@ class LowerTier:
         return there
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """The backend's answer for each key; empty when it fails to answer."""
+        """The backend's answer for each key. Empty if it fails."""
+        answer: list[bool] = []
         with self._lock:
             call = self._lookups.begin()
-        if call is None:
-            return []
-        answer: list[bool] = []
-        ok = False
-        try:
-            ok = self._tried("contains", lambda: answer.extend(self.backend.contains(keys)))
-        finally:
-            with self._lock:
-                self._lookups.end(call, ok)
+        if call is not None:
+            ok = False
+            try:
+                ok = self._tried("contains", lambda: answer.extend(self.backend.contains(keys)))
+            finally:
+                with self._lock:
+                    self._lookups.end(call, ok)
         return answer
 
     def probe(self) -> None:
-        """Where calls fail, ask for something, so that no request has to; once that is answered again, all are tried.
+        """Probe a failing tier, so that no request must. Once it answers again, all calls are tried.
 
-        A lookup that works does not show that reads do: where reads fail, it also reads one chunk.
+        A lookup does not prove that reads work: if reads fail, this also reads one chunk.
         """
         breakers = self._lookups, self._reads, self._writes
         with self._lock:
@@ -203,7 +203,9 @@ class LowerTier:
                 return
             key = self.index.first() if self._reads.state == "open" else None
         answers = attempt(lambda: len(self.backend.contains([_ANY])) > 0, lambda error: False)
-        reads = answers and key is not None and self._reads_again(key)
+        reads = False
+        if answers and key is not None:
+            reads = self._read(key, memoryview(bytearray(self._payload_bytes(key)))).status is ReadStatus.HIT
         with self._lock:
             for each in breakers if answers and (self._silent or reads) else ():
                 each.hasten()
@@ -211,37 +213,33 @@ class LowerTier:
                 self._reads.close()
             self._silent = not answers
 
-    def _reads_again(self, key: ChunkKey) -> bool:
-        into = memoryview(bytearray(self._payload_bytes(key)))
-        result = attempt(lambda: checked(self.backend.read(key, into), Read), self._failed_read(key))
-        return result.status is ReadStatus.HIT
-
     # -- reading ------------------------------------------------------------------------------------------
 
     def read(self, key: ChunkKey, into: memoryview) -> bool:
-        """Fill `into` with an indexed chunk; whether that worked."""
+        """Fill `into` with an indexed chunk. Returns whether that worked."""
         with self._lock:
             call = self._reads.begin()
         if call is None:
             return False
         started = self._clock()
-        result = attempt(lambda: checked(self.backend.read(key, into), Read), self._failed_read(key))
+        result = self._read(key, into)
         with self._lock, self._changes:
-            # Another server that answers in the store's place would cost one chunk after the other.
+            # A foreign server that answers instead of the store would cost one chunk after the other.
             foreign = self.shared and isinstance(result.error, CorruptChunkError)
             self._reads.end(call, False if foreign else read_works(result))
-            self.count_read(result, len(into), self._clock() - started)
-            deleted = self.judge(key, result)
+            self._count_read(result, len(into), self._clock() - started)
+            deleted = self._note_read(key, result)
         self._complaints.failed(result.error)
         if deleted:
             self.reclaim()
         return result.status is ReadStatus.HIT
 
-    def _failed_read(self, key: ChunkKey) -> Callable[[Exception], Read]:
-        return lambda error: Read.failed(as_backend_error(self.name, "read", key, error))
+    def _read(self, key: ChunkKey, into: memoryview) -> Read:
+        failed = partial(as_backend_error, self.name, "read", key)
+        return attempt(lambda: checked(self.backend.read(key, into), Read), lambda error: Read.failed(failed(error)))
 
     @locked
-    def count_read(self, result: Read, nbytes: int, seconds: float) -> None:
+    def _count_read(self, result: Read, nbytes: int, seconds: float) -> None:
         counters = self._counters
         counters.reads += 1
         if result.status is ReadStatus.HIT:
@@ -251,8 +249,8 @@ class LowerTier:
         counters.read_failures += result.status is ReadStatus.FAILED
 
     @locked
-    def judge(self, key: ChunkKey, result: Read) -> bool:
-        """Forget, keep, doubt or mark deleted a chunk that was not read; True if marked, as its bytes are wrong."""
+    def _note_read(self, key: ChunkKey, result: Read) -> bool:
+        """Keep, forget, distrust or delete a chunk after its read. True if its bytes are wrong and must be deleted."""
         if isinstance(result.error, BackendUnavailable) and not self._failed_before(key):
             return False
         self._failed_once.discard(key)
@@ -263,12 +261,12 @@ class LowerTier:
         elif result.status is ReadStatus.MISS:
             self.index.discard(key)
         elif result.status is ReadStatus.FAILED:
-            self.index.doubt(key)
+            self.index.distrust(key)
         return damaged
 
     @locked
     def _failed_before(self, key: ChunkKey) -> bool:
-        """Whether the chunk may be at fault, not its tier: others can be read, and it failed before."""
+        """Whether the chunk may be at fault rather than its tier: others can be read, and it failed before."""
         if self._reads.state != "closed":
             self._failed_once.clear()
             return False
@@ -281,7 +279,7 @@ class LowerTier:
     def write(self, chunk: Chunk, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]) -> None:
         """Store a chunk, making room first.
 
-        Asked under the lock: `is_wanted`, and `protect`, which keys must not be evicted for it.
+        Called under the lock: `is_wanted()`, and `protect()`, the keys that must not be evicted for it.
         """
         if self.index.clearing:
             self.delete_all()
@@ -296,8 +294,13 @@ class LowerTier:
             lambda: self._make_room(chunk.key, victims, cost, protect) or self._write(chunk, cost, protect),
             lambda error: Written.failed(as_backend_error(self.name, "write", chunk.key, error)),
         )
-        if result.status is not WriteStatus.STORED:
-            self._release_bytes(cost)
+        backend = self.backend
+        if (
+            result.status is not WriteStatus.STORED
+            and isinstance(backend, SharesRoom)
+            and self.index.capacity is not None
+        ):
+            self._tried("release", lambda: backend.release_bytes(cost))
         with self._lock, self._changes:
             self._writes.end(call, write_works(result))
             self._count_write(result, len(chunk.payload), self._clock() - started)
@@ -311,12 +314,15 @@ class LowerTier:
     @locked
     def _is_stored(self, key: ChunkKey, result: Written, *, wanted: bool) -> bool:
         """Whether the medium has the chunk now, and not one from before a clear."""
-        late = self.index.late_writes
+        index = self.index
         if result.status is WriteStatus.STORED:
-            late.stored(key)
+            index.unanswered.discard(key)
+            index.suspect.discard(key)
         elif isinstance(result.error, BackendUnavailable):
-            late.unanswered(key, cleared=not wanted)
-        return result.status is WriteStatus.STORED or (result.status is WriteStatus.PRESENT and key not in late)
+            (index.unanswered if wanted else index.suspect).add(key)
+        return result.status is WriteStatus.STORED or (
+            result.status is WriteStatus.PRESENT and key not in index.suspect
+        )
 
     @locked
     def _begin_write(
@@ -338,16 +344,19 @@ class LowerTier:
     def _make_room(
         self, key: ChunkKey, victims: Victims, cost: int, protect: Callable[[], frozenset[ChunkKey]]
     ) -> Written | None:
-        """Delete the victims, and more where others fill the medium, too; or say why nothing can be written.
+        """Delete the victims, and more if others have filled the medium. Returns the reason if there is no room.
 
         A writer that reserves bytes beyond the capacity first frees as many, not counting chunks that another
         process has deleted before. So all processes together keep to the capacity.
         """
         if self.index.capacity is None:
-            # Nobody needs their room: where they cannot be deleted, other chunks are written all the same.
+            # Their room is not needed: if they cannot be deleted, other chunks are still written.
             deleted = self._tried("delete", lambda: self._reclaim(victims), then=self._until_deleted)
             return None if deleted or key not in victims else Written.rejected("what is there cannot be deleted")
-        owed = self._reserve_bytes(cost)
+        owed = 0
+        if isinstance(self.backend, SharesRoom):
+            # Other processes fill the medium as well.
+            owed = min(self.backend.reserve_bytes(cost) - self.index.capacity, cost)
         freed = self._reclaim(victims)
         while freed < owed:
             with self._lock, self._changes:
@@ -357,17 +366,6 @@ class LowerTier:
             freed += self._reclaim(more)
         return None
 
-    def _reserve_bytes(self, cost: int) -> int:
-        """Reserve a chunk's bytes on a medium that others fill, too; how many have to be freed for it."""
-        if isinstance(self.backend, SharesRoom) and self.index.capacity is not None:
-            return min(self.backend.reserve_bytes(cost) - self.index.capacity, cost)
-        return 0
-
-    def _release_bytes(self, cost: int) -> None:
-        backend = self.backend
-        if isinstance(backend, SharesRoom) and self.index.capacity is not None:
-            self._tried("release", lambda: backend.release_bytes(cost))
-
     def _evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
         stored = len(self.index)
         victims = self.index.evict_more(nbytes, protect)
@@ -375,16 +373,16 @@ class LowerTier:
         return victims
 
     def _write(self, chunk: Chunk, cost: int, protect: Callable[[], frozenset[ChunkKey]]) -> Written:
-        """Write it; where the medium is full although the tier is not, evict once and try again.
+        """Write a chunk. If the medium is full although the tier is not, evict once and retry.
 
-        Where that did not help, as others fill what it frees, nothing is evicted for a while.
+        If that does not help, because others fill the freed room, nothing is evicted for a while.
         """
         written = checked(self.backend.write(chunk), Written)
         with self._lock, self._changes:
             if written.status is WriteStatus.STORED:
                 self._relief.close()
             lacking = max(cost, written.lacking or 0)
-            # Who deletes more than its chunk takes does it for the others, too.
+            # A deletion of more than the chunk takes serves the other writers as well.
             call = self._relief.begin() if is_full(written) and (lacking <= cost or not self._relief.busy) else None
         if call is None:
             return written
@@ -416,7 +414,7 @@ class LowerTier:
 
     def reclaim(self) -> None:
         """Delete the tombstones' bytes. A chunk that cannot be deleted stays a tombstone for the next write."""
-        # Again, for those that came while a call hung.
+        # Repeated for tombstones added while a call hung.
         while self._unless_hanging(self._reclaim_once, False):
             pass
 
@@ -431,7 +429,7 @@ class LowerTier:
         return bool(victims) and self._tried("delete", lambda: self._reclaim(victims), then=self._until_deleted)
 
     def delete_all(self) -> None:
-        """Delete everything, listed or not; until that has worked nothing is written."""
+        """Delete everything, listed or not. Nothing is written until that has worked."""
         with self._lock:
             call = None if self._clearing else self._clears.begin()
             if call is None:
@@ -447,7 +445,7 @@ class LowerTier:
             self._clearing = False
 
     def _tried(self, action: str, call: Callable[[], object], *, then: str = "") -> bool:
-        """Make a call and log its failure, with what follows from it; returns whether it succeeded."""
+        """Make a call and log its failure, with the consequence. Returns whether it succeeded."""
 
         def run() -> bool:
             call()
@@ -484,6 +482,6 @@ class LowerTier:
                 self.backend.delete([found.key for found in batch])
 
 
-def first_with(tiers: Iterable[LowerTier], key: ChunkKey) -> LowerTier | None:
+def first_tier_with(tiers: Iterable[LowerTier], key: ChunkKey) -> LowerTier | None:
     """Locked. The fastest of the tiers that stores the chunk."""
     return next((tier for tier in tiers if tier.has(key)), None)

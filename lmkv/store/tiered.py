@@ -1,8 +1,7 @@
 """`TieredStore`: host memory over lower tiers, and the verbs on both.
 
 One lock guards the metadata of all tiers. It is never held during I/O, copies, log lines or callbacks: each
-method plans these under it into an `AfterLock`, which runs after its release. The parts (`allocator`, `catalog`,
-`flusher`, `promoter`, `reserver`, `pins`, `tiers`) share that lock: their `@locked` methods want it held.
+method plans these under it into an `Deferred`, which runs after its release. All parts of a store share that lock.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from attrs import define
-
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey, Clock, ListsKeys, RegistersMemory, Tier
@@ -26,8 +23,8 @@ from lmkv.store.catalog import Catalog
 from lmkv.store.guards import PATIENCE, Changes, attempt, close_after_fork, close_all, ends_in_time, locked
 from lmkv.store.guests import StoreObserver
 from lmkv.store.hints import MAX_HINTED, Hints
-from lmkv.store.iopool import AfterLock, IOPool, Job, Priority, deletion
-from lmkv.store.leases import Holders, Lease, Reservation, Reserver
+from lmkv.store.iopool import Deferred, IOPool, Job, Priority, deletion
+from lmkv.store.leases import Holders, Lease, Reservation
 from lmkv.store.primary import PrimaryTier
 from lmkv.store.promoter import Promoter
 from lmkv.store.promotion import Promotion, SharedLookup
@@ -35,14 +32,14 @@ from lmkv.store.scanner import TierScanner
 from lmkv.store.stats import StoreStats
 from lmkv.store.tier import LowerTier
 from lmkv.store.wishes import Pins
-from lmkv.store.writes import SlotAllocator, Writes
+from lmkv.store.writes import Part, SlotAllocator, Writes
 
 logger = logging.getLogger(__name__)
 
 _MAX_STORES = 64
 
 
-class TieredStore:
+class TieredStore(Part):
     """Chunks in host memory, over any number of lower tiers.
 
     Parameters
@@ -52,11 +49,11 @@ class TieredStore:
     lower : sequence of Tier
         Lower tiers, fastest first. Persistent ones serve while they are indexed in the background.
     io_threads : int
-        Threads for the I/O of each lower tier; three quarters of them write, too.
+        Threads for the I/O of each lower tier; three quarters of them also write.
     prefetch_share : float
         Largest share of the slots that prefetches may refer to at a time, 0 to 1.
     pin_share : float
-        The same for pins. With quotas both are shares of each tenant's part. Together they leave an eighth to loads.
+        The same for pins. With quotas, both are shares of each tenant's part. Together they leave an eighth to loads.
     retain : bool
         False makes host memory mere staging for lower tiers: a chunk is removed with its last reference.
     spans, sizes : optional
@@ -106,44 +103,37 @@ class TieredStore:
     ) -> None:
         self._closed = self._ended = True
         self.forked = False
-        self._lock, self._closing = threading.Lock(), threading.Lock()
-        self._changes = Changes()
-        self._clock = clock
+        self._closing = threading.Lock()
         self._observers: list[StoreObserver] = []
-        self._primary = PrimaryTier(primary, retain=retain, spans=spans, sizes=sizes, observers=self._observers)
-        slots = self._primary.slab.num_slots
-        nbytes = self._primary.payloads.nbytes
+        lock, changes, watched = threading.Lock(), Changes(), self._observers
+        host = PrimaryTier(primary, retain=retain, spans=spans, sizes=sizes, observers=watched)
+        slots, slab = host.slab.num_slots, host.slab
         for tier in lower:
-            if self.slab.descriptor >= 0 and isinstance(tier.backend, RegistersMemory):
-                memory = self.slab.descriptor, self.slab.address, self.slab.nbytes
+            if slab.descriptor >= 0 and isinstance(tier.backend, RegistersMemory):
+                memory = slab.descriptor, slab.address, slab.nbytes
                 register, name = partial(tier.backend.register_memory, *memory), tier.name
                 attempt(register, partial(logger.warning, "lmkv: tier %r takes no memory to register: %r", name))
-        self._tiers = [LowerTier(tier, nbytes, self._lock, self._changes, clock, self._observers) for tier in lower]
-        self._shared = [tier for tier in self._tiers if tier.shared]
-        # Writes must not refer to so many slots that loads find none.
+        below = [LowerTier(tier, host.payloads.nbytes, lock, changes, clock, watched) for tier in lower]
+        parts = lock, changes, host, below, IOPool(io_threads), clock
+        super().__init__(*parts)
+        self._shared = [tier for tier in below if tier.shared]
+        # Writes must leave slots to loads.
         self.max_pending_stores = max(1, min(_MAX_STORES, slots // 2)) if lower else slots
         """Chunks that can be stored at a time without a refused write to a lower tier."""
-        self._pool = IOPool(io_threads)
-        self._pins = Pins(self._primary, clock, pin_share)
-        orders = {self._primary.name: self._primary.order, **{tier.name: tier.index.order for tier in self._tiers}}
-        prompted = [tier.admission for tier in self._tiers if tier.admission and tier.admission.sees_prompts]
-        most = self._most_hinted(lower, retain)
-        self.hints = Hints(self._lock, orders, clock, prompted, self._changes, most, self._primary.part_of)
+        self._pins = Pins(host, clock, pin_share)
+        orders = {host.name: host.order, **{tier.name: tier.index.order for tier in below}}
+        prompted = [tier.admission for tier in below if tier.admission and tier.admission.sees_prompts]
+        # Half of the chunks of host memory, where chunks stay there; else of the largest tier.
+        sizes_below = [tier.capacity_bytes or math.inf for tier in lower] if not retain else []
+        most = max(1, int(min(MAX_HINTED, max([slab.nbytes, *sizes_below]) // host.slot_bytes // 2)))
+        self.hints = Hints(lock, orders, clock, prompted, changes, most, host.part_of)
         most = self.max_pending_stores
-        self._writes = Writes(self._lock, self._changes, self._primary, self._tiers, self._resume, most)
-        flushing = self.max_pending_stores if any(tier.write == "back" for tier in lower) else 0
-        self._allocator = SlotAllocator(self._primary, self._writes, max_flushing=flushing)
-        parts = self._primary, self._tiers
-        lock = self._lock, self._changes
-        self._promoter = Promoter(*lock, *parts, self._allocator, self._pool, prefetch_share, clock)
-        self._holders = Holders(*lock, self._primary)
-        self._reserver = Reserver(
-            *lock, self._holders, *parts, self._allocator, self._promoter, self._writes, self._pool
-        )
-        self.catalog = Catalog(self._lock, *parts, self._promoter, self._observers)
-        self._recount = self._changes.repair = Recount(
-            self._holders, self._pins, self.hints, *parts, self._promoter, self._writes, self._pool
-        )
+        self._writes = Writes(*parts, self._resume, most)
+        self._allocator = SlotAllocator(host, self._writes, most if any(tier.write == "back" for tier in lower) else 0)
+        self._promoter = Promoter(*parts, self._allocator, prefetch_share)
+        self._holders = Holders(*parts, self._allocator, self._promoter, self._writes)
+        self.catalog = Catalog(*parts, self._promoter, watched)
+        changes.repair = partial(self._recount, below, cut_short=True)
         self._scanners: list[TierScanner] = []
         self._begin()
 
@@ -164,11 +154,6 @@ class TieredStore:
         tiers = " over ".join([self._primary.name, *(tier.name for tier in self._tiers)])
         return f"<TieredStore {tiers}{' (closed)' if self._closed else ''}: {self._primary!r}>"
 
-    def _most_hinted(self, lower: Sequence[Tier], retain: bool) -> int:
-        """Half of the chunks of host memory, where chunks stay there; else of the largest tier."""
-        sizes = [tier.capacity_bytes or math.inf for tier in lower] if not retain else []
-        return max(1, int(min(MAX_HINTED, max([self.slab.nbytes, *sizes]) // self._primary.slot_bytes // 2)))
-
     @property
     def slab(self) -> Slab:
         return self._primary.slab
@@ -180,11 +165,11 @@ class TieredStore:
     # -- reading ------------------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[ChunkKey]) -> Lease:
-        """Refer to the leading READY chunks of `keys` for reading, as many as there are."""
+        """Reference the leading READY chunks of `keys`, for reading."""
         return self._holders.lease(keys)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note the use of a chain's chunks, head first, in every tier."""
+        """Note a use of a chain's chunks, head first, in every tier."""
         with self._lock, self._changes:
             for order in (self._primary.order, *(tier.index.order for tier in self._tiers)):
                 order.touch(keys)
@@ -206,39 +191,23 @@ class TieredStore:
         `origins`: each chunk's `KeyChain.origin`, if `Catalog.longest_prefix` is to find it. `protect`: the whole
         chain, head first; its chunks before `keys` are not evicted unless a lower tier stores them.
         """
-        after = AfterLock()
-        with self._lock, self._changes:
-            self._expire(after)
-            wanted = () if self._closed else keys
-            reservation = self._reserver.reserve(wanted, parent, tokens, origins, protect, after)
-        self._run(after, reservation.abort)
-        return reservation
 
-    def _run(self, after: AfterLock, undo: Callable[[], None] = lambda: None) -> None:
-        """Do what was planned. `undo`: what the caller would have got, and gets an exception instead."""
-        try:
-            after.run(self._pool.submit)
-        except BaseException:
-            undo()
-            raise
+        def plan(after: Deferred) -> Reservation:
+            self._expire(after)
+            return self._holders.reserve(() if self._closed else keys, parent, tokens, origins, protect, after)
+
+        return self._change(plan, Reservation.abort)
 
     def write_to_shared(self, keys: Sequence[ChunkKey]) -> int:
-        """Write leading chunks to shared tiers that lack them; how many chunks are there, or on their way.
+        """Write leading chunks to shared tiers that lack them. Returns how many are there, or on their way.
 
         Chunks that are still being stored are written once they are committed.
         """
-        after = AfterLock()
-        with self._lock, self._changes:
-            count = self._writes.write_to_shared(keys, after)
-        self._run(after)
-        return count
+        return self._change(partial(self._writes.write_to_shared, keys))
 
     def write_lost(self, keys: Sequence[ChunkKey]) -> None:
         """Write chunks of a chain that are in host memory to stores without a capacity that lack them."""
-        after = AfterLock()
-        with self._lock, self._changes:
-            self._writes.write_lost(() if self._closed else keys, after)
-        self._run(after)
+        self._change(partial(self._writes.write_lost, () if self._closed else keys))
 
     # -- pins ---------------------------------------------------------------------------------------------
 
@@ -256,16 +225,16 @@ class TieredStore:
             return sum(self._pins.unpin(key) for key in reversed(keys))
 
     @locked
-    def _expire(self, after: AfterLock) -> None:
-        """End pins and promotions whose time is over, and what waits for a tier that hangs, since slots are wanted."""
+    def _expire(self, after: Deferred) -> None:
+        """End pins and promotions whose time is over, and jobs that wait for a tier that hangs: slots are wanted."""
         self._pins.expire()
         self.hints.expire()
         self._promoter.expire(after)
         for tier in self._tiers:
             first = tier.hangs
             if first is not None:
-                self._writes.give_up(tier, after)
-                after.calls.extend(job.refused for job in reversed(self._pool.withdraw(tier.name, first)))
+                self._writes.abandon(tier, after)
+                after.callbacks.extend(job.refused for job in reversed(self._pool.withdraw(tier.name, first)))
 
     # -- from lower tiers ---------------------------------------------------------------------------------
 
@@ -281,25 +250,22 @@ class TieredStore:
     ) -> Promotion:
         """Bring the leading chunks of `keys` into host memory, at most `limit` of them. Never waits.
 
-        Ends before the first chunk that no tier stores, or that finds no slot. A `prefetch` is served after all
-        other loads, and ends before it exceeds its share of the slots, for which owners with more prefetches lose their
-        oldest. With `look_up_shared` shared tiers are asked
-        first for chunks that the indexes do not know. The promotion refers to its chunks until it is released; after
-        `ttl` seconds the next call that wants slots releases it.
+        Ends before the first chunk that no tier stores, or that finds no slot. A `prefetch` is served after all other
+        loads, and ends before it exceeds its share of the slots; owners with more prefetches lose their oldest for it.
+        With `look_up_shared`, shared tiers are first asked for chunks unknown to the indexes. The promotion refers to
+        its chunks until it is released; after `ttl` seconds the next call that wants slots releases it.
         """
-        after = AfterLock()
-        with self._lock, self._changes:
+
+        def plan(after: Deferred) -> Promotion:
             self._expire(after)
             wanted = () if self._closed else keys[:limit]
-            lookup = self._plan_shared_lookup(wanted, after, resume=True) if look_up_shared else None
-            promotion = self._promoter.promote(
-                wanted, after, prefetch=prefetch, ttl=ttl, owner=owner, lookup=lookup, chain=keys
-            )
-        self._run(after, promotion.release)
-        return promotion
+            lookup = self._plan_shared_lookup(wanted, 0, self._resume, after) if look_up_shared else None
+            return self._promoter.promote(wanted, keys, lookup, after, prefetch=prefetch, ttl=ttl, owner=owner)
 
-    def _resume(self, after: AfterLock) -> None:
-        """Go on with the promotions that waited for slots or for a shared lookup."""
+        return self._change(plan, Promotion.release)
+
+    def _resume(self, after: Deferred) -> None:
+        """Continue the promotions that waited for slots or for a shared lookup."""
         with self._lock, self._changes:
             self._expire(after)
             self._promoter.resume(after)
@@ -309,23 +275,19 @@ class TieredStore:
 
         Never waits. None when there is nothing to ask: no tier is shared, or all chunks are known.
         """
-        if not self._shared:
+        if not self._shared or self._closed:
             return None
-        after = AfterLock()
-        with self._lock, self._changes:
-            lookup = None if self._closed else self._plan_shared_lookup(keys, after, states=states)
-        self._run(after)
-        return lookup
+        return self._change(partial(self._plan_shared_lookup, keys, states, lambda after: None))
 
     @locked
     def _plan_shared_lookup(
-        self, keys: Sequence[ChunkKey], after: AfterLock, *, states: int = 0, resume: bool = False
+        self, keys: Sequence[ChunkKey], states: int, on_done: Callable[[Deferred], None], after: Deferred
     ) -> SharedLookup | None:
         shared = [tier for tier in self._shared if tier.usable]
         chunks, other = self.catalog.unknown(keys, states) if shared else ((), ())
         if not (chunks or other):
             return None
-        lookup = SharedLookup(chunks, other, shared, self._resume if resume else lambda after: None, self._clock)
+        lookup = SharedLookup(chunks, other, shared, on_done, self._clock)
         after.jobs.append(lookup.job())
         return lookup
 
@@ -340,14 +302,11 @@ class TieredStore:
     # -- removing -----------------------------------------------------------------------------------------
 
     def drop(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove chunks from host memory, and stop their flushes. Leased chunks stay readable."""
-        after = AfterLock()
-        with self._lock, self._changes:
-            self._drop(keys, after)
-        self._run(after)
+        """Remove chunks from host memory and stop their flushes. Leased chunks stay readable."""
+        self._change(partial(self._drop, keys))
 
     @locked
-    def _drop(self, keys: Sequence[ChunkKey], after: AfterLock) -> None:
+    def _drop(self, keys: Sequence[ChunkKey], after: Deferred) -> None:
         dropped = [entry for key in keys if (entry := self._primary.entries.get(key)) is not None]
         prefetched = self._promoter.are_prefetched(dropped)
         for entry in dropped:
@@ -359,37 +318,40 @@ class TieredStore:
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Remove chunks from every tier; returns how many were in one. Leased chunks stay readable.
 
-        None of them is served any more; `drain` waits until the bytes in lower tiers are deleted, too.
+        They are not served any more. `drain` waits until their bytes in lower tiers are deleted.
         """
-        after = AfterLock()
-        with self._lock, self._changes:
+
+        def plan(after: Deferred) -> int:
             known = sum(self.catalog.presence(key) is not Presence.MISS for key in keys)
             self._drop(keys, after)
             for tier in self._tiers:
-                # In tiers that cannot be read now, too: they would serve the chunks again later.
+                # Also in tiers that cannot be read now: they would serve the chunks again later.
                 tier.index.mark_deleted(keys, unknown=tier.shared)
                 after.jobs.append(deletion(tier.reclaim, tier.name))
-        self._run(after)
-        return known
+            return known
+
+        return self._change(plan)
 
     def clear(self, *, lower: bool = True) -> int:
         """Remove everything, without `lower` from host memory alone; returns how many chunks that were.
 
         No earlier chunk is served any more, not even one that is being stored or loaded right now, or that another
-        process has put into a shared tier. `drain` waits until the bytes in lower tiers are deleted, too.
+        process has put into a shared tier. `drain` waits until the bytes in lower tiers are deleted.
         """
-        after = AfterLock()
-        with self._lock, self._changes:
+
+        def plan(after: Deferred) -> int:
             keys = set(self._primary.clear())
             self._pins.clear()
             self._promoter.end_prefetches(after)
-            for tier in self._tiers if lower else ():
+            tiers = self._tiers if lower else ()
+            for tier in tiers:
                 keys.update(tier.index.clear())
                 after.jobs.append(deletion(tier.delete_all, tier.name))
-            # Whatever an exception may have lost before comes back now.
-            self._recount.after_clear(lower=lower)
-        self._run(after)
-        return len(keys)
+            # This also recovers slots lost in an earlier exception.
+            self._recount(tiers, cut_short=False)
+            return len(keys)
+
+        return self._change(plan)
 
     # -- the rest -----------------------------------------------------------------------------------------
 
@@ -408,18 +370,18 @@ class TieredStore:
         return self._writes.wait_for_room(self.max_pending_stores, timeout)
 
     def drain(self, timeout: float = 10.0) -> bool:
-        """Wait until no I/O is waiting or running, at most `timeout` seconds; True when that is so."""
+        """Wait until no I/O waits or runs, at most `timeout` seconds. Returns whether none does."""
         return self._pool.drain(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """Finish the I/O under way, for at most `timeout` seconds, and close every backend. Idempotent.
 
-        A call that hangs is left behind on its daemon thread; promotions that wait for it fail. Backends have some
-        seconds more to close. Where a policy hangs, host memory is left behind, too. One call that was interrupted is
-        carried on by the next.
+        A call that hangs is left behind on its daemon thread; promotions that wait for it fail. Backends have some more
+        seconds to close. If a policy hangs, host memory is left behind as well. An interrupted call is continued by
+        the next.
         """
         deadline = time.monotonic() + timeout
-        # Without the lock, which a policy of another package may keep for ever.
+        # Without the lock, which a policy of another package may hold for ever.
         self._closed = True
         with self._closing:
             if not self._ended:
@@ -434,20 +396,45 @@ class TieredStore:
         ended = ends_in_time(self._empty)
         if not ended:
             logger.error("lmkv: a policy, filter or observer hangs; the store's host memory is left behind")
-        # Host memory last: they may work on it.
+        # Host memory last: backends may work on it.
         close_all((tier.name, tier.backend) for tier in self._tiers)
         if ended:
             close_all([(self._primary.name, self._primary.backend)])
 
     def _empty(self) -> None:
         """Serve nothing more, and finish every promotion that waits."""
-        after = AfterLock()
-        with self._lock, self._changes:
+
+        def plan(after: Deferred) -> None:
             self._promoter.close(after)
             self._primary.clear()
             for tier in self._tiers:
                 tier.close()
-        self._run(after)
+
+        self._change(plan)
+
+    # -- after an exception -------------------------------------------------------------------------------
+
+    @locked
+    def _recount(self, tiers: Sequence[LowerTier], *, cut_short: bool) -> None:
+        """Recount references and free slots, and rebuild the policies, of host memory and of `tiers`.
+
+        Trusts only the entries and their holders. An exception within leaves the same work to do.
+        """
+        after = Deferred()
+        refs = Counter(self._pins.recount())
+        held = list(self._holders.entries())
+        refs.update(entry for entry, _ in held)
+        self._writes.recount(refs, after)
+        filled = self._promoter.recount(refs) | {entry for entry, fills in held if fills}
+        self._primary.recount(refs, filled)
+        self._promoter.plan_again(after)
+        for tier in tiers:
+            tier.index.recount(self._promoter.reading(tier))
+            after.jobs.append(deletion(tier.delete_all if tier.index.clearing else tier.reclaim, tier.name))
+        # The policies are new.
+        self.hints.recount()
+        # The plans run after the lock's release, as all plans do.
+        self._pool.submit([Job(partial(_run, after, cut_short), Priority.LOAD, lambda after: None)])
 
     def after_fork(self) -> None:
         """Close the store in a forked child, which has none of the threads."""
@@ -465,50 +452,8 @@ class TieredStore:
                 self.close()
 
 
-@define(eq=False, repr=False)
-class Recount:
-    """Called under the store's lock.
-
-    Nothing but the entries, and who holds them, is taken for true: counts, free slots and policies are made anew. Any
-    exception within leaves the same work to be done again.
-    """
-
-    _holders: Holders
-    _pins: Pins
-    _hints: Hints
-    _primary: PrimaryTier
-    _tiers: Sequence[LowerTier]
-    _promoter: Promoter
-    _writes: Writes
-    _pool: IOPool
-
-    def __call__(self) -> None:
-        self._count(self._tiers, cut_short=True)
-
-    def after_clear(self, *, lower: bool) -> None:
-        """Count anew what was just emptied, without `lower` host memory alone: an index may have millions of chunks."""
-        self._count(self._tiers if lower else (), cut_short=False)
-
-    def _count(self, tiers: Sequence[LowerTier], *, cut_short: bool) -> None:
-        after = AfterLock()
-        refs = Counter(self._pins.recount())
-        held = list(self._holders.entries())
-        refs.update(entry for entry, _ in held)
-        self._writes.recount(refs, after)
-        filled = self._promoter.recount(refs) | {entry for entry, fills in held if fills}
-        self._primary.recount(refs, filled)
-        self._promoter.settle(after)
-        for tier in tiers:
-            tier.index.recount(self._promoter.reading(tier))
-            after.jobs.append(deletion(tier.delete_all if tier.index.clearing else tier.reclaim, tier.name))
-        # Their policies are new, too.
-        self._hints.recount()
-        # The plans run after the lock's release, as all plans do.
-        self._pool.submit([Job(partial(_run, after, cut_short), Priority.LOAD, lambda after: None)])
-
-
-def _run(planned: AfterLock, cut_short: bool, after: AfterLock) -> None:
+def _run(planned: Deferred, cut_short: bool, after: Deferred) -> None:
     if cut_short:
         logger.warning("lmkv: an exception has cut a change of the store short; slots and indexes were counted anew")
     after.jobs += planned.jobs
-    after.calls += planned.calls
+    after.callbacks += planned.callbacks

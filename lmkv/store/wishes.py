@@ -1,4 +1,4 @@
-"""`Wishes`: what clients have asked for, each with an owner, a size and an end, and all of them bounded together."""
+"""`Wishes`: clients' requests, each with an owner, a size and an end, bounded together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 STEP: Final = 1024
-"""Chunks whose wishes end in one call, about: the rest ends in the calls that follow."""
+"""About how many chunks' wishes end in one call. The rest end in the next calls."""
 
 
 @define(eq=False)
@@ -65,7 +65,7 @@ class Ranked(Generic[K]):
 
 @define(eq=False)
 class Owners:
-    """How much each owner has, and who has the most. `total`: of all."""
+    """How much each owner has, and which has the most. `total`: of all."""
 
     total: int = 0
     owned: Counter[bytes] = field(factory=Counter)
@@ -81,7 +81,7 @@ class Owners:
             self._most.drop(owner)
 
     def first(self) -> bytes:
-        """Who has the most; nobody where none has any."""
+        """The owner with the most; b"" if none has any."""
         found = self._most.first()
         return b"" if found is None else found[1]
 
@@ -158,7 +158,7 @@ class Wishes(Generic[K, V]):
         return self._sizes.owned[owner]
 
     def due(self, now: float) -> Iterator[tuple[K, V]]:
-        """End the wishes whose time is over, as many as `STEP` allows; those that were made first before others."""
+        """End the wishes whose time is over, the oldest first, about `STEP` chunks of them."""
         size = 0
         while size < STEP and (found := self._ends.first()) is not None and found[0] <= now:
             size += self._wishes[found[1]].size
@@ -174,12 +174,12 @@ class Wishes(Generic[K, V]):
         return next(iter(self._of.get(owner, ())), None)
 
     def shed(self) -> tuple[K, V]:
-        """End the first wish of the owner with the most. There must be one."""
+        """End the oldest wish of the owner with the most. There must be one."""
         key = next(iter(self._of[self._sizes.first()]))
         return key, self._ended(key)
 
     def rebuilt(self) -> Wishes[K, V]:
-        """The same wishes, where an exception may have cut a call short."""
+        """A copy with new counts, after an exception may have cut a call short."""
         made: Wishes[K, V] = Wishes()
         for key, wish in self._wishes.items():
             made.add(key, wish.owner, size=wish.size, end=wish.end, value=wish.value)
@@ -231,14 +231,14 @@ class Pins:
         others = sum(other.total for (each, _), other in self._of.items() if each == tenant) - pins.total
         # A share of the slots, for tails and states a share of theirs as well.
         most = min(primary.slots_of(self._share * part, bytes) - others, primary.slots_of(self._share * part, kind))
-        # A small memory has one slot for tails: a prefetch may have it, a pin not.
+        # A small memory has one slot for tails: a prefetch may have it, a pin may not.
         most = max(0, min(most, primary.slots_of(1.0, kind) - 1, pins.total + primary.slots_for_wishes(kind)))
         for entry in reversed(entries[:most]):
             known = pins.wish(entry.key)
             if known is None:
                 self.unpin(entry.key)
                 primary.ref(entry)
-                primary.wish(kind, 1)
+                primary.wished[kind] += 1
                 self._of_key[entry.key] = pins
             pins.add(entry.key, owner, size=1, end=max(end, known.end if known else end), value=entry)
         self._end(pins.excess(most))
@@ -261,7 +261,7 @@ class Pins:
             self._end(pins.clear())
 
     def recount(self) -> list[Entry]:
-        """After an exception: the entries of the pins that are left, to which nothing else of this refers."""
+        """After an exception: recount. Returns the entries of the remaining pins."""
         self._of, self._of_key, entries = {group: pins.rebuilt() for group, pins in self._of.items()}, {}, []
         for pins in self._of.values():
             for key, entry in pins.items():
@@ -276,5 +276,5 @@ class Pins:
     def _end(self, ended: Iterable[tuple[ChunkKey, Entry]]) -> None:
         for key, entry in ended:
             del self._of_key[key]
-            self._primary.wish(type(key), -1)
+            self._primary.wished[type(key)] -= 1
             self._primary.unref(entry)

@@ -7,19 +7,47 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Literal
+from typing import Literal, TypeVar
 
 from attrs import define, field
 
-from lmkv.protocols import Chunk, ChunkKey
-from lmkv.store.entries import Entry, Share
+from lmkv.protocols import Chunk, ChunkKey, Clock
+from lmkv.store.entries import Entry
 from lmkv.store.guards import Bell, Changes, locked
-from lmkv.store.iopool import AfterLock, Job, Priority
+from lmkv.store.iopool import Deferred, IOPool, Job, Priority
 from lmkv.store.primary import PrimaryTier
 from lmkv.store.tier import LowerTier
 
+T = TypeVar("T")
 _FREE_SHARE = 16
 """With write-back, this fraction of the slots is kept free, and at most as many chunks are flushed at a time."""
+
+
+@define(eq=False, repr=False)
+class Part:
+    """A part of a `TieredStore`: all share its lock, tiers, I/O threads and clock. `@locked` methods need that lock."""
+
+    _lock: threading.Lock
+    _changes: Changes
+    _primary: PrimaryTier
+    _tiers: Sequence[LowerTier]
+    _pool: IOPool
+    _clock: Clock
+
+    def _change(self, plan: Callable[[Deferred], T], undo: Callable[[T], object] = lambda result: None) -> T:
+        """Call `plan` under the lock, then carry out its plans. If these raise, `undo` its result, which is lost."""
+        after, results = Deferred(), list[T]()
+        try:
+            with self._lock, self._changes:
+                results.append(plan(after))
+            after.run(self._pool.submit)
+        except BaseException:
+            # Ctrl-C may come before the first of them: the next change counts anew, and plans them again.
+            self._changes.lost.append(None)
+            for result in results:
+                undo(result)
+            raise
+        return results[0]
 
 
 @define(eq=False)
@@ -44,35 +72,32 @@ class _Flush:
 
 
 @define(eq=False, repr=False)
-class Writes:
+class Writes(Part):
     """Makes copies in lower tiers. `on_slots_freed`: called without the lock when ended copies may have freed slots.
 
-    `most`: copies of a tier that wait for its threads or run. Only these refer to their slots, so that loads find some.
+    `most`: most copies of a tier that wait for its threads or run. Only these refer to their slots, to leave some to
+    loads.
     """
 
-    _lock: threading.Lock
-    _changes: Changes
-    _primary: PrimaryTier
-    _tiers: Sequence[LowerTier]
-    _on_slots_freed: Callable[[AfterLock], None]
+    _on_slots_freed: Callable[[Deferred], None]
     _most: int
     _late: defaultdict[LowerTier, deque[tuple[Entry, Sequence[ChunkKey]]]] = field(
         init=False, factory=lambda: defaultdict(deque)
     )
     """Copies beyond `most`, with their chains. They refer to no slot: eviction may come first."""
     _flushes: dict[_Flush, None] = field(init=False, factory=dict)
-    """Those that have not ended."""
+    """Flushes that have not ended."""
     _ended: Bell = field(init=False, factory=Bell)
 
     @locked
-    def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: AfterLock) -> None:
+    def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: Deferred) -> None:
         """Plan the copies that write-through tiers want of entries that were just stored."""
         for tier in self._tiers:
             self._write_through(tier, entries, chain, after)
 
     @locked
     def _write_through(
-        self, tier: LowerTier, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: AfterLock
+        self, tier: LowerTier, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: Deferred
     ) -> None:
         wanted, room, late = self._wanted(tier, entries, "through"), self._room(tier), self._late[tier]
         for entry in wanted[:room]:
@@ -88,17 +113,17 @@ class Writes:
         return max(0, self._most - sum(len(flush.queued) + len(flush.running) for flush in flushes))
 
     def wait_for_room(self, copies: int, timeout: float) -> bool:
-        """Wait until each tier that does not hang has room for so many copies, at most `timeout` seconds."""
+        """Wait until each tier has room for this many copies, at most `timeout` seconds. Ignores tiers that hang."""
 
         def has_room() -> bool:
-            with self._lock:
+            with self._lock, self._changes:
                 return all(self._room(tier) >= copies for tier in self._tiers if tier.hangs is None)
 
         return self._ended.wait_for(has_room, timeout)
 
     @locked
-    def write_lost(self, chain: Sequence[ChunkKey], after: AfterLock) -> None:
-        """Plan copies of chunks in host memory for stores that have lost them. What a capacity evicts is not lost."""
+    def write_lost(self, chain: Sequence[ChunkKey], after: Deferred) -> None:
+        """Plan copies of chunks in host memory for stores without a capacity that have lost them."""
         ready = [entry for key in chain if (entry := self._primary.entries.get(key)) is not None and entry.ready]
         for tier in self._tiers:
             if tier.index.capacity is None and tier.writable:
@@ -106,8 +131,8 @@ class Writes:
                 self._write_through(tier, [entry for entry in ready if entry not in planned], chain, after)
 
     @locked
-    def write_to_shared(self, keys: Sequence[ChunkKey], after: AfterLock) -> int:
-        """Plan copies of leading chunks for shared tiers that lack them; how many are there, or on their way."""
+    def write_to_shared(self, keys: Sequence[ChunkKey], after: Deferred) -> int:
+        """Plan copies of leading chunks for shared tiers that lack them. Returns how many are or will be there."""
         shared = [tier for tier in self._tiers if tier.shared and tier.usable and tier.write_mode == "through"]
         writable = any(tier.writable for tier in shared)
         entries, count = [], 0
@@ -124,7 +149,7 @@ class Writes:
         return count
 
     @locked
-    def flush(self, victim: Entry, after: AfterLock) -> bool:
+    def flush(self, victim: Entry, after: Deferred) -> bool:
         """Plan the copies that write-back tiers want of a victim; False when none of them does."""
         wanted = [tier for tier in self._tiers if self._wanted(tier, (victim,), "back")]
         tiers = [tier for tier in wanted if self._room(tier)]
@@ -147,7 +172,7 @@ class Writes:
             wanted = []
         return wanted
 
-    def _plan(self, tier: LowerTier, copies: list[Entry], chain: Sequence[ChunkKey], after: AfterLock) -> None:
+    def _plan(self, tier: LowerTier, copies: list[Entry], chain: Sequence[ChunkKey], after: Deferred) -> None:
         """Queue copies, each of which refers to its entry already."""
         if copies:
             flush = _Flush(tier, chain, copies)
@@ -155,15 +180,15 @@ class Writes:
             after.jobs += self._jobs(flush)
 
     def _jobs(self, flush: _Flush) -> list[Job]:
-        # The same job for each: this runs on the scheduler's thread.
+        # One job object for all: this runs on the scheduling thread.
         job = Job(partial(self._copy, flush), Priority.STORE, partial(self._refused, flush), flush.tier.name)
         return [job] * len(flush.queued)
 
-    def _copy(self, flush: _Flush, after: AfterLock) -> None:
+    def _copy(self, flush: _Flush, after: Deferred) -> None:
         """Make the first copy that no thread has begun, on an I/O thread."""
         with self._lock, self._changes:
             if not flush.queued:
-                # Its job was queued again, because an exception came while it was.
+                # Its job was queued twice, because of an exception.
                 return
             entry = flush.queued.popleft()
             flush.running.append(entry)
@@ -178,7 +203,7 @@ class Writes:
                 self._plan_late(flush.tier, after)
             self._ended.ring()
 
-    def _refused(self, flush: _Flush, after: AfterLock) -> None:
+    def _refused(self, flush: _Flush, after: Deferred) -> None:
         """Drop the last copy that no thread has begun: the pool is closed."""
         with self._lock, self._changes:
             if flush.queued:
@@ -188,7 +213,7 @@ class Writes:
         self._ended.ring()
 
     @locked
-    def _plan_late(self, tier: LowerTier, after: AfterLock) -> None:
+    def _plan_late(self, tier: LowerTier, after: Deferred) -> None:
         """Queue a late copy, because another copy has ended."""
         late = self._late[tier]
         while late:
@@ -201,13 +226,13 @@ class Writes:
                 return
 
     @locked
-    def _end_if_done(self, flush: _Flush, after: AfterLock) -> None:
+    def _end_if_done(self, flush: _Flush, after: Deferred) -> None:
         if not (flush.queued or flush.running):
             self._flushes.pop(flush, None)
             self._free(flush, after)
 
     @locked
-    def _free(self, flush: _Flush, after: AfterLock) -> None:
+    def _free(self, flush: _Flush, after: Deferred) -> None:
         """Free the slots of copies that are neither queued nor running."""
         needed = {*flush.queued, *flush.running}
         ended = [entry for entry in flush.copies if entry not in needed]
@@ -216,34 +241,34 @@ class Writes:
         for entry in reversed(ended):
             self._primary.unref(entry)
         if ended:
-            after.calls.append(self._on_slots_freed)
+            after.callbacks.append(self._on_slots_freed)
 
     @locked
-    def give_up(self, tier: LowerTier, after: AfterLock) -> None:
-        """Drop the copies that wait for a tier that hangs. Slots are kept for calls that run alone."""
-        after.calls.append(lambda after: self._ended.ring())
+    def abandon(self, tier: LowerTier, after: Deferred) -> None:
+        """Drop the copies that wait for a tier that hangs. Only running calls keep their slots."""
+        after.callbacks.append(lambda after: self._ended.ring())
         for flush in [flush for flush in self._flushes if flush.tier is tier]:
             tier.count_dropped(len(flush.queued))
             flush.queued.clear()
             for entry in flush.running:
                 if entry.flushing and entry.refs == 1:
-                    # It was evicted, and this call alone keeps it: demands need not wait for its slot.
+                    # Evicted, and kept by this call alone: demands must not wait for its slot.
                     self._primary.remove(entry)
             self._end_if_done(flush, after)
             self._free(flush, after)
 
     @locked
-    def recount(self, refs: Counter[Entry], after: AfterLock) -> None:
-        """Count the references of the copies, and queue again those that no thread has begun."""
+    def recount(self, refs: Counter[Entry], after: Deferred) -> None:
+        """Count the references of the copies, and queue unbegun ones again."""
         for flush in list(self._flushes):
-            # Some may have been refused, or ended, halfway.
+            # Some may have been refused, or ended, only in part.
             flush.queued = deque(entry for entry in flush.queued if entry in flush.copies)
             if not (flush.queued or flush.running):
                 del self._flushes[flush]
                 continue
             refs.update(flush.copies)
             after.jobs += self._jobs(flush)
-        after.calls.append(self._on_slots_freed)
+        after.callbacks.append(self._on_slots_freed)
 
 
 class SlotAllocator:
@@ -252,7 +277,7 @@ class SlotAllocator:
     `max_flushing`: evicted chunks that may be on their way to lower tiers at a time; 0: no write-back.
     """
 
-    def __init__(self, primary: PrimaryTier, writes: Writes, *, max_flushing: int) -> None:
+    def __init__(self, primary: PrimaryTier, writes: Writes, max_flushing: int) -> None:
         self._primary = primary
         self._slab = primary.slab
         self._writes = writes
@@ -260,11 +285,14 @@ class SlotAllocator:
         self._write_back = max_flushing > 0
         self._max_flushing = min(max(4, self._free_target), max_flushing)
 
-    def allocate(self, key: ChunkKey, after: AfterLock, protect: set[ChunkKey] | None = None) -> int | None:
+    def allocate(self, key: ChunkKey, after: Deferred, protect: set[ChunkKey] | None = None) -> int | None:
         """A free slot for a chunk, evicting if need be. None: every slot is referenced or being flushed."""
         share = None if type(key) is bytes else self._primary.shares.get(type(key))
-        if share is not None and share.full and not self._evict_from(share, key, after):
-            return None
+        if share is not None and share.full:
+            victim = self._primary.evict_from(share, key)
+            if victim is None:
+                return None
+            self._drop(victim, after)
         while (slot := self._slab.allocate()) is None:
             if self._write_back and self._primary.flushing >= self._max_flushing:
                 return None
@@ -281,25 +309,18 @@ class SlotAllocator:
         if missing > 1 and not self._write_back:
             self._primary.evict(protect, missing)
 
-    def _evict(self, after: AfterLock, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> bool:
+    def _evict(self, after: Deferred, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> bool:
         """Evict for one slot, at once or once flushed; False when the policy has no victim."""
         victims = self._primary.victims(protect)
         for victim in victims:
             self._drop(victim, after)
         return bool(victims)
 
-    def _evict_from(self, share: Share, key: ChunkKey, after: AfterLock) -> bool:
-        """Evict an entry of this kind to make room for another; False when all are in use."""
-        victim = self._primary.evict_from(share, key)
-        if victim is not None:
-            self._drop(victim, after)
-        return victim is not None
-
-    def _drop(self, victim: Entry, after: AfterLock) -> None:
+    def _drop(self, victim: Entry, after: Deferred) -> None:
         if not (self._write_back and self._writes.flush(victim, after)):
             self._primary.remove(victim)
 
-    def keep_free(self, after: AfterLock) -> None:
+    def keep_free(self, after: Deferred) -> None:
         """With write-back, flush the next victims before their slots are wanted."""
         if not self._write_back:
             return

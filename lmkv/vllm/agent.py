@@ -95,9 +95,11 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
     stored = stored_namespace(model.namespace, config.authentication_bytes)
     longest = vllm_config.model_config.max_model_len
 
+    evictions = scheduler.observer.explainer.evictions
+
     def clear_own() -> int:
         count = scheduler.store.clear()
-        scheduler.forget_evictions()
+        evictions.forget()
         return count
 
     service = CacheService(
@@ -109,7 +111,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
         root_of=scheduler.root_of,
         requests=scheduler.observer.recent.snapshot,
         clear_namespace=partial(clear_namespace, clear_own, stored.digest, config.local_disk),
-        deleted=scheduler.forget_evictions,
+        deleted=evictions.forget,
         states=model.block_map.states,
         longest=longest,
         trace=scheduler.observer.recorder.since,

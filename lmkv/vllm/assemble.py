@@ -61,7 +61,8 @@ def make_scheduler(
     assert transfer is not None
     has_device = vllm_config.device_config.device_type != "cpu"
     layerwise = _is_layerwise(vllm_config, config)
-    options = SchedulerOptions(
+    options = SchedulerOptions.of(
+        config,
         ranks=model.ranks.total,
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
@@ -69,17 +70,9 @@ def make_scheduler(
         # A recurrent layer has no state within a block.
         save_unfull_chunk=config.save_unfull_chunk and not model.block_map.states,
         whole_blocks=layerwise and model.block_map.one_full_table,
-        min_retrieve_tokens=config.min_retrieve_tokens,
-        load_or_recompute=config.load_or_recompute,
         load_mode=_load_mode(vllm_config, config),
         concurrent_copies=has_device,
-        prefetch_deadline=config.prefetch_deadline,
         lookahead=compat.draft_lookahead(vllm_config),
-        state_interval=config.state_interval,
-        pin_ttl=config.pin_ttl,
-        audit_rate=config.audit_rate,
-        audit_action=config.audit_action,
-        media_by_name=config.media_by_name,
         longest=vllm_config.model_config.max_model_len,
     )
     engines = vllm_config.parallel_config.data_parallel_size_local

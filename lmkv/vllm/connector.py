@@ -231,14 +231,11 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             pool = gpu_block_pool
             self._scheduler.watch_blocks(pool.get_num_free_blocks, pool.evict_blocks, pool.num_gpu_blocks)
-            self._bind_scheduler(self._scheduler, compat.calling_scheduler())
+            self._vllm_scheduler = theirs = compat.calling_scheduler()
+            if theirs is not None and self._model is not None and not self._model.block_map.one_full_table:
+                self._scheduler.on_failed_load(functools.partial(compat.recompute, theirs))
         if self._describe_blocks is not None:
             self._describe_blocks.block_pool = gpu_block_pool
-
-    def _bind_scheduler(self, ours: Scheduler, theirs: Any | None) -> None:
-        self._vllm_scheduler = theirs
-        if theirs is not None and self._model is not None and not self._model.block_map.one_full_table:
-            ours.on_failed_load(functools.partial(compat.recompute, theirs))
 
     @_never_raises(lambda: None)
     def on_new_request(self, request: Request) -> None:
@@ -271,7 +268,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return LMKVConnectorMetadata(StepPlan())
-        self._reannounce()
+        self._republish()
         try:
             self._plan_stores(self._scheduler, scheduler_output)
         except Exception:
@@ -285,10 +282,10 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         return LMKVConnectorMetadata(plan)
 
     @_never_raises(lambda: None)
-    def _reannounce(self) -> None:
+    def _republish(self) -> None:
         """Announce all chunks again if vLLM is about to announce that all blocks are gone, which means its own."""
         if self._scheduler is not None and self._describe_blocks is not None and self._describe_blocks.all_cleared:
-            self._scheduler.reannounce()
+            self._scheduler.republish()
 
     def _plan_stores(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         tables = compat.block_tables(output, self._vllm_scheduler)

@@ -239,6 +239,8 @@ def _namespace(
     vllm_config: Any, kv_cache_config: Any, groups: list[KVGroup], chunk_size: int, ranks: Ranks
 ) -> Namespace:
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    speculative = getattr(vllm_config, "speculative_config", None)
+    drafted = speculative is not None and has_draft_layers(speculative)
     return Namespace(
         model=source_of(model),
         revision=str(model.revision or ""),
@@ -252,7 +254,7 @@ def _namespace(
             "vllm": ".".join(vllm_version().split(".")[:2]),
             "groups": repr(groups),
             "config": config_digest(model),
-            "fields": described(vllm_config, drafts=_has_draft_layers(vllm_config)),
+            "fields": described(vllm_config, drafts=drafted),
             "device": _device(vllm_config),
             **({"draft_modules": modules} if (modules := draft_modules(vllm_config)) else {}),
             **({"states": _state_format(vllm_config)} if any(group.recurrent for group in groups) else {}),
@@ -277,11 +279,6 @@ def config_digest(model_config: Any) -> str:
     # The same model in another folder has the same KV.
     described.pop("_name_or_path", None)
     return hashlib.sha256(as_json(described).encode()).hexdigest()
-
-
-def _has_draft_layers(vllm_config: Any) -> bool:
-    speculative = getattr(vllm_config, "speculative_config", None)
-    return speculative is not None and has_draft_layers(speculative)
 
 
 def _device(vllm_config: Any) -> str:

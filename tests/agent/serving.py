@@ -62,7 +62,7 @@ def service_of_scheduler(scheduler: Scheduler, chunk_size: int) -> CacheService:
     requests = scheduler.observer.recent.snapshot
     return CacheService(
         scheduler.store, scheduler.keys_of, tokenize, chunk_size=chunk_size, pin_ttl=60.0, requests=requests,
-        trace=scheduler.observer.recorder.since, deleted=scheduler.forget_evictions,
+        trace=scheduler.observer.recorder.since, deleted=scheduler.observer.explainer.evictions.forget,
         value=lambda: scheduler.observer.value.report(scheduler.timing.cost.prefill_speed),
     )  # fmt: skip
 

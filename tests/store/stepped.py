@@ -16,7 +16,7 @@ import pytest
 
 import lmkv.store.tiered
 from lmkv.backends.wrapper import WrapperBackend
-from lmkv.store.iopool import AfterLock, Job, Priority
+from lmkv.store.iopool import Deferred, Job, Priority
 from tests.kit import LIMIT
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class _Running:
         threading.current_thread().stepped = self  # type: ignore[attr-defined]
         assert self._turn.acquire(timeout=LIMIT)
         try:
-            after = AfterLock()
+            after = Deferred()
             job.work(after)
             after.run(self._pool.submit)
         except BaseException as error:  # noqa: BLE001

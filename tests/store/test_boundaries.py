@@ -37,23 +37,23 @@ def store() -> Iterator[TieredStore]:
 def test_a_hit_ends_at_the_last_boundary_with_all_states(store: TieredStore) -> None:
     keys, boundaries = chain("a", 6), Boundaries(store.catalog, STATES)
     put(store, keys[:5])
-    assert boundaries.found(keys) == []
+    assert boundaries.stored_hit(keys) == []
     put(store, list(state_keys(keys[1], STATES)), keys[1])
     put(store, list(state_keys(keys[3], STATES))[:1], keys[3])
-    assert boundaries.found(keys) == boundaries.ready(keys) == [*keys[:2], *state_keys(keys[1], STATES)]
-    assert boundaries.found(keys, first=2) == []
+    assert boundaries.stored_hit(keys) == boundaries.ready_hit(keys) == [*keys[:2], *state_keys(keys[1], STATES)]
+    assert boundaries.stored_hit(keys, first=2) == []
     put(store, list(state_keys(keys[3], STATES))[1:], keys[3])
-    assert boundaries.last(keys[:5]) == 4
+    assert boundaries.last_with_states(keys[:5]) == 4
     store.drop([keys[2]])
-    assert boundaries.found(keys)[:2] == keys[:2]
-    assert boundaries.chunks(len(boundaries.found(keys))) == 2
+    assert boundaries.stored_hit(keys)[:2] == keys[:2]
+    assert boundaries.without_states(len(boundaries.stored_hit(keys))) == 2
 
 
 def test_without_recurrent_layers_a_hit_ends_with_any_chunk(store: TieredStore) -> None:
     keys, boundaries = chain("a", 4), Boundaries(store.catalog, 0)
     put(store, keys[:3])
-    assert boundaries.found(keys) == boundaries.ready(keys) == keys[:3]
-    assert (boundaries.chunks(3), boundaries.wanted(keys)) == (3, keys)
+    assert boundaries.stored_hit(keys) == boundaries.ready_hit(keys) == keys[:3]
+    assert (boundaries.without_states(3), boundaries.keys_to_promote(keys)) == (3, keys)
 
 
 def test_keys_of_states_are_their_own() -> None:
@@ -75,14 +75,14 @@ def test_states_are_evicted_before_the_chunks_that_they_need(policy: str) -> Non
         boundaries = Boundaries(store.catalog, STATES)
         for number in range(12):
             put(store, chain(f"other {number}", 1))
-            found = boundaries.found(keys)
+            found = boundaries.stored_hit(keys)
             there = store.catalog.count_prefix(keys)[1]
             for end in (2, 4):
                 states = state_keys(keys[end - 1], STATES)
                 assert there >= end or store.catalog.count_prefix(states)[1] == 0, (
                     "a state outlives a chunk that it needs"
                 )
-            assert boundaries.chunks(len(found)) <= there
+            assert boundaries.without_states(len(found)) <= there
 
 
 def test_states_have_two_thirds_of_the_slots_at_most(store: TieredStore) -> None:
@@ -110,7 +110,7 @@ def test_lower_tiers_get_the_bytes_of_a_state_alone() -> None:
         assert store.drain(LIMIT)
         assert store.stats().tiers[1].used_bytes == 5 * 4096
         store.drop([*keys, *state_keys(keys[0], STATES)])
-        promotion = store.promote(Boundaries(store.catalog, STATES).found(keys))
+        promotion = store.promote(Boundaries(store.catalog, STATES).stored_hit(keys))
         assert promotion.wait(LIMIT)
         assert promotion.ready == 3
         with store.lease(promotion.keys) as lease:
@@ -130,8 +130,8 @@ def test_states_that_another_process_has_stored_are_asked_for() -> None:
         assert lookup is not None
         assert lookup.wait(LIMIT)
         boundaries = Boundaries(store.catalog, STATES)
-        assert boundaries.found(keys) == [*keys[:2], *state_keys(keys[1], STATES)]
-        promotion = store.promote(boundaries.wanted(keys))
+        assert boundaries.stored_hit(keys) == [*keys[:2], *state_keys(keys[1], STATES)]
+        promotion = store.promote(boundaries.keys_to_promote(keys))
         assert promotion.wait(LIMIT)
         assert promotion.ready == 4
         promotion.release()

@@ -48,7 +48,7 @@ def test_an_ended_session_goes_first(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_priority_is_kept_until_its_time_is_over(name: str) -> None:
     hints, policy, clock = filled(name)
-    hints.give(B, 1, seconds=30)
+    hints.set_priority(B, 1, seconds=30)
     assert {*(policy.evict(80) or ())} == {*A, *C}
     expire(hints)
     for keys in (A, C):
@@ -100,7 +100,7 @@ def test_the_end_of_a_session_ends_so_many_wishes_at_once(monkeypatch: pytest.Mo
     monkeypatch.setattr("lmkv.store.hints._MAX_ENDED", 4)
     hints.session(b"", "agent", B)
     for length in (4, 3, 2):
-        hints.give(B[:length], 1, 10.0 * (5 - length), session="agent")
+        hints.set_priority(B[:length], 1, 10.0 * (5 - length), session="agent")
     hints.session(b"", "agent", B, ended=True)
     assert 0 < len(hints._priorities) < 3
     clock.advance(40)

@@ -175,7 +175,7 @@ class Medium:
         found = [key for key in KEYS if key in self.index]
         if found:
             key = self.rng.choice(found)
-            self.index.doubt(key)
+            self.index.distrust(key)
             self.seen["doubted"] += 1
             assert key not in self.index
             assert not self.index.knows(key)
@@ -269,7 +269,7 @@ def test_what_is_written_over_its_own_bytes_takes_no_place_of_what_is_being_dele
     for key in (doubted, deleted):
         assert index.begin_write(key, SIZES[key]) == {}
         index.end_write(key, SIZES[key], stored=True)
-    index.doubt(doubted)
+    index.distrust(doubted)
     index.mark_deleted([deleted])
     victims = index.begin_write(doubted, SIZES[doubted])
     assert victims == {deleted: 3}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lmkv.store.guards import attempt
-from lmkv.store.iopool import AfterLock, IOPool, Job, Priority
+from lmkv.store.iopool import Deferred, IOPool, Job, Priority
 from tests.kit import LIMIT, raised
 
 LOAD, PREFETCH, DELETION, STORE = Priority
@@ -189,18 +189,18 @@ def test_a_machine_without_threads_to_spare_refuses(
 
 def test_what_is_deferred_is_submitted_refused_tail_first_and_called_last() -> None:
     log: list[object] = []
-    after = AfterLock()
+    pool, after = IOPool(2), Deferred()
+    assert pool.close(LIMIT)
     for number in range(4):
         after.jobs.append(job(lambda: None, STORE, lambda number=number: log.append(number)))  # type: ignore[misc]
 
-    def plan_more(after: AfterLock) -> None:
+    def plan_more(after: Deferred) -> None:
         log.append("call")
-        after.calls.append(lambda after: log.append("planned by a call"))
+        after.callbacks.append(lambda after: log.append("planned by a call"))
 
-    after.calls.append(plan_more)
-    with busy(2, 2, max_stores=1) as (pool, _):
-        after.run(pool.submit)
-        assert log == [3, 2, 1, "call", "planned by a call"]
+    after.callbacks.append(plan_more)
+    after.run(pool.submit)
+    assert log == [3, 2, 1, 0, "call", "planned by a call"]
 
 
 def test_attempt_turns_errors_into_values_and_lets_ends_through() -> None:

@@ -459,7 +459,7 @@ def test_a_policy_that_fails_costs_no_slot_and_no_call(
             keys = chain(f"{number}", 4)
             put_through(store, keys)
             store.touch(keys)
-            store.hints.give(keys, 1)
+            store.hints.set_priority(keys, 1)
             get(store, chain(f"{number - 1}", 4))
             store.drop(keys[2:])
             assert len(get(store, keys)) >= 1

@@ -119,11 +119,11 @@ def pins(store: TieredStore, number: int) -> None:
 
 
 def priorities(store: TieredStore, number: int) -> None:
-    store.hints.give(chain(f"{number % 5000}", 1), 1 + number % 9, DAY, owner=b"%d" % (number % 50))
+    store.hints.set_priority(chain(f"{number % 5000}", 1), 1 + number % 9, DAY, owner=b"%d" % (number % 50))
 
 
 def priorities_of_sessions(store: TieredStore, number: int) -> None:
-    store.hints.give(chain("a", 4), 1 + number % 9, DAY, owner=b"root", session=f"{number}")
+    store.hints.set_priority(chain("a", 4), 1 + number % 9, DAY, owner=b"root", session=f"{number}")
 
 
 def sessions(store: TieredStore, number: int) -> None:
@@ -279,7 +279,7 @@ def test_a_priority_takes_half_of_the_tier_at_most(name: str) -> None:
     for keys in many("mallory", 10, 4):
         put(store, keys)
         store.touch(keys)
-        store.hints.give(keys, 9, DAY, owner=b"mallory")
+        store.hints.set_priority(keys, 9, DAY, owner=b"mallory")
     for keys in many("alice", 4, 4):
         put(store, keys)
         store.touch(keys)
@@ -312,7 +312,7 @@ def test_a_priority_has_an_end_of_its_own() -> None:
     clock = ManualClock()
     store, keys = small_store(8, clock=clock), chain("a", 4)
     put(store, keys)
-    store.hints.give(keys, 9)
+    store.hints.set_priority(keys, 9)
     for kept, seconds in ((4, 301), (0, 0)):
         store_each(store, many(f"{kept}", 2, 4))
         assert in_memory(store, keys) == [kept]
@@ -439,7 +439,7 @@ def test_a_hint_holds_in_a_tier_that_is_still_being_written(make: Callable[[], P
     keys = chain("a", 4)
     put(store, keys)
     gated.waiting("write")
-    store.hints.give(keys[:2], 5, DAY)
+    store.hints.set_priority(keys[:2], 5, DAY)
     gated.open()
     assert store.drain(LIMIT)
     for number in range(8):
@@ -457,7 +457,7 @@ def test_what_is_given_up_on_its_way_to_a_tier_goes_first_there(make: Callable[[
     gated.shut("write")
     put(store, keys)
     gated.waiting("write")
-    store.hints.give(keys, -1)
+    store.hints.set_priority(keys, -1)
     gated.open()
     assert store.drain(LIMIT)
     put_through(store, chain("c", 2))
@@ -469,7 +469,7 @@ def test_hints_about_keys_that_never_come_are_few(monkeypatch: pytest.MonkeyPatc
     store = small_store(8)
     monkeypatch.setattr("lmkv.store.guests.MAX_GIVEN_UP", 10)
     for number in range(1000):
-        store.hints.give(chain(f"{number}", 1), -1)
+        store.hints.set_priority(chain(f"{number}", 1), -1)
     assert len(store._primary.order._given_up) == 10
 
 
@@ -478,7 +478,7 @@ def test_a_chunk_that_comes_back_has_its_priority_again() -> None:
     clock = ManualClock()
     store, keys = small_store(16, clock=clock), chain("a", 4)
     put(store, keys)
-    store.hints.give(keys, 1, 60.0, owner=b"root")
+    store.hints.set_priority(keys, 1, 60.0, owner=b"root")
     store.drop(keys[2:])
     put(store, keys)
     assert kept_after(store, clock, keys, 1) == 4
@@ -490,7 +490,7 @@ def test_no_labels_of_a_tenant_make_a_priority_endless() -> None:
     clock, host = ManualClock(), Tier(memory(32), Quotas(LRU, {"red": 0.5}))
     store, keys = TieredStore(host, clock=clock), chain("mallory", 4)
     store.hints.label(keys, ["red"])
-    store.hints.give(keys, 9, 10.0, owner=b"mallory")
+    store.hints.set_priority(keys, 9, 10.0, owner=b"mallory")
     store.hints.label(chain("flood", 1 << 16), ["red"])
     clock.advance(11.0)
     with store._lock:
@@ -523,7 +523,7 @@ def test_no_wish_ends_another(wish: str, first: str, of: str) -> None:
     put(store, longer)
     wishes = [(prompt, 3600.0), (prompt if of == "the same" else longer, 10.0)]
     for keys, seconds in wishes if first == "long" else wishes[::-1]:
-        store.pin(keys, seconds) if wish == "pin" else store.hints.give(keys, 1, seconds, owner=b"root")
+        store.pin(keys, seconds) if wish == "pin" else store.hints.set_priority(keys, 1, seconds, owner=b"root")
     assert kept_after(store, clock, prompt, 11) == 3
     assert kept_after(store, clock, prompt, 3600) == 0
 
@@ -545,13 +545,13 @@ def test_a_chunk_has_the_highest_of_its_priorities() -> None:
     store, keys = small_store(16, clock=clock), chain("a", 3)
     put(store, keys)
     policy: Any = store._primary.policy
-    store.hints.give(keys, 2, 100)
-    store.hints.give(keys, 7, 10)
+    store.hints.set_priority(keys, 2, 100)
+    store.hints.set_priority(keys, 7, 10)
     assert {policy._kept[key] for key in keys} == {7}
     clock.advance(11)
     store.reserve(())
     assert {policy._kept[key] for key in keys} == {2}
-    store.hints.give(keys, 0)
+    store.hints.set_priority(keys, 0)
     assert not policy._kept
     assert not store.hints._wished
     assert not store.hints._ending
@@ -561,11 +561,11 @@ def test_the_end_of_a_session_ends_its_own_wishes_alone() -> None:
     store, keys = small_store(16), chain("a", 3)
     put(store, keys)
     policy: Any = store._primary.policy
-    store.hints.give(keys, 1, 100, b"root", "mine")
+    store.hints.set_priority(keys, 1, 100, b"root", "mine")
     store.hints.session(b"root", "mine", keys, ended=True)
     assert len(policy._first) == 3
     store.touch(keys)
-    store.hints.give(keys, 1, 100, b"root", "another's")
+    store.hints.set_priority(keys, 1, 100, b"root", "another's")
     store.hints.session(b"root", "mine", keys, ended=True)
     assert not policy._first
     assert len(policy._kept) == 3
@@ -574,10 +574,10 @@ def test_the_end_of_a_session_ends_its_own_wishes_alone() -> None:
 def test_priorities_of_one_owner_leave_those_of_others() -> None:
     store, alice = small_store(32), chain("alice", 4)
     put(store, alice)
-    store.hints.give(alice, 1, DAY, owner=b"alice")
+    store.hints.set_priority(alice, 1, DAY, owner=b"alice")
     for keys in many("mallory", 200, 2):
         put(store, keys)
-        store.hints.give(keys, 9, DAY, owner=b"mallory")
+        store.hints.set_priority(keys, 9, DAY, owner=b"mallory")
     assert in_memory(store, alice) == [4]
 
 
@@ -651,7 +651,7 @@ def test_a_repair_forgets_neither_tenants_nor_priorities() -> None:
     alice, kept = chain("alice", 4), chain("kept", 3)
     put_as(store, "alice", alice)
     put(store, kept)
-    store.hints.give(kept, 3, DAY)
+    store.hints.set_priority(kept, 3, DAY)
     store._changes.lost.append(None)
     store_each(store, many("flood", 40))
     assert in_memory(store, alice, kept) == [4, 3]
@@ -664,11 +664,11 @@ def test_a_wish_ends_no_crowd_of_others() -> None:
     for count in (200, 20_000):
         store = small_store(64)
         for number in range(count):
-            store.hints.give(chain("a", 1), 1, DAY, b"root", f"{number}")
+            store.hints.set_priority(chain("a", 1), 1, DAY, b"root", f"{number}")
         with Looked() as seen:
-            store.hints.give(chain("b", 40), 1, DAY, b"root")
+            store.hints.set_priority(chain("b", 40), 1, DAY, b"root")
             store.hints.session(b"root", "0", chain("a", 1), ended=True)
-            store.hints.give(chain("a", 1), 0)
+            store.hints.set_priority(chain("a", 1), 0)
         looked.append(seen.lines)
         store.close()
     assert looked[1] <= looked[0] + 100, looked
@@ -677,9 +677,9 @@ def test_a_wish_ends_no_crowd_of_others() -> None:
 def test_whose_prompts_share_a_beginning_has_no_more_for_it() -> None:
     store, shared = small_store(512), chain("shared", 20)
     for number in range(200):
-        store.hints.give([*shared, *chain(f"{number}", 1)], 1, DAY, b"alice", f"{number}")
+        store.hints.set_priority([*shared, *chain(f"{number}", 1)], 1, DAY, b"alice", f"{number}")
     for number in range(600):
-        store.hints.give(chain(f"mallory {number}", 1), 1, DAY, b"mallory")
+        store.hints.set_priority(chain(f"mallory {number}", 1), 1, DAY, b"mallory")
     owned = store.hints._tenants[""].owned
     assert owned[b"alice"] >= 127
     assert owned[b"mallory"] <= 129
@@ -690,7 +690,7 @@ def test_priorities_count_against_the_quota_of_their_tenant() -> None:
     for tenant, count, priority in (("mallory", 20, 1), ("alice", 16, 9)):
         for keys in many(tenant, count):
             put_as(store, tenant, keys)
-            store.hints.give(keys, priority, DAY, owner=tenant.encode())
+            store.hints.set_priority(keys, priority, DAY, owner=tenant.encode())
     assert store.hints._tenants["alice"].total == 16
     assert store.hints._tenants[""].total <= 4
 
@@ -724,7 +724,7 @@ def test_prefetches_that_share_a_beginning_count_it_once() -> None:
 def test_a_chunk_that_becomes_a_tenants_keeps_its_priority() -> None:
     store, keys = with_quotas(16, alice=0.5), chain("a", 2)
     put(store, keys)
-    store.hints.give(keys, 4, DAY)
+    store.hints.set_priority(keys, 4, DAY)
     store.hints.label(keys, ["alice"])
     policies: Any = store._primary.policy
     assert set(policies._policies["alice"]._kept) == set(keys)

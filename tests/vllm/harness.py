@@ -210,7 +210,7 @@ def timed_by(clock: Clock) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmkv.build.TieredStore", functools.partial(TieredStore, clock=clock))
-        patch.setattr("lmkv.vllm.assemble.SchedulerOptions", functools.partial(SchedulerOptions, clock=clock))
+        patch.setattr(SchedulerOptions, "of", functools.partial(SchedulerOptions.of, clock=clock))
         yield
 
 

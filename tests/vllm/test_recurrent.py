@@ -111,7 +111,7 @@ class TestRecurrent(ModelSuite):
         case.running.forget_local()
         for key in keys_of(case, ids):
             case.running.store.delete(state_keys(key, case.running.states)[-1:])
-        case.running.connector.sides.scheduler.forget_evictions()
+        case.running.connector.sides.scheduler.observer.explainer.evictions.forget()
         output = case.ask([ids])[0]
         assert external_hits(output) == 0
         assert output.kv_transfer_params["lmkv"]["missed"]["reason"] == "no_state"

@@ -58,7 +58,7 @@ def service_of(running: Engine) -> CacheService:
         lambda text, template: [],
         chunk_size=model.block_map.chunk_size,
         pin_ttl=60.0,
-        deleted=scheduler.forget_evictions,
+        deleted=scheduler.observer.explainer.evictions.forget,
         states=model.block_map.states,
     )
 

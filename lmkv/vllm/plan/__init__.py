@@ -1,1 +1,1 @@
-"""What scheduler and workers speak, and what a request is: below both sides of the connector."""
+"""The messages between scheduler and workers, and the request: below both sides of the connector."""

@@ -92,7 +92,7 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def compared_copy(self, slot: int, block_ids: Sequence[list[int]], chunk: int) -> ChunkCopy | None:
-        """`store_copy` of a whole chunk, without pages that another request need not have stored."""
+        """`store_copy` of a whole chunk, without pages that another request may not have stored."""
         copy = self.store_copy(slot, block_ids, chunk)
         if copy is None or not self.windowed:
             return copy
@@ -115,7 +115,7 @@ class BlockMap:
     ) -> list[ChunkCopy]:
         """Copies that fill the blocks of tokens [start, end).
 
-        `slots`: of the chunks from the one that contains token `start`. Blocks before `start` are not
+        `slots`: the chunks' from the one that contains token `start` on. Blocks before `start` are not
         written: their KV is valid, and other requests may be reading it.
         """
         if start >= end:

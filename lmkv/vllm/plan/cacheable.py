@@ -1,6 +1,6 @@
-"""Which models and requests may use cached prefixes: every mark by which vLLM says that they may not, in one place.
+"""Which models and requests may use cached prefixes: all the ways in which vLLM marks one as not cacheable.
 
-docs/vllm.md has the same marks as a table.
+docs/vllm.md has them as a table.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check_model(vllm_config: Any) -> None:
 
 
 def returns_routed_experts(vllm_config: Any) -> bool:
-    """Whether answers have an output of each token of the prompt that a hit lacks: which experts it was given to."""
+    """Whether answers include each prompt token's routed experts, which a hit lacks."""
     places = (vllm_config.model_config, getattr(vllm_config, "aux_output_config", None))
     return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
@@ -85,12 +85,12 @@ def has_draft_layers(speculative: Any) -> bool:
 
 
 def is_scratch(group: Any) -> bool:
-    """Whether the blocks of a group hold no prefix: vLLM fills them again for each request, whatever it hits."""
+    """Whether the blocks of a group hold no prefix: vLLM fills them again for each request, even after a hit."""
     return not getattr(group.kv_cache_spec, "prefix_cacheable", True)
 
 
 def is_replayed(group: Any) -> bool:
-    """Whether vLLM computes the last tokens of each hit again, to fill the blocks of a group."""
+    """Whether vLLM recomputes the last tokens of each hit, to fill the blocks of a group."""
     return getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) > 0
 
 
@@ -164,7 +164,7 @@ def check_spec(spec: Any) -> None:
 
 
 def has_tokens(request: Any) -> bool:
-    """Whether the request's prompt can be named by its tokens: one that is given as embeddings cannot."""
+    """Whether tokens name the request's prompt. They do not name one given as embeddings."""
     return getattr(request, "prompt_embeds", None) is None
 
 

@@ -1,9 +1,14 @@
-"""Everything besides tokens that decides KV: salt, LoRA adapter, tags, weights. Images are in `media`."""
+"""Everything besides tokens that decides KV: salt, LoRA adapter, tags, weights, and images, sounds and videos.
+
+vLLM names an item of media by `identifier`: a hash of its content, a name that its client gave it, or a counter of its
+process. Nothing tells these apart, so a name proves nothing. The tensors of vLLM's processor are what the model sees.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,7 @@ from typing import Any
 from attrs import define, field
 from cachetools import LRUCache
 
-from lmkv.chunks.namespace import Namespace
+from lmkv.chunks.namespace import Namespace, canonical
 from lmkv.errors import printable
 
 logger = logging.getLogger("lmkv.vllm")
@@ -22,7 +27,7 @@ def request_root(
 ) -> bytes:
     """The root of a request's keys: namespace, cache salt, LoRA adapter, tags and weights, each in its own field.
 
-    `loaded`: the identity of what the workers have loaded. `adapter`: that of its adapter (see `Adapters`).
+    `loaded`: the identity of the workers' model. `adapter`: that of its adapter (see `Adapters`).
     """
     lora = getattr(request, "lora_request", None)
     extra = {"lora": adapter} if lora is not None else {}
@@ -32,7 +37,7 @@ def request_root(
 
 
 def tagged_root(namespace: Namespace, tags: Iterable[tuple[str, str]], loaded: str, cache_salt: str | None) -> bytes:
-    """The same without a request, and so without an adapter: the root of a prompt's keys."""
+    """The root of a prompt's keys without a request, and so without an adapter."""
     extra = {f"tag.{name}": value for name, value in tags} | ({"loaded": loaded} if loaded else {})
     return namespace.root(cache_salt=cache_salt, lora=None, extra=extra)
 
@@ -53,7 +58,7 @@ def stamps(folder: Path) -> Stamps:
 
 
 def folder_of(path: str, file: str = _CONFIG) -> Path:
-    """Where vLLM finds `path`: a folder, with or without `~`, or what the Hub's cache has of that name with `file`."""
+    """Where vLLM finds `path`: a folder, with or without `~`, or the Hub cache's snapshot of that name with `file`."""
     folder = Path(path).expanduser()
     if folder.exists() or folder.is_absolute():
         return folder
@@ -74,14 +79,14 @@ Adapter = tuple[str, Stamps]
 class Adapters:
     """Identities of the LoRA adapters that one engine serves. Called on the scheduling thread only.
 
-    `load(adapter)`: what the workers have loaded of it, now or before; None if they cannot tell. vLLM reads the files
-    of an adapter again after it has dropped it, which nobody tells. So one whose files have changed since they were
-    loaded has no identity, until it gets another number.
+    `load(adapter)`: an adapter as the workers have loaded it, now or before; None if unknown. vLLM silently rereads the
+    files of an adapter that it has dropped. So an adapter whose files have changed since it was loaded has no identity
+    until it gets another number.
     """
 
     _load: Callable[[Any], Adapter | None]
     _known: LRUCache[int, tuple[str, Adapter]] = field(factory=lambda: LRUCache(1024), init=False)
-    """The path, digest and files of the adapter that was last loaded, by its number."""
+    """The path, digest and files of the last adapter loaded under each number."""
 
     def identity(self, lora: Any) -> str:
         """A digest of its weights and scales. Returns "", and warns, if it is unknown."""
@@ -99,7 +104,7 @@ class Adapters:
         return digest
 
     def loaded(self, number: int, digest: str) -> None:
-        """A worker has loaded this under the number. What was known of it holds if it is the same."""
+        """Note that a worker has loaded this under the number. Forget a different one."""
         if number in self._known and self._known[number][1][0] != digest:
             self.forget(number)
 
@@ -111,3 +116,113 @@ class Adapters:
         logger.warning("lmkv: requests with the adapter %s are not cached: %s", printable(path), why)
         self._known[number] = path, ("", ())
         return ""
+
+
+# -- images, sounds and videos ----------------------------------------------------------------------------
+
+
+_REMEMBERED = 1 << 16
+"""Identifiers: more than vLLM's own caches have items."""
+
+
+class UnnamedMediaError(Exception):
+    """An item of a request has no identity, so its chunks have none."""
+
+
+@define(eq=False)
+class Media:
+    """Digests of the items of one engine's requests. Called on the scheduling thread only.
+
+    vLLM's caches know an item by its identifier alone: of two contents with one identifier it may compute either. So
+    the first digest of an identifier is remembered, and any other is rejected. `by_name`: the operator vouches for all
+    names, which then serve as digests.
+    """
+
+    by_name: bool = False
+    _first: LRUCache[bytes, tuple[bytes, tuple[str, str]]] = field(
+        factory=lambda: LRUCache(_REMEMBERED), init=False, repr=False
+    )
+    """The keys are digests of the names, because names may have any length."""
+    _warned: set[str] = field(factory=set, init=False, repr=False)
+
+    def extras(self, request: Any, chunk_size: int, weights: str = "", adapter: str = "") -> Mapping[int, bytes]:
+        """Digests of the items that overlap each chunk, by its number: their placeholder tokens are all alike.
+
+        An item counts with its kind, its digest and its position relative to the chunk. `weights`,
+        `adapter`: identities of the weights that encode them. Raises UnnamedMediaError.
+        """
+        parts: dict[int, list[tuple[int, int, str, bytes]]] = {}
+        features = getattr(request, "mm_features", None) or ()
+        # All of them, because vLLM also encodes those behind an unnamed one.
+        name = getattr(getattr(request, "lora_request", None), "lora_name", None)
+        # An adapter of the encoder is part of an item's identifier.
+        with_adapter = {False: (weights, ""), True: (weights, adapter)}
+        digests = [self._digest(each, with_adapter[str(each.identifier).startswith(f"{name}:")]) for each in features]
+        for feature, digest in zip(features, digests, strict=True):
+            if isinstance(digest, UnnamedMediaError):
+                raise digest
+            offset, length = feature.mm_position.offset, feature.mm_position.length
+            for chunk in range(offset // chunk_size, -(-(offset + length) // chunk_size)):
+                place = offset - chunk * chunk_size
+                parts.setdefault(chunk, []).append((place, length, str(feature.modality), digest))
+        return {chunk: hashlib.sha256(canonical(tuple(sorted(found)))).digest() for chunk, found in parts.items()}
+
+    def clear(self) -> None:
+        """Forget all items: vLLM has cleared its encoder cache."""
+        self._first.clear()
+
+    def _digest(self, feature: Any, encoded_with: tuple[str, str]) -> bytes | UnnamedMediaError:
+        named = canonical(("name", str(feature.identifier)))
+        name = hashlib.sha256(named).digest()
+        digest = named if self.by_name else _of_tensors(feature)
+        if digest is None:
+            return self._unnamed(
+                "an item's tensors are not in the scheduler's process (--mm-processor-cache-type shm, or embeddings "
+                "that another engine has made)"
+            )
+        mine = name if self.by_name else digest, encoded_with
+        if self._first.setdefault(name, mine) != mine:
+            return self._unnamed(
+                "an item has the identifier of another one, or of one that was encoded with other weights, of which "
+                "vLLM may use what it has cached, until its encoder cache is reset"
+            )
+        return digest
+
+    def _unnamed(self, why: str) -> UnnamedMediaError:
+        if why not in self._warned:
+            self._warned.add(why)
+            logger.warning("lmkv: requests with such images, sounds or videos are not cached: %s", why)
+        return UnnamedMediaError(why)
+
+
+def _of_tensors(feature: Any) -> bytes | None:
+    data = getattr(feature, "data", None)
+    if not data or any(getattr(element, "data", element) is None for element in data.values()):
+        return None
+    return digest_of(data)
+
+
+def digest_of(data: Mapping[str, Any]) -> bytes:
+    """Digest of an item's tensors, by their names: `MultiModalKwargsItem`, or a plain mapping."""
+    digest = hashlib.sha256()
+    for name in sorted(data):
+        digest.update(canonical(name))
+        element = data[name]
+        for piece in _pieces(getattr(element, "data", element)):
+            digest.update(piece)
+    return digest.digest()
+
+
+def _pieces(value: Any) -> Iterator[bytes | memoryview]:
+    """A nested tensor as bytes, with the end of each part marked."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield canonical(("tensor", str(value.dtype), tuple(value.shape)))
+        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    elif isinstance(value, list | tuple):
+        yield canonical(("list", len(value)))
+        for part in value:
+            yield from _pieces(part)
+    else:
+        yield canonical((type(value).__name__, repr(value)))

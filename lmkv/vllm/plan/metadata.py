@@ -17,8 +17,8 @@ class CopyOrder:
 
     `failed_blocks`: blocks that nothing will fill, to be reported as failed. `between_steps`: no computation
     of this step reads the blocks. `finishes`: id of the request whose asynchronous load ends with this order.
-    `compares`: slots to compare with those that the copies have filled, one for each. `audited`: a load whose blocks
-    are read back, and compared with the slots.
+    `compares`: slots to compare with the filled ones, one for each copy. `audited`: a load whose blocks are read back
+    and compared with the slots.
     """
 
     job: int
@@ -33,19 +33,18 @@ class CopyOrder:
 
 @frozen
 class ReadOrder:
-    """Read the blocks of copies that the audited order `load` has made, and compare them with what was read then."""
+    """Read the blocks of the audited order `load` again, and compare them with the first reading."""
 
     job: int
     load: int
     copies: list[ChunkCopy]
 
 
-@frozen
+@define
 class StepPlan:
-    """The orders of one step. `reads` come before all that the step writes.
+    """The orders of one step. `reads` come before all writes of the step.
 
-    `slab`: set until every worker is known to have mapped it. `timed`: number of a step whose end is to be reported; 0:
-    this one's is not.
+    `slab`: set until every worker has mapped it. `timed`: the step's number, if its end must be reported; else 0.
     """
 
     loads: list[CopyOrder] = field(factory=list)
@@ -59,7 +58,7 @@ class StepPlan:
 class JobReport:
     """How a job ended on the `ranks` that have answered. `seconds`: those of the slowest rank.
 
-    `differences`: of an order that compares, or is audited.
+    `differences`: the result of an order that compares, or is audited.
     """
 
     ranks: int
@@ -80,10 +79,10 @@ class JobReport:
 
 @define
 class WorkerReport:
-    """The jobs, and the timed steps, that have ended since the last report.
+    """The jobs and the timed steps that have ended since the last report.
 
     `mapped`: ranks that have the slab. `refusal`: why a rank fails every order from now on, "" if none does.
-    `adapters`: number and digest of each adapter that was loaded.
+    `adapters`: number and digest of each loaded adapter.
     """
 
     jobs: dict[int, JobReport] = field(factory=dict)
@@ -107,16 +106,16 @@ class StepPlanBuilder:
 
     def __init__(self) -> None:
         self._last_job = 0
-        self._reads: list[ReadOrder] = []
-        self._loads: list[CopyOrder] = []
-        self._stores: list[CopyOrder] = []
-        self.timed = 0
+        self._plan = StepPlan()
+
+    def time(self, step: int) -> None:
+        """Ask for a report of this step's end."""
+        self._plan.timed = step
 
     def read(self, load: int, copies: list[ChunkCopy]) -> ReadOrder:
-        """Add to the plan that the blocks of an audited load are read again."""
-        order = ReadOrder(self._new_job(), load, copies)
-        self._reads.append(order)
-        return order
+        """Add a second reading of an audited load's blocks to the plan."""
+        self._plan.reads.append(ReadOrder(self._new_job(), load, copies))
+        return self._plan.reads[-1]
 
     def load(
         self,
@@ -129,22 +128,20 @@ class StepPlanBuilder:
     ) -> CopyOrder:
         """Add a load to the plan."""
         made = self._new_job(), copies, False, failed_blocks, between_steps, finishes
-        order = CopyOrder(*made, audited=audited)
-        self._loads.append(order)
-        return order
+        self._plan.loads.append(CopyOrder(*made, audited=audited))
+        return self._plan.loads[-1]
 
     def store(self, copies: list[ChunkCopy], compares: Sequence[int] = ()) -> CopyOrder:
-        """Add a store to the plan, and a comparison of what it has copied."""
-        order = CopyOrder(self._new_job(), copies, stores=True, compares=list(compares))
-        self._stores.append(order)
-        return order
+        """Add a store to the plan, and a comparison of its copies."""
+        self._plan.stores.append(CopyOrder(self._new_job(), copies, stores=True, compares=list(compares)))
+        return self._plan.stores[-1]
 
     def _new_job(self) -> int:
         self._last_job += 1
         return self._last_job
 
     def take(self, slab: SlabRef | None) -> StepPlan:
-        """The plan so far; a new one is begun. `slab`: for the workers to map, if there are orders."""
-        made = self._loads, self._stores, slab if self._loads or self._stores else None, self.timed, self._reads
-        self._reads, self._loads, self._stores, self.timed = [], [], [], 0
-        return StepPlan(*made)
+        """Take the plan and begin a new one. `slab`: for the workers to map, if there are orders."""
+        plan, self._plan = self._plan, StepPlan()
+        plan.slab = slab if plan.loads or plan.stores else None
+        return plan

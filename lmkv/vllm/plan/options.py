@@ -1,4 +1,4 @@
-"""The wishes of one request: its `kv_transfer_params` and its `agent_hint`."""
+"""The options of one request: its `kv_transfer_params` and its `agent_hint`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_SESSION = 1024
 
 
 MAX_TOKENS: Final = 1 << 20
-"""Tokens of the longest prompt of a server that does not say."""
+"""Tokens of the longest prompt, if a server does not say."""
 MAX_TAGS: Final = 64
 MAX_TAG_CHARACTERS: Final = 4096
 """Tags of a request, and characters of their names and values together, at most."""
@@ -76,16 +76,16 @@ def seconds(value: object) -> float:
 
 @define
 class RequestOptions:
-    """The wishes of a request in its `kv_transfer_params`, under keys with the prefix `lmkv.`, or LMCache's `lmcache.`:
+    """The options of a request in its `kv_transfer_params`, under keys with the prefix `lmkv.`, or LMCache's `lmcache.`:
 
     `skip_save`, `skip_load`: store or load nothing. `report`: answer with the tokens that were loaded. `prefetch`:
     promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to
-    prefetch, ignored if no prompt may have so many. `pin`: seconds to pin the request's chunks after it ends.
+    prefetch, ignored if they exceed the longest prompt. `pin`: seconds to pin the request's chunks after it ends.
     `tag.<name>`: share only with equal tags, of a text, a number, a boolean or null. `wait_for`: wait until this number
     of leading tokens is found: another server is just storing them.
 
-    A request with other tags, too many or too long ones, or more than 256 keys has no wishes, and is not cached: it is
-    unclear with whom it would share.
+    A request with other tags, too many or too long ones, or more than 256 keys has no options and is not cached: it is
+    unclear which requests it shares with.
 
     `max_load_tokens`, `max_offload_tokens`, which are vLLM's: most tokens that are loaded beyond vLLM's own
     hit, and most leading tokens that are stored. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.
@@ -134,7 +134,7 @@ class RequestOptions:
 
 
 def _tags(params: Mapping[Any, Any]) -> tuple[tuple[str, str], ...] | None:
-    """Names and values of the tags. None if one cannot be read, or if there are too many to look at."""
+    """Names and values of the tags. None if one is unreadable, or if there are too many."""
     if len(params) > _MAX_KEYS:
         return None
     found, room = dict[str, str](), MAX_TAG_CHARACTERS

@@ -1,6 +1,6 @@
-"""`Request`: one request's options, its chunk keys, and how far its loads, stores and audits are.
+"""`Request`: one request's options, its chunk keys, and the progress of its loads, stores and audits.
 
-Each part has one writer, which is named by it. All are read everywhere, on the scheduling thread only.
+Each part names its one writer. All are read everywhere, on the scheduling thread only.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from lmkv.outcomes import miss_in_words
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion, SharedLookup
-from lmkv.vllm.plan.identity import Adapters, request_root
-from lmkv.vllm.plan.media import Media, UnnamedMediaError
+from lmkv.vllm.plan.identity import Adapters, Media, UnnamedMediaError, request_root
 from lmkv.vllm.plan.options import MAX_TOKENS, RequestOptions
 
 STALL = 0.8
@@ -41,7 +40,7 @@ class Patience:
 
     deadline: float
     late: bool = field(default=False, init=False)
-    """Whether a wait took too long. Then no other wait follows."""
+    """Whether a wait took too long. Then no other follows."""
     spent: float = field(default=0.0, init=False)
     """Seconds of all waits, up to the last call."""
     _since: float | None = field(default=None, init=False)
@@ -49,7 +48,7 @@ class Patience:
     _arrived: int = field(default=0, init=False)
 
     def lasts(self, now: float, limit: Callable[[], float | None], arrived: int) -> bool:
-        """Whether the request may wait on. `arrived`: chunks that are there by now.
+        """Whether the request may wait on. `arrived`: chunks that have arrived by now.
 
         `limit`: seconds that this wait may last; asked once, at its beginning. None: not known, and the wait
         goes on as long as chunks arrive, at least one every `STALL` seconds.
@@ -72,7 +71,7 @@ class Patience:
         return self.spent + (0.0 if self._since is None else now - self._since)
 
     def end(self, now: float) -> None:
-        """The chunks that the request waited for are there, or given up."""
+        """End the present wait: its chunks have arrived, or are abandoned."""
         if self._since is not None:
             self._spend(now)
             self._since = None
@@ -96,12 +95,12 @@ class Miss:
 
     @property
     def looked_up(self) -> int:
-        """The tokens that were looked up, and missed: none of a request that wants no load, or may have none."""
+        """The tokens looked up and missed: 0 for a request without loads."""
         return 0 if self.reason in ("skip_load", "unidentified") else self.tokens
 
     @property
-    def told(self) -> str:
-        """The reason for whoever must not learn of other salts."""
+    def public_reason(self) -> str:
+        """The reason, without knowledge of other salts."""
         return "not_stored" if self.reason == "other_salt" else self.reason
 
     def __str__(self) -> str:
@@ -109,8 +108,13 @@ class Miss:
         return f"{self.tokens} missed: {miss_in_words(self.reason, self.tier)}{when}"
 
     def report(self) -> dict[str, object]:
-        """The miss in the request's report, which must not tell whether another salt's requests share the prompt."""
-        fields = {"reason": self.told, "tokens": self.tokens, "tier": self.tier, "seconds_ago": self.seconds_ago}
+        """The miss for the request's report, without knowledge of other salts."""
+        fields = {
+            "reason": self.public_reason,
+            "tokens": self.tokens,
+            "tier": self.tier,
+            "seconds_ago": self.seconds_ago,
+        }
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -118,8 +122,8 @@ class Miss:
 class Audit:
     """The hit's chunks from number `first` up to `end`, and the states behind them; `next` is compared next.
 
-    `tiers`: which tier would have delivered each of these chunks. `computed`: tokens of vLLM's own hit before them,
-    which may have been loaded earlier. `tail`: of the prompt, if it comes next and has whole pages.
+    `tiers`: the tier that would have delivered each chunk. `computed`: tokens of vLLM's own hit before them, which may
+    have been loaded earlier. `tail`: the prompt's, if it comes next and has whole pages.
     """
 
     first: int
@@ -145,7 +149,7 @@ class VLLMRequest(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens, without placeholders for those that are being sampled."""
+        """Known tokens, without placeholders for sampled ones."""
         ...
 
     @property
@@ -164,14 +168,14 @@ class VLLMRequest(Protocol):
 
 @define(eq=False)
 class Waiting:
-    """What a request waits for, and what was decided about its lookup. Written by `Matcher`.
+    """A request's waits, and the decisions about its lookup. Written by `Matcher`.
 
     `computed`: the tokens of vLLM's own hit at the last lookup. `lease`: on the chunks that this lookup promised, until
     they are loaded or the step ends; `between_steps`: whether that load is asynchronous. `shared_lookup`, `promotion`:
-    the question to shared tiers, and the chunks, that it waits for. `stored_elsewhere`: leading chunks found of those
-    that another server stores for it; `look_at`: when to look for more. `worth_loading`: how many leading chunks are
-    sooner loaded than computed; None until decided. `longest_hit`: most leading chunks of a hit, as the states behind
-    more are slower to load than to compute. `deferred_since`: when vLLM was first told to ask again.
+    the lookup and the promotion it waits for. `stored_elsewhere`: leading chunks found so far of another server's;
+    `look_at`: when to look for more. `worth_loading`: how many leading chunks load faster than they compute; None until
+    decided. `longest_hit`: most leading chunks of a hit, because the states behind more load more slowly than they
+    compute. `deferred_since`: when vLLM was first told to ask again.
     """
 
     patience: Patience
@@ -185,7 +189,7 @@ class Waiting:
     worth_loading: float | None = None
     longest_hit: float = math.inf
     promoted: dict[str, int] = field(factory=dict, repr=False)
-    """Chunks that were brought up for this request, by the tier that they came from."""
+    """Chunks promoted for this request, by the tier they came from."""
     deferred_since: float | None = None
 
     def release(self) -> None:
@@ -199,23 +203,23 @@ class Waiting:
             self.lease = None
 
     def cancel(self) -> None:
-        """Wait for the promotion no more."""
+        """Cancel the wait for the promotion."""
         if self.promotion is not None:
             self.note_promoted()
             self.promotion.release()
             self.promotion = None
 
     def note_promoted(self) -> None:
-        """Note from which tiers the promotion has brought chunks, without those found in host memory."""
+        """Note the tiers that the promotion has brought chunks from."""
         for tier, count in self.promotion.arrived.items() if self.promotion is not None else ():
             self.promoted[tier] = max(count, self.promoted.get(tier, 0))
 
 
 @define
 class Loading:
-    """How its loads went. Written by `Loads`.
+    """The results of its loads. Written by `Loads`.
 
-    `begun`: how many loads between steps have begun. `failed`: it computes the rest, and no further load is offered.
+    `begun`: number of loads between steps. `failed`: it computes the rest and is offered no further load.
     """
 
     begun: int = 0
@@ -224,11 +228,11 @@ class Loading:
 
 @define(eq=False)
 class Storing:
-    """How far its stores are. Written by `ChunkStores` and `StateStores`.
+    """The progress of its stores. Written by `ChunkStores` and `StateStores`.
 
-    `stored`: leading chunks that are stored or being stored. `tail_due`: whether the tail has still to be stored.
-    `kept`: leading chunks up to the last states that are kept for other requests. `last_states`: the same up to the
-    last states of its answer, which are replaced by the next. `copying`: stores that have not ended.
+    `stored`: leading chunks that are stored or being stored. `tail_due`: whether the tail is still unstored. `kept`:
+    leading chunks up to the last states kept for other requests. `last_states`: the same up to the last states of its
+    answer, which the next ones replace. `copying`: stores that have not ended.
     """
 
     stored: int = 0
@@ -243,18 +247,18 @@ class Storing:
         self.stored, self.tail_due = min(self.stored, chunk), True
 
     def once_stored(self, call: Callable[[], None]) -> None:
-        """Call as soon as no store of its chunks is under way, which may be now."""
+        """Call once no store of its chunks is under way, perhaps now."""
         if self.copying:
             self._at_end.append(call)
         else:
             call()
 
     def copy_ended(self) -> None:
-        """A store of its chunks has ended."""
+        """Note the end of a store of its chunks."""
         self.copying -= 1
         if not self.copying:
             calls, self._at_end = self._at_end, []
-            # In their order; one that raises ends no other.
+            # In their order. One that raises stops no other.
             with ExitStack() as all_of_them:
                 for call in reversed(calls):
                     all_of_them.callback(call)
@@ -262,10 +266,10 @@ class Storing:
 
 @define(eq=False)
 class Auditing:
-    """Whether its hits and loads are audited. Written by `HitAudits` and `LoadAudits`.
+    """Its audits. Written by `HitAudits` and `LoadAudits`.
 
-    `decided`: whether it was drawn if its hit is audited. `audit`: the hit that it computes all the same.
-    `reads_back`: its next load is read back in any case. `tenure`: how often it has given up its blocks.
+    `decided`: whether an audit of its hit was drawn for. `audit`: the hit that it recomputes. `reads_back`: its next
+    load is read back in any case. `tenure`: how often it has released its blocks.
     """
 
     decided: bool = False
@@ -276,12 +280,11 @@ class Auditing:
 
 @define(eq=False)
 class Report:
-    """What was promised and loaded, and why not more. Written by `SchedulerObserver`.
+    """Its promised and loaded tokens, and the reason for the rest. Written by `SchedulerObserver`.
 
-    `sources`: tokens that were promised last, by the tier that has them; `source_chunks`: the same in chunks.
-    `promised`: keys of the chunks of that promise, and of vLLM's own hit before them. `miss`: why the rest was not.
-    `counted`: whether the metrics have counted its hit and miss, as they do when it is first scheduled.
-    `last_log_line`: the tokens of it.
+    `sources`: the last promised tokens, by the tier that has them; `source_chunks`: the same in chunks. `promised`:
+    keys of that promise, and of vLLM's own hit before it. `miss`: why the rest was not promised. `counted`: whether the
+    metrics have counted its hit and miss, which happens when it is first scheduled. `last_log_line`: its tokens.
     """
 
     sources: dict[str, int] = field(factory=dict)
@@ -295,6 +298,23 @@ class Report:
     last_log_line: tuple[int, int] | None = field(default=None, repr=False)
 
 
+@frozen
+class Naming:
+    """How one engine names the KV of its requests.
+
+    `save_tails`: tails get keys, too. `states`: state entries of each boundary between chunks. `longest`: tokens of the
+    longest prompt.
+    """
+
+    namespace: Namespace
+    chunk_size: int
+    media: Media
+    adapters: Adapters
+    save_tails: bool = False
+    states: int = 0
+    longest: int = MAX_TOKENS
+
+
 @define(eq=False)
 class Request:
     """One request between its arrival and its end; made by `Request.of`. `vllm`: vLLM's. `root`: of its chunk keys."""
@@ -303,101 +323,72 @@ class Request:
     root: bytes = field(repr=False)
     options: RequestOptions = field(repr=False)
     waiting: Waiting = field(repr=False)
-    chunk_size: int = field(repr=False)
-    save_tails: bool = field(repr=False)
+    naming: Naming = field(repr=False)
     name: str = field(repr=False)
-    """Its id for people: clients choose ids, so it is cut, and printable."""
+    """A readable form of its id, cut and printable, because clients choose ids."""
     tenants: Sequence[str] = field(repr=False)
-    """Names that a quota may have for this request: the label of its salt, and its tags as `name:value`."""
-    media: Media = field(repr=False)
+    """Names for this request in quotas: the label of its salt, and its tags as `name:value`."""
     weights: str = field(default="", repr=False)
     """Their identity."""
     adapter: tuple[int, str] = (0, "")
     """Its number, 0 without one, and its identity."""
-    states: int = field(default=0, repr=False)
-    """State entries of each boundary between chunks."""
     unidentified: bool = False
-    """Its weights, adapter or images have no identity, or changed while it ran."""
+    """Whether its weights, adapter or images have no identity, or changed while it ran."""
     loading: Loading = field(init=False, factory=Loading, repr=False)
     storing: Storing = field(init=False, factory=Storing, repr=False)
     auditing: Auditing = field(init=False, factory=Auditing, repr=False)
     report: Report = field(init=False, factory=Report, repr=False)
     chain: KeyChain = field(init=False, repr=lambda chain: f"<{len(chain.keys)} keys>")
     hashed_tokens: int = field(init=False, default=-1)
-    """Length of the prompt that `chain` and `tail` belong to; the prompt of a session grows with each input."""
+    """Length of the prompt that `chain` and `tail` belong to. A session's prompt grows with each input."""
     tail: TailKey | None = field(init=False, default=None, repr=False)
     """Key of the tokens after the last whole chunk; None without such tokens, or if tails are not stored."""
     tail_chunk: int = field(init=False, default=0)
-    """How many whole chunks come before the tail."""
+    """Whole chunks before the tail."""
 
     @classmethod
-    def of(
-        cls,
-        vllm: VLLMRequest,
-        namespace: Namespace,
-        identity: str | None,
-        chunk_size: int,
-        patience: Patience,
-        *,
-        media: Media,
-        adapters: Adapters,
-        save_tails: bool,
-        states: int = 0,
-        longest: int = MAX_TOKENS,
-    ) -> Self:
+    def of(cls, vllm: VLLMRequest, naming: Naming, identity: str | None, patience: Patience) -> Self:
         """A new request, with the keys of its prompt.
 
-        `identity`: of what the workers have loaded; None: unknown, the request is not cached. `media`, `adapters`: of
-        the engine. `save_tails`: its tail gets a key, too. `states`: entries of each boundary. `longest`: tokens of the
-        longest prompt.
+        `identity`: of what the workers have loaded. If None, it is unknown, and the request is not cached.
         """
-        options = RequestOptions.of(vllm, longest)
+        options, weights = RequestOptions.of(vllm, naming.longest), identity or ""
         lora = getattr(vllm, "lora_request", None)
-        adapter = "" if lora is None else adapters.identity(lora)
-        request = cls(
-            vllm,
-            request_root(namespace, vllm, options.tags, identity or "", adapter),
-            options,
-            Waiting(patience),
-            chunk_size,
-            save_tails,
-            printable(vllm.request_id),
-            tenants_of(getattr(vllm, "cache_salt", None), options.tags),
-            media,
-            identity or "",
-            (int(getattr(lora, "lora_int_id", 0)), adapter),
-            states,
-        )
+        adapter = "" if lora is None else naming.adapters.identity(lora)
+        root = request_root(naming.namespace, vllm, options.tags, weights, adapter)
+        tenants = tenants_of(getattr(vllm, "cache_salt", None), options.tags)
+        made = vllm, root, options, Waiting(patience), naming, printable(vllm.request_id), tenants, weights
+        request = cls(*made, (int(getattr(lora, "lora_int_id", 0)), adapter))
         if identity is None or (lora is not None and not adapter):
             request.leave_out()
         request.follow()
         return request
 
     def follow(self) -> None:
-        """Hash the prompt; again when a streamed session has got its next input, perhaps with images.
+        """Hash the prompt; again when a streamed session gets its next input, perhaps with images.
 
-        vLLM then drops the last token that was sampled; the others that it has computed become prompt.
+        vLLM then drops the last sampled token; the other computed ones become prompt.
         """
         prompt_tokens: int = getattr(self.vllm, "num_prompt_tokens", 0)
         if prompt_tokens == self.hashed_tokens:
             return
         self.hashed_tokens = prompt_tokens
         try:
-            extras = self.media.extras(self.vllm, self.chunk_size, self.weights, self.adapter[1])
+            extras = self.naming.media.extras(self.vllm, self.naming.chunk_size, self.weights, self.adapter[1])
         except UnnamedMediaError:
             extras = {}
             self.leave_out()
-        tokens, tail = self.known_tokens, self.save_tails
-        self.chain, self.tail = hash_prompt(tokens, self.root, self.chunk_size, extras, tail=tail)
+        size, tails = self.naming.chunk_size, self.naming.save_tails
+        self.chain, self.tail = hash_prompt(self.known_tokens, self.root, size, extras, tail=tails)
         self.tail_chunk, self.storing.tail_due = len(self.chain.keys), True
 
     def leave_out(self) -> None:
-        """Store and load nothing: it is unknown what the request is computed with, in part at least."""
+        """Store and load nothing: at least in part, the request's weights or inputs are unknown."""
         self.unidentified = self.options.skip_save = self.options.skip_load = True
 
     @property
     def lora_name(self) -> str | None:
-        """The name of its adapter, by which vLLM's own prefix cache knows that."""
+        """The name of its adapter, which is its key in vLLM's own prefix cache."""
         lora = getattr(self.vllm, "lora_request", None)
         return None if lora is None else str(lora.lora_name)
 
@@ -423,13 +414,13 @@ class Request:
 
     @property
     def loadable(self) -> int:
-        """Leading tokens that a load may end with, at most."""
+        """The most leading tokens that a load may end with."""
         limit = self.options.max_load_tokens
         return self.last_token if limit is None else min(self.last_token, self.waiting.computed + limit)
 
     @property
     def known_tokens(self) -> Sequence[int]:
-        # vLLM's read-only view copies twice when it is sliced; the list behind it once.
+        # A slice of vLLM's read-only view copies twice; of the list behind it, once.
         return getattr(self.vllm, "_all_token_ids", self.vllm.all_token_ids)
 
     @property
@@ -447,7 +438,7 @@ class Request:
         }
 
     def keys(self, count: int) -> list[ChunkKey]:
-        """The first `count` keys. Hashes the tokens that have become known since the last call."""
+        """The first `count` keys. Hashes tokens known since the last call."""
         if count > len(self.chain.keys):
             self.chain.extend(self.known_tokens)
         return self.chain.keys[:count]
@@ -459,11 +450,11 @@ class Request:
 
     def state_keys(self, chunks: int) -> Sequence[StateKey]:
         """The keys of the states behind the first `chunks` chunks; none for 0 chunks, or without recurrent layers."""
-        if not (self.states and chunks):
+        if not (self.naming.states and chunks):
             return ()
         if chunks > len(self.chain.keys):
             self.chain.extend(self.known_tokens)
-        return state_keys(self.chain.keys[chunks - 1], self.states)
+        return state_keys(self.chain.keys[chunks - 1], self.naming.states)
 
     def tokens(self, first: int, count: int) -> Sequence[int]:
         """Up to `count` token ids from number `first` on, as far as they are known."""

@@ -1,6 +1,6 @@
 """Audits: `HitAudits` recomputes a sample of hits, `LoadAudits` reads a sample of loads back; both compare.
 
-Checksums prove that bytes are those that were written; only this proves that they are the right KV. The workers copy
+Checksums prove that the bytes are the written ones; only an audit proves that they are the right KV. The workers copy
 the fresh pages into slots of their own, as a store does, and compare them with the stored chunks as numbers.
 """
 
@@ -22,15 +22,14 @@ from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease, Reservation
 from lmkv.vllm.plan.metadata import JobReport
 from lmkv.vllm.plan.request import Audit, BlockTables, Request
-from lmkv.vllm.scheduler.context import PlanContext
-from lmkv.vllm.scheduler.jobs import Job
+from lmkv.vllm.scheduler.context import Job, PlanContext, Planner
 
 logger = logging.getLogger("lmkv.vllm")
 
 _REMEMBERED = 100_000
-"""Chunks whose last audit, deletion or origin is known."""
+"""Chunks whose last audit, deletion or origin is remembered."""
 _NAMED = 3
-"""Layers, or blocks, that a log line names."""
+"""Most layers, or blocks, that a log line names."""
 
 
 def named(names: Sequence[str]) -> str:
@@ -40,7 +39,7 @@ def named(names: Sequence[str]) -> str:
 
 @define
 class Sampler:
-    """Draws one of `1 / rate` hits, at random: what comes back in a pattern is found, too."""
+    """Draws one of `1 / rate` hits at random, so that errors with a pattern are found as well."""
 
     rate: float
     draw: Callable[[], float] = random.random
@@ -49,7 +48,7 @@ class Sampler:
         return self.rate > 0 and self.draw() < self.rate
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False)
 class _Comparison(Job):
     audit: Audit
     lease: Lease
@@ -61,7 +60,7 @@ class _Comparison(Job):
 
 
 class WrongChunks:
-    """The chunks that were found to be wrong, and which chunks behind them have been deleted since.
+    """The chunks found to be wrong, and the chunks behind them that have been deleted since.
 
     KV computed from a wrong chunk is wrong as well, and may be stored anywhere. So `purge` checks every request's
     chunks before any is loaded.
@@ -75,7 +74,7 @@ class WrongChunks:
         self._deleted: LRUCache[ChunkKey, bool] = LRUCache(_REMEMBERED)
 
     def add(self, keys: Sequence[ChunkKey], found: str) -> None:
-        """Delete a wrong chunk, the first of `keys` if there is any, and those that are known to follow it."""
+        """Delete a wrong chunk, the first of `keys`, and the known chunks that follow it."""
         for key in keys[:1]:
             self._keys.setdefault(key, found)
         for key in keys:
@@ -91,7 +90,7 @@ class WrongChunks:
         return next((self._keys[key] for key in keys if key in self._keys), None) if self._keys else None
 
     def purge(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete those chunks of a prompt that were stored behind a wrong one before it was found."""
+        """Delete a prompt's chunks that were stored behind a wrong one before it was found."""
         if not self._keys:
             return
         first = next((number for number, key in enumerate(keys) if key in self._keys), len(keys))
@@ -101,26 +100,20 @@ class WrongChunks:
             self._deleted.update(dict.fromkeys(stale, True))
 
 
-class HitAudits:
-    """Decides which hits are audited, and what follows. Called on the scheduling thread only; never waits.
+class HitAudits(Planner):
+    """Decides which hits are audited, and acts on wrong ones.
 
     `on_wrong(request, chunk, own_kv_is_right)`: called once the wrong chunk of this number of a request is deleted.
     """
 
     def __init__(self, context: PlanContext) -> None:
+        super().__init__(context)
         options = context.options
-        self._store = context.store
-        self._block_map = context.block_map
-        self._chunk_size = context.chunk_size
-        self._builder = context.builder
-        self._states = context.boundaries.states
-        self._telemetry = context.observer.telemetry
         self._disables = options.audit_action == "disable"
         self.on = options.audit_rate > 0 and options.audits_computed
         self.sampler = Sampler(options.audit_rate)
-        self.wrong = WrongChunks(self._store.delete, self._states)
+        self.wrong = WrongChunks(self._store.delete, context.boundaries.states)
         self.on_wrong: Callable[[Request, int, bool], None] = lambda request, chunk, own_kv_is_right: None
-        self._jobs = context.jobs
         self._computed: LRUCache[tuple[ChunkKey, str], bool] = LRUCache(_REMEMBERED)
         """Last chunks of hits that were audited by computing them, and the tiers that had them."""
         self._behind: LRUCache[ChunkKey, str] = LRUCache(_REMEMBERED)
@@ -128,7 +121,7 @@ class HitAudits:
 
     @property
     def loads_off(self) -> bool:
-        """Whether nothing is loaded any more, because of a wrong chunk and `audit_action`."""
+        """Whether loads are off, because of a wrong chunk and `audit_action`."""
         return self._telemetry.loads_off
 
     def __repr__(self) -> str:
@@ -137,19 +130,19 @@ class HitAudits:
     def takes(
         self, request: Request, keys: Sequence[ChunkKey], sources: Mapping[str, int], tokens: int, seconds: float
     ) -> bool:
-        """Whether the request is to compute its hit `keys`: drawn once. It would then compute `tokens` in `seconds`.
+        """Draw once whether the request computes its hit `keys`. It would compute `tokens` in `seconds`.
 
         `sources`: the chunks that are not computed yet, by tier.
         """
         if request.auditing.audit is None and not request.auditing.decided:
             request.auditing.decided = True
-            # Not the chunk that only begins like the rest of the prompt.
+            # Without the chunk that only begins like the rest of the prompt.
             own = request.keys(len(keys))
             end = next((n for n, pair in enumerate(zip(keys, own, strict=False)) if pair[0] != pair[1]), len(own))
             first, tail = request.waiting.computed // self._chunk_size, self._tail(request, keys[end:])
             if (end > first or tail is not None) and self.sampler():
                 tiers = [tier for tier, count in sources.items() for _ in range(count)]
-                # The next time that it is drawn it is loaded, so that copies are audited at any rate.
+                # When drawn again it is loaded, so that copies are audited at any rate.
                 last = tail or own[end - 1], tiers[-1]
                 if self._computed.pop(last, False):
                     request.auditing.reads_back = True
@@ -166,17 +159,17 @@ class HitAudits:
         return tail if tail is not None and request.waiting.computed <= begins and self._whole(tail) else None
 
     def _whole(self, tail: TailKey) -> int:
-        """Tokens of a tail in pages that are full: what else is in its last page is not known."""
+        """Tokens of a tail in full pages: the rest of its last page is unknown."""
         size = max(group.block_size for group in self._block_map.groups)
         return tail.tokens // size * size
 
     def takes_load(self, request: Request) -> bool:
-        """Whether a load of this request is to be read back."""
+        """Draw whether to read back a load of this request."""
         drawn, request.auditing.reads_back = request.auditing.reads_back, False
         return drawn or self.sampler()
 
     def stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Note which load these chunks were computed behind: it may be to blame for what is in them."""
+        """Note the load that these chunks were computed behind: it may be the cause if they are wrong."""
         if self.on and request.report.hit_tokens:
             text = f"computed by request {request.name} behind {request.report.hit_tokens} tokens that it had loaded"
             self._behind.update(dict.fromkeys(keys, text))
@@ -214,7 +207,7 @@ class HitAudits:
 
     @staticmethod
     def end(request: Request) -> None:
-        """Compare no more of what this request computes."""
+        """Stop comparing this request's chunks."""
         request.auditing.audit = None
         request.waiting.cancel()
 
@@ -228,7 +221,7 @@ class HitAudits:
         *,
         states: bool,
     ) -> None:
-        """Compare the leading ones of `keys` that are in host memory, as far as there are slots for the fresh ones."""
+        """Compare the leading `keys` in host memory, as far as there are slots for the fresh ones."""
         lease = self._store.lease(keys)
         fresh = [secrets.token_bytes(32) for _ in lease.keys]
         reservation = self._store.reserve(fresh, protect=request.keys(audit.end))
@@ -241,22 +234,12 @@ class HitAudits:
             return
         order = self._builder.store([copy for copy, _, _ in copies], [stored for _, stored, _ in copies])
         numbers = [chunk for _, _, chunk in copies]
-        job = _Comparison(
-            planner=self,
-            request=request,
-            audit=audit,
-            lease=lease,
-            reservation=reservation,
-            keys=keys,
-            chunks=numbers,
-            states=states,
-        )
-        self._jobs.begin(order.job, job)
+        self._jobs.begin(order.job, _Comparison(self, request, audit, lease, reservation, keys, numbers, states))
 
     # -- ends ---------------------------------------------------------------------------------------------
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """All ranks have compared their parts: drop what is wrong."""
+        """All ranks have compared their parts: delete the wrong chunks."""
         assert isinstance(job, _Comparison)
         job.reservation.abort()
         job.lease.release()
@@ -267,7 +250,7 @@ class HitAudits:
         self._telemetry.compared(tiers, [job.audit.tier(chunk) for chunk in wrong], states=job.states)
         if wrong:
             found = self._log(job, report.differences, wrong[0])
-            # vLLM's own hit is not compared. If there was one, it may be wrong, and the cause of what was found.
+            # vLLM's own hit is not compared. If there was one, it may be wrong, and the cause of the finding.
             first = 0 if job.audit.computed else wrong[0]
             keys = job.request.keys_with_tail(len(job.request.chain.keys))[first:]
             tail = [key for key in job.keys if isinstance(key, TailKey) and key not in keys]
@@ -276,7 +259,7 @@ class HitAudits:
             self.on_wrong(job.request, first, not job.audit.computed)
 
     def _log(self, job: _Comparison, differences: Sequence[Difference], chunk: int) -> str:
-        """Log what was found, and return it."""
+        """Log the finding and return it."""
         found = [each for each in differences if job.chunks[each.copy] == chunk]
         layers = [layer for each in found for layer in each.layers]
         at = chunk * self._chunk_size
@@ -298,18 +281,18 @@ class HitAudits:
         return text
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False)
 class _ReadAgain(Job):
     load: AuditedLoad | None
-    """None: its blocks were computed again, or lost."""
+    """None if its blocks were recomputed, or lost."""
 
 
 @define(eq=False)
 class AuditedLoad:
     """A load whose blocks are read back.
 
-    `copies`: of the chunks from number `first` on, and of states. `tenure`: of its request (see `Request`) when it
-    was ordered.
+    `copies`: the chunks from number `first` on, and the states. `tenure`: its request's (see `Auditing`) when it was
+    ordered.
     """
 
     request: Request
@@ -320,42 +303,38 @@ class AuditedLoad:
     tenure: int
 
 
-class LoadAudits:
-    """Decides which loads are audited, and what follows. Called on the scheduling thread only; never waits.
+class LoadAudits(Planner):
+    """Decides which loads are audited, and acts on wrong ones.
 
-    `on_wrong(request, chunk)`: called with a request whose blocks of this chunk do not hold what is stored.
+    A request whose blocks do not hold what is stored is reported to `audit`, as a wrong chunk of its hit.
     """
 
     def __init__(self, context: PlanContext, audit: HitAudits) -> None:
+        super().__init__(context)
         self._audit = audit
-        self._jobs = context.jobs
-        self._block_map = context.block_map
-        self._builder = context.builder
-        self._telemetry = context.observer.telemetry
         self._disables = context.options.audit_action == "disable"
         self._layerwise = context.options.whole_blocks
-        self.on_wrong: Callable[[Request, int], None] = lambda request, chunk: None
         self._held: dict[int, AuditedLoad] = {}
-        """Loads whose request still has their blocks, by job."""
+        """Loads whose request still has the blocks, by job."""
         self._given_up: dict[int, AuditedLoad] = {}
-        """Loads whose request has given the blocks up since the last plan: nothing has written into these yet."""
+        """Loads whose request has released the blocks since the last plan: nothing has overwritten them yet."""
         self._left: set[Request] = set()
 
     def take(
         self, request: Request, copies: list[ChunkCopy], first: int, end: int, *, between_steps: bool
     ) -> AuditedLoad | None:
-        """The load of a request, if it is to be audited. `end`: the token that it ends before."""
+        """The request's load, if it is drawn for an audit. `end`: the token that it ends before."""
         if not copies or not self._audit.takes_load(request):
             return None
         kind = "between steps" if between_steps else "layer by layer" if self._layerwise else "within a step"
         return AuditedLoad(request, copies, first, end, kind, request.auditing.tenure)
 
     def load_ended(self, job: int, load: AuditedLoad, report: JobReport) -> None:
-        """All ranks have compared what they have loaded."""
+        """All ranks have compared their parts of the load."""
         self._telemetry.audited_load(wrong=bool(report.differences))
         request = load.request
         if report.differences:
-            # Where it is computed again, nothing was computed from it.
+            # If it is recomputed, nothing was computed from it.
             self._wrong(load, report.differences, "load", spread=report.ok)
         elif report.ok and request.auditing.tenure == load.tenure:
             self._held[job] = load
@@ -380,7 +359,7 @@ class LoadAudits:
                 if key not in request.report.promised
             ]
             self._audit.wrong.add(behind, f"a wrong {what}, {text}")
-            self.on_wrong(request, chunk)
+            self._audit.on_wrong(request, chunk, False)
 
     def _described(self, load: AuditedLoad, differences: Sequence[Difference]) -> str:
         size = self._block_map.chunk_size
@@ -400,14 +379,14 @@ class LoadAudits:
     # -- once more ----------------------------------------------------------------------------------------
 
     def give_up(self, request: Request) -> None:
-        """The request has ended, or was preempted."""
+        """Note that the request has ended, or was preempted."""
         request.auditing.tenure += 1
         self._left.add(request)
         for job in [job for job, load in self._held.items() if load.request is request]:
             self._given_up[job] = self._held.pop(job)
 
     def order(self, overwritten: Collection[int]) -> None:
-        """Order that what was given up is read again, before this step writes into it.
+        """Order a second reading of released blocks, before this step overwrites them.
 
         `overwritten`: blocks that vLLM writes into before it hands the plan over.
         """
@@ -415,17 +394,17 @@ class LoadAudits:
             copies = self._settled(load, overwritten)
             if any(run.blocks for copy in copies for run in copy.runs):
                 order = self._builder.read(job, copies)
-                self._jobs.begin(order.job, _ReadAgain(planner=self, request=load.request, load=load))
+                self._jobs.begin(order.job, _ReadAgain(self, load.request, load))
         self._given_up.clear()
         self._left.clear()
 
     def _settled(self, load: AuditedLoad, overwritten: Collection[int]) -> list[ChunkCopy]:
-        """Whole pages before the load's end, of tables that keep all blocks: nothing was to write into them."""
+        """Whole pages before the load's end, in tables that keep all blocks: nothing should have changed them."""
         size, copies = self._block_map.chunk_size, []
         for number, copy in enumerate(load.copies, load.first):
             runs = []
             for group, run in zip(self._block_map.groups, copy.runs, strict=True):
-                # States come behind the chunks, and so behind the end.
+                # States come after the chunks, and so after the end.
                 whole = max(0, (load.end - number * size) // group.block_size - run.first)
                 count = whole if group.window is None else 0
                 blocks = run.blocks[:count]
@@ -435,7 +414,7 @@ class LoadAudits:
         return copies
 
     def forget(self, request: Request | None = None) -> None:
-        """The blocks of a request, or all, are computed again, or lost."""
+        """Forget the blocks of a request, or all: they are recomputed, or lost."""
         if request is None:
             self._held.clear()
             self._given_up.clear()
@@ -445,7 +424,7 @@ class LoadAudits:
             self._held = {job: load for job, load in self._held.items() if load.request is not request}
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """All ranks have read the blocks again."""
+        """All ranks have reread the blocks."""
         assert isinstance(job, _ReadAgain)
         if report.ok and report.differences and job.load is not None:
             self._telemetry.audited_load(wrong=True, again=True)

@@ -1,25 +1,26 @@
-"""What the planners of both directions share: options, store, block map, the step's plan, observer."""
+"""The parts that all planners of a step share: options, store, block map, jobs, the step's plan, observer."""
 
 from __future__ import annotations
 
 import time
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Self, TypeVar
 
-from attrs import frozen
+from attrs import define, field, fields, frozen
 
 from lmkv.protocols import Clock
 from lmkv.store.catalog import Boundaries
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.plan.block_map import BlockMap
-from lmkv.vllm.plan.metadata import StepPlanBuilder
+from lmkv.vllm.plan.metadata import JobReport, StepPlanBuilder
 from lmkv.vllm.plan.options import MAX_TOKENS
-from lmkv.vllm.scheduler.jobs import Jobs
+from lmkv.vllm.plan.request import Request
 from lmkv.vllm.scheduler.observer import SchedulerObserver
 
 
 @frozen(kw_only=True)
 class SchedulerOptions:
-    """Made once, by the connector, from lmkv's and vLLM's configuration. The fields are in order:
+    """Made once, by the connector, from lmkv's and vLLM's configuration.
 
     `ranks`: workers that answer each order. `loads`, `stores`: False switches that direction off, as for a
     producer or a consumer. `save_decode`: generated tokens are stored too. `save_unfull_chunk`: tails are
@@ -30,11 +31,11 @@ class SchedulerOptions:
     delays others less ("auto"). `concurrent_copies`: the device copies while it computes.
     `prefetch_deadline`: most seconds that a request waits for chunks of lower tiers. `lookahead`: how many
     tokens after a position its KV depends on, so that the end of a key's tokens cannot be served.
-    `state_interval`: chunks from one kept state of a long prompt to the next; 0: so many that states take as much room
-    as chunks. `pin_ttl`: seconds that a prefetch is kept, and a priority lasts. `audit_rate`: share of hits that are
-    computed all the same, and compared, if `audits_computed`; and of loads that are read back. After a wrong one
-    `audit_action` drops it, or disables loads as well. `media_by_name`: names of images are theirs alone. `longest`:
-    tokens of the longest prompt. `clock`: in seconds.
+    `state_interval`: chunks from one kept state of a long prompt to the next; 0: states and chunks get equal room.
+    `pin_ttl`: seconds that a prefetch is kept, and a priority lasts. `audit_rate`: share of hits that are recomputed
+    and compared, if `audits_computed`; and of loads that are read back. After a wrong one, `audit_action` drops it, or
+    disables loads as well. `media_by_name`: names of images are theirs alone. `longest`: tokens of the longest prompt.
+    `clock`: in seconds.
     """
 
     ranks: int = 1
@@ -58,10 +59,81 @@ class SchedulerOptions:
     longest: int = MAX_TOKENS
     clock: Clock = time.monotonic
 
+    @classmethod
+    def of(cls, config: object, **given: Any) -> Self:
+        """The options that `config` has by equal names, and those given."""
+        found = {each.name: getattr(config, each.name) for each in fields(cls) if hasattr(config, each.name)}
+        return cls(**{**found, **given})
 
-@frozen(kw_only=True)
+
+@define(eq=False)
+class Job:
+    """An order to the workers for a request. Each planner has its own kind.
+
+    `distrusted`: ordered before a load was known to have failed, or before a reset: its copies may have been computed
+    from unfilled blocks.
+    """
+
+    planner: Planner = field(repr=False)
+    request: Request
+    distrusted: bool = field(init=False, default=False)
+
+
+J = TypeVar("J", bound=Job)
+
+
+class Jobs:
+    """The jobs that have not ended. Called on the scheduling thread only. `ranks`: workers that answer each order."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._jobs: dict[int, Job] = {}
+        self._reports: dict[int, JobReport] = {}
+        """Answers of some ranks."""
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def begin(self, number: int, job: Job) -> None:
+        """Follow an order that is in the step's plan."""
+        self._jobs[number] = job
+
+    def get(self, number: int) -> Job | None:
+        return self._jobs.get(number)
+
+    def of(self, kind: type[J]) -> Iterator[J]:
+        """The jobs of a kind, the oldest first."""
+        return (job for job in self._jobs.values() if isinstance(job, kind))
+
+    def distrust(self) -> None:
+        """Discard the results of all jobs ordered until now.
+
+        After a failed load, KV may depend on the unfilled blocks, which vLLM's prefix cache shares with other requests.
+        After a reset, no request looks for it.
+        """
+        for job in self._jobs.values():
+            job.distrusted = True
+
+    def answered(self, reports: Mapping[int, JobReport]) -> Iterator[tuple[int, JobReport]]:
+        """Merge the answers of some ranks; yield the jobs that all ranks have answered."""
+        for number, part in reports.items():
+            known = self._reports.pop(number, None)
+            merged = part if known is None else known.merge(part)
+            if merged.ranks < self._ranks:
+                self._reports[number] = merged
+            else:
+                yield number, merged
+
+    def end(self, number: int, report: JobReport) -> None:
+        """End a job that all ranks have answered. Ignores unknown jobs."""
+        job = self._jobs.pop(number, None)
+        if job is not None:
+            job.planner.ended(number, job, report)
+
+
+@frozen
 class PlanContext:
-    """One engine's store, where hits may end, its map of blocks to chunks, the step's plan, jobs, options, observer."""
+    """One engine's store, boundaries between chunks, block map, step plan, jobs, options, observer."""
 
     store: TieredStore
     boundaries: Boundaries
@@ -71,12 +143,16 @@ class PlanContext:
     options: SchedulerOptions
     observer: SchedulerObserver
 
-    @property
-    def chunk_size(self) -> int:
-        """Tokens per chunk."""
-        return self.block_map.chunk_size
 
-    @property
-    def loads_within_step(self) -> bool:
-        """Whether a step may load what it reads: vLLM must be able to go on without it."""
-        return self.block_map.one_full_table and self.options.load_mode != "async"
+class Planner:
+    """A part of the scheduler side. Called on the scheduling thread only; never waits."""
+
+    def __init__(self, context: PlanContext) -> None:
+        self._store, self._boundaries, self._block_map = context.store, context.boundaries, context.block_map
+        self._builder, self._jobs, self._options = context.builder, context.jobs, context.options
+        self._observer, self._telemetry = context.observer, context.observer.telemetry
+        self._clock = context.options.clock
+        self._chunk_size = context.block_map.chunk_size
+
+    def ended(self, number: int, job: Job, report: JobReport) -> None:
+        """Follow up a job of this planner that all ranks have answered. `number`: as in the order."""

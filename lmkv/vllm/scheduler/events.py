@@ -29,7 +29,7 @@ BlockHash = int | bytes
 """The hash of a block in vLLM's own events."""
 
 _BATCH_CHANGES = 1024
-"""Changes that one step makes events of; the next step goes on."""
+"""Most changes that one step turns into events; the next step continues."""
 
 
 class Place(NamedTuple):
@@ -48,7 +48,7 @@ def place_of(tier: str) -> Place:
 
 @frozen(kw_only=True)
 class Blocks:
-    """Consecutive blocks of one KV cache group, with the fields of vLLM's events. `tokens`: of all blocks."""
+    """Consecutive blocks of one KV cache group, with the fields of vLLM's events. `tokens`: those of all blocks."""
 
     group: int
     block_size: int
@@ -90,7 +90,7 @@ Describe = Callable[[VLLMRequest, int, int, int], Blocks | None]
 
 @define(eq=False)
 class _Chunk:
-    """A chunk or state whose blocks are known, by KV cache group without a window. `tiers`: those that have it."""
+    """A chunk or state with known blocks, by KV cache group without a window. `tiers`: the tiers that have it."""
 
     blocks: list[Blocks]
     tiers: set[str] = field(factory=set)
@@ -99,8 +99,7 @@ class _Chunk:
 class EventRecorder:
     """Observes the store's tiers and records their gains and losses as events. Never raises into vLLM.
 
-    `track`, `take` and `reset` are called on the scheduling thread only. It forgets a chunk when no tier has it
-    any more.
+    `track`, `take` and `reset` are called on the scheduling thread only. It forgets a chunk once no tier has it.
     """
 
     def __init__(self, store: TieredStore, block_map: BlockMap, describe: Describe) -> None:
@@ -137,9 +136,9 @@ class EventRecorder:
     # -- the scheduling thread ----------------------------------------------------------------------------
 
     def track(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Publish from now on where the leading chunks of a request are, and the states behind them.
+        """Publish from now on where a request's leading chunks are, and the states behind them.
 
-        A chunk that is another request's is skipped: it was tracked with that one.
+        Skips another request's chunks: they were tracked with that one.
         """
         try:
             self._track({key: _Chunk(blocks) for key, blocks in self._unknown(request, keys) if blocks})
@@ -179,7 +178,7 @@ class EventRecorder:
     def _track(self, chunks: dict[ChunkKey, _Chunk]) -> None:
         if not chunks:
             return
-        # Before the store is asked, so that a change after its answer is noted.
+        # Before the store answers, so that later changes are noted.
         self._chunks |= chunks
         for key, found in zip(chunks, self._store.catalog.replay_to(self, list(chunks)), strict=True):
             if not found:
@@ -204,7 +203,7 @@ class EventRecorder:
         return events
 
     def _stored(self, place: Place, blocks: Blocks) -> Iterator[Event]:
-        """Make an event for each run of blocks that were not there."""
+        """Make an event for each run of new blocks."""
         counts = self._counts.setdefault((place, blocks.group), {})
         for block in blocks.hashes:
             counts[block] = counts.get(block, 0) + 1
@@ -224,18 +223,18 @@ class EventRecorder:
         if gone:
             yield BlocksRemoved(place, blocks.group, gone)
 
-    def reannounce(self) -> None:
-        """Re-announce all known chunks in their present places."""
+    def republish(self) -> None:
+        """Publish all known chunks again, in their present places."""
         again = [(tier, key, True) for key, chunk in self._chunks.items() for tier in sorted(chunk.tiers)]
         for chunk in self._chunks.values():
             chunk.tiers.clear()
         self._events.clear()
         self._counts.clear()
-        # Before the changes that are waiting.
+        # Before the waiting changes.
         self._changes.extendleft(reversed(again))
 
     def reset(self) -> None:
-        """Everything was deleted: publish that all blocks are gone, and forget them."""
+        """Publish that all blocks are gone, and forget them: everything was deleted."""
         self._chunks.clear()
         self._changes.clear()
         self._events += [

@@ -1,4 +1,4 @@
-"""`Loads`: the loads that were ordered, within a step and between steps, until every rank has answered.
+"""`Loads`: the ordered loads, within a step and between steps, until every rank has answered.
 
 vLLM's prefix cache shares the blocks of a load within a step from their allocation on. Until the load is known
 to have succeeded no other request may share them, and if it fails they are evicted from that cache.
@@ -22,8 +22,7 @@ from lmkv.vllm.plan.block_map import BlockMap
 from lmkv.vllm.plan.metadata import JobReport
 from lmkv.vllm.plan.request import STALL, BlockTables, Request
 from lmkv.vllm.scheduler.audit import AuditedLoad, LoadAudits
-from lmkv.vllm.scheduler.context import PlanContext
-from lmkv.vllm.scheduler.jobs import Job
+from lmkv.vllm.scheduler.context import Job, PlanContext, Planner
 from lmkv.vllm.scheduler.timing import MIN_STEP_TOKENS, Timing
 
 logger = logging.getLogger("lmkv.vllm")
@@ -31,7 +30,7 @@ logger = logging.getLogger("lmkv.vllm")
 
 @define(eq=False)
 class LoadWindow:
-    """Copies of `tokens`, to be ordered together. `lease`: of their slots. `last`: the load ends with this window.
+    """Copies of `tokens`, ordered together. `lease`: on their slots. `last`: the load ends with this window.
 
     `first`: number of the first chunk.
     """
@@ -48,10 +47,10 @@ class LoadWindow:
 class AsyncLoad:
     """Loads tokens [start, end) of one request into its blocks, while the request does not compute.
 
-    `keys`: of the chunks from the one that contains token `start`, and of the states behind the last of them. While
-    up to `window` of them are copied the next ones are promoted, so that a load references 2 * `window` slots at most.
-    It ends early, naming the blocks that were not filled, when one is lost, none arrives for `timeout` seconds, or all
-    its waits together last longer than `limit` seconds.
+    `keys`: the chunks from the one with token `start` on, and the states behind the last. While up to `window` of them
+    are copied, the next ones are promoted; so a load references at most 2 * `window` slots. It ends early, naming the
+    unfilled blocks, when a chunk is lost, none arrives for `timeout` seconds, or all waits together exceed `limit`
+    seconds.
     """
 
     store: TieredStore = field(repr=False)
@@ -62,13 +61,13 @@ class AsyncLoad:
     end: int
     window: int
     timeout: float
-    clock: Clock = field(repr=False)
     limit: float
+    clock: Clock = field(repr=False)
     promote: Callable[..., Promotion] = field(repr=False)
     """As `TieredStore.promote`."""
     stopped: bool = False
     abandoned: bool = False
-    """Its request has ended: nobody computes the tokens that are not loaded."""
+    """Its request has ended: the tokens not loaded need no computation."""
     ended: bool = False
     copying: int = 0
     """Chunks of the window that is being copied, or 0."""
@@ -87,7 +86,7 @@ class AsyncLoad:
     def advance(self) -> LoadWindow | None:
         """The next window that can be copied now, or None. Never waits."""
         if self.stopped and not self.ended:
-            # vLLM frees the blocks with the last window: not while the one before it is being copied into them.
+            # vLLM frees the blocks with the last window, so not while the one before it is being copied.
             return None if self.copying else self.give_up()
         self._promote_next()
         if self.ended or self.copying:
@@ -100,7 +99,7 @@ class AsyncLoad:
             return None
         self._waited += waits
         if not promotion.done and too_long:
-            # The chunks that are there by now are the last to be copied.
+            # Copy the chunks that have arrived by now as the last.
             self.stopped = True
         # Leased before the promotion is released: in between the chunks could be evicted.
         lease = self.store.lease(promotion.keys)
@@ -127,7 +126,7 @@ class AsyncLoad:
         return LoadWindow(copies, lease, [], self.ended, max(0, high - low), base)
 
     def _state_copies(self, lease: Lease) -> list[ChunkCopy]:
-        """Copies of the states among the leased entries. Raises ValueError for a state that vLLM has no block for."""
+        """Copies of the states among the leased entries. Raises ValueError if vLLM has no block for a state."""
         if not self.block_map.states:
             return []
         blocks = self.block_map.state_blocks(self.block_ids, self.end)
@@ -140,18 +139,16 @@ class AsyncLoad:
                 copies.append(copy)
         return copies
 
-    def _unfilled(self) -> list[int]:
-        low = max(self.start, (self.first_chunk + self._copied) * self.block_map.chunk_size)
-        return self.block_map.blocks_between(self.block_ids, low, self.end)
-
     def give_up(self) -> LoadWindow:
-        """End here: a last window without copies, naming the blocks that were not filled."""
+        """End here, with a window without copies that names the unfilled blocks."""
         self.ended = True
         self._drop_promotion()
-        return LoadWindow([], self.store.lease(()), self._unfilled(), last=True)
+        low = max(self.start, (self.first_chunk + self._copied) * self.block_map.chunk_size)
+        unfilled = self.block_map.blocks_between(self.block_ids, low, self.end)
+        return LoadWindow([], self.store.lease(()), unfilled, last=True)
 
     def copied(self, ok: bool) -> None:
-        """The copy of the window has ended on every rank, and its lease was released. After a failure it stops."""
+        """The window's copy has ended on every rank, and its lease was released. Stop after a failure."""
         if ok:
             self._copied += self.copying
         else:
@@ -159,9 +156,9 @@ class AsyncLoad:
         self.copying, self._waits_since = 0, self.clock()
 
     def stop(self) -> None:
-        """Copy nothing after the window that is being copied, and report the unfilled blocks.
+        """Copy nothing after the present window, and report the unfilled blocks.
 
-        vLLM frees the request's blocks only once the load is reported as ended, with the next window.
+        vLLM frees the request's blocks only when the next window reports the end of the load.
         """
         self.stopped = True
         self._drop_promotion()
@@ -173,7 +170,7 @@ class AsyncLoad:
 
 
 class AsyncLoadAdmission:
-    """Whether another request may have blocks that are filled between steps.
+    """Decides whether another request may load between steps.
 
     vLLM cannot preempt a request whose blocks are being filled. Before it schedules another one it reserves
     the blocks that these still need, but vLLM 0.32 reserves too few for layers with a sliding window: two
@@ -204,7 +201,7 @@ class AsyncLoadAdmission:
         self._requests.pop(request.request_id, None)
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False)
 class _LoadJob(Job):
     """A load, or a window of one between steps.
 
@@ -216,29 +213,22 @@ class _LoadJob(Job):
     first_chunk: int
     tokens: int
     between_steps: bool
+    audit: AuditedLoad | None
     load: AsyncLoad | None = None
     start: int = 0
     unconfirmed: Sequence[int] = ()
-    audit: AuditedLoad | None = None
 
 
-class Loads:
-    """Orders loads and follows them to their end. Called on the scheduling thread only; never waits.
+class Loads(Planner):
+    """Orders loads and follows them to their end.
 
     `admission`: of loads between steps. `evict_blocks(blocks)`: takes blocks out of vLLM's prefix cache.
     `on_failed_load(request_id)`: called before vLLM goes on with that request.
     """
 
     def __init__(self, context: PlanContext, timing: Timing, audits: LoadAudits) -> None:
-        options = context.options
+        super().__init__(context)
         self._timing, self._audits = timing, audits
-        self._store = context.store
-        self._observer = context.observer
-        self._block_map = context.block_map
-        self._chunk_size = context.chunk_size
-        self._builder = context.builder
-        self._jobs = context.jobs
-        self._deadline, self._clock = options.prefetch_deadline, options.clock
         # An asynchronous load references two windows at most: half of the slots, and leaves the other half.
         self._window = max(1, context.store.slab.num_slots // 4)
         self._async_loads: dict[str, tuple[Request, AsyncLoad]] = {}
@@ -256,18 +246,18 @@ class Loads:
 
     @property
     def busy(self) -> bool:
-        """Whether the end of a load has not been reported yet."""
+        """Whether some load has not ended yet."""
         return bool(self._async_loads) or any(True for _ in self._jobs.of(_LoadJob))
 
     @property
     def timed_steps(self) -> int:
-        """How many timed steps are under way."""
+        """Timed steps under way."""
         return len(self._steps)
 
     def is_unconfirmed(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether vLLM's own hit may include blocks of a load that is not known to have succeeded.
+        """Whether vLLM's own hit may include blocks of a load whose success is unknown.
 
-        Compares the tokens of the load's first block only: waiting a step in vain does no harm.
+        Compares only the tokens of the load's first block: an unnecessary wait of one step does no harm.
         """
         size = self._block_map.groups[0].block_size
         return any(
@@ -277,7 +267,7 @@ class Loads:
         )
 
     def may_have_been_read(self, number: int) -> bool:
-        """Whether a step may have computed from the blocks of this load: none does before a load between steps ends."""
+        """Whether a step may have computed from this load's blocks. None does before a load between steps ends."""
         job = self._jobs.get(number)
         return isinstance(job, _LoadJob) and not job.between_steps
 
@@ -295,7 +285,7 @@ class Loads:
         self._follow(order.job, request, lease, tables, end, audit)
 
     def fail(self, request: Request, tables: BlockTables, end: int) -> None:
-        """A promised load could not be ordered: report its blocks, up to token `end`, as failed."""
+        """Report the blocks of a promised load, up to token `end`, as failed: it could not be ordered."""
         request.loading.failed = True
         request.waiting.release_lease()
         owner, load = self._async_loads.get(request.request_id, (None, None))
@@ -306,20 +296,18 @@ class Loads:
             self._order_failed(request, tables, end)
 
     def fail_unknown(self, tables: BlockTables) -> None:
-        """The same for a request that nobody knows."""
+        """The same for an unknown request."""
         unfilled = [block for table in tables for block in table if block]
         self.evict_blocks(set(unfilled))
         self._builder.load([], unfilled)
 
     def _order_failed(self, request: Request, tables: BlockTables, end: int, lease: Lease | None = None) -> None:
-        """Order a load without copies. `lease`: of chunks to drop."""
-        failed, between = (
-            self._block_map.blocks_between(tables, request.waiting.computed, end),
-            request.waiting.between_steps,
-        )
+        """Order a load without copies. `lease`: on chunks to drop."""
+        between = request.waiting.between_steps
+        failed = self._block_map.blocks_between(tables, request.waiting.computed, end)
         finishes = request.request_id if between else None
         order = self._builder.load([], failed, between_steps=between, finishes=finishes)
-        # A job like others, so that whatever is computed from these blocks is not stored.
+        # A job like others, so that nothing computed from these blocks is stored.
         self._follow(order.job, request, lease or self._store.lease(()), tables, end)
 
     def _follow(
@@ -332,46 +320,32 @@ class Loads:
         audit: AuditedLoad | None = None,
     ) -> None:
         start = request.waiting.computed
-        job = _LoadJob(
-            planner=self,
-            request=request,
-            lease=lease,
-            first_chunk=start // self._chunk_size,
-            tokens=end - start,
-            between_steps=request.waiting.between_steps,
-            start=start,
-            unconfirmed=tables[0][start // self._block_map.groups[0].block_size :],
-            audit=audit,
-        )
-        self._jobs.begin(number, job)
+        unconfirmed = tables[0][start // self._block_map.groups[0].block_size :]
+        size = start // self._chunk_size, end - start
+        made = _LoadJob(self, request, lease, *size, request.waiting.between_steps, audit, None, start, unconfirmed)
+        self._jobs.begin(number, made)
 
     def begin(self, request: Request, keys: Sequence[ChunkKey], tables: BlockTables, end: int) -> None:
-        """Load `keys` up to token `end` between steps; the first of them has the first token that is not computed."""
+        """Load `keys` up to token `end` between steps. The first of them has the first token not computed."""
         here = self._store.catalog.count_prefix(keys)[0]
-        patience = self._timing.limit(keys, here, len(keys)) if here < len(keys) else None
-        load = AsyncLoad(
-            self._store,
-            self._block_map,
-            keys,
-            [list(table) for table in tables],
-            request.waiting.computed,
-            end,
-            # Chunks that are in host memory already are one window, if others still find slots meanwhile.
-            here if here == len(keys) <= self._timing.max_promoted else self._window,
-            # Stop waiting after so many seconds without a chunk, or in total; the rest is computed.
-            min(self._deadline, STALL if patience is None else patience),
-            self._clock,
-            math.inf if patience is None else patience,
-            self._timing.promote,
-        )
+        limit = self._timing.limit(keys, here, len(keys)) if here < len(keys) else None
+        # Chunks all in host memory are one window, if others still find slots meanwhile.
+        window = here if here == len(keys) <= self._timing.max_promoted else self._window
+        # Stop waiting after this many seconds without a chunk, or in total. The rest is computed.
+        timeout = min(self._options.prefetch_deadline, STALL if limit is None else limit)
+        span = request.waiting.computed, end
+        made = self._store, self._block_map, keys, [list(table) for table in tables], *span, window, timeout
+        load = AsyncLoad(*made, math.inf if limit is None else limit, self._clock, self._timing.promote)
         request.loading.begun += 1
         self.admission.begin(request)
         self._async_loads[request.request_id] = (request, load)
 
     def end_step(self, scheduled_tokens: int, requests: int) -> None:
-        """A step was scheduled: order the windows that are ready."""
+        """Order the windows that are ready: a step was scheduled."""
         if scheduled_tokens >= MIN_STEP_TOKENS:
-            self._begin_timing(scheduled_tokens)
+            self._last_step += 1
+            self._steps[self._last_step] = scheduled_tokens, self._clock()
+            self._builder.time(self._last_step)
         self._timing.mode.computing = requests
         for request, load in list(self._async_loads.values()):
             window = self._advance(load)
@@ -379,7 +353,7 @@ class Loads:
                 try:
                     self._order_window(request, load, window)
                 except Exception:
-                    # No worker will report it, and `cancel` waits for what is being copied.
+                    # No worker will report it, and `cancel` waits for running copies.
                     window.lease.release()
                     load.copied(ok=False)
                     raise
@@ -388,7 +362,7 @@ class Loads:
 
     def cancel(self) -> None:
         """Planning failed: cancel the loads between steps. Those being copied end at a later call."""
-        # Blocks that were given up are written into by this step, without having been read again.
+        # This step overwrites released blocks that were not reread.
         self._audits.forget()
         for request, load in list(self._async_loads.values()):
             load.stop()
@@ -396,27 +370,13 @@ class Loads:
                 self._order_window(request, load, load.give_up())
                 del self._async_loads[request.request_id]
 
-    def _begin_timing(self, tokens: int) -> None:
-        self._last_step += 1
-        self._steps[self._last_step] = (tokens, self._clock())
-        self._builder.timed = self._last_step
-
     def _order_window(self, request: Request, load: AsyncLoad, window: LoadWindow) -> None:
         request.loading.failed |= bool(window.failed_blocks)
         finishes = request.request_id if window.last else None
         audit = self._audits.take(request, window.copies, window.first, load.end, between_steps=True)
         made = window.copies, window.failed_blocks
         order = self._builder.load(*made, between_steps=True, finishes=finishes, audited=audit is not None)
-        job = _LoadJob(
-            planner=self,
-            request=request,
-            lease=window.lease,
-            first_chunk=load.first_chunk,
-            tokens=window.tokens,
-            between_steps=True,
-            load=load,
-            audit=audit,
-        )
+        job = _LoadJob(self, request, window.lease, load.first_chunk, window.tokens, True, audit, load)
         self._jobs.begin(order.job, job)
 
     @staticmethod
@@ -431,18 +391,18 @@ class Loads:
     # -- ends ---------------------------------------------------------------------------------------------
 
     def step_ended(self, step: int) -> None:
-        """The output of a timed step has come. vLLM may have scheduled it before the step before it had ended."""
+        """Time a step whose output has come. vLLM may have scheduled it before the previous step had ended."""
         tokens, scheduled = self._steps.pop(step, (0, 0.0))
         now = self._clock()
-        self._timing.cost.observe_step(tokens, now - max(scheduled, self._last_end))
+        self._timing.cost.note_step(tokens, now - max(scheduled, self._last_end))
         self._last_end = now
-        # Reports come in the order of the steps: an earlier one that is missing never comes.
+        # Reports come in the order of the steps: a missing earlier one never comes.
         self._steps = {number: timed for number, timed in self._steps.items() if number > step}
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """All ranks have answered. Chunks of a failed load are dropped, and the request offered no more."""
+        """All ranks have answered. After a failure, drop the chunks and offer the request no further load."""
         assert isinstance(job, _LoadJob)
-        # The end of a load that was stopped, for its request or a copy before it failed, is no failure of its own.
+        # The end of a stopped load is no failure of its own.
         counts = job.tokens or job.load is None or not job.load.stopped
         # Not before the last rank has answered: until then they read the slots.
         keys = job.lease.keys
@@ -458,10 +418,10 @@ class Loads:
             self._observer.telemetry.loaded(job.tokens, report)
         self._observer.loaded(job.request, report)
         if report.ok:
-            self._timing.mode.observe(report.nbytes, report.seconds)
+            self._timing.mode.note_load(report.nbytes, report.seconds)
 
     def _failed(self, job: _LoadJob, keys: Sequence[ChunkKey]) -> None:
-        """`keys`: of chunks that may be wrong."""
+        """`keys`: the chunks that may be wrong."""
         request = job.request
         if job.load is None or not job.load.abandoned:
             logger.warning("lmkv: a load for request %s failed; it is recomputed", request.name)
@@ -476,7 +436,7 @@ class Loads:
         self._store.drop(keys)
 
     def stop(self, request: Request) -> set[int]:
-        """Have the request compute what its load between steps has not filled by now; returns the load's blocks."""
+        """Stop the request's load between steps; it computes the rest. Returns the load's blocks."""
         owner, load = self._async_loads.get(request.request_id, (None, None))
         if load is None or owner is not request:
             return set()
@@ -484,8 +444,8 @@ class Loads:
         return {block for table in load.block_ids for block in table}
 
     def forget(self, request: Request) -> None:
-        """The request has ended: stop its load between steps."""
+        """Stop an ended request's load between steps."""
         self.admission.end(request)
         if self.stop(request):
-            # Not deleted: the next step reports it as ended, and only then vLLM frees the blocks.
+            # Kept: only when the next step reports its end does vLLM free the blocks.
             self._async_loads[request.request_id][1].abandoned = True

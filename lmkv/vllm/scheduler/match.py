@@ -21,7 +21,7 @@ from lmkv.protocols import ChunkKey
 from lmkv.store.promotion import Promotion
 from lmkv.vllm.plan.request import BlockTables, Miss, Patience, Request, VLLMRequest
 from lmkv.vllm.scheduler.audit import HitAudits
-from lmkv.vllm.scheduler.context import PlanContext
+from lmkv.vllm.scheduler.context import PlanContext, Planner
 from lmkv.vllm.scheduler.loads import Loads
 from lmkv.vllm.scheduler.timing import Timing
 
@@ -31,9 +31,9 @@ _MAX_ASYNC_LOADS = 3
 _YIELD, _YIELD_EVERY = 5e-5, 0.01
 """Seconds for which the scheduling thread lets I/O threads have the interpreter, and least seconds between two."""
 _LOOK_EVERY = 0.01, 0.1, 1.0
-"""Least seconds between two looks for what another server stores, part of the time waited so far, and most seconds."""
+"""Between two looks for another server's chunks: least seconds, part of the time waited so far, most seconds."""
 _LOOK_CHUNKS = 256
-"""Chunks that one look is for."""
+"""Chunks looked for at a time."""
 _SHARED = "?"
 """Stands for all shared tiers where their answers to lookups are timed."""
 
@@ -60,8 +60,7 @@ WAIT = Wait()
 class _Lookup:
     """One lookup. `wanted`: keys of the chunks that a load may end with; vLLM has computed the first `computed`.
 
-    `keys`: of the longest hit, states included: the first `ready` are in host memory, the first `found` are worth
-    loading.
+    `keys`: the longest hit, states included. The first `ready` are in host memory, the first `found` are worth loading.
     """
 
     request: Request
@@ -72,22 +71,17 @@ class _Lookup:
     found: int = 0
 
 
-class Matcher:
-    """Answers lookups and promises chunks. Called on the scheduling thread only; never waits.
+class Matcher(Planner):
+    """Answers lookups and promises chunks.
 
-    `stop_at(request, tokens)`: has vLLM end a step of the request there, and hand over its states.
+    `stop_at(request, tokens)`: makes vLLM end a step of the request there, and hand over its states.
     """
 
     def __init__(self, context: PlanContext, timing: Timing, loads: Loads, audit: HitAudits) -> None:
+        super().__init__(context)
         self._timing, self._loads, self._audit = timing, loads, audit
-        self._store = context.store
-        self._observer = context.observer
-        self._block_map = context.block_map
-        self._boundaries = context.boundaries
-        self._chunk_size = context.chunk_size
-        self._options = context.options
-        self._clock = context.options.clock
-        self._may_load_within_step = context.loads_within_step
+        # A step may load what it reads if vLLM can go on without it.
+        self._may_load_within_step = self._block_map.one_full_table and self._options.load_mode != "async"
         self._promised: dict[str, Request] = {}
         self._yielded = -math.inf
         self.stop_at: Callable[[VLLMRequest, int], None] = lambda request, tokens: None
@@ -103,7 +97,7 @@ class Matcher:
         if request.options.max_load_tokens == 0:
             return
         request.waiting.shared_lookup = self._store.look_up_shared(keys, self._boundaries.states)
-        keys = self._boundaries.wanted(keys)
+        keys = self._boundaries.keys_to_promote(keys)
         ready, found = self._worth_loading(request, keys)
         if ready < found <= self._timing.max_promoted:
             promotion = self._timing.promote(keys[:found], prefetch=True, owner=request.root)
@@ -120,11 +114,12 @@ class Matcher:
     # -- lookup -------------------------------------------------------------------------------------------
 
     def match(self, request: Request, num_computed_tokens: int) -> Match:
-        """What can be loaded beyond the computed tokens, or why nothing is."""
+        """Decide what to load beyond the computed tokens, or why nothing."""
         self._loads.admission.end(request)
         waiting = request.waiting
         waiting.computed, waiting.between_steps = num_computed_tokens, False
-        if self._has_looked_lately(request):
+        if 0.0 < waiting.look_at > self._clock():
+            # It has looked lately for another server's chunks.
             return WAIT
         lookup = _Lookup(request, num_computed_tokens // self._chunk_size, self._keys(request))
         self._audit.wrong.purge(lookup.wanted)
@@ -135,7 +130,7 @@ class Matcher:
         return self._answer(lookup)
 
     def _answer(self, lookup: _Lookup) -> Match:
-        """Promise what was found, all waits being over."""
+        """Promise the found chunks. All waits are over."""
         request, computed = lookup.request, lookup.request.waiting.computed
         keys, last = self._extended(request, lookup.keys[: lookup.found])
         ready = len(keys) if lookup.ready == lookup.found else lookup.ready
@@ -145,11 +140,13 @@ class Matcher:
                 return WAIT
             chunks = 0
         last = last if chunks == len(keys) else self._chunk_size
-        hit = self._hit_tokens(request, self._boundaries.chunks(chunks), last)
+        hit = self._hit_tokens(request, self._boundaries.without_states(chunks), last)
         need = max(0, hit - computed)
         self._stop_where_prompts_part(request, lookup.wanted, max(hit, computed))
         few = 0 < need < self._options.min_retrieve_tokens
-        miss = self._explained(lookup, hit, 0 if few else need, few=few)
+        end, late = computed + (0 if few else need), request.waiting.patience.late
+        covered = end + self._options.lookahead if hit else end
+        miss = self._observer.explainer.explain(request, lookup.wanted, end, covered, few=few, late=late)
         self._observer.looked_up(request, miss, hit, need)
         if few or not need:
             request.waiting.cancel()
@@ -163,15 +160,8 @@ class Matcher:
             return WAIT
         return Hit(need, between_steps)
 
-    def _explained(self, lookup: _Lookup, hit: int, need: int, *, few: bool) -> Miss | None:
-        """Why the tokens behind the hit are not loaded."""
-        end = lookup.request.waiting.computed + need
-        covered = end + self._options.lookahead if hit else end
-        late = lookup.request.waiting.patience.late
-        return self._observer.explainer.explain(lookup.request, lookup.wanted, end, covered, few=few, late=late)
-
     def refuse(self, request: Request, num_computed_tokens: int, reason: str) -> Miss:
-        """Have the request load nothing."""
+        """Answer that the request loads nothing."""
         request.waiting.computed = num_computed_tokens
         miss = Miss(reason, max(0, request.last_token - num_computed_tokens))
         self._observer.missed(request, miss)
@@ -179,31 +169,26 @@ class Matcher:
 
     # -- waits, in their order ----------------------------------------------------------------------------
 
-    def _has_looked_lately(self, request: Request) -> bool:
-        """Whether it has looked lately for what another server stores."""
-        look_at = request.waiting.look_at
-        return look_at > 0.0 and self._clock() < look_at
-
     def _asks_shared_tiers(self, lookup: _Lookup) -> bool:
-        """Whether shared tiers have not answered yet, and the request may wait for their answer."""
+        """Whether the request waits for an answer of shared tiers."""
         waiting, wanted = lookup.request.waiting, lookup.request.options.wait_for
         asked, now = waiting.shared_lookup, self._clock()
         if asked is None:
             return False
         if not asked.done:
-            # All waits for chunks that another server stores count as one, however many lookups they take.
+            # All waits for another server's chunks count as one, over any number of lookups.
             tokens = len(lookup.wanted) * self._chunk_size
             limit = partial(self._timing.cost.patience, _SHARED, tokens, 1)
             return waiting.patience.lasts(now, partial(self._timing.compute_seconds, wanted) if wanted else limit, 0)
-        self._timing.cost.observe_load(_SHARED, 1, asked.seconds)
-        # The chunks that were found now may be worth loading.
+        self._timing.cost.note_load(_SHARED, 1, asked.seconds)
+        # The chunks found now may be worth loading.
         waiting.shared_lookup = waiting.worth_loading = None
         if not wanted:
             waiting.patience.end(now)
         return False
 
     def _awaits_another_server(self, lookup: _Lookup) -> bool:
-        """Whether another server has still to store the tokens of `wait_for`; if so, asks for them again.
+        """Whether another server has yet to store the tokens of `wait_for`. If so, asks for them again.
 
         Later waits have a deadline of their own.
         """
@@ -211,8 +196,8 @@ class Matcher:
         wanted = request.options.wait_for
         if not wanted:
             return False
-        # Many requests may wait, for long prompts: each goes on from what it has found, and looks less and less often.
-        keys = self._boundaries.entries(lookup.wanted[: -(-wanted // self._chunk_size)])
+        # Many requests may wait for long prompts: each continues after the chunks it has found, ever less often.
+        keys = self._boundaries.with_states(lookup.wanted[: -(-wanted // self._chunk_size)])
         found = waiting.stored_elsewhere
         found += self._store.catalog.count_prefix(keys[found:])[1]
         missing = found < len(keys) and waiting.computed < wanted
@@ -232,7 +217,7 @@ class Matcher:
         return False
 
     def _promotes(self, lookup: _Lookup) -> bool:
-        """Find the longest hit; whether the request waits until host memory has it."""
+        """Find the longest hit. Returns whether the request waits until host memory has it."""
         self._find(lookup)
         if lookup.found <= max(lookup.ready, lookup.computed):
             return False
@@ -241,7 +226,7 @@ class Matcher:
         # The promotion has ended, now or before: its chunks are in host memory.
         self._find(lookup)
         if self._boundaries.states and lookup.ready < lookup.found <= self._timing.max_promoted:
-            lookup.keys = self._boundaries.ready(lookup.wanted, lookup.computed)
+            lookup.keys = self._boundaries.ready_hit(lookup.wanted, lookup.computed)
             lookup.ready = lookup.found = len(lookup.keys)
         return False
 
@@ -299,12 +284,12 @@ class Matcher:
         while self._boundaries.states:
             if len(chain) > waiting.longest_hit:
                 chain = chain[: int(waiting.longest_hit)]
-            lookup.keys = self._boundaries.found(chain, lookup.computed)
+            lookup.keys = self._boundaries.stored_hit(chain, lookup.computed)
             lookup.ready, lookup.found = self._worth_loading(request, lookup.keys)
             if lookup.found == len(lookup.keys):
                 return
-            # Some of them are slower to load than to compute: perhaps those of a shorter hit are not.
-            waiting.longest_hit = min(lookup.found, self._boundaries.chunks(len(lookup.keys)) - 1)
+            # Some load more slowly than they compute. A shorter hit's may not.
+            waiting.longest_hit = min(lookup.found, self._boundaries.without_states(len(lookup.keys)) - 1)
             waiting.worth_loading = None
         lookup.ready, lookup.found = self._worth_loading(request, lookup.keys)
 
@@ -324,19 +309,18 @@ class Matcher:
         key, count = self._store.catalog.longest_prefix(request.chain.origin(len(keys)), tokens)
         left = request.last_token - at
         usable = min(count, left)
-        # A few tokens with which many prompts begin alike are sooner computed than loaded.
+        # A few tokens that many prompts share compute faster than they load.
         few = usable < min(left, self._block_map.groups[0].block_size)
         return (keys, size) if few else ([*keys, key], count)
 
     def _offer(self, request: Request, ready: int, found: int) -> tuple[int, bool]:
         """`(chunks, between_steps)`: how many chunks to promise, and whether they are loaded between steps.
 
-        Between steps: hits that are too long for host memory, and all where a load within a step may not
-        fail.
+        Loads between steps: hits too long for host memory, and all hits if a load within a step must not fail.
         """
         if request.loading.begun >= _MAX_ASYNC_LOADS:
-            # Preempted again and again. vLLM cannot preempt a request that is loading: two of them could
-            # preempt each other in turns for ever, where requests that compute make progress.
+            # Preempted again and again. vLLM cannot preempt a loading request: two of them could preempt each other
+            # in turns for ever, while computing requests make progress.
             return (ready, False) if self._may_load_within_step else (0, False)
         if max(ready, self._timing.max_promoted) < found:
             return found, True
@@ -349,14 +333,14 @@ class Matcher:
         lookahead = self._options.lookahead
         whole = self._block_map.scratch or (lookahead > 1 and self._block_map.windowed)
         if chunks and lookahead and whole:
-            # Such a hit must end with a chunk: elsewhere the pages of the window before it were not stored.
+            # Such a hit must end with a chunk: elsewhere the window's pages were not stored.
             chunks, last, lookahead = chunks - 1, self._chunk_size, 0
         found = (chunks - 1) * self._chunk_size + last if chunks else 0
         hit = max(0, min(found - lookahead, request.last_token))
         return hit - hit % self._block_map.groups[0].block_size if self._options.whole_blocks else hit
 
     def _stop_where_prompts_part(self, request: Request, chain: Sequence[ChunkKey], hit: int) -> None:
-        """Where this prompt parts from an earlier one and no state is stored, have vLLM stop, so that one can be."""
+        """Where this prompt parts from an earlier one and no state is stored, make vLLM stop, to store one."""
         if self._boundaries.states:
             shared = self._store.catalog.count_prefix(chain)[1] * self._chunk_size
             # Not within the answer of a preempted request, whose steps end where drafts are accepted.
@@ -366,8 +350,8 @@ class Matcher:
     # -- promises -----------------------------------------------------------------------------------------
 
     def _is_audited(self, request: Request, keys: list[ChunkKey], first: int, ready: int, need: int) -> bool:
-        """Whether the request computes this hit, too. It keeps its promotion, so that its chunks stay until then."""
-        chunks = self._boundaries.chunks(len(keys)) - first
+        """Whether the request recomputes this hit. It keeps its promotion, so that its chunks stay until then."""
+        chunks = self._boundaries.without_states(len(keys)) - first
         sources = self._sources(request, chunks, keys[max(first, ready) :])
         speed = self._timing.cost.prefill_speed
         if not self._audit.takes(request, keys, sources, need, need / speed if speed else 0.0):
@@ -379,7 +363,7 @@ class Matcher:
         return True
 
     def _promise(self, request: Request, keys: list[ChunkKey], first: int, need: int, between_steps: bool) -> bool:
-        """Lease what is loaded within the step; False if some of it has just gone."""
+        """Lease the chunks to load within the step. False if some have just been evicted."""
         waiting = request.waiting
         if between_steps:
             below = keys[max(first, self._store.catalog.count_prefix(keys)[0]) :]
@@ -389,8 +373,11 @@ class Matcher:
             if len(waiting.lease) < len(keys) - first:
                 waiting.release_lease()
                 return False
-        chunks = self._sources(request, self._boundaries.chunks(len(keys)) - first, below)
-        self._observer.promised(request, keys, chunks, self._in_tokens(chunks, need))
+        chunks = self._sources(request, self._boundaries.without_states(len(keys)) - first, below)
+        # Host memory, the first tier, has the remaining tokens.
+        host, *lower = chunks
+        tokens = {name: min(chunks[name] * self._chunk_size, need) for name in lower}
+        self._observer.promised(request, keys, chunks, {host: max(0, need - sum(tokens.values())), **tokens})
         waiting.between_steps = between_steps
         if not between_steps:
             waiting.cancel()
@@ -398,7 +385,7 @@ class Matcher:
         return True
 
     def _sources(self, request: Request, total: int, below: Sequence[ChunkKey]) -> dict[str, int]:
-        """The `total` chunks to load by tier. A chunk that was just promoted counts for the tier that it came from."""
+        """The `total` chunks to load by tier. A just promoted chunk counts for the tier it came from."""
         host = self._store.primary_name
         request.waiting.note_promoted()
         lower = {name: count for name, count in request.waiting.promoted.items() if name != host}
@@ -407,12 +394,6 @@ class Matcher:
             lower[name] = lower.get(name, 0) + len(below)
         lower = {name: min(count, total) for name, count in lower.items()}
         return {host: max(0, total - sum(lower.values())), **lower}
-
-    def _in_tokens(self, chunks: dict[str, int], need: int) -> dict[str, int]:
-        """The `need` tokens to load by tier: the first tier, host memory, has those that the others have not."""
-        host, *lower = chunks
-        tokens = {name: min(chunks[name] * self._chunk_size, need) for name in lower}
-        return {host: max(0, need - sum(tokens.values())), **tokens}
 
     # -- allocation ---------------------------------------------------------------------------------------
 
@@ -434,13 +415,13 @@ class Matcher:
             waiting.lease = None
 
     def end_step(self) -> None:
-        """A step was scheduled: withdraw the promises not taken up."""
-        # A lease that waited with its request would keep its chunks from eviction.
+        """Withdraw the promises not taken up: a step was scheduled."""
+        # A lease kept by a waiting request would keep its chunks from eviction.
         for request in self._promised.values():
             request.waiting.release_lease()
         self._promised.clear()
 
     def forget(self, request: Request) -> None:
-        """The request has ended: release its chunks."""
+        """Release an ended request's chunks."""
         self._promised.pop(request.request_id, None)
         request.waiting.release()

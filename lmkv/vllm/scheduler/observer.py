@@ -7,38 +7,170 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import accumulate, islice, takewhile
 from typing import Any
 
+from cachetools import LRUCache
+
+from lmkv.chunks.hashing import KEY_BYTES, token_bytes
+from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.plan.metadata import JobReport
 from lmkv.vllm.plan.request import Miss, Request
-from lmkv.vllm.scheduler.events import Event, EventRecorder
-from lmkv.vllm.scheduler.explain import Explainer
+from lmkv.vllm.scheduler.events import EventRecorder
 from lmkv.vllm.scheduler.telemetry import Telemetry
 from lmkv.vllm.scheduler.value import MemoryValue
 
 logger = logging.getLogger("lmkv.vllm")
 
 _WHOLE = 4096
-"""Characters of an id that is kept as it is."""
+"""Longest id that is kept unchanged, in characters."""
+
+
+_REMEMBERED = 100_000
+"""Evicted chunks, and first chunks of prompts, remembered."""
+
+_LAST_BOUNDARIES = 8
+"""Boundaries whose missing states are explained. Few, because a waiting prompt is explained in every step."""
+
+_SHORT = 16
+"""Remembered bytes of a key."""
+
+
+_PRESENT = {Presence.READY: "too_short", Presence.PENDING: "not_ready", Presence.LOWER: "not_promoted"}
+
+
+class EvictionLog:
+    """A `StoreObserver` that notes which chunks each tier has removed, and when: the last `size` of each tier."""
+
+    def __init__(self, clock: Clock, size: int = _REMEMBERED) -> None:
+        self._clock = clock
+        self._size = size
+        # Plain floats, because the garbage collector would visit as many tuples again and again.
+        self._removed: dict[str, OrderedDict[bytes, float]] = {}
+
+    def stored(self, tier: str, key: ChunkKey) -> None:
+        for removed in list(self._removed.values()):
+            removed.pop(key[:_SHORT], None)
+
+    def removed(self, tier: str, key: ChunkKey) -> None:
+        if len(key) > KEY_BYTES:
+            return
+        removed = self._removed.get(tier)
+        if removed is None:
+            removed = self._removed[tier] = OrderedDict()
+        short = key[:_SHORT]
+        # In two steps that another thread's `forget` may come between.
+        removed.pop(short, None)
+        removed[short] = self._clock()
+        if len(removed) > self._size:
+            removed.popitem(last=False)
+
+    def find(self, key: ChunkKey) -> tuple[str, float] | None:
+        """`(tier, seconds ago)`."""
+        times = [(removed.get(key[:_SHORT]), tier) for tier, removed in list(self._removed.items())]
+        found = max(((when, tier) for when, tier in times if when is not None), default=None)
+        return None if found is None else (found[1], self._clock() - found[0])
+
+    def forget(self, keys: Sequence[ChunkKey] | None = None) -> None:
+        """Forget these evictions, or all: a caller deleted the chunks. Thread-safe."""
+        if keys is None:
+            self._removed = {}
+        for removed in list(self._removed.values()):
+            for key in keys or ():
+                removed.pop(key[:_SHORT], None)
+
+
+class Explainer:
+    """Finds the reasons of misses. Called on the scheduling thread only."""
+
+    def __init__(self, store: TieredStore, chunk_size: int, clock: Clock) -> None:
+        self._store = store
+        self._chunk_size = chunk_size
+        self.evictions = EvictionLog(clock)
+        store.catalog.add_observer(self.evictions)
+        self._roots: LRUCache[int, int] = LRUCache(_REMEMBERED)
+        """The root (model, salt, tags) under which each first chunk of a prompt was stored last. Hashes of both."""
+
+    def clear(self) -> None:
+        """Forget all evictions: every chunk was deleted."""
+        self.evictions.forget()
+        self._roots.clear()
+
+    def _first_chunk(self, request: Request) -> int:
+        return hash(token_bytes(request.tokens(0, self._chunk_size)))
+
+    def first_stored(self, request: Request) -> None:
+        """Note that a prompt's first chunk was stored."""
+        self._roots[self._first_chunk(request)] = hash(request.root)
+
+    def explain(
+        self, request: Request, keys: Sequence[ChunkKey], end: int, covered: int, *, few: bool, late: bool
+    ) -> Miss | None:
+        """Why tokens from number `end` on are not loaded. None if there are none.
+
+        `keys`: all chunks that a load may end with. `covered`: tokens of the found chunks, of which a load may bring
+        fewer. `few`: fewer tokens were found than are worth a load. `late`: the request may wait no longer.
+        """
+        missing = request.last_token - end
+        if missing <= 0:
+            return None
+        index = covered // self._chunk_size
+        if few or index >= len(keys):
+            return Miss("limited" if request.loadable < request.last_token and not few else "too_short", missing)
+        found = self._store.catalog.count_prefix(keys)[1]
+        if request.naming.states and index < found:
+            return self._without_states(request, index, found, missing, late=late)
+        presence = self._store.catalog.lookup([keys[index]])[0]
+        if presence is Presence.MISS:
+            return self._absent(request, keys[index], index, missing)
+        worth = request.waiting.worth_loading
+        slower = presence is Presence.LOWER and worth is not None and index >= worth
+        reason = "slower" if slower else "deadline" if late else _PRESENT[presence]
+        return Miss(reason, missing, self._store.catalog.tier_of(keys[index]))
+
+    def _without_states(self, request: Request, index: int, found: int, missing: int, *, late: bool) -> Miss:
+        """Why no hit ends behind the last chunks from number `index` on, though all are there."""
+        index = max(index, found - _LAST_BOUNDARIES)
+        states = [key for end in range(index + 1, found + 1) for key in request.state_keys(end)]
+        present = [key for key in states if self._store.catalog.lookup([key])[0] is not Presence.MISS]
+        tier = next(filter(None, map(self._store.catalog.tier_of, present)), None)
+        if any(set(request.state_keys(end)) <= set(present) for end in range(index + 1, found + 1)):
+            reason = "deadline" if late else "slower" if request.waiting.longest_hit < found else "not_promoted"
+            return Miss(reason, missing, tier)
+        evicted = [gone for key in states if (gone := self.evictions.find(key)) is not None]
+        if evicted:
+            return Miss("evicted", missing, *min(evicted, key=lambda gone: gone[1]))
+        return Miss("no_state", missing)
+
+    def _absent(self, request: Request, key: ChunkKey, index: int, missing: int) -> Miss:
+        tier = self._store.catalog.unavailable_in(key)
+        if tier is not None:
+            return Miss("tier_unavailable", missing, tier)
+        evicted = self.evictions.find(key)
+        if evicted is not None:
+            return Miss("evicted", missing, *evicted)
+        if request.waiting.shared_lookup is not None and not request.waiting.shared_lookup.done:
+            return Miss("deadline", missing)
+        root = self._roots.get(self._first_chunk(request)) if index == 0 else None
+        return Miss("not_stored" if root in (None, hash(request.root)) else "other_salt", missing)
 
 
 _MAX_REQUESTS = 10_000
 _MAX_BYTES, _ANSWER_BYTES = 16 << 20, 1 << 20
-"""Of all that is kept, and of one answer, which is made in one go; but one request at least."""
+"""Most bytes kept, and most bytes in one answer; at least one request."""
 _BYTES = 200
-"""Of a request besides the names of its chunks, as JSON."""
+"""JSON bytes of a request without the names of its chunks."""
 _WANTED_SECONDS = 60.0
-"""How long requests are noted after somebody asked for them."""
+"""How long requests are noted after the last question for them."""
 _NAME_BYTES = 8
 
 
 class RecentRequests:
-    """Reports of the last `size` requests, without tokens, and the tokens that all of them looked up and found.
+    """Reports of the last `size` requests, without tokens; and the totals of tokens looked up and found.
 
     Noted on the scheduling thread, read on any. A report is replaced, never changed: readers may keep it.
     """
@@ -51,7 +183,7 @@ class RecentRequests:
         self._lookup_tokens = self._hit_tokens = 0
 
     def scheduled(self, request: Request) -> None:
-        """Report a request whose blocks are allocated, so that its hit is known; called again after a preemption."""
+        """Report a request whose blocks are allocated, so that its hit is known. Called again after a preemption."""
         key = _key(request.request_id)
         report = {
             "request": request.name,
@@ -72,7 +204,7 @@ class RecentRequests:
                 del self._reports[next(iter(self._reports))]
 
     def finished(self, request: Request) -> None:
-        """Complete the report of a request that has ended: now it is known how its loads went."""
+        """Complete the report of an ended request with the results of its loads."""
         key = _key(request.request_id)
         with self._lock:
             known = self._reports.get(key)
@@ -88,20 +220,20 @@ class RecentRequests:
 
 
 def _key(request_id: str) -> str:
-    """The whole id, of which reports have what people can read; one of any length as its beginning and a digest."""
+    """The whole id; a long one as its beginning and a digest. Reports have a readable form of it."""
     if len(request_id) <= _WHOLE:
         return request_id
     return request_id[:_WHOLE] + hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _report(request: Request) -> dict[str, Any]:
-    """The request's own report, with only those tiers that something was loaded from."""
+    """The request's own report, with only the tiers that it has loaded from."""
     sources = request.report.sources if request.report.hit_tokens else {}
     return request.answer | {"sources": {tier: tokens for tier, tokens in sources.items() if tokens}}
 
 
 class TraceRecorder:
-    """Notes the last requests while somebody asks for them. Noted on the scheduling thread, read on any.
+    """Notes the last requests while a client asks for them. Noted on the scheduling thread, read on any.
 
     A chunk is named by a keyed hash of its key: the same within a process, and meaningless elsewhere.
     """
@@ -116,7 +248,7 @@ class TraceRecorder:
         self._wanted_until = float("-inf")
 
     def finished(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """A request has ended that used these whole chunks, head first."""
+        """Note an ended request, which used these whole chunks, head first."""
         now = self._clock()
         if now > self._wanted_until:
             return
@@ -141,9 +273,9 @@ class TraceRecorder:
         return hashlib.blake2b(key, key=self._secret, digest_size=_NAME_BYTES).hexdigest()
 
     def since(self, number: int) -> dict[str, Any]:
-        """Requests from this number on, as many as one answer has. Begins to note requests.
+        """Requests from this number on, as many as fit into one answer. Begins to note requests.
 
-        `next`: the number to ask for next time; `left`: how many there are from that on already.
+        `next`: the number to ask for next; `left`: requests already noted from there on.
         """
         with self._lock:
             self._wanted_until = self._clock() + _WANTED_SECONDS
@@ -166,7 +298,7 @@ def _size(noted: dict[str, Any]) -> int:
 
 
 class SchedulerObserver:
-    """Passes each event of the scheduler side to those that want it. Called on the scheduling thread; never waits.
+    """Passes each event of the scheduler side to its parts. Called on the scheduling thread; never waits.
 
     `telemetry` counts for vLLM's `/metrics`, `explainer` finds the reasons of misses, `recent` keeps the reports
     of the last requests for the agent API, `recorder` their chunks for `lmkv record`, and `value` estimates the
@@ -185,10 +317,10 @@ class SchedulerObserver:
     def __repr__(self) -> str:
         return f"<SchedulerObserver: {self.events or 'no KV events'}>"
 
-    # -- what a request is told -----------------------------------------------------------------------------
+    # -- a request's report -----------------------------------------------------------------------------------
 
     def looked_up(self, request: Request, miss: Miss | None, hit: int, need: int) -> None:
-        """A lookup found `hit` tokens, of which `need` are to be loaded, and missed the rest."""
+        """Note a lookup that found `hit` tokens, `need` of them to load, and missed the rest."""
         report = request.report
         report.miss = miss
         # vLLM asks about a waiting request in every step: only changes are logged.
@@ -199,19 +331,19 @@ class SchedulerObserver:
             logger.info(message, request.name, request.num_tokens, hit, need, missed)
 
     def missed(self, request: Request, miss: Miss) -> None:
-        """A request loads nothing."""
+        """Note that a request loads nothing."""
         request.report.miss = miss
 
     def promised(
         self, request: Request, keys: Sequence[ChunkKey], chunks: dict[str, int], tokens: dict[str, int]
     ) -> None:
-        """A load was promised. `keys`: of its chunks, and of vLLM's own hit before them. The rest: by tier."""
+        """Note a promised load. `keys`: its chunks, and vLLM's own hit before them. `chunks`, `tokens`: by tier."""
         report = request.report
         report.promised, report.source_chunks, report.sources = keys, chunks, tokens
         self.track(request, keys)
 
     def scheduled(self, request: Request, tokens: int, *, refused: bool) -> None:
-        """A request has its blocks, and loads `tokens` into them. `refused`: vLLM has not taken what was promised.
+        """Note that a request has its blocks and loads `tokens` into them. `refused`: vLLM has not taken the promise.
 
         Its hit and miss are counted once, whether or not it is preempted later.
         """
@@ -225,7 +357,7 @@ class SchedulerObserver:
             report.hit_tokens = tokens
 
     def loaded(self, request: Request, answer: JobReport) -> None:
-        """A part of its load has ended; if it failed, nothing was loaded that counts."""
+        """Note the end of a part of its load. A failed one does not count."""
         if answer.ok:
             request.report.load_bytes += answer.nbytes
             request.report.load_seconds += answer.seconds
@@ -235,18 +367,14 @@ class SchedulerObserver:
 
     # -- steps and ends -------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Have the estimate of hits with more memory replay a little of what has finished."""
-        self.value.step()
-
     def finished(self, request: Request, chain: Sequence[ChunkKey]) -> None:
         """Note that a request has ended: its chunks count as used. `chain`: their keys, with the tail's."""
         self.recent.finished(request)
         keys = request.chain.keys
         self.recorder.finished(request, keys)
         self.value.finished(keys, request.prompt_tokens)
-        # A tier may have chunks of it that it has neither loaded nor stored, after a failed store for instance.
-        # Before a reset it had another meaning.
+        # A tier may have chunks that the request has neither loaded nor stored, after a failed store for instance.
+        # Not after a reset, which has changed the keys' meaning.
         if not request.options.skip_load:
             self.track(request, chain)
 
@@ -255,17 +383,8 @@ class SchedulerObserver:
         if self.events is not None:
             self.events.track(request, keys)
 
-    def take_events(self) -> list[Event]:
-        """The chunks that have come into a tier or left it since the last call."""
-        return [] if self.events is None else self.events.take()
-
-    def reannounce(self) -> None:
-        """Publish the present places of all tracked chunks again, after vLLM has published that all blocks are gone."""
-        if self.events is not None:
-            self.events.reannounce()
-
     def reset(self) -> None:
-        """Note that everything was deleted: publish that, and let earlier evictions explain nothing any more."""
+        """Publish that everything was deleted, and forget earlier evictions."""
         self.explainer.clear()
         if self.events is not None:
             self.events.reset()

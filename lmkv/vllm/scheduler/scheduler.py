@@ -1,7 +1,7 @@
 """The scheduler side of the connector: answers vLLM's lookups and plans the copies of each step.
 
 Free of vLLM types: requests and scheduler outputs are read through a few attributes, so that any schedule can
-be simulated. Nothing here waits, or does I/O; it looks for files in memory, at most.
+be simulated. Nothing here waits for the I/O of tiers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from lmkv.protocols import ChunkKey
 from lmkv.store.catalog import Boundaries
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.plan.block_map import BlockMap
-from lmkv.vllm.plan.identity import Adapter, Adapters, tagged_root
-from lmkv.vllm.plan.media import Media
+from lmkv.vllm.plan.identity import Adapter, Adapters, Media, tagged_root
 from lmkv.vllm.plan.metadata import StepPlan, StepPlanBuilder, WorkerReport
-from lmkv.vllm.plan.request import BlockTables, Miss, Request, VLLMRequest
+from lmkv.vllm.plan.request import BlockTables, Miss, Naming, Request, VLLMRequest
 from lmkv.vllm.scheduler.audit import HitAudits, LoadAudits
-from lmkv.vllm.scheduler.context import PlanContext, SchedulerOptions
+from lmkv.vllm.scheduler.context import Jobs, PlanContext, SchedulerOptions
 from lmkv.vllm.scheduler.events import Event, EventRecorder
-from lmkv.vllm.scheduler.jobs import Jobs
 from lmkv.vllm.scheduler.loads import Loads
 from lmkv.vllm.scheduler.match import WAIT, Hit, Match, Matcher, Wait
 from lmkv.vllm.scheduler.observer import SchedulerObserver
@@ -41,7 +39,7 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 def _identities() -> Iterator[str]:
-    """For engines that nobody can ask: another one after each call of `Scheduler.suspect`."""
+    """For engines that cannot be asked: a new one after each call of `Scheduler.suspect`."""
     yield ""
     while True:
         yield secrets.token_hex(16)
@@ -56,8 +54,8 @@ class Scheduler:
     `namespace`: root of every chunk key. `block_map`: how block tables map to chunks. All calls come from
     vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request, `plan_step`,
     `take_plan`, and later `on_report` with the workers' answers. `events`: None publishes none. `identify()`: the
-    identity of what the workers have loaded, or None, without which nothing is cached; asked now, and again after
-    each call of `suspect`. `load_adapter(lora)`: what they have loaded of an adapter.
+    identity of the workers' model, called now and after each call of `suspect`; if None, nothing is cached.
+    `load_adapter(lora)`: an adapter as the workers have loaded it.
     """
 
     def __init__(
@@ -71,37 +69,28 @@ class Scheduler:
         load_adapter: Callable[[Any], Adapter | None] = lambda lora: None,
     ) -> None:
         self._store = store
-        self._namespace = namespace
         self._block_map, self._chunk_size = block_map, block_map.chunk_size
-        self._options = options or SchedulerOptions()
-        if block_map.scratch:
-            # vLLM computes scratch blocks again from a hit on, which must end with a block.
-            self._options = evolve(self._options, save_unfull_chunk=False)
-        if self._options.lookahead:
+        options = options or SchedulerOptions()
+        self._options = evolve(
+            options,
+            # vLLM recomputes scratch blocks from the end of a hit on, which must be the end of a block.
+            save_unfull_chunk=options.save_unfull_chunk and not block_map.scratch,
             # The KV of draft layers depends on tokens behind a chunk, which differ between prompts.
-            self._options = evolve(self._options, audits_computed=False)
-        if block_map.states:
-            # A hit ends where a state is, though the KV of draft layers there depends on the token that comes next:
-            # this costs an accepted draft at most.
-            self._options = evolve(self._options, lookahead=0)
+            audits_computed=options.audits_computed and not options.lookahead,
+            # With states a hit ends at one, though the KV of draft layers there depends on the next token: this costs
+            # one accepted draft at most.
+            lookahead=0 if block_map.states else options.lookahead,
+        )
         self._builder = StepPlanBuilder()
         self._clock = self._options.clock
         self._observer = SchedulerObserver(store, block_map.chunk_size, self._clock, events)
         self.boundaries = Boundaries(store.catalog, block_map.states)
         self._jobs = Jobs(self._options.ranks)
-        context = PlanContext(
-            store=store,
-            jobs=self._jobs,
-            boundaries=self.boundaries,
-            block_map=block_map,
-            builder=self._builder,
-            options=self._options,
-            observer=self._observer,
-        )
+        parts = store, self.boundaries, block_map, self._builder, self._jobs, self._options, self._observer
+        context = PlanContext(*parts)
         self.audit = HitAudits(context)
         self.audit.on_wrong = self._on_wrong
         self.load_audits = LoadAudits(context, self.audit)
-        self.load_audits.on_wrong = partial(self._on_wrong, own_kv_is_right=False)
         self.timing = Timing(context)
         self.loads = Loads(context, self.timing, self.load_audits)
         self.matcher = Matcher(context, self.timing, self.loads, self.audit)
@@ -114,16 +103,17 @@ class Scheduler:
         self._ask_workers = identify or partial(next, _identities())
         self._identity = self._ask_workers()
         self._suspicions = 0
-        """Calls of `suspect` since the workers were asked."""
+        """Calls of `suspect` since the last answer of the workers."""
         self._put_off: set[str] = set()
-        """Requests that have come since then."""
+        """Requests that have arrived since then."""
         self._loading_across: set[str] = set()
         """Requests in `_across` that were loading between steps, and have not computed since."""
         self._across: dict[str, set[int]] = {}
         """Requests with KV from before a change of weights or adapter, and their blocks, which no other may get."""
-        self._media, self._adapters = Media(self._options.media_by_name), Adapters(load_adapter)
+        names = Media(self._options.media_by_name), Adapters(load_adapter), self._options.save_unfull_chunk
+        self._naming = Naming(namespace, self._chunk_size, *names, block_map.states, self._options.longest)
         self._served: LRUCache[str, str] = LRUCache(1024)
-        """The identity of the adapter that was last asked for by each name."""
+        """The identity of the last adapter of each name."""
 
     def __repr__(self) -> str:
         return f"<Scheduler: {len(self._requests)} requests{', copying' if self.busy else ''}>"
@@ -148,7 +138,7 @@ class Scheduler:
     def root_of(self, cache_salt: str | None, tags: Mapping[str, str]) -> bytes | None:
         """The root of the keys of such prompts, as of the last lookup; None if the weights are unknown. Thread-safe."""
         identity = self._identity
-        return None if identity is None else tagged_root(self._namespace, tags.items(), identity, cache_salt)
+        return None if identity is None else tagged_root(self._naming.namespace, tags.items(), identity, cache_salt)
 
     def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None], count: int = 0) -> None:
         """Take over vLLM's `free()`, how many of `count` blocks are left, and `evict(blocks)` from its prefix cache."""
@@ -157,7 +147,7 @@ class Scheduler:
         self._evict = lambda: evict(set(range(count)))
 
     def on_failed_load(self, call: Callable[[str], None]) -> None:
-        """Have `call(request_id)` called after a failed load, before vLLM goes on with that request."""
+        """Call `call(request_id)` after a failed load, before vLLM continues that request."""
         self.loads.on_failed_load = call
 
     # -- requests -----------------------------------------------------------------------------------------
@@ -165,7 +155,7 @@ class Scheduler:
     def on_new_request(self, vllm_request: VLLMRequest) -> None:
         """Hash the request's prompt, once, and promote its chunks before it is scheduled.
 
-        While it is unknown which weights are served, that waits for the first lookup: until then the engine may sleep.
+        If the weights may have changed, this waits for the first lookup: until then the engine may sleep.
         """
         if self._suspicions:
             self._put_off.add(vllm_request.request_id)
@@ -179,7 +169,7 @@ class Scheduler:
         other = self._keys(request.root, request.options.prefetch_tokens) if request.options.prefetch_tokens else []
         self._store.hints.label(other, request.tenants)
         for chain in (keys if request.options.prefetch else [], other):
-            if wanted := self.boundaries.wanted(chain):
+            if wanted := self.boundaries.keys_to_promote(chain):
                 self._store.promote(wanted, prefetch=True, ttl=self._options.pin_ttl, owner=request.root)
         if self._may_load(request):
             self.matcher.arrived(request, keys)
@@ -191,27 +181,18 @@ class Scheduler:
 
     def _request_of(self, vllm_request: VLLMRequest) -> Request:
         request = self._requests.get(vllm_request.request_id)
-        # Clients choose ids, and may choose the one of a request that was aborted.
+        # Clients choose ids, and may reuse the id of an aborted request.
         if request is None or request.vllm is not vllm_request:
             self._forget(vllm_request.request_id)
-            patience, tails = self.matcher.new_patience(), self._options.save_unfull_chunk
             self._identify()
-            start = vllm_request, self._namespace, self._identity, self._chunk_size, patience
-            request = Request.of(
-                *start,
-                media=self._media,
-                adapters=self._adapters,
-                save_tails=tails,
-                states=self.boundaries.states,
-                longest=self._options.longest,
-            )
+            request = Request.of(vllm_request, self._naming, self._identity, self.matcher.new_patience())
             self._requests[vllm_request.request_id] = request
             self._follow_adapter(request)
         request.follow()
         return request
 
     def _follow_adapter(self, request: Request) -> None:
-        """Have vLLM forget what another adapter of that name has left in its prefix cache, which knows them by name."""
+        """Evict vLLM's prefix cache if another adapter had this name: that cache knows adapters by name only."""
         name, identity = request.lora_name, request.adapter[1]
         if name is None or self._served.setdefault(name, identity) == identity:
             return
@@ -230,15 +211,15 @@ class Scheduler:
         if not self._suspicions:
             return
         before, self._identity = self._identity, self._ask_workers()
-        # With several changes the weights may have been others in between, and requests have gone on.
+        # With several changes, requests may have run with other weights in between.
         unchanged = self._identity is not None and (before, self._suspicions) == (self._identity, 1)
         self._suspicions = 0
         if unchanged:
-            # But for requests whose adapter may be what has changed.
+            # Except requests whose adapter may have changed.
             with_adapter = {name for name, request in self._requests.items() if request.lora_name is not None}
             self._across = {name: blocks for name, blocks in self._across.items() if name in with_adapter}
         else:
-            # vLLM may have been told to keep its own prefix cache: KV that is computed on top of it has no name.
+            # vLLM may have kept its own prefix cache: KV computed on top of it has no name.
             self._evict_all()
 
     def _may_load(self, request: Request) -> bool:
@@ -269,7 +250,7 @@ class Scheduler:
         return self._answer(request) or None
 
     def _once_all_stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Carry out its wishes when no other request is storing its chunks either, as one with the same prompt may."""
+        """Carry out its wishes once no other request, such as one with the same prompt, stores its chunks."""
         other = self._chunks.storing(keys)
         if other is not None:
             other.storing.once_stored(partial(self._once_all_stored, request, keys))
@@ -277,10 +258,10 @@ class Scheduler:
             self._carry_out(request, keys)
 
     def _carry_out(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Carry out what a request that has ended wished for its chunks, which are all stored by now."""
-        wanted, hint = self.boundaries.wanted(keys), request.options.hint
+        """Carry out an ended request's wishes for its chunks, which are all stored by now."""
+        wanted, hint = self.boundaries.keys_to_promote(keys), request.options.hint
         # States are evicted before the chunks that they need.
-        self._store.touch([*wanted, *keys[self.boundaries.chunks(len(wanted)) :]])
+        self._store.touch([*wanted, *keys[self.boundaries.without_states(len(wanted)) :]])
         if self._options.stores and not request.options.skip_save:
             self._store.write_lost(wanted)
         if request.options.pin_seconds:
@@ -289,7 +270,7 @@ class Scheduler:
             self._store.hints.session(request.root, hint.session, wanted, ended=hint.ended)
         if not hint.ended and (hint.priority or hint.waits or hint.ttl):
             seconds = hint.waits or hint.ttl or self._options.pin_ttl
-            self._store.hints.give(wanted, hint.priority or 1, seconds, request.root, hint.session)
+            self._store.hints.set_priority(wanted, hint.priority or 1, seconds, request.root, hint.session)
 
     def _answer(self, request: Request) -> dict[str, Any]:
         """The answer to the request's `kv_transfer_params`."""
@@ -299,11 +280,11 @@ class Scheduler:
         return {**answer, "lmkv.wait_for": shared} if shared else answer
 
     def _share(self, request: Request) -> int:
-        """Have the prompt's chunks written where other servers find them; returns their number of tokens."""
-        keys = self.boundaries.wanted(request.keys_with_tail(request.prompt_tokens // self._chunk_size))
+        """Write the prompt's chunks to shared tiers for other servers. Returns their number of tokens."""
+        keys = self.boundaries.keys_to_promote(request.keys_with_tail(request.prompt_tokens // self._chunk_size))
         count = self._store.write_to_shared(keys)
         if self.boundaries.states:
-            return self.boundaries.chunks(count) * self._chunk_size if count == len(keys) else 0
+            return self.boundaries.without_states(count) * self._chunk_size if count == len(keys) else 0
         last = keys[count - 1] if count else None
         return (count - 1) * self._chunk_size + last.tokens if isinstance(last, TailKey) else count * self._chunk_size
 
@@ -320,8 +301,8 @@ class Scheduler:
         request = self._request_of(vllm_request)
         changed = self._evictions > evictions or self._loading_across - {vllm_request.request_id}
         if changed and num_computed_tokens:
-            # vLLM asks again, and has no hit of its own by then: also none of a load from before the change, whose
-            # blocks it shares with the step in which their request goes on.
+            # vLLM asks again, without a hit of its own by then. That also rules out blocks of a load from before the
+            # change, which vLLM shares from the step on in which their request continues.
             return None, False
         answer = self.match(request, num_computed_tokens)
         self._observer.telemetry.lookup_took(self._clock() - started)
@@ -333,17 +314,17 @@ class Scheduler:
         return (answer.tokens, answer.between_steps) if isinstance(answer, Hit) else (0, False)
 
     def _end_deferral(self, request: Request) -> None:
-        """Note that vLLM need not ask again."""
+        """Note that vLLM has its answer."""
         since, request.waiting.deferred_since = request.waiting.deferred_since, None
         if since is not None:
             self._observer.telemetry.lookup_was_deferred(self._clock() - since)
 
     def match(self, request: Request, num_computed_tokens: int) -> Match:
-        """What is promised to a request, or why nothing is."""
+        """Decide what to promise to a request, or why nothing."""
         request.waiting.release_lease()
         if request.auditing.audit is not None:
             request.auditing.audit.computed = max(request.auditing.audit.computed, num_computed_tokens)
-        # Also for a request that loads nothing: vLLM's own hit may include unfilled blocks of another one.
+        # Also for a request that loads nothing: vLLM's own hit may include another request's unfilled blocks.
         if self.loads.is_unconfirmed(request, num_computed_tokens):
             return WAIT
         if not self._options.loads:
@@ -360,7 +341,7 @@ class Scheduler:
     def update_state_after_alloc(
         self, vllm_request: VLLMRequest, block_ids: BlockTables, num_external_tokens: int
     ) -> None:
-        """Blocks are allocated: order the load that was promised, or release its lease."""
+        """Order the promised load into the allocated blocks, or release its lease."""
         request = self._request_of(vllm_request)
         self.matcher.allocated(request, self._block_map.select(block_ids), num_external_tokens)
         self._observer.recent.scheduled(request)
@@ -371,7 +352,7 @@ class Scheduler:
         return dict(request.report.sources) if request is not None else {}
 
     def fail_load(self, request_id: str, block_ids: BlockTables, num_external_tokens: int) -> None:
-        """A promised load could not be ordered: report its blocks as failed."""
+        """Report the blocks of a promised load as failed: it could not be ordered."""
         request, tables = self._requests.get(request_id), self._block_map.select(block_ids)
         if request is None:
             self.loads.fail_unknown(tables)
@@ -405,10 +386,10 @@ class Scheduler:
         if (self._options.stores or self.audit.on) and not self._refused:
             for request_id, computed in progress.items():
                 self._store_completed(request_id, computed, blocks_of, offers.get(request_id, ()))
-        self._observer.step()
+        self._observer.value.step()
 
     def _keep_apart(self, progress: Iterable[str], blocks_of: Callable[[str], BlockTables | None]) -> None:
-        """Keep the blocks of requests that run across a change from others, and others that have some from storing."""
+        """Keep others from the blocks of requests that run across a change, and those that have some from storing."""
         tables = {name: {block for table in blocks_of(name) or () for block in table} for name in progress}
         self._across |= {request_id: blocks for request_id, blocks in tables.items() if request_id in self._across}
         earlier = set().union(*self._across.values()) - {0}
@@ -421,7 +402,7 @@ class Scheduler:
 
     def take_plan(self) -> StepPlan:
         """The orders since the last call, for every worker."""
-        # Sent again with each plan until all workers have mapped it: one did not run yet, or could not.
+        # Sent with each plan until all workers have mapped it: some may not have run yet.
         return self._builder.take(None if len(self._mapped) == self._options.ranks else self._store.slab.ref)
 
     def _store_completed(
@@ -464,11 +445,11 @@ class Scheduler:
             try:
                 self._jobs.end(job, merged)
             except Exception:
-                # It has ended, and the others must: a load without an end keeps requests waiting for ever.
+                # The other jobs must end: a load without an end keeps its request waiting for ever.
                 logger.exception("lmkv: what follows from the end of a copy failed")
 
     def _note(self, report: WorkerReport) -> None:
-        """Note all that a report tells but the ends of jobs. After a failed load, distrust stores before they end."""
+        """Read a report, except the ends of jobs. After a failed load, distrust stores before they end."""
         self._mapped |= report.mapped
         if report.refusal and not self._refused:
             self._refused = True
@@ -476,52 +457,53 @@ class Scheduler:
         for step in report.steps:
             self.loads.step_ended(step)
         for number, digest in report.adapters:
-            self._adapters.loaded(number, digest)
+            self._naming.adapters.loaded(number, digest)
             self._leave_out_adapter(number, digest)
-        # Before any store is published, and without waiting for the other ranks' answers: a store that is
-        # reported together with a failed load may contain KV that was computed from unfilled blocks.
+        # Before any store is published, and without the other ranks' answers: a store reported together with a
+        # failed load may contain KV computed from unfilled blocks.
         if any(not part.ok and self.loads.may_have_been_read(job) for job, part in report.jobs.items()):
             self._jobs.distrust()
 
     def _on_wrong(self, request: Request, chunk: int, own_kv_is_right: bool) -> None:
-        """This chunk of a request was wrong: whatever was computed from it is not stored, and vLLM forgets it, too."""
+        """After a wrong chunk of a request: store nothing computed from it, and evict it from vLLM's cache."""
         self._jobs.distrust()
         self._evict_all()
         keys = request.chain.keys[: chunk + 1][-1:]
         for other in self._requests.values():
             if other is request or not set(keys).isdisjoint(other.chain.keys):
                 if other is not request or not own_kv_is_right:
-                    # Nor is what it computes compared: it would accuse what others store anew.
+                    # End its audit, which would accuse the chunks that others store anew.
                     other.options.skip_save = True
                     self.audit.end(other)
                 other.storing.begin_again(chunk)
 
     def take_events(self) -> list[Event]:
-        """The chunks that have come into a tier or left it since the last call."""
-        return self._observer.take_events()
+        """The chunks that tiers have gained and lost since the last call."""
+        return [] if self._observer.events is None else self._observer.events.take()
 
-    def reannounce(self) -> None:
-        """Publish KV events of all chunks again: vLLM has published that all blocks are gone, and meant its own."""
-        self._observer.reannounce()
+    def republish(self) -> None:
+        """Publish all chunks again: vLLM announced that all blocks are gone, but cleared only its own cache."""
+        if self._observer.events is not None:
+            self._observer.events.republish()
 
     @property
     def busy(self) -> bool:
-        """Whether copies have been ordered whose end has not been reported."""
+        """Whether some ordered copies have not ended."""
         return len(self._jobs) > 0 or bool(self.loads.between_steps)
 
     def reset(self) -> None:
-        """Empty host memory. Lower tiers keep their chunks, which are found again if the weights are still the same."""
+        """Empty host memory. Lower tiers keep their chunks, which are found again if the weights are unchanged."""
         self.suspect()
-        # Copies under way may be of requests that have ended.
+        # Running copies may belong to ended requests.
         self._jobs.distrust()
         self._store.clear(lower=False)
         self._observer.reset()
 
     def suspect(self) -> None:
-        """Weights may have changed: ask for their identity before the next lookup.
+        """Ask for the identity of the weights before the next lookup: they may have changed.
 
-        Requests that run were computed with earlier weights, at least in part: they store and load nothing any more.
-        Stores under way were computed with the earlier ones, and keep their name.
+        Running requests were computed with earlier weights, at least in part: they store and load nothing more. Stores
+        under way were computed with the earlier weights, and keep their names.
         """
         self._suspicions += 1
         self.load_audits.forget()
@@ -529,38 +511,31 @@ class Scheduler:
             self._leave_out_across(request)
 
     def _leave_out_across(self, request: Request) -> None:
-        """The request runs on, but others get no blocks of it."""
-        self._leave_out(request)
+        """Let the request run on, but share none of its blocks."""
+        request.waiting.release_lease()
+        request.leave_out()
+        self.audit.end(request)
         blocks = self.loads.stop(request)
         self._across.setdefault(request.request_id, blocks)
         if blocks:
             self._loading_across.add(request.request_id)
 
-    def _leave_out(self, request: Request) -> None:
-        request.waiting.release_lease()
-        request.leave_out()
-        self.audit.end(request)
-
     def forget_adapter(self, number: int) -> None:
-        """The adapter of this number may be another one from now on."""
-        self._adapters.forget(number)
+        """Ask again for the adapter of this number, which may have changed."""
+        self._naming.adapters.forget(number)
         self._leave_out_adapter(number)
 
     def _leave_out_adapter(self, number: int, loaded: str = "") -> None:
-        """Requests with the adapter of this number, unless it is the one that was loaded, store and load no more."""
+        """Requests with this adapter store and load nothing more, unless it is the one just loaded."""
         for request in self._requests.values():
             if request.adapter[0] == number and request.adapter[1] != loaded and not request.unidentified:
                 self._leave_out_across(request)
-                # Also what the step has stored that the adapter was loaded for.
+                # Also the stores of the step that the adapter was loaded for.
                 self._jobs.distrust()
 
     def forget_media(self) -> None:
-        """vLLM has forgotten the images, sounds and videos that it had encoded."""
-        self._media.clear()
-
-    def forget_evictions(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """Note that a caller has deleted these chunks, or all: they were not evicted. On any thread."""
-        self._observer.explainer.evictions.forget(keys)
+        """Forget the names of images, sounds and videos: vLLM has cleared its encoder cache."""
+        self._naming.media.clear()
 
     def take_samples(self) -> Values:
         """Values counted since the last call."""

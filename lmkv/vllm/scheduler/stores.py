@@ -14,8 +14,7 @@ from lmkv.store.leases import Reservation
 from lmkv.vllm.plan.metadata import JobReport
 from lmkv.vllm.plan.request import BlockTables, Request
 from lmkv.vllm.scheduler.audit import HitAudits
-from lmkv.vllm.scheduler.context import PlanContext
-from lmkv.vllm.scheduler.jobs import Job
+from lmkv.vllm.scheduler.context import Job, PlanContext, Planner
 
 logger = logging.getLogger("lmkv.vllm")
 
@@ -24,7 +23,7 @@ Offer = tuple[int, int, int]
 """vLLM's hand-over of a state: group, block, and the tokens before it."""
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False)
 class _ChunkJob(Job):
     reservation: Reservation
     first_chunk: int
@@ -34,30 +33,24 @@ class _ChunkJob(Job):
     chunks: int
 
 
-class ChunkStores:
-    """Decides which chunks are stored in which step. Called on the scheduling thread only."""
+class ChunkStores(Planner):
+    """Decides which chunks to store in each step."""
 
     def __init__(self, context: PlanContext) -> None:
-        self._store = context.store
-        self._observer = context.observer
-        self._block_map = context.block_map
-        self._chunk_size = context.chunk_size
-        self._builder = context.builder
-        self._save_decode = context.options.save_decode
-        # The KV of a chunk's last positions is computed again once the tokens are known that it depends on.
+        super().__init__(context)
+        # The KV of a chunk's last positions is recomputed once the tokens that it depends on are known.
         self._late = max(0, context.options.lookahead - 1)
         # With windows a hit ends where a chunk or tail ends: a tail is found by its prompt only.
         self._by_prefix = context.options.save_unfull_chunk and not context.block_map.windowed
-        self._jobs = context.jobs
 
     def completes(self, request: Request, computed: int) -> int:
-        """How many leading chunks are complete after `computed` tokens; 0 when all of them are stored."""
+        """Leading chunks that are complete after `computed` tokens; 0 if all of them are stored."""
         if computed < (request.storing.stored + 1) * self._chunk_size:
-            # Most steps of most requests.
+            # The usual case.
             return 0
         # With asynchronous scheduling, tokens are computed before their ids are known here.
         known = min(computed, request.num_tokens) - self._late
-        if not self._save_decode:
+        if not self._options.save_decode:
             known = min(known, request.prompt_tokens)
         if request.options.max_offload_tokens is not None:
             known = min(known, request.options.max_offload_tokens)
@@ -65,12 +58,12 @@ class ChunkStores:
         return complete if complete > request.storing.stored and not request.options.skip_save else 0
 
     def store(self, request: Request, complete: int, tables: BlockTables) -> None:
-        """Order copies of those of the first `complete` chunks that no tier stores.
+        """Order copies of the first `complete` chunks that no tier stores.
 
-        When no slot can be allocated the rest is tried again in the request's next step.
+        If there is no slot for some, the request's next step tries them again.
         """
         keys = request.keys(complete)
-        # Some may have been loaded, or stored by another request with the same prefix.
+        # Some may be loaded, or stored by another request with the same prefix.
         request.storing.stored += self._store.catalog.count_prefix(keys[request.storing.stored :])[1]
         self._observer.track(request, keys[: request.storing.stored])
         first = request.storing.stored
@@ -78,7 +71,7 @@ class ChunkStores:
             return
         self._store.hints.label(keys[first:], request.tenants)
         self._store.hints.prompt(keys[first:], request.num_tokens)
-        # Protected: to store the end of a prompt must not evict its beginning, without which it is not found.
+        # Protected: storing the end of a prompt must not evict its beginning, without which the end is not found.
         reservation = self._store.reserve(
             keys[first:],
             parent=request.chain.parent(first),
@@ -93,10 +86,11 @@ class ChunkStores:
         if copies:
             order = self._builder.store(copies)
             stored, total = len(copies) * self._chunk_size, request.storing.stored * self._chunk_size
-            self._begin(order.job, request, reservation, first, stored, total, len(copies))
+            self._jobs.begin(order.job, _ChunkJob(self, request, reservation, first, stored, total, len(copies)))
+            request.storing.copying += 1
 
     def completes_tail(self, request: Request, computed: int) -> bool:
-        """Whether the prompt's tail is computed after `computed` tokens, is not stored, and in no whole chunk."""
+        """Whether the prompt's tail is computed after `computed` tokens, unstored, and not part of a whole chunk."""
         if request.tail is None or not request.storing.tail_due or request.options.skip_save:
             return False
         end = request.tail_chunk * self._chunk_size + request.tail.tokens
@@ -107,7 +101,7 @@ class ChunkStores:
     def store_tail(self, request: Request, tables: BlockTables) -> None:
         """Order the copy of the prompt's tail, unless a chunk in host memory begins with it.
 
-        A tail is of use only with the chunks before it, so none of these is evicted for it.
+        A tail needs the chunks before it, so none of them is evicted for it.
         """
         tail, count, size = request.tail, request.tail_chunk, self._chunk_size
         assert tail is not None
@@ -132,34 +126,14 @@ class ChunkStores:
             reservation.abort()
             return
         order = self._builder.store([copy])
-        self._begin(order.job, request, reservation, count, tail.tokens, count * size + tail.tokens, 1)
-
-    def _begin(
-        self,
-        number: int,
-        request: Request,
-        reservation: Reservation,
-        first: int,
-        stored: int,
-        total: int,
-        chunks: int = 1,
-    ) -> None:
-        job = _ChunkJob(
-            planner=self,
-            request=request,
-            reservation=reservation,
-            first_chunk=first,
-            stored=stored,
-            total=total,
-            chunks=chunks,
-        )
-        self._jobs.begin(number, job)
+        job = _ChunkJob(self, request, reservation, count, tail.tokens, count * size + tail.tokens, 1)
+        self._jobs.begin(order.job, job)
         request.storing.copying += 1
 
     def _copies(
         self, reservation: Reservation, keys: Sequence[ChunkKey], first: int, end: int, tables: BlockTables
     ) -> list[ChunkCopy]:
-        """Copies into the reserved slots. Slots of chunks whose blocks are not all there are freed."""
+        """Copies into the reserved slots. Frees the slots of chunks whose blocks are incomplete."""
         slots = reservation.slots
         copies, unusable = [], []
         for index in range(first, end):
@@ -179,7 +153,7 @@ class ChunkStores:
         return next(found, None)
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """All ranks have answered: publish the chunks, or free their slots."""
+        """Publish the chunks that all ranks have copied, or free their slots."""
         assert isinstance(job, _ChunkJob)
         try:
             self._end(job, report)
@@ -189,43 +163,36 @@ class ChunkStores:
     def _end(self, job: _ChunkJob, report: JobReport) -> None:
         request, kept = job.request, report.ok and not job.distrusted
         job.reservation.commit() if kept else job.reservation.abort()
-        self._observer.telemetry.stored(job.stored, job.chunks, report, kept=kept)
+        self._telemetry.stored({"tokens": job.stored, "chunks": job.chunks}, report, kept=kept)
         if not kept:
             request.storing.begin_again(job.first_chunk)
-            # A copy that failed once would fail in every step that followed.
+            # A copy that failed once would fail in every later step.
             request.options.skip_save |= not report.ok
             return
         if job.first_chunk == 0:
-            self._observer.explainer.first_chunks.stored(request)
+            self._observer.explainer.first_stored(request)
         self._observer.track(request, request.keys_with_tail(job.total // self._chunk_size))
         logger.info("lmkv: request %s: stored %d of %d tokens", request.name, job.stored, job.total)
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False)
 class _StateJob(Job):
     reservation: Reservation
     chunks: int
     replaces: int
-    """Leading chunks behind which this request's states are not needed any more, or 0."""
+    """Leading chunks whose states this request needs no longer, or 0."""
 
 
-class StateStores:
-    """Decides which states are stored in which step. Called on the scheduling thread only.
+class StateStores(Planner):
+    """Decides which states to store in each step.
 
     It stores the states that vLLM keeps, at prompts' ends and where prompts part; one every few chunks, while a prompt
     is computed in several steps; and the last one of an answer.
     """
 
     def __init__(self, context: PlanContext, audit: HitAudits) -> None:
-        self._store = context.store
-        self._observer = context.observer
-        self._block_map = context.block_map
-        self._chunk_size = context.chunk_size
-        self._builder = context.builder
-        self._stores = context.options.stores
-        self._save_decode = context.options.save_decode
+        super().__init__(context)
         self._interval = context.options.state_interval or context.block_map.states
-        self._jobs = context.jobs
         self._audit = audit
 
     def take(self, request: Request, computed: int, tables: BlockTables, offers: Sequence[Offer] = ()) -> None:
@@ -233,13 +200,13 @@ class StateStores:
 
         `computed`: tokens after the step, drafts excluded. `tables`: after the step.
         """
-        saves = self._stores and not request.options.skip_save
+        saves = self._options.stores and not request.options.skip_save
         if not saves and request.auditing.audit is None:
             return
         handed: dict[int, dict[int, int]] = {}
         for group, block, tokens in offers:
             index = self._block_map.index(group)
-            # With asynchronous scheduling a block that was offered since the last step may be another request's by now.
+            # With asynchronous scheduling, an offered block may be another request's by now.
             if self._block_map.state_blocks(tables, tokens).get(index) == block:
                 handed.setdefault(tokens, {})[index] = block
         for tokens, blocks in handed.items():
@@ -248,8 +215,8 @@ class StateStores:
                 if saves:
                     request.storing.kept = max(request.storing.kept, tokens // self._chunk_size)
                     self._order(request, tokens // self._chunk_size, blocks)
-        # With asynchronous scheduling the step computes tokens that become known later: what is known was computed by
-        # a step before. With drafts that step may have ended behind its first token.
+        # With asynchronous scheduling, the step computes tokens that become known later; a step before has computed
+        # the known ones. With drafts, that step may have ended behind its first token.
         for tokens in {min(computed, request.num_tokens), self._accepted(request)} - handed.keys():
             if self._keyed(request, tokens):
                 blocks = self._block_map.state_blocks(tables, tokens)
@@ -258,7 +225,7 @@ class StateStores:
                     self._step_ended(request, tokens // self._chunk_size, blocks)
 
     def _accepted(self, request: Request) -> int:
-        """Tokens of its answer that steps whose end is known have computed, accepted drafts among them; or 0."""
+        """Answer tokens computed by finished steps, accepted drafts included. 0 while the prompt is computed."""
         tokens = request.vllm.num_computed_tokens - request.vllm.num_in_flight_tokens
         return tokens if tokens > request.prompt_tokens else 0
 
@@ -266,14 +233,14 @@ class StateStores:
         """Whether these tokens are whole chunks with a key, and may be stored."""
         prompt = request.prompt_tokens
         limits = [request.num_tokens]
-        if not self._save_decode:
+        if not self._options.save_decode:
             limits.append(prompt)
         if request.options.max_offload_tokens is not None:
             limits.append(request.options.max_offload_tokens)
         return tokens % self._chunk_size == 0 and 0 < tokens <= min(limits)
 
     def _step_ended(self, request: Request, chunks: int, blocks: Mapping[int, int]) -> None:
-        """A step ends behind `chunks` chunks: keep some of these states of a prompt, and the last of an answer."""
+        """After a step that ends behind `chunks` chunks: keep some of a prompt's states, and the last of an answer."""
         prompt = request.prompt_tokens
         if chunks * self._chunk_size > prompt:
             if chunks <= request.storing.last_states:
@@ -287,7 +254,7 @@ class StateStores:
             self._order(request, chunks, blocks)
 
     def _order(self, request: Request, chunks: int, blocks: Mapping[int, int], replaces: int = 0) -> None:
-        """Order copies of the states behind `chunks` chunks that no tier has."""
+        """Order copies of the states behind `chunks` chunks that no tier stores."""
         keys, chain = request.state_keys(chunks), request.keys(chunks)
         missing = keys[self._store.catalog.count_prefix(keys)[1] :]
         if not missing or request.storing.stored < chunks:
@@ -298,16 +265,15 @@ class StateStores:
         copies = [self._block_map.state_copy(slots[key], key.number, blocks) for key in missing if key in slots]
         order = [copy for copy in copies if copy is not None]
         if reservation.accepted < len(missing) or not order or len(order) < len(copies):
-            # Some would be of no use without the others.
+            # Some are useless without the others.
             reservation.abort()
             return
         number = self._builder.store(order).job
-        job = _StateJob(planner=self, request=request, reservation=reservation, chunks=chunks, replaces=replaces)
-        self._jobs.begin(number, job)
+        self._jobs.begin(number, _StateJob(self, request, reservation, chunks, replaces))
         request.storing.copying += 1
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """All ranks have answered: publish the states, or free their slots."""
+        """Publish the states that all ranks have copied, or free their slots."""
         assert isinstance(job, _StateJob)
         try:
             self._end(job, report)
@@ -316,14 +282,13 @@ class StateStores:
 
     def _end(self, job: _StateJob, report: JobReport) -> None:
         request, kept = job.request, report.ok and not job.distrusted
-        count = len(job.reservation)
+        self._telemetry.stored({"states": len(job.reservation)}, report, kept=kept)
         job.reservation.commit() if kept else job.reservation.abort()
-        self._observer.telemetry.stored_states(count, report, kept=kept)
         if not kept:
             request.options.skip_save |= not report.ok
             return
         keys: list[ChunkKey] = [*request.keys(job.chunks), *request.state_keys(job.chunks)]
-        # They are evicted before the chunks that they need.
+        # States are evicted before the chunks that they need.
         self._store.touch(keys)
         self._observer.track(request, keys)
         if job.replaces:

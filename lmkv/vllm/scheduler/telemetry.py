@@ -29,7 +29,7 @@ _SECONDS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 _LOOKUP_SECONDS = (1e-5, 5e-5, *_SECONDS[:-2])
 _BYTES = (1e6, 5e6, 1e7, 2e7, 4e7, 6e7, 8e7, 1e8, 1.5e8, 2e8)
 _INTERVAL = 1.0
-"""Seconds between two looks at the store's own counters, at least."""
+"""Least seconds between two readings of the store's counters."""
 _BREAKER = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 _TOTALS = (
     ("evictions", "lmkv_tier_evicted_chunks", ()),
@@ -189,7 +189,7 @@ class Telemetry:
         self.loads_off = False
         """Whether an audit has switched loads off."""
         self.predicted: Callable[[], Mapping[str, Any]] = lambda: {"tiers": ()}
-        """Gives estimates of the hits with other sizes of the tiers."""
+        """Estimates the hits with other sizes of the tiers."""
 
     def take(self) -> Values:
         """Values counted since the last call."""
@@ -201,15 +201,15 @@ class Telemetry:
     # -- events -------------------------------------------------------------------------------------------
 
     def looked_up(self, tokens: Mapping[str, int], chunks: Mapping[str, int], miss: Miss | None) -> None:
-        """A request is scheduled: count its hit, by tier, and its miss."""
+        """Count a scheduled request's hit, by tier, and its miss."""
         add = self._samples.add
         for tier, count in tokens.items():
             add("lmkv_hit_tokens", count, tier)
         for tier, count in chunks.items():
             add("lmkv_hit_chunks", count, tier)
         if miss is not None:
-            # Anybody may read metrics, and must not learn what other salts' prompts begin with.
-            reason = miss.told
+            # Anybody may read metrics, and must not learn the beginnings of other salts' prompts.
+            reason = miss.public_reason
             add("lmkv_missed_tokens", miss.looked_up, reason)
             add("lmkv_missed_requests", 1, reason)
         add("lmkv_lookup_tokens", sum(tokens.values()) + (miss.looked_up if miss is not None else 0))
@@ -231,36 +231,30 @@ class Telemetry:
         else:
             self._samples.add("lmkv_failed_loads")
 
-    def stored(self, tokens: int, chunks: int, report: JobReport, *, kept: bool) -> None:
+    def stored(self, counts: Mapping[str, int], report: JobReport, *, kept: bool) -> None:
+        """`counts`: of tokens and chunks, or of states."""
         if kept:
-            self._samples.add("lmkv_stored_tokens", tokens)
-            self._samples.add("lmkv_stored_chunks", chunks)
-            self._samples.observe("lmkv_store_seconds", report.seconds)
-        else:
-            self._samples.add("lmkv_failed_stores")
-
-    def stored_states(self, entries: int, report: JobReport, *, kept: bool) -> None:
-        if kept:
-            self._samples.add("lmkv_stored_states", entries)
+            for kind, count in counts.items():
+                self._samples.add(f"lmkv_stored_{kind}", count)
             self._samples.observe("lmkv_store_seconds", report.seconds)
         else:
             self._samples.add("lmkv_failed_stores")
 
     def audited(self, tokens: int, seconds: float) -> None:
-        """A hit of `tokens` is computed all the same, in `seconds`."""
+        """Count an audited hit of `tokens`, computed in `seconds`."""
         self._samples.add("lmkv_audited_hits")
         self._samples.add("lmkv_audited_tokens", tokens)
         self._samples.add("lmkv_audit_seconds", seconds)
 
     def compared(self, tiers: Sequence[str], wrong: Sequence[str], *, states: bool) -> None:
-        """Chunks or states of these tiers were compared, and some were wrong."""
+        """Count compared chunks or states, and the wrong ones, by tier."""
         for tier in tiers:
             self._samples.add("lmkv_audited_states" if states else "lmkv_audited_chunks", 1, tier)
         for tier in wrong:
             self._samples.add("lmkv_wrong_chunks", 1, tier)
 
     def audited_load(self, *, wrong: bool, again: bool = False) -> None:
-        """The blocks of a load were read back; `again`: once more."""
+        """Count a load whose blocks were read back; `again`: a second time."""
         if not again:
             self._samples.add("lmkv_audited_loads")
         if wrong:

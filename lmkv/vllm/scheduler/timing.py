@@ -13,7 +13,7 @@ from attrs import define, field
 from lmkv.outcomes import Presence
 from lmkv.protocols import ChunkKey
 from lmkv.store.promotion import Promotion
-from lmkv.vllm.scheduler.context import PlanContext
+from lmkv.vllm.scheduler.context import PlanContext, Planner
 
 logger = logging.getLogger("lmkv.vllm")
 
@@ -22,9 +22,9 @@ _DECAY = 0.98
 MIN_STEP_TOKENS = 64
 """The duration of a smaller step does not show the model's speed."""
 _PROBE_EVERY = 16
-"""Every sixteenth load that looks too slow is done while its request computes, to measure the tier again."""
+"""Every sixteenth load that looks too slow runs while its request computes, to measure the tier again."""
 _USUAL = 4.0
-"""A load that takes this many times as long as expected is given up."""
+"""A load that takes this many times the expected time is abandoned."""
 _STAKE = 0.25
 """A request may always wait this share of its computing time for a load that is expected to be faster."""
 
@@ -42,7 +42,7 @@ class LoadTime:
     _variance: float = 0.0
     _covariance: float = 0.0
 
-    def observe(self, nbytes: int, seconds: float) -> None:
+    def note_load(self, nbytes: int, seconds: float) -> None:
         """Note that a load of `nbytes` took `seconds`."""
         share = _SMOOTHING if self.seconds else 1.0
         more, longer = nbytes - self.nbytes, seconds - self.seconds
@@ -63,9 +63,9 @@ class LoadTime:
 class LoadCost:
     """How fast prefill and the lower tiers were, and whether a load is worth it.
 
-    A step's duration includes everything the engine waited for, so that a single step can make the model look
-    slower but not faster than it is: the fastest of the recent steps counts. `prefill_speed`: tokens per
-    second. `loads`: by tier. `skipped`: loads that were not worth it, by tier, too.
+    A step's duration includes all waits of the engine, so a single step can make the model look slower but not faster:
+    the fastest of the recent steps counts. `prefill_speed`: tokens per second. `loads`, `skipped`: measured loads, and
+    loads that were not worth it, by tier.
     """
 
     enabled: bool = True
@@ -73,15 +73,15 @@ class LoadCost:
     skipped: Counter[str] = field(factory=Counter)
     loads: dict[str, LoadTime] = field(factory=dict)
 
-    def observe_step(self, tokens: int, seconds: float) -> None:
+    def note_step(self, tokens: int, seconds: float) -> None:
         """Note that a step of the model computed `tokens` in `seconds`."""
         if tokens >= MIN_STEP_TOKENS and seconds > 0:
             self.prefill_speed = max(self.prefill_speed * _DECAY, tokens / seconds)
 
-    def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
+    def note_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """Note that a tier delivered `nbytes` in `seconds`, waiting in its queue included."""
         if nbytes and seconds > 0:
-            self.loads.setdefault(tier, LoadTime()).observe(nbytes, seconds)
+            self.loads.setdefault(tier, LoadTime()).note_load(nbytes, seconds)
 
     def worth_loading(self, tier: str, tokens: int, nbytes: int) -> bool:
         """Whether loading is expected to be faster than computing; True for a tier without measurements."""
@@ -98,14 +98,14 @@ class LoadCost:
         return False
 
     def wants_probe(self, tier: str) -> bool:
-        """Whether to do the tier's load that was last found too slow, while its request computes."""
+        """Whether to run the tier's last skipped load while its request computes."""
         return self.skipped[tier] % _PROBE_EVERY == 0
 
     def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:
-        """Seconds after which a load of `tokens` is better given up for computing them.
+        """Seconds after which computing `tokens` is better than waiting for their load.
 
-        At most the time that computing takes, and less for a tier whose speed is known. Infinite if everything is to
-        be loaded; None while no prefill has been measured.
+        At most the time to compute them, less for a tier of known speed. Infinite if loads are always preferred; None
+        while no prefill has been measured.
         """
         if not self.enabled:
             return math.inf
@@ -134,42 +134,37 @@ class LoadMode:
     _speed: float = 0.0
     """Bytes per second from host memory, all ranks together."""
 
-    def observe(self, nbytes: int, seconds: float) -> None:
+    def note_load(self, nbytes: int, seconds: float) -> None:
         """Note that a load of `nbytes` took `seconds`."""
         if nbytes and seconds > 0:
             speed = nbytes / seconds
             self._speed += (speed - self._speed) * (_SMOOTHING if self._speed else 1)
 
     def between_steps(self, nbytes: int) -> bool:
-        """Whether to load `nbytes` between steps; within one until a speed has been measured."""
+        """Whether to load `nbytes` between steps. Within a step until a speed has been measured."""
         if self.mode != "auto":
             return self.mode == "async"
         stalls = bool(self._speed) and nbytes / self._speed > MAX_STALL
         return self.concurrent and self.computing > 0 and stalls
 
 
-class Timing:
-    """Decides by what loads and steps have taken. Called on the scheduling thread only; never waits.
+class Timing(Planner):
+    """Decides by the measured times of loads and steps.
 
     `cost`: the speeds of the model and of each tier. `mode`: whether a load is within a step or between steps.
     """
 
     def __init__(self, context: PlanContext) -> None:
-        self._store = context.store
-        self._options = context.options
-        self._boundaries = context.boundaries
-        self._clock = context.options.clock
-        self._telemetry = context.observer.telemetry
-        self._chunk_size = context.chunk_size
+        super().__init__(context)
         self.cost = LoadCost(enabled=context.options.load_or_recompute)
         self.mode = LoadMode(context.options.load_mode, concurrent=context.options.concurrent_copies)
         self.max_promoted = max(1, context.store.slab.num_slots // 2)
         """Chunks of one request that may be promoted at once."""
 
     def worth_loading(self, keys: Sequence[ChunkKey], ready: int, found: int, computed: int) -> float:
-        """How many leading chunks are sooner loaded than computed: those before the first tier that is too slow.
+        """How many leading chunks are worth loading: those before the first tier that is too slow; infinite if all are.
 
-        Chunks `ready` to `found` are in lower tiers; the first `computed` are computed. Infinite if all are.
+        Chunks `ready` to `found` are in lower tiers; the first `computed` are computed.
         """
         for tier, (count, nbytes) in self._store.catalog.by_tier(keys[ready:found]).items():
             tokens = self._tokens(count, found, computed)
@@ -183,9 +178,9 @@ class Timing:
     def _tokens(self, count: int, found: int, computed: int) -> int:
         """Tokens saved by loading `count` of `found` entries; the first `computed` chunks are computed already.
 
-        With recurrent layers all of the hit: its chunks are of no use without its states, nor these without them.
+        With recurrent layers, the whole hit: its chunks and its states are useless without each other.
         """
-        chunks = self._boundaries.chunks(found) - computed if self._boundaries.states else count
+        chunks = self._boundaries.without_states(found) - computed if self._boundaries.states else count
         return chunks * self._chunk_size
 
     def _probe(self, keys: Sequence[ChunkKey]) -> None:
@@ -202,14 +197,14 @@ class Timing:
         ttl: float | None = None,
         owner: bytes = b"",
     ) -> Promotion:
-        """Promote chunks, and measure how fast their tiers deliver them, the time in queues included."""
+        """Promote chunks, and measure how fast their tiers deliver them, queues included."""
         started = self._clock()
         promotion = self._store.promote(keys, prefetch=prefetch, limit=limit, ttl=ttl, owner=owner)
 
         def measure() -> None:
             for tier, (nbytes, at) in promotion.delivered.items():
                 if tier != self._store.primary_name:
-                    self.cost.observe_load(tier, nbytes, at - started)
+                    self.cost.note_load(tier, nbytes, at - started)
                     self._telemetry.promoted(tier, at - started)
 
         promotion.add_done_callback(measure)
@@ -221,7 +216,7 @@ class Timing:
         missing = [key for key, presence in zip(keys, presences, strict=True) if presence is not Presence.READY]
         for tier, (_, nbytes) in self._store.catalog.by_tier(missing).items():
             if tier is not None:
-                self.cost.observe_load(tier, nbytes, 2 * seconds)
+                self.cost.note_load(tier, nbytes, 2 * seconds)
 
     def limit(self, keys: Sequence[ChunkKey], ready: int, found: int, computed: int = 0) -> float | None:
         """Seconds that a request may wait for chunks `ready` to `found`; None while no speed is known.

@@ -22,15 +22,15 @@ from lmkv.store.tiered import TieredStore
 logger = logging.getLogger("lmkv.vllm")
 
 SIZES: Final = (0.5, 1.0, 2.0, 4.0)
-"""Sizes of each tier that are tried, as multiples of what it has."""
+"""Tried sizes of each tier, as multiples of its present one."""
 _NOW: Final = SIZES.index(1.0)
 _SAMPLED_CHUNKS: Final = 4096
 _MAX_SHARE: Final = 0.001
 """Largest share of the wall time to spend here. Beyond it fewer requests are sampled."""
 _FEWEST_CHUNKS: Final = 512
-"""A shadow of fewer chunks says nothing."""
+"""A shadow of fewer chunks is meaningless."""
 _BACKLOG: Final = 8
-"""A step replays one more for each so many requests that wait."""
+"""A step replays one more request for each this many that wait."""
 _SETTLE_SECONDS: Final = 5.0
 KEPT: Final = 0.999
 """The weight of a sampled request is multiplied by this with each one after it."""
@@ -43,7 +43,7 @@ class _Tier:
     nbytes: int
     shadows: list[Shadow]
     found: list[float] = field(factory=lambda: [0.0] * len(SIZES))
-    """Tokens that would have been found with each size of this tier, all others being as they are."""
+    """Tokens that each size of this tier would have found, all other tiers being unchanged."""
     without: float = 0.0
     """Tokens that the other tiers would have found alone."""
 
@@ -87,7 +87,7 @@ class MemoryValue:
         self._spend(started)
 
     def step(self) -> bool:
-        """Have a shadow replay a request; whether there is more to replay. A policy that raises ends a replay."""
+        """Replay one request in a shadow. Returns whether any are left. A policy that raises ends its replay."""
         if self._replays:
             started = self._clock()
             with self._lock:

@@ -24,8 +24,7 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
 from lmkv.protocols import ChunkKey
 from lmkv.store.tiered import TieredStore
-from lmkv.vllm.plan.identity import request_root
-from lmkv.vllm.plan.media import Media
+from lmkv.vllm.plan.identity import Media, request_root
 from lmkv.vllm.plan.options import RequestOptions
 from tests.kit import LIMIT
 

@@ -28,7 +28,7 @@ def engine() -> Iterator[SimulatedVLLM]:
 
 def load_of(engine: SimulatedVLLM, window: int) -> AsyncLoad:
     block_map, clock, promote = BlockMap(CHUNK, (Group(4),)), lambda: engine.now, engine.store.promote
-    return AsyncLoad(engine.store, block_map, KEYS, [BLOCKS], 0, CHUNK * CHUNKS, window, 1.0, clock, math.inf, promote)
+    return AsyncLoad(engine.store, block_map, KEYS, [BLOCKS], 0, CHUNK * CHUNKS, window, 1.0, math.inf, clock, promote)
 
 
 def test_a_load_that_is_stopped_does_not_end_while_a_window_is_copied(engine: SimulatedVLLM) -> None:

@@ -184,14 +184,14 @@ class Driver:
             index.replay([*engine.events, *engine.scheduler.take_events()])
             assert index.places == found(engine, states)
             self.seen += index.seen + Counter(hits=engine.counts["hits"])
-            engine.scheduler.reannounce()
+            engine.scheduler.republish()
             told_again = Index()
             told_again.replay(engine.scheduler.take_events())
             assert told_again.places == index.places, "what routers were told to forget is told again"
             engine.scheduler.reset()
             index.replay(engine.scheduler.take_events())
             assert index.places == {}
-            engine.scheduler.reannounce()
+            engine.scheduler.republish()
             assert engine.scheduler.take_events() == []
             recorder = engine.scheduler.observer.events
             assert recorder is not None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.scheduler.explain import EvictionLog
+from lmkv.vllm.scheduler.observer import EvictionLog
 from tests.kit import LIMIT, chain
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, request_for
 
@@ -160,8 +160,8 @@ def test_a_deadline_that_passed(tiered: SimulatedVLLM) -> None:
 def test_a_tier_that_is_slower_than_the_model(tiered: SimulatedVLLM) -> None:
     serve(tiered, PROMPT, *OTHERS)
     cost = tiered.scheduler.timing.cost
-    cost.observe_step(1_000_000, 0.001)
-    cost.observe_load("lower", 1, 1.0)
+    cost.note_step(1_000_000, 0.001)
+    cost.note_load("lower", 1, 1.0)
     assert missed(tiered, PROMPT) == {"reason": "slower", "tokens": len(PROMPT) - 1, "tier": "lower"}
 
 

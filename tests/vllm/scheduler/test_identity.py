@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from lmkv.vllm.model import config_digest
 from lmkv.vllm.plan.identity import Adapters, Stamps, folder_of, stamps
@@ -100,7 +101,7 @@ def test_an_adapter_without_an_identity_is_not_cached(
     folder = write_adapter(tmp_path / "a", seed=1)
     tokens = list(range(40))
     with engine_of() as engine, caplog.at_level("WARNING", "lmkv"):
-        engine.scheduler._adapters = Adapters(lambda lora: found)
+        engine.scheduler._naming = evolve(engine.scheduler._naming, adapters=Adapters(lambda lora: found))
         request = request_for("r", tokens)
         request.lora_request = adapter(folder)
         engine.scheduler.on_new_request(request)

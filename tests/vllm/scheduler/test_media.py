@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from lmkv.vllm.plan.media import Media, UnnamedMediaError, digest_of
+from lmkv.vllm.plan.identity import Media, UnnamedMediaError, digest_of
 from tests.vllm.scheduler.requests_kept_apart import image
 from tests.vllm.scheduler.simulated_vllm import request_for
 from tests.vllm.scheduler.test_explain import engine_of

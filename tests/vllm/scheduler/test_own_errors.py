@@ -10,7 +10,7 @@ import pytest
 
 from lmkv.vllm.plan.metadata import JobReport, WorkerReport
 from lmkv.vllm.plan.request import Storing
-from lmkv.vllm.scheduler.jobs import Job
+from lmkv.vllm.scheduler.context import Job
 from lmkv.vllm.scheduler.loads import Loads
 from lmkv.vllm.scheduler.observer import RecentRequests
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM

@@ -80,16 +80,16 @@ class TestLimit:
     def test_it_follows_the_seconds_that_computing_takes(self) -> None:
         cost = LoadCost()
         assert cost.patience("redis", 1000, MIB) is None
-        cost.observe_step(1000, 1.0)
+        cost.note_step(1000, 1.0)
         assert cost.patience("redis", 29_000, MIB) == pytest.approx(29.0)
         assert cost.patience("redis", 100, MIB) == pytest.approx(0.1)
 
     def test_a_tier_that_is_known_to_be_fast_is_not_waited_for_as_long(self) -> None:
         cost = LoadCost()
-        cost.observe_step(1000, 1.0)
-        cost.observe_load("redis", 10 * MIB, 0.1)
+        cost.note_step(1000, 1.0)
+        cost.note_load("redis", 10 * MIB, 0.1)
         assert cost.patience("redis", 29_000, 10 * MIB) == pytest.approx(29 / 4)
-        cost.observe_load("redis", 10 * MIB, 16.0)
+        cost.note_load("redis", 10 * MIB, 16.0)
         load = cost.loads["redis"].of(10 * MIB)
         assert cost.patience("redis", 29_000, 10 * MIB) == pytest.approx(min(29.0, 4 * load))
         assert cost.patience("redis", 10, 10 * MIB) == pytest.approx(0.01)
@@ -326,8 +326,8 @@ class TestTwoTiers:
     def test_the_head_is_loaded_where_the_rest_is_sooner_computed(self, both: Both) -> None:
         scheduler, _, _ = both
         cost = scheduler.timing.cost
-        cost.observe_step(1000, 1.0)
-        cost.observe_load("slow", 1, 10.0)
+        cost.note_step(1000, 1.0)
+        cost.note_load("slow", 1, 10.0)
         request = asks_of(scheduler)
         assert scheduler.store.drain(LIMIT)
         assert scheduler.get_num_new_matched_tokens(request, 0) == (16, False)
@@ -362,8 +362,8 @@ class TestStates:
         options = SchedulerOptions(save_unfull_chunk=False, load_mode="async", clock=clock)
         with closing(Scheduler(store, namespace, block_map, options)) as made:
             cost, nbytes = made.timing.cost, store.slab.slot_bytes
-            cost.observe_step(1000, 1.0)
-            cost.observe_load("fast", nbytes, 0.001)
+            cost.note_step(1000, 1.0)
+            cost.note_load("fast", nbytes, 0.001)
             yield made
 
     @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ class TestStates:
     def test_a_state_is_worth_what_it_saves_computing(
         self, scheduler: Scheduler, seconds: float, computed: int, hit: int
     ) -> None:
-        scheduler.timing.cost.observe_load("slow", scheduler.store.slab.slot_bytes, seconds)
+        scheduler.timing.cost.note_load("slow", scheduler.store.slab.slot_bytes, seconds)
         request = request_for("r", self.TOKENS)
         answer: list[int | None] = [None]
 

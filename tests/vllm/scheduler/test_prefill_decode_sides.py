@@ -229,9 +229,9 @@ def test_what_loading_is_worth_is_decided_once_shared_tiers_have_answered() -> N
     """One chunk is known and not worth the delay of a load; with those that are found it is."""
     with side(stores=False, load_or_recompute=True) as made:
         cost, nbytes = made.scheduler.timing.cost, made.store.slab.slot_bytes
-        cost.observe_step(1000, 1.0)
+        cost.note_step(1000, 1.0)
         for chunks in (1, 2, 4):
-            cost.observe_load("remote", chunks * nbytes, 0.010 + chunks * 1e-5)
+            cost.note_load("remote", chunks * nbytes, 0.010 + chunks * 1e-5)
         keys = made.keys(made.asks())
         made.others_store(keys[:1])
         assert made.store.look_up_shared(keys[:1]) is not None

@@ -29,7 +29,7 @@ NAMESPACE = Namespace(model="m", dtype="u8", chunk_size=8, block_size=4)
 def measured(**options: Any) -> LoadCost:
     """Where a second was enough for 1,000 tokens."""
     cost = LoadCost(**options)
-    cost.observe_step(1000, 1.0)
+    cost.note_step(1000, 1.0)
     return cost
 
 
@@ -39,7 +39,7 @@ class TestLoadCost:
 
     def test_a_slow_tier_is_skipped_and_a_fast_one_is_not(self, caplog: pytest.LogCaptureFixture) -> None:
         cost = measured()
-        cost.observe_load("disk", 10 * MIB, 1.0)
+        cost.note_load("disk", 10 * MIB, 1.0)
         with caplog.at_level(logging.DEBUG, logger="lmkv"):
             assert not cost.worth_loading("disk", 1000, 100 * MIB)
         assert cost.skipped == {"disk": 1}
@@ -49,7 +49,7 @@ class TestLoadCost:
 
     def test_a_tier_that_looks_slow_is_tried_again_now_and_then(self) -> None:
         cost = measured()
-        cost.observe_load("disk", MIB, 1.0)
+        cost.note_load("disk", MIB, 1.0)
         probes = 0
         for _ in range(32):
             assert not cost.worth_loading("disk", 1000, 100 * MIB)
@@ -58,21 +58,21 @@ class TestLoadCost:
 
     def test_switched_off_everything_is_loaded(self) -> None:
         cost = measured(enabled=False)
-        cost.observe_load("disk", MIB, 1.0)
+        cost.note_load("disk", MIB, 1.0)
         assert cost.worth_loading("disk", 1000, 100 * MIB)
         assert not cost.skipped
 
     def test_idle_time_and_decode_steps_do_not_make_the_model_look_slow(self) -> None:
         cost = measured()
-        cost.observe_step(1000, 60.0)
-        cost.observe_step(1, 0.5)
+        cost.note_step(1000, 60.0)
+        cost.note_step(1, 0.5)
         assert cost.prefill_speed > 900
 
     def test_a_delay_of_every_load_counts_for_small_ones_too(self) -> None:
         """A store behind 200 ms that then delivers 100 MiB/s, and a model that computes 1 MiB in 100 ms."""
         cost = measured()
         for size in (64, 32, 64, 128):
-            cost.observe_load("redis", size * MIB, 0.2 + size / 100)
+            cost.note_load("redis", size * MIB, 0.2 + size / 100)
         assert not cost.worth_loading("redis", 100, MIB)
         assert cost.worth_loading("redis", 1000, 10 * MIB)
 
@@ -83,7 +83,7 @@ class TestLoadTime:
         assume(len(set(sizes)) > 1)
         time = LoadTime()
         for size in [*sizes, *sizes[:2], min(sizes), max(sizes)]:
-            time.observe(size * MIB, delay + size * MIB / speed)
+            time.note_load(size * MIB, delay + size * MIB / speed)
         for size in (1, 10, 5000):
             assert time.of(size * MIB) == pytest.approx(delay + size * MIB / speed, rel=1e-3)
 
@@ -91,22 +91,22 @@ class TestLoadTime:
     def test_no_load_takes_less_than_no_time_or_less_than_a_smaller_one(self, loads: list[tuple[int, float]]) -> None:
         time = LoadTime()
         for nbytes, seconds in loads:
-            time.observe(nbytes, seconds)
+            time.note_load(nbytes, seconds)
         expected = [time.of(nbytes) for nbytes in (1, MIB, 1 << 40)]
         assert expected == sorted(expected)
         assert expected[0] >= -1e-9
 
     def test_loads_of_one_size_leave_it_to_the_bytes(self) -> None:
         time = LoadTime()
-        time.observe(10 * MIB, 1.0)
-        time.observe(10 * MIB, 1.0)
+        time.note_load(10 * MIB, 1.0)
+        time.note_load(10 * MIB, 1.0)
         assert time.of(5 * MIB) == pytest.approx(0.5)
 
     def test_it_follows_the_tier(self) -> None:
         time = LoadTime()
         for speed in (10, 100):
             for size in [20, 40] * 20:
-                time.observe(size * MIB, size / speed)
+                time.note_load(size * MIB, size / speed)
         assert time.of(30 * MIB) == pytest.approx(0.3, rel=0.01)
 
 
@@ -217,13 +217,13 @@ class TestGeometry:
 class TestLoadMode:
     def test_a_cpu_gains_nothing_between_steps(self) -> None:
         mode = LoadMode(computing=5)
-        mode.observe(1 << 20, 1.0)
+        mode.note_load(1 << 20, 1.0)
         assert not mode.between_steps(1 << 30)
 
     def test_a_device_loads_between_steps_what_would_hold_up_others(self) -> None:
         mode = LoadMode(concurrent=True, computing=1)
         assert not mode.between_steps(1 << 40), "no speed is known yet"
-        mode.observe(10 << 30, 1.0)
+        mode.note_load(10 << 30, 1.0)
         assert not mode.between_steps(40 << 20)
         assert mode.between_steps(60 << 20)
         mode.computing = 0

@@ -129,8 +129,8 @@ def test_copies_that_failed_are_counted_apart() -> None:
     telemetry.take()
     telemetry.loaded(100, JobReport(1, True, 4096, 0.5))
     telemetry.loaded(100, JobReport(1, False))
-    telemetry.stored(64, 2, JobReport(1, True, 4096, 0.25), kept=True)
-    telemetry.stored(64, 2, JobReport(1, True, 4096, 0.25), kept=False)
+    for kept in (True, False):
+        telemetry.stored({"tokens": 64, "chunks": 2}, JobReport(1, True, 4096, 0.25), kept=kept)
     assert telemetry.take() == {
         "lmkv_loaded_tokens": {(): 100},
         "lmkv_load_seconds": {(): [0.5]},
