@@ -93,8 +93,8 @@ class CopyingConnector(IdleConnector):
         self._copied_blocks = tokens // self._block_size
         self._tables: dict[str, list[int]] = {}
         self._full: dict[str, int] = {}
-        self._layers: list[tuple[np.ndarray, np.ndarray]] = []
-        self._at = 0
+        self.layers: list[tuple[np.ndarray, np.ndarray]] = []
+        self.at = 0
 
     def build_connector_meta(self, scheduler_output: Any) -> BlocksMetadata:
         for request_id in scheduler_output.finished_req_ids:
@@ -126,14 +126,14 @@ class CopyingConnector(IdleConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         for name, tensor in kv_caches.items():
             pages = block_rows(tensor, name).numpy().view(np.uint64)
-            self._layers.append((pages, np.ones((self._copied_blocks, pages.shape[1]), np.uint64)))
+            self.layers.append((pages, np.ones((self._copied_blocks, pages.shape[1]), np.uint64)))
 
     def wait_for_save(self) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, BlocksMetadata)
         blocks = metadata.blocks
         while blocks:
-            some, blocks = blocks[: self._copied_blocks - self._at], blocks[self._copied_blocks - self._at :]
-            for pages, copies in self._layers:
-                pages.take(some, 0, copies[self._at : self._at + len(some)], "clip")
-            self._at = (self._at + len(some)) % self._copied_blocks
+            some, blocks = blocks[: self._copied_blocks - self.at], blocks[self._copied_blocks - self.at :]
+            for pages, copies in self.layers:
+                pages.take(some, 0, copies[self.at : self.at + len(some)], "clip")
+            self.at = (self.at + len(some)) % self._copied_blocks

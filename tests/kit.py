@@ -218,9 +218,10 @@ class Persistent(WrapperBackend):
         self.shared = shared
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        keys = list(self.inner._slots)  # type: ignore[attr-defined]
-        for start in range(0, len(keys), 2):
-            yield [Listed(key, SLOT) for key in keys[start : start + 2]]
+        slots: dict[ChunkKey, tuple[int, int]] = self.inner._slots  # type: ignore[attr-defined]
+        found = [Listed(key, nbytes) for key, (_, nbytes) in slots.items()]
+        for start in range(0, len(found), 2):
+            yield found[start : start + 2]
 
     def close(self) -> None:
         """Do nothing, because it outlives its store."""

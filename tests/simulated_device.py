@@ -134,8 +134,8 @@ class SimulatedDevice:
         self.allocated = self.moves = self.calls = self.copies = self.blocked = 0
         self.registered: list[_Range] = []
         self._favourite = favourite
-        self._memory_bytes = memory_bytes
-        self._memory: list[_Range] = []
+        self.memory_bytes = memory_bytes
+        self.memory: list[_Range] = []
         self._owners: list[object] = []
         self._error = ""
         self._lock = threading.Lock()
@@ -150,7 +150,7 @@ class SimulatedDevice:
         """These tensors, of the CPU, are on this device from now on."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._memory.append(_Range(storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+            self.memory.append(_Range(storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
             self._owners.append(storage)
 
     def launch(self, work: Callable[[], object]) -> None:
@@ -177,19 +177,19 @@ class SimulatedDevice:
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
         self.check()
-        if self.allocated + nbytes > self._memory_bytes:
-            raise DeviceError(f"out of memory: {nbytes} bytes wanted, {self._memory_bytes - self.allocated} left")
+        if self.allocated + nbytes > self.memory_bytes:
+            raise DeviceError(f"out of memory: {nbytes} bytes wanted, {self.memory_bytes - self.allocated} left")
         memory = np.full(nbytes, 0xEE, np.uint8)
         self.allocated += nbytes
         address = int(memory.ctypes.data)
         made = _Range(address, address + nbytes)
-        self._memory.append(made)
+        self.memory.append(made)
         weakref.finalize(memory, self._free, made)
         return address, memory
 
     def _free(self, made: _Range) -> None:
         self.allocated -= made.last - made.first
-        self._memory = [other for other in self._memory if other is not made]
+        self.memory = [other for other in self.memory if other is not made]
 
     def move(self, spans: Spans, stream: Stream) -> None:
         self.moves += 1
@@ -258,7 +258,7 @@ class SimulatedDevice:
         return lambda: ctypes.memmove(target, source, nbytes)
 
     def _on_device(self, address: int, nbytes: int) -> bool:
-        return any(memory.covers(address, nbytes) for memory in self._memory)
+        return any(memory.covers(address, nbytes) for memory in self.memory)
 
     def _check_transfer(self, source: int, target: int, nbytes: int, pinned: bool) -> None:
         on_device = [self._on_device(address, nbytes) for address in (source, target)]

@@ -76,9 +76,9 @@ BUDGET = {
     "store": 3677,
     "backends": 393,
     "backends.disk": 1080,
-    "backends.remote": 1853,
+    "backends.remote": 1867,
     "build": 132,
-    "engine": 460,
+    "engine": 466,
     "": 64,
     "agent": 1286,
     "vllm": 2678,
@@ -87,7 +87,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19754
+WHOLE = 19527
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

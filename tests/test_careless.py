@@ -250,14 +250,20 @@ def test_many_short_prompts_stored_with_patience_all_reach_the_disk(tmp_path: Pa
         assert stats.tiers[1].chunks == 600
 
 
+def all_threads_wait(engine: Engine, kind: Priority) -> threading.Event:
+    """Until the event is set, no job of this kind begins on the disk."""
+    pool, going_on = engine.tiers._pool, threading.Event()
+
+    def stand_still(after: object) -> None:
+        going_on.wait(LIMIT)
+
+    pool.submit([Job(stand_still, kind, lambda after: None, "disk") for _ in range(pool._size)])
+    return going_on
+
+
 def test_who_stores_with_patience_waits_for_a_disk_that_stands_still(tmp_path: Path) -> None:
     with open_engine(paged(), tmp_path) as engine:
-        pool, going_on = engine._store._pool, threading.Event()
-
-        def stand_still(after: object) -> None:
-            going_on.wait(LIMIT)
-
-        pool.submit([Job(stand_still, Priority.STORE, lambda after: None, "disk") for _ in range(pool._storing)])
+        going_on = all_threads_wait(engine, Priority.STORE)
 
         def store() -> None:
             for number in range(200):
@@ -265,7 +271,7 @@ def test_who_stores_with_patience_waits_for_a_disk_that_stands_still(tmp_path: P
 
         thread = threading.Thread(target=store)
         thread.start()
-        waiters = engine._store._writes._ended._waiters
+        waiters = engine.tiers._writes._ended._waiters
         eventually(lambda: bool(waiters) or not thread.is_alive())
         going_on.set()
         thread.join(LIMIT)
@@ -329,7 +335,7 @@ def test_a_forked_child_is_told_at_once_and_the_parent_goes_on(tmp_path: Path) -
     with open_engine(paged(), tmp_path) as engine:
         assert engine.store(range(CHUNK), [0, 1, 2, 3]) == CHUNK
         # As if another thread were in the middle of things.
-        with engine._store._lock, engine._store._pool._lock:
+        with engine.tiers._lock, engine.tiers._pool._lock:
             answers = in_forked_child(engine)
         assert answers == [*[ClosedError.__name__] * 5, "nothing"]
         assert engine.drain(LIMIT)
@@ -340,11 +346,8 @@ def test_nobody_waits_in_a_child_for_a_prefetch_of_its_parent(tmp_path: Path) ->
     with open_engine(paged(), tmp_path) as engine:
         assert engine.store(range(CHUNK), [0, 1, 2, 3]) == CHUNK
         assert engine.drain(LIMIT)
-        engine._store.drop(engine.keys(range(CHUNK)))
-        going_on = threading.Event()
-        for _ in range(engine._store._pool._size):
-            job = Job(lambda after: (going_on.wait(LIMIT), None)[1], Priority.LOAD, lambda after: None, "disk")
-            engine._store._pool.submit([job])
+        engine.tiers.drop(engine.keys(range(CHUNK)))
+        going_on = all_threads_wait(engine, Priority.LOAD)
         prefetch = engine.prefetch(range(CHUNK))
         assert in_forked_child(engine, prefetch.wait, prefetch.cancel)[-2:] == [ClosedError.__name__, "nothing"]
         going_on.set()
@@ -357,9 +360,9 @@ def test_a_store_that_fails_after_a_fork_keeps_no_other_from_being_closed() -> N
         engines = [stack.enter_context(open_engine(paged())) for _ in range(8)]
         for number, engine in enumerate(engines):
             if number % 2:
-                engine._store._pool.after_fork = None  # type: ignore[method-assign,assignment]
+                engine.tiers._pool.after_fork = None  # type: ignore[method-assign,assignment]
         for engine in engines[::2]:
-            with engine._store._lock:
+            with engine.tiers._lock:
                 assert in_forked_child(engine) == [*[ClosedError.__name__] * 5, "nothing"]
 
 
@@ -396,7 +399,7 @@ def test_a_dropped_engine_ends_its_threads_and_says_so(tmp_path: Path) -> None:
 def test_a_store_that_is_collected_on_its_own_io_thread_is_closed() -> None:
     """It cannot wait there for its own threads to end."""
     store = small_store(4, lower(memory(8, "low")))
-    pool, primary = store._pool, store._primary.backend
+    pool, primary = store._pool, store.backends[0]
     put_through(store, chain("a", 1))
     store.itself = store  # type: ignore[attr-defined]
     forgotten = threading.Event()

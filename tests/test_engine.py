@@ -95,7 +95,7 @@ def open_engine(model: Model, chunks: int = 64, *tiers: Tier, **options: Any) ->
 def engine(model: Model) -> Iterator[Engine]:
     with open_engine(model) as engine:
         yield engine
-        assert_idle(engine._store)
+        assert_idle(engine.tiers)
 
 
 def blocks_of(count: int, first: int = 0) -> list[int]:
@@ -257,18 +257,18 @@ def test_clear_frees_the_slots_of_prefetches_at_once(
     done = engine.prefetch(tokens(100))
     assert done.wait(LIMIT)
     gated.shut("read")
-    engine._store.drop(engine.keys(tokens(100))[4:])
+    engine.tiers.drop(engine.keys(tokens(100))[4:])
     under_way = engine.prefetch(tokens(100))
     gated.waiting("read")
     engine.clear(None if everything else tokens(16))
     gated.open()
     assert under_way.wait(LIMIT)
     drain(engine)
-    assert_idle(engine._store)
+    assert_idle(engine.tiers)
     other = tokens(100, seed=4)
     stored(engine, model, other)
     drain(engine)
-    engine._store.drop(engine.keys(other))
+    engine.tiers.drop(engine.keys(other))
     again = engine.prefetch(other)
     assert again.wait(LIMIT)
     assert again.tokens == 96, "no slot of the prefetches' share is taken"
@@ -334,7 +334,7 @@ def test_a_prefix_four_times_the_host_tier_comes_from_disk(model: Model, tmp_pat
             assert engine.retrieve(prompt, blocks) == len(prompt)
             model.check(prompt, blocks, len(prompt))
         drain(engine)
-        assert_idle(engine._store)
+        assert_idle(engine.tiers)
 
 
 def test_a_wait_does_not_outlast_that_of_another_thread(model: Model, tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_waiting_for_what_will_never_be_listed_ends_with_the_engine(model: Model
     engine = open_engine(model, 4, Tier(gated, LRU()))
     gated.waiting("list_all")
     answers: list[bool] = []
-    waiting = threading.Thread(target=lambda: answers.append(engine._store.wait_indexed()))
+    waiting = threading.Thread(target=lambda: answers.append(engine.tiers.wait_indexed()))
     waiting.start()
     closing = threading.Thread(target=engine.close)
     closing.start()
@@ -376,7 +376,7 @@ def test_a_restart_finds_what_is_on_disk(model: Model, tmp_path: Path) -> None:
         drain(engine)
     model.lose()
     with open_engine(model, 16, disk(tmp_path)) as engine:
-        assert engine._store.wait_indexed(LIMIT)
+        assert engine.tiers.wait_indexed(LIMIT)
         assert engine.lookup(prompt) == 192
         assert engine.retrieve(prompt, blocks) == 192
         model.check(prompt, blocks, 192)
@@ -404,13 +404,13 @@ def test_damaged_files_end_the_prefix_and_are_written_again(model: Model, tmp_pa
     path.write_bytes(data)
     model.lose()
     with open_engine(model, 16, disk(tmp_path)) as engine:
-        assert engine._store.wait_indexed(LIMIT)
+        assert engine.tiers.wait_indexed(LIMIT)
         assert engine.retrieve(prompt, blocks) == 32
         model.check(prompt, blocks, 32)
         stored(engine, model, prompt)
         drain(engine)
     with open_engine(model, 16, disk(tmp_path)) as engine:
-        assert engine._store.wait_indexed(LIMIT)
+        assert engine.tiers.wait_indexed(LIMIT)
         model.lose()
         assert engine.retrieve(prompt, blocks) == 96
         model.check(prompt, blocks, 96)
@@ -422,13 +422,13 @@ def test_a_piece_that_does_not_come_in_time_ends_the_prefix(model: Model, tmp_pa
         prompt = tokens(64)
         blocks = stored(engine, model, prompt)
         drain(engine)
-        engine._store.drop(engine.keys(prompt)[2:])
+        engine.tiers.drop(engine.keys(prompt)[2:])
         gated.shut("read")
         assert engine.retrieve(prompt, blocks, timeout=0.05) == 32
         gated.open()
         drain(engine)
         assert engine.retrieve(prompt, blocks) == 64
-        assert_idle(engine._store)
+        assert_idle(engine.tiers)
 
 
 def test_what_another_thread_has_only_reserved_is_not_stored(engine: Engine, model: Model) -> None:
@@ -457,7 +457,7 @@ def test_a_disk_may_take_long_prompts_only(model: Model, tmp_path: Path) -> None
         for number, count in enumerate((4 * CHUNK + 3, 5 * CHUNK)):
             stored(engine, model, tokens(count, number))
         drain(engine)
-        assert engine._store.stats().tiers[1].chunks == 5
+        assert engine.tiers.stats().tiers[1].chunks == 5
         assert tier.backend.contains(engine.keys(tokens(5 * CHUNK, 1))) == [True] * 5
 
 
@@ -468,7 +468,7 @@ def cold(model: Model, tmp_path: Path) -> Iterator[tuple[Engine, Gated]]:
     with open_engine(model, 16, Tier(gated, LRU())) as engine:
         stored(engine, model, tokens(100))
         drain(engine)
-        engine._store.drop(engine.keys(tokens(100)))
+        engine.tiers.drop(engine.keys(tokens(100)))
         model.lose()
         yield engine, gated
         gated.open()
@@ -494,7 +494,7 @@ def test_prefetch_returns_at_once_and_tells_how_far_it_is(cold: tuple[Engine, Ga
     assert [verb for verb, _ in gated.calls].count("read") == 6
     for handle in (prefetch, again):
         handle.cancel()
-    assert_idle(engine._store)
+    assert_idle(engine.tiers)
 
 
 def test_cancelling_releases_every_slot(cold: tuple[Engine, Gated]) -> None:
@@ -507,7 +507,7 @@ def test_cancelling_releases_every_slot(cold: tuple[Engine, Gated]) -> None:
     prefetch.cancel()
     gated.open()
     assert prefetch.wait(LIMIT)
-    assert_idle(engine._store)
+    assert_idle(engine.tiers)
     assert engine.lookup(tokens(100)) == 96, "it is on disk as before"
 
 
@@ -582,9 +582,9 @@ def test_a_store_that_is_overtaken_by_close_publishes_nothing(model: Model, tmp_
     with engine._copy_lock:
         storing, closing = threading.Thread(target=store), threading.Thread(target=engine.close)
         storing.start()
-        eventually(lambda: engine._store.stats().writing > 0)
+        eventually(lambda: engine.tiers.stats().writing > 0)
         engine._closed = True
-        engine._copier.close()  # type: ignore[union-attr]
+        engine.copier.close()  # type: ignore[union-attr]
     storing.join(LIMIT)
     engine._closed = False
     closing.start()
@@ -619,13 +619,13 @@ def test_open_builds_everything_from_a_config(model: Model, tmp_path: Path) -> N
     options: dict[str, Any] = {"block_size": BLOCK, "block_axis": 1, "config": config}
     for expected in (0, 32):
         with Engine.open({"layer": model.tensors[0]}, model="m", **options) as engine:
-            assert engine._store.wait_indexed(LIMIT)
+            assert engine.tiers.wait_indexed(LIMIT)
             assert engine.chunk_size == CHUNK
             assert engine.lookup(prompt) == expected
             engine.store(prompt, blocks_of(40))
             drain(engine)
     with Engine.open(model.tensors[:1], model="n", **options) as engine:
-        assert engine._store.wait_indexed(LIMIT)
+        assert engine.tiers.wait_indexed(LIMIT)
         assert engine.lookup(prompt) == 0, "another model"
 
 

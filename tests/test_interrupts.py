@@ -35,7 +35,7 @@ class Paged:
         # 24 slots, which the fillers of `prepare` take.
         config = Config(chunk_size=CHUNK, max_local_cpu_size=24 * 4096 / 2**30, pin_ttl=3600.0, **below)  # type: ignore[arg-type]
         self.engine = Engine.open(self.tensors, block_size=BLOCK, model="m", config=config)
-        self.store = self.engine._store
+        self.store = self.engine.tiers
         self.fresh = 0
 
     def prompt(self, number: int, chunks: int = 6) -> tuple[list[int], range]:
@@ -60,8 +60,8 @@ class Paged:
         stats = self.engine.stats().store
         assert (stats.leased, stats.pinned, stats.writing, stats.loading) == (0, 0, 0, 0)
         assert self.store.slab.free_slots == self.store.slab.num_slots
-        for tier in self.store._tiers:
-            assert tier.index.used == len(tier.index) == 0
+        for tier in self.store.stats().tiers:
+            assert tier.used_bytes == tier.chunks == 0
 
     def calls(self, number: int) -> dict[str, Callable[[], object]]:
         engine, (tokens, blocks) = self.engine, self.prompt(number)

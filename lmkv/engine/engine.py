@@ -411,6 +411,16 @@ class Engine:
     def closed(self) -> bool:
         return self._closed or self._store.forked
 
+    @property
+    def tiers(self) -> TieredStore:
+        """The store beneath."""
+        return self._store
+
+    @property
+    def copier(self) -> Copier | None:
+        """None without paged memory, and once the engine is closed."""
+        return self._copier
+
     def stats(self) -> EngineStats:
         return EngineStats(self._stored, self._retrieved, self._requested, self._store.stats())
 

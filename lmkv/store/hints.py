@@ -314,6 +314,16 @@ class Hints:
                 else:
                     del counts[key]
 
+    def counts(self) -> dict[str, int]:
+        """How much is kept of each kind, for tests and for debugging. Nothing once all wishes have ended."""
+        counts = {"sessions": self._sessions.total, "branches": self._branches.total()}
+        counts |= {"priorities": len(self._priorities), "wished": len(self._wished), "ending": len(self._ending)}
+        return counts
+
+    def owned(self, tenant: str = "") -> Counter[bytes]:
+        """How many keys each owner of a tenant has priorities for."""
+        return self._tenants[tenant].owned
+
     @locked
     def recount(self) -> None:
         """After an exception: recount from the known wishes, and tell the policies, which are new."""

@@ -19,6 +19,7 @@ from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.protocols import ChunkKey, Listed, Policy
 from lmkv.store.guards import Freezer
 from lmkv.store.guests import Content, Order, StoreObserver
+from lmkv.store.stats import Stored
 
 
 class Victims(dict[ChunkKey, int]):
@@ -107,6 +108,11 @@ class TierIndex:
     def sizes(self) -> dict[ChunkKey, int]:
         """Bytes of each stored chunk, distrusted ones included. O(chunks)."""
         return self._unseen | self._sizes
+
+    def snapshot(self) -> Stored:
+        """All keys by their state. O(chunks)."""
+        keys = self._writing, self._rewriting, self._tombstones, self._reclaiming
+        return Stored(self.sizes(), self._reclaiming_bytes, *map(frozenset, keys))
 
     def _has(self, key: ChunkKey) -> bool:
         return key in self._sizes or key in self._unseen

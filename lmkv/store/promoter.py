@@ -85,6 +85,10 @@ class Promoter(Part):
     _kept: dict[str, Wishes[Promotion, _Work]] = field(init=False, factory=dict)
     """The prefetches, and other promotions with an end, by tenant."""
 
+    def snapshot(self) -> tuple[tuple[ChunkKey, ...], int]:
+        """The key of each entry that prefetches refer to, and how many promotions are not released."""
+        return tuple(entry.key for entry in self._prefetches), len(self._unreleased)
+
     @locked
     def promote(
         self,

@@ -1,10 +1,14 @@
-"""Counters of a store and its tiers."""
+"""Counters of a store and its tiers, and all that they have at one moment."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from attrs import define, frozen
+
+from lmkv.protocols import ChunkKey
+from lmkv.store.entries import Entry
 
 BreakerState = Literal["closed", "open", "half-open"]
 
@@ -74,3 +78,35 @@ class StoreStats:
     @property
     def primary(self) -> TierStats:
         return self.tiers[0]
+
+
+@frozen
+class Stored:
+    """What a lower tier's index knows. `sizes`: bytes of each stored chunk.
+
+    `rewriting`: those of `writing` that are stored as well. `tombstones`: never served again, `reclaiming`: being
+    deleted.
+    """
+
+    sizes: Mapping[ChunkKey, int]
+    reclaiming_bytes: int
+    writing: Collection[ChunkKey]
+    rewriting: Collection[ChunkKey]
+    tombstones: Collection[ChunkKey]
+    reclaiming: Collection[ChunkKey]
+
+
+@frozen
+class Snapshot:
+    """All that a `TieredStore` has at one moment. `held`: the chunks in host memory. `tiers`: the lower ones.
+
+    `prefetched`: the key of each slot that prefetches refer to, of a removed chunk, too. `wished`: slots of pins and
+    prefetches, by the type of the keys. `promotions`: those that are not released.
+    """
+
+    held: Mapping[ChunkKey, Entry]
+    tiers: Sequence[Stored]
+    pinned: Collection[ChunkKey]
+    wished: Mapping[type, int]
+    prefetched: Collection[ChunkKey]
+    promotions: int

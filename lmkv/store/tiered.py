@@ -14,11 +14,12 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 
 from lmkv.memory.slab import Slab
 from lmkv.outcomes import Presence
-from lmkv.protocols import ChunkKey, Clock, ListsKeys, RegistersMemory, Tier
+from lmkv.protocols import Backend, ChunkKey, Clock, ListsKeys, Policy, RegistersMemory, Tier
 from lmkv.store.catalog import Catalog
 from lmkv.store.guards import PATIENCE, Changes, attempt, close_after_fork, close_all, ends_in_time, locked
 from lmkv.store.guests import StoreObserver
@@ -29,7 +30,7 @@ from lmkv.store.primary import PrimaryTier
 from lmkv.store.promoter import Promoter
 from lmkv.store.promotion import Promotion, SharedLookup
 from lmkv.store.scanner import TierScanner
-from lmkv.store.stats import StoreStats
+from lmkv.store.stats import Snapshot, StoreStats
 from lmkv.store.tier import LowerTier
 from lmkv.store.wishes import Pins
 from lmkv.store.writes import Part, SlotAllocator, Writes
@@ -361,6 +362,24 @@ class TieredStore(Part):
             tiers = (primary.stats(), *(tier.stats() for tier in self._tiers))
             counts = primary.referenced, len(self._pins), primary.writing, primary.loading
         return StoreStats(tiers, *counts, self._pool.pending)
+
+    def snapshot(self) -> Snapshot:
+        """All chunks and who refers to them, for tests and for debugging. O(chunks), under the lock."""
+        with self._lock:
+            held = {key: copy(entry) for key, entry in self._primary.entries.items()}
+            stored = tuple(tier.index.snapshot() for tier in self._tiers)
+            pinned, wished = frozenset(self._pins), dict(self._primary.wished)
+            return Snapshot(held, stored, pinned, wished, *self._promoter.snapshot())
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """Each tier's backend, host memory first."""
+        return self._primary.backend, *(tier.backend for tier in self._tiers)
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """Each tier's policy, host memory first. They are called under the store's lock."""
+        return self._primary.policy, *(tier.index.policy for tier in self._tiers)
 
     def wait_for_room(self, timeout: float) -> bool:
         """Wait until `max_pending_stores` chunks can be stored without a refusal, at most `timeout` seconds.

@@ -213,6 +213,9 @@ class Pins:
     def __len__(self) -> int:
         return len(self._of_key)
 
+    def __iter__(self) -> Iterator[ChunkKey]:
+        return iter(self._of_key)
+
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes) -> int:
         """Pin the leading READY chunks for `ttl` seconds; returns how many. No pin ends sooner for it.
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from attrs import define
 
@@ -28,6 +29,8 @@ from lmkv.vllm.copies import Comparer, Comparing, LayerwiseTransfer, NotReadyErr
 from lmkv.vllm.loaded import take_loads
 from lmkv.vllm.plan.metadata import CopyOrder, JobReport, ReadOrder, StepPlan, WorkerReport
 from lmkv.vllm.scheduler.telemetry import Samples, Values
+
+C = TypeVar("C", bound=Copier)
 
 logger = logging.getLogger(__name__)
 
@@ -358,6 +361,16 @@ class Worker:
                 self._finish(order, time.monotonic() - layerwise.started, ok=False)
             else:
                 self._follow(self._started(order, event, layerwise.started))
+
+    @property
+    def copier(self) -> Copier | None:
+        """None until there is a slab to copy from."""
+        return self._copier
+
+    def wrap_copier(self, wrap: Callable[[Copier], C]) -> C:
+        """Have another copier stand before the present one, as tests of faults do. Raises NotReadyError."""
+        self._copier = copier = wrap(self._ready_copier())
+        return copier
 
     def _ready_copier(self) -> Copier:
         if self._refusal or self._suspended:

@@ -44,6 +44,10 @@ def tokenize(prompt: Any, template: Any = None) -> list[int]:
     return list((f"{template}" * bool(template) + text).encode())
 
 
+def connections(server: AgentServer) -> list[Any]:
+    return list(server._servers[0].server_state.connections)
+
+
 @contextmanager
 def store_over(folder: Path, policy: Callable[[], Policy] = LRU) -> Iterator[TieredStore]:
     """64 chunks of host memory over a disk that others may use."""

@@ -27,7 +27,7 @@ from lmkv.agent.server import _LOOP, _WORK, AgentServer, Pace, max_connections, 
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.cli.app import app
 from lmkv.store.tiered import TieredStore
-from tests.agent.serving import SIZE, TOKEN, keys_of, service_of, short_socket, store_over, tokenize
+from tests.agent.serving import SIZE, TOKEN, connections, keys_of, service_of, short_socket, store_over, tokenize
 from tests.kit import LIMIT, eventually
 
 OWN = f"Authorization: Bearer {TOKEN}\r\n".encode()
@@ -53,10 +53,6 @@ def connect(server: AgentServer) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), LIMIT)
     connection.settimeout(LIMIT)
     return connection
-
-
-def connections(server: AgentServer) -> list[Any]:
-    return list(server._servers[0].server_state.connections)
 
 
 def rest(connection: socket.socket) -> bytes:

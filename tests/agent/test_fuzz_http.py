@@ -27,7 +27,7 @@ from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.scheduler.observer import TraceRecorder
-from tests.agent.serving import SIZE, TOKEN, keys_of, tokenize
+from tests.agent.serving import SIZE, TOKEN, connections, keys_of, tokenize
 from tests.kit import LIMIT, eventually
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -314,7 +314,7 @@ def test_any_bytes_are_answered_or_cut_off(server: AgentServer, sent: bytes, cut
         logging.getLogger(name).addHandler(handler)
     try:
         back = all_answered(server, sent, cuts)
-        eventually(lambda: not server._servers[0].server_state.connections, "it is closed")
+        eventually(lambda: not connections(server), "it is closed")
     finally:
         for name in ("asyncio", "uvicorn.error", "lmkv.agent"):
             logging.getLogger(name).removeHandler(handler)

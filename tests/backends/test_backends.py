@@ -387,7 +387,7 @@ def test_an_exit_in_a_coroutine_ends_its_own_call_alone(tmp_path: Path) -> None:
     raised(SystemExit, "", adapter.contains, [bytes(32)])
     assert adapter.contains([bytes(32)]) == [False]
     adapter.close()
-    assert not adapter._thread.is_alive()
+    assert not any(thread.name.startswith("lmkv-aio") for thread in threading.enumerate())
 
 
 # -- wrappers and faults -------------------------------------------------------------------------------
@@ -522,7 +522,7 @@ def hanging() -> Iterator[AsyncAdapter]:
     adapter = AsyncAdapter(HangingAsync(), deadline=LIMIT)
     yield adapter
     adapter.close()
-    assert not adapter._thread.is_alive()
+    assert not any(thread.name.startswith("lmkv-aio") for thread in threading.enumerate())
 
 
 def given_up(adapter: AsyncAdapter, call: Callable[[], T]) -> T:

@@ -248,6 +248,7 @@ def test_what_another_model_left_makes_room(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ahead", [None, 3], ids=["", "beside one from the future"])
 def test_a_chunk_that_another_process_uses_is_not_the_oldest(tmp_path: Path, ahead: int | None) -> None:
     disk = LocalDiskBackend(tmp_path, bytes([1]) * 32)
+    path_of = disk._folder.path_of
     with closing(open_store(str(tmp_path), 1, 4 * COST)) as store:
         for key in KEYS[:4]:
             put(store, [key])
@@ -257,14 +258,14 @@ def test_a_chunk_that_another_process_uses_is_not_the_oldest(tmp_path: Path, ahe
         now = time.time()
         for number, key in enumerate(KEYS[:4]):
             used = now + 1e8 if number == ahead else now - 500 + 100 * number
-            os.utime(disk._folder.path_of(key), (used, used))
+            os.utime(path_of(key), (used, used))
         for again in range(2):
             tier.index.begin_listing()
             for batch in disk.list_all():
                 tier.index.adopt(batch)
             tier.index.end_listing()
             if not again:
-                os.utime(disk._folder.path_of(KEYS[0]))
+                os.utime(path_of(KEYS[0]))
         put(store, [KEYS[10]])
         assert store.drain(LIMIT)
         assert disk.contains(KEYS[:4]) == [True, False, True, True]

@@ -17,6 +17,9 @@ from tests.tables import chain, raised
 A, B, C = chain("a", 4), chain("b", 4), chain("c", 4)
 
 
+LOCK = threading.Lock()
+
+
 def filled(name: str = "LRU") -> tuple[Hints, Any, ManualClock]:
     policy: Any = make_policy(name)
     clock = ManualClock()
@@ -24,11 +27,11 @@ def filled(name: str = "LRU") -> tuple[Hints, Any, ManualClock]:
         for at in reversed(range(4)):
             policy.insert(keys[at], 10, keys[at - 1] if at else b"")
         policy.touch(keys)
-    return Hints(threading.Lock(), {"cpu": policy}, clock), policy, clock
+    return Hints(LOCK, {"cpu": policy}, clock), policy, clock
 
 
 def expire(hints: Hints) -> None:
-    with hints._lock:
+    with LOCK:
         hints.expire()
 
 
@@ -86,12 +89,12 @@ def test_sessions_that_are_forgotten_count_for_nothing(monkeypatch: pytest.Monke
     monkeypatch.setattr("lmkv.store.hints._MAX_SESSION", 8)
     for number in range(30):
         hints.session(b"", f"{number % 3}", chain(f"{number % 7}", number % 10))
-    assert hints._branches.total() == sum(map(len, (each for _, found in hints._sessions.items() for each in found)))
-    with hints._lock:
+    assert hints.counts()["branches"] == sum(map(len, (each for _, found in hints._sessions.items() for each in found)))
+    with LOCK:
         hints.recount()
     clock.advance(100_000)
     expire(hints)
-    assert not hints._branches
+    assert not hints.counts()["branches"]
 
 
 def test_the_end_of_a_session_ends_so_many_wishes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +105,10 @@ def test_the_end_of_a_session_ends_so_many_wishes_at_once(monkeypatch: pytest.Mo
     for length in (4, 3, 2):
         hints.set_priority(B[:length], 1, 10.0 * (5 - length), session="agent")
     hints.session(b"", "agent", B, ended=True)
-    assert 0 < len(hints._priorities) < 3
+    assert 0 < hints.counts()["priorities"] < 3
     clock.advance(40)
     expire(hints)
-    assert not len(hints._priorities)
+    assert not hints.counts()["priorities"]
 
 
 def test_a_use_takes_the_end_back() -> None:

@@ -56,11 +56,11 @@ class Medium:
     def begin_write(self) -> None:
         key = self.key()
         protected = frozenset(self.rng.sample(KEYS, 3))
-        tombstones = set(self.index._tombstones)
+        tombstones = self.index.snapshot().tombstones
         victims = self.index.begin_write(key, SIZES[key], lambda: protected)
         if victims is not None:
             assert key not in self.index
-            self.seen["rewritten"] += key in self.index._rewriting
+            self.seen["rewritten"] += key in self.index.snapshot().rewriting
             assert not (set(victims) - tombstones) & (protected | set(self.reading))
             self.writers.append(Writer(key, victims))
 
@@ -90,7 +90,7 @@ class Medium:
             return False
         present = key in self.chunks
         self.seen["present" if present else "written"] += 1
-        assert not present or not self.alone or key in self.index._rewriting, (
+        assert not present or not self.alone or key in self.index.snapshot().rewriting, (
             "what is there already would pass for what was to be written"
         )
         self.chunks.setdefault(key, self.version[key])
@@ -200,7 +200,7 @@ class Medium:
         self.reading = [key for key in self.reading if key in index]
         assert index.capacity is not None
         assert 0 <= index.used <= index.capacity
-        assert index._reclaiming_bytes >= 0
+        assert index.snapshot().reclaiming_bytes >= 0
         assert index.used == sum(SIZES[key] for key in index.sizes()) + sum(
             SIZES[writer.key] for writer in self.writers
         )
@@ -227,13 +227,12 @@ class Medium:
         self.list()
         while self.listing is not None:
             self.list()
-        while self.deleters or self.index._tombstones:
+        while self.deleters or self.index.snapshot().tombstones:
             self.reclaim()
         self.check()
         assert set(self.chunks) == set(self.index.sizes())
         assert sum(SIZES[key] for key in self.chunks) == self.index.used
-        assert not self.index._reclaiming
-        assert not self.index._reclaiming_bytes
+        assert (left := self.index.snapshot()).reclaiming_bytes == len(left.reclaiming) == 0
 
 
 def drive(seed: int, alone: bool, steps: int) -> Counter[str]:

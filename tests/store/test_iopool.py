@@ -188,8 +188,7 @@ def test_a_machine_without_threads_to_spare_refuses(
 
 
 def test_what_is_deferred_is_submitted_refused_tail_first_and_called_last() -> None:
-    log: list[object] = []
-    pool, after = IOPool(2), Deferred()
+    pool, log, after = IOPool(2), list[object](), Deferred()
     assert pool.close(LIMIT)
     for number in range(4):
         after.jobs.append(job(lambda: None, STORE, lambda number=number: log.append(number)))  # type: ignore[misc]

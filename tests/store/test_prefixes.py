@@ -60,8 +60,9 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def keeps_nothing_of_what_was_discarded(self) -> None:
-        assert sum(map(len, self.index._chunks.values())) == len(self.model)
-        assert all(self.index._chunks.values())
+        chunks = self.index._chunks.values()
+        assert sum(map(len, chunks)) == len(self.model)
+        assert all(chunks)
 
 
 TestMachine = Machine.TestCase

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.outcomes import Presence
+from lmkv.outcomes import HIT, Presence
 from lmkv.policies import LRU, AdmitNone, SecondTouch
 from lmkv.protocols import ChunkKey
 from lmkv.store.entries import State
@@ -241,9 +241,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert count <= self.store.catalog.count_prefix(keys)[0]
             self.pins.update(dict.fromkeys(keys[:count], self.clock() + ttl))
             # Others may have ended for them.
-            still = self.store._pins._of_key.keys()
+            still = self.store.snapshot().pinned
             self.pins = {key: end for key, end in self.pins.items() if key in still}
-            assert set(keys[:count]) <= still
+            assert still >= set(keys[:count])
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 70.0]), poll=st.booleans())
     def time_passes(self, seconds: float, poll: bool) -> None:
@@ -326,35 +326,35 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def every_slot_is_accounted_for(self) -> None:
         store = self.store
-        entries = store._primary.entries.values()
+        snapshot, flags = store.snapshot(), store.slab._used
+        entries = snapshot.held.values()
         slots = [entry.slot for entry in entries]
         assert len(set(slots)) == len(slots), "two chunks in one slot"
         taken = {slot for leased in self.leases for slot in leased.lease.slots}
         taken |= {slot for opened in self.reservations for slot in opened.reservation.slots.values()}
-        used = {slot for slot, flag in enumerate(store.slab._used) if flag}
+        used = {slot for slot, flag in enumerate(flags) if flag}
         assert taken | set(slots) <= used
         assert len(used) == store.slab.num_slots - store.slab.free_slots
-        stats, prefetched = store.stats(), store._promoter._prefetches
-        assert stats.writing == store._primary.writing >= 0
-        assert stats.pinned + len(prefetched) == store._primary.wished.total()
-        assert store._primary.wished.total() <= len(store.slab._used) - max(1, len(store.slab._used) // 8)
-        assert max(stats.pinned, len(prefetched)) <= max(1, len(store.slab._used) // 2)
+        stats, prefetched, wished = store.stats(), snapshot.prefetched, sum(snapshot.wished.values())
+        assert stats.writing == sum(entry.state is State.WRITING for entry in entries)
+        assert stats.pinned + len(prefetched) == wished <= len(flags) - max(1, len(flags) // 8)
+        assert max(stats.pinned, len(prefetched)) <= max(1, len(flags) // 2)
         assert stats.primary.chunks == sum(entry.ready for entry in entries)
-        policy: Any = store._primary.policy
+        policy: Any = store.policies[0]
         assert len(policy.sizes()) == sum(entry.in_policy for entry in entries)
 
     @invariant()
     def no_tier_takes_more_than_its_capacity(self) -> None:
         for (medium, slots), stats in zip(self.media, self.store.stats().tiers[1:], strict=True):
-            assert len(medium._slots) <= slots
+            assert sum(medium.contains(ALL)) <= slots
             assert 0 <= stats.used_bytes <= slots * SLOT
 
     @invariant()
     def what_a_lower_tier_promises_it_has(self) -> None:
-        for (medium, _), tier in zip(self.media, self.store._tiers, strict=True):
-            for key in tier.index.sizes():
-                slot, _ = medium._slots[key]
-                assert bytes(medium._slab.view(slot)) == payload(key, self.version[key])
+        for (medium, _), tier in zip(self.media, self.store.snapshot().tiers, strict=True):
+            for key in tier.sizes:
+                assert medium.read(key, into := memoryview(bytearray(SLOT))) is HIT
+                assert into == payload(key, self.version[key])
 
     @invariant()
     def what_is_done_is_ready(self) -> None:
@@ -389,20 +389,21 @@ class StoreMachine(RuleBasedStateMachine):
         self.everything_is_released()
         self.store.close()
         assert self.store.catalog.count_prefix(ALL) == (0, 0)
-        assert self.store.slab.free_slots == 0 or not self.store.slab._used.count(1)
+        assert self.store.slab.free_slots in (0, self.store.slab.num_slots)
 
     def everything_is_released(self) -> None:
         store, stats = self.store, self.store.stats()
         assert (stats.leased, stats.pinned, stats.writing, stats.loading) == (0, 0, 0, 0)
         assert store.slab.free_slots + stats.primary.chunks == store.slab.num_slots
-        assert store._primary.flushing == len(store._promoter._prefetches) == 0
+        snapshot = store.snapshot()
+        assert not any(entry.flushing for entry in snapshot.held.values())
+        assert not snapshot.prefetched
         assert stats.primary.chunks == 0 or self.retain
-        for tier in store._tiers:
-            assert not tier.index._reclaiming
-            assert tier.index._reclaiming_bytes == 0
-            policy: Any = tier.index.policy
-            assert len(policy.sizes()) == len(tier.index)
-            evictable = copy.deepcopy(tier.index.policy).evict(len(tier.index) * SLOT)
+        below: Any = store.policies[1:]
+        for tier, policy in zip(snapshot.tiers, below, strict=True):
+            assert tier.reclaiming_bytes == len(tier.reclaiming) == 0
+            assert len(policy.sizes()) == len(tier.sizes)
+            evictable = copy.deepcopy(policy).evict(len(tier.sizes) * SLOT)
             assert evictable is not None, "nobody reads it, and yet it is held"
         for key in ALL:
             self.check_below(key)

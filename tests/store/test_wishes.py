@@ -267,7 +267,7 @@ def test_the_same_prefetch_again_and_again_is_not_kept_so_often(monkeypatch: pyt
     put(store, keys)
     for _ in range(500):
         store.promote(keys, prefetch=True, ttl=DAY)
-    assert len(store._promoter._unreleased) <= 100 // 5
+    assert store.snapshot().promotions <= 100 // 5
 
 
 # -- priorities ----------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def test_a_tenant_with_many_sessions_forgets_its_own(monkeypatch: pytest.MonkeyP
     store.hints.session(b"alice", "one", chain("alice", 5))
     for number in range(1000):
         store.hints.session(b"mallory", f"{number}", chain("a", 5))
-    assert store.hints._sessions.total <= 100
+    assert store.hints.counts()["sessions"] <= 100
     assert store.hints.end_session(b"alice", "one")
 
 
@@ -493,8 +493,7 @@ def test_no_labels_of_a_tenant_make_a_priority_endless() -> None:
     store.hints.set_priority(keys, 9, 10.0, owner=b"mallory")
     store.hints.label(chain("flood", 1 << 16), ["red"])
     clock.advance(11.0)
-    with store._lock:
-        store.hints.expire()
+    store.reserve(())
     store.hints.label(keys, ["red"])
     put(store, keys)
     for number in range(60):
@@ -544,31 +543,30 @@ def test_a_chunk_has_the_highest_of_its_priorities() -> None:
     clock = ManualClock()
     store, keys = small_store(16, clock=clock), chain("a", 3)
     put(store, keys)
-    policy: Any = store._primary.policy
+    policy: Any = store.policies[0]
     store.hints.set_priority(keys, 2, 100)
     store.hints.set_priority(keys, 7, 10)
-    assert {policy._kept[key] for key in keys} == {7}
+    kept = policy._kept
+    assert {kept[key] for key in keys} == {7}
     clock.advance(11)
     store.reserve(())
-    assert {policy._kept[key] for key in keys} == {2}
+    assert {kept[key] for key in keys} == {2}
     store.hints.set_priority(keys, 0)
-    assert not policy._kept
-    assert not store.hints._wished
-    assert not store.hints._ending
+    assert not kept
+    assert not any(store.hints.counts().values())
 
 
 def test_the_end_of_a_session_ends_its_own_wishes_alone() -> None:
     store, keys = small_store(16), chain("a", 3)
     put(store, keys)
-    policy: Any = store._primary.policy
+    policy: Any = store.policies[0]
     store.hints.set_priority(keys, 1, 100, b"root", "mine")
     store.hints.session(b"root", "mine", keys, ended=True)
     assert len(policy._first) == 3
     store.touch(keys)
     store.hints.set_priority(keys, 1, 100, b"root", "another's")
     store.hints.session(b"root", "mine", keys, ended=True)
-    assert not policy._first
-    assert len(policy._kept) == 3
+    assert (len(policy._first), len(policy._kept)) == (0, 3)
 
 
 def test_priorities_of_one_owner_leave_those_of_others() -> None:
@@ -588,7 +586,7 @@ def test_one_clients_wishes_leave_an_eighth_of_the_states() -> None:
         put_through(store, keys)
         store.pin(keys, DAY) or store.promote(keys, prefetch=True, ttl=DAY)
     states = store._primary.states
-    assert store._primary.wished[StateKey] == states.limit - states.limit // 8
+    assert store.snapshot().wished[StateKey] == states.limit - states.limit // 8
     for number in range(20):
         put(store, with_state(f"alice {number}")[1:])
     assert states.count_ready() == states.limit
@@ -655,7 +653,7 @@ def test_a_repair_forgets_neither_tenants_nor_priorities() -> None:
     store._changes.lost.append(None)
     store_each(store, many("flood", 40))
     assert in_memory(store, alice, kept) == [4, 3]
-    assert store.hints.used_bytes()["cpu"]["alice"] == 4 * store._primary.slot_bytes
+    assert store.hints.used_bytes()["cpu"]["alice"] == 4 * store.slab.slot_bytes
 
 
 def test_a_wish_ends_no_crowd_of_others() -> None:
@@ -680,7 +678,7 @@ def test_whose_prompts_share_a_beginning_has_no_more_for_it() -> None:
         store.hints.set_priority([*shared, *chain(f"{number}", 1)], 1, DAY, b"alice", f"{number}")
     for number in range(600):
         store.hints.set_priority(chain(f"mallory {number}", 1), 1, DAY, b"mallory")
-    owned = store.hints._tenants[""].owned
+    owned = store.hints.owned()
     assert owned[b"alice"] >= 127
     assert owned[b"mallory"] <= 129
 
@@ -691,8 +689,8 @@ def test_priorities_count_against_the_quota_of_their_tenant() -> None:
         for keys in many(tenant, count):
             put_as(store, tenant, keys)
             store.hints.set_priority(keys, priority, DAY, owner=tenant.encode())
-    assert store.hints._tenants["alice"].total == 16
-    assert store.hints._tenants[""].total <= 4
+    assert store.hints.owned("alice").total() == 16
+    assert store.hints.owned().total() <= 4
 
 
 def test_a_key_that_was_labelled_twice_is_one_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -726,7 +724,7 @@ def test_a_chunk_that_becomes_a_tenants_keeps_its_priority() -> None:
     put(store, keys)
     store.hints.set_priority(keys, 4, DAY)
     store.hints.label(keys, ["alice"])
-    policies: Any = store._primary.policy
+    policies: Any = store.policies[0]
     assert set(policies._policies["alice"]._kept) == set(keys)
 
 

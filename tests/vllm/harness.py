@@ -323,7 +323,7 @@ class Engine:
             raise OSError(f"injected: this {verb} breaks")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.worker._copier, verb, breaks)
+            patch.setattr(self.worker.copier, verb, breaks)
             yield
         assert broken, f"there was no {verb}"
 
@@ -352,7 +352,7 @@ class Engine:
 
     @property
     def store(self) -> Any:
-        return self.connector.sides.scheduler._store
+        return self.connector.sides.scheduler.store
 
     @property
     def states(self) -> int:
@@ -385,7 +385,7 @@ class Engine:
         stats = self.store.stats()
         assert (stats.leased, stats.writing, stats.loading) == (0, 0, 0)
         assert not self.connector.sides.scheduler.busy
-        assert not self.connector.sides.scheduler._requests
+        assert not self.connector.sides.scheduler.requests
 
 
 CHUNK_BYTES = CHUNK * 4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def ask(running: Engine, prompts: list[list[int]], max_tokens: int = 8) -> list[
 def damage(running: Engine, tokens: list[int], chunk: int) -> None:
     """The chunk's bytes are those of the one behind it."""
     keys = running.connector.sides.scheduler.keys_of(tokens, None, {})
-    slots = [running.store._primary.entries[key].slot for key in keys[chunk : chunk + 2]]
+    slots = [running.store.snapshot().held[key].slot for key in keys[chunk : chunk + 2]]
     running.store.slab.array[slots[0]] = running.store.slab.array[slots[1]]
 
 
@@ -112,11 +113,11 @@ def test_wrong_loads_are_found_and_computed_where_that_is_known_in_time(
         worker = running.worker
         for ids, right, fault in zip(prompts, cold, FAULTS, strict=True):
             before = counts["wrong loads"]
-            copier = worker._copier = Faulty(worker._ready_copier(), fault, running.store.slab.array)
+            copier = worker.wrap_copier(partial(Faulty, fault=fault, slots=running.store.slab.array))
             while not copier.touched:
                 assert counts["wrong loads"] == before
                 [output] = ask(running, [ids])
-            worker._copier = copier.inner
+            worker.wrap_copier(lambda faulty: faulty.inner)
             assert counts["wrong loads"] == before + 1, fault
             if extra.get("load_mode") == "async":
                 assert external_hits(output) == 0 or answers([output]) == [right]

@@ -41,15 +41,15 @@ def test_the_one_that_copies_has_copied_each_full_block_and_none_of_who_skips_it
     with engine_with(model, "CopyingConnector", copied_tokens=10 * BLOCK) as running:
         assert answer(running, first) == answer(running, first, **SKIPPED), "vLLM's own cache answers this one"
         copying = worker_side()
-        assert len(copying._layers) == 4
-        for pages, copies in copying._layers:
+        assert len(copying.layers) == 4
+        for pages, copies in copying.layers:
             assert len(rows(copies[:9])) == 9
             assert rows(copies[:9]) <= rows(pages)
             assert (copies[9:] == 1).all()
         answer(running, second, **SKIPPED)
-        assert copying._at == 9
+        assert copying.at == 9
         answer(running, third)
-        assert copying._at == 2, "it begins anew where its memory ends"
+        assert copying.at == 2, "it begins anew where its memory ends"
 
 
 def chunk_files(folder: Path, nbytes: int) -> list[bytes]:

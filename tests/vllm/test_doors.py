@@ -32,7 +32,7 @@ def test_the_guides_store_serves_hits(
     }
     options = {"max_num_batched_tokens": 480}
     with engine(model, extra=extra, **options) as first:
-        assert type(first.store._primary.policy).__name__ == "Shallow"
+        assert type(first.store.policies[0]).__name__ == "Shallow"
         assert first.ids([prompt(0, 1500)]) == [expected[0]]
         assert first.store.drain(60)
         assert first.store.stats().tiers[1].name == "sqlite"

@@ -13,7 +13,6 @@ import zmq
 from attrs import define, field
 
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.plan.request import Request
 from lmkv.vllm.scheduler.events import EventRecorder, Place
 from tests.kit import LIMIT, Residents, eventually
 from tests.vllm.families import FAMILIES
@@ -131,17 +130,15 @@ def found(running: Engine, prompts: Iterable[list[int]], salt: str | None = None
     """By tier, the whole blocks of these prompts that the store has."""
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-    scheduler = running.connector.sides.scheduler
+    sides = running.connector.sides
     tiers: dict[str, set[Any]] = {}
+    size: int = sides.model.block_map.chunk_size
     for number, ids in enumerate(prompts):
         request = asked(running, number, ids, salt)
-        state: Request = scheduler._request_of(request)
-        keys = state.keys_with_tail(len(ids) // scheduler._chunk_size)
-        scheduler._forget(request.request_id)
-        for index, key in enumerate(keys):
+        for index, key in enumerate(sides.scheduler.keys_of(ids, salt, {})):
             has = Residents()
             running.store.catalog.replay_to(has, [key])
-            first, end = index * scheduler._chunk_size, min(len(ids), (index + 1) * scheduler._chunk_size)
+            first, end = index * size, min(len(ids), (index + 1) * size)
             hashes = request.block_hashes[first // BLOCK : end // BLOCK]
             for tier in has.of:
                 tiers.setdefault(tier, set()).update(map(maybe_convert_block_hash, hashes))

@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -393,8 +393,9 @@ def config_of(model: Path | str = "", engines: int = 1, **built: Any) -> Any:
     return SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=engines), model_config=config)
 
 
-def identity_of(layer: torch.nn.Module, vllm_config: Any = None) -> str:
-    return loaded._identity(vllm_config or config_of(), [("model.layer", layer)])
+def identity_of(*layers: torch.nn.Module, vllm_config: Any = None, workers: Sequence[Any] = ()) -> str:
+    named = [(f"model.layer{number or ''}", layer) for number, layer in enumerate(layers)]
+    return loaded._identity(vllm_config or config_of(), named, workers)
 
 
 def counts(identity: Callable[[Any], str], one: Any, other: Any) -> None:
@@ -405,7 +406,7 @@ def counts(identity: Callable[[Any], str], one: Any, other: Any) -> None:
 
 def test_what_the_model_was_built_with_counts() -> None:
     """Some models change their configuration while they are built, in the workers' process."""
-    counts(lambda value: identity_of(torch.nn.Identity(), config_of(temperature=value)), 1, 2)
+    counts(lambda value: identity_of(torch.nn.Identity(), vllm_config=config_of(temperature=value)), 1, 2)
 
 
 class OfAPlugIn(torch.nn.Module):
@@ -529,7 +530,7 @@ def of_a_backend(module: Any) -> str:
 
 
 def of_a_worker(module: Any) -> str:
-    return loaded._identity(config_of(), [("model.layer", torch.nn.Module())], [module.Worker()])
+    return identity_of(torch.nn.Module(), workers=[module.Worker()])
 
 
 def of_a_general_plug_in(module: Any) -> str:
@@ -656,14 +657,11 @@ def test_a_method_of_another_layer_counts_by_its_place() -> None:
     second.load_state_dict(first.state_dict())
     third.load_state_dict(first.state_dict())
 
-    def identity() -> str:
-        return loaded._identity(config_of(), [(f"model.{n}", layer) for n, layer in enumerate((first, second, third))])
-
-    before = identity()
+    before = identity_of(first, second, third)
     first.forward = second.forward
-    exchanged = identity()
+    exchanged = identity_of(first, second, third)
     first.forward = third.forward
-    assert len({before, exchanged, identity()}) == 3
+    assert len({before, exchanged, identity_of(first, second, third)}) == 3
 
 
 def test_an_object_that_answers_anything_ends_the_identity_and_not_the_engine() -> None:
@@ -712,7 +710,7 @@ def test_the_code_of_the_models_configuration_counts(plugged: Callable[[str, int
         config = config_of()
         config.model_config.hf_config = plugged("plugged.layers", factor).Impl()
         config.model_config.hf_config.to_dict = dict
-        return identity_of(torch.nn.Linear(2, 2, bias=False).requires_grad_(False).to("meta"), config)
+        return identity_of(torch.nn.Linear(2, 2, bias=False).requires_grad_(False).to("meta"), vllm_config=config)
 
     counts(identity, 1, 2)
 
@@ -787,13 +785,13 @@ def test_experts_over_several_engines_count_by_their_files(tmp_path: Path) -> No
 
     engines = config_of(tmp_path, engines=2)
     with pytest.raises(ValueError, match="no file tells of the others"):
-        identity_of(FusedMoE(1), engines)
+        identity_of(FusedMoE(1), vllm_config=engines)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"1")
-    before = identity_of(FusedMoE(1), engines)
-    assert before == identity_of(FusedMoE(2), engines)
+    before = identity_of(FusedMoE(1), vllm_config=engines)
+    assert before == identity_of(FusedMoE(2), vllm_config=engines)
     (tmp_path / "model.safetensors").write_bytes(b"22")
-    assert before != identity_of(FusedMoE(1), engines)
+    assert before != identity_of(FusedMoE(1), vllm_config=engines)
     assert identity_of(FusedMoE(1)) != identity_of(FusedMoE(2)), "an engine that has all knows them"
 
 
@@ -827,11 +825,9 @@ def test_numbers_that_do_not_lie_in_their_order_are_digested_in_it() -> None:
     """As weights that a kernel wants transposed, or padded."""
     whole = torch.arange(3000 * 1100, dtype=torch.float32).reshape(3000, 1100)
     padded = torch.zeros(3000, 1200)[:, :1100].copy_(whole)
-    assert (
-        loaded._digest(padded)
-        == loaded._digest(whole.t().contiguous().t())
-        != loaded._digest(whole.flip(0).t().contiguous().t())
-    )
+    tensors = padded, whole.t().contiguous().t(), whole.flip(0).t().contiguous().t()
+    same, as_ever, other = map(loaded._digest, tensors)
+    assert same == as_ever != other
 
 
 def test_a_view_that_begins_between_words_has_a_digest() -> None:

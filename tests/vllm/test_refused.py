@@ -242,12 +242,13 @@ def test_what_only_the_worker_refuses_is_answered_and_ends_the_orders(
     core = Core(lambda: side_of("SCHEDULER", vllm_config, theirs))
     scheduler, worker = core.scheduler, side_of("WORKER", vllm_config, config)
     request = request_of("r", list(range(600)))
-    assert scheduler._scheduler is not None
+    planner = scheduler.sides.scheduler
+    assert planner is not None
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     tables = [list(range(1, 20))]
-    scheduler._scheduler.plan_step({"r": 600}, lambda _: tables)
-    plan = scheduler._scheduler.take_plan()
+    planner.plan_step({"r": 600}, lambda _: tables)
+    plan = planner.take_plan()
     assert plan.stores, "it takes the model for one that is cached"
     with caplog.at_level(logging.WARNING, logger="lmkv"):
         worker.bind_connector_metadata(LMKVConnectorMetadata(plan))
@@ -257,9 +258,9 @@ def test_what_only_the_worker_refuses_is_answered_and_ends_the_orders(
         assert meta is not None
         scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
     assert "nothing is cached from now on: a worker says: SinkFullAttentionSpec layers" in caplog.text
-    assert not scheduler._scheduler.busy
+    assert not planner.busy
     scheduler.on_new_request(request_of("s", [7] * 700))
-    scheduler._scheduler.plan_step({"s": 700}, lambda _: tables)
-    assert not scheduler._scheduler.take_plan().stores
+    planner.plan_step({"s": 700}, lambda _: tables)
+    assert not planner.take_plan().stores
     for side in (scheduler, worker):
         side.shutdown()

@@ -273,8 +273,6 @@ class RedisBackend(RemoteBackend):
     def _disconnect(self) -> None:
         with self._connecting:
             client, self._client = self._client, None
-        for pool in self._pools(client):
-            pool.disconnect()
         if client is not None:
             client.close()
         self._place.close()
@@ -287,7 +285,7 @@ class RedisBackend(RemoteBackend):
         return super()._translated(error, action, key)
 
     def _pools(self, client: Redis | RedisCluster | None) -> list[Any]:
-        """The pools of connections, one for each server. A cluster's own `close` leaves them open."""
+        """The pools of connections, one for each server."""
         if isinstance(client, RedisCluster):
             return [self._pool_at(client, node) for node in client.get_nodes()]
         return [] if client is None else [client.connection_pool]

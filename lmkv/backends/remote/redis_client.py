@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from ssl import SSLWantReadError
 from typing import Any, NoReturn
 from urllib.parse import parse_qs, unquote, urlsplit
+from weakref import WeakSet
 
 from attrs import define
 from redis import ConnectionPool, Redis, RedisCluster, UsernamePasswordCredentialProvider, exceptions
@@ -208,11 +209,31 @@ class SentinelAnswers(Answers):
 
 
 class Cluster(RedisCluster):
-    """redis-py's client of a cluster, which takes no parser as an option."""
+    """redis-py's client of a cluster, which takes no parser as an option.
+
+    Its `close` leaves connections: all those of one that cannot be made, and those to nodes that are none any more.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self._connections, self._noting = WeakSet[Any](), threading.Lock()
+        try:
+            super().__init__(**settings)
+        except BaseException:
+            self.close()
+            raise
 
     def on_connect(self, connection: Any) -> None:
+        with self._noting:
+            self._connections.add(connection)
         connection.set_parser(Answers)
         super().on_connect(connection)
+
+    def close(self) -> None:
+        super().close()
+        with self._noting:
+            left = list(self._connections)
+        for connection in left:
+            connection.disconnect()
 
 
 def _closed() -> NoReturn:

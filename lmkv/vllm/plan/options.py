@@ -76,7 +76,7 @@ def seconds(value: object) -> float:
 
 @define
 class RequestOptions:
-    """The options of a request in its `kv_transfer_params`, under keys with the prefix `lmkv.`, or LMCache's `lmcache.`:
+    """The options of a request in its `kv_transfer_params`, under keys with the prefix `lmkv.` or `lmcache.`:
 
     `skip_save`, `skip_load`: store or load nothing. `report`: answer with the tokens that were loaded. `prefetch`:
     promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to

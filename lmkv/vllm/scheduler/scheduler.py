@@ -127,6 +127,11 @@ class Scheduler:
     def store(self) -> TieredStore:
         return self._store
 
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """The requests that are known, by their ids."""
+        return MappingProxyType(self._requests)
+
     def keys_of(self, tokens: Sequence[int], cache_salt: str | None, tags: Mapping[str, str]) -> list[ChunkKey]:
         """The keys of a prompt without images and adapters, as of the last lookup; none if the weights are unknown.
 

@@ -58,20 +58,19 @@ class Disk:
 
 def trouble(store: TieredStore, clock: ManualClock, keys: list[bytes], more: list[bytes]) -> set[str]:
     """Use the store for two seconds of its clock; the states of its breakers on the way."""
-    (tier,) = store._tiers
     states: set[str] = set()
     for _ in range(8):
         for key in keys:
             get(store, [key])
             store.drop([key])
             clock.advance(0.03)
-            states |= {tier.stats().breaker, tier.stats().write_breaker}
+            states |= {(tier := store.stats().tiers[1]).breaker, tier.write_breaker}
         put(store, more[:2])
-        store.drop([key for key in keys if key in store._primary.entries])
+        store.drop(keys)
         store.look_up_shared(keys)
         assert store.drain(LIMIT)
         attempt(store._scanners[0]._list, store._scanners[0]._failed)
-        states |= {tier.stats().breaker, tier.stats().write_breaker}
+        states |= {(tier := store.stats().tiers[1]).breaker, tier.write_breaker}
         store.delete(more[:1])
         assert store.drain(LIMIT)
         store.drop(more)
@@ -81,7 +80,7 @@ def trouble(store: TieredStore, clock: ManualClock, keys: list[bytes], more: lis
 def outcome(disk: Disk, folder: Path, error: str, calls: str, every: int) -> dict[str, object]:
     clock = ManualClock()
     store = open_store(str(folder), 1, CAPACITY, clock)
-    backend = store._tiers[0].backend
+    backend = store.backends[1]
     backend.sync = backend._files.sync = "full"  # type: ignore[attr-defined]
     keys, more = KEYS[:CHUNKS], [bytes([number]) * 32 for number in range(100, 104)]
     for key in keys:

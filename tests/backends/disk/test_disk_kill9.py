@@ -121,7 +121,7 @@ def check_new_store(folder: Path) -> None:
     for key in KEYS[:50]:
         put(store, [key])
         assert store.drain(LIMIT)
-        assert key in store._tiers[0].index
+        assert key in store.snapshot().tiers[0].sizes
     assert store.stats().tiers[1].chunks == 40
     store.close()
     assert nbytes_of(folder, "*.kv1") == CAPACITY

@@ -23,6 +23,7 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.errors import BackendUnavailable
 from lmkv.outcomes import ReadStatus
 from lmkv.testing.backend_suite import chunk_of, new_key
+from lmkv.testing.clocks import ManualClock
 from tests.backends.disk.failing_disk import CALLS, CHUNKS, ERRORS
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, raised
@@ -120,7 +121,8 @@ def test_a_file_system_without_locks_is_used_and_said_once(tmp_path: Path, code:
 
 def without_descriptors(tell: Tell, folder: str, chunks: int) -> None:
     """Store chunks, load them while the process has no descriptor to spare, and again when it has."""
-    store = open_store(folder, 1, 1000 * CHUNK)
+    clock = ManualClock()
+    store = open_store(folder, 1, 1000 * CHUNK, clock)
     for key in KEYS[:chunks]:
         put(store, [key])
         assert store.drain(LIMIT)
@@ -132,7 +134,6 @@ def without_descriptors(tell: Tell, folder: str, chunks: int) -> None:
             taken.append(os.open("/dev/null", os.O_RDONLY))
     except OSError:
         pass
-    clock: Any = store._tiers[0]._clock
     served = 0
     for _ in range(3):
         for key in KEYS[:chunks]:

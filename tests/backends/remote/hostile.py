@@ -49,6 +49,10 @@ class Endpoint:
                     while connection.recv(1 << 16):
                         pass
 
+    def is_left(self) -> bool:
+        """Whether all who came have left."""
+        return self.connections == len(self._open) and all(each.fileno() < 0 for each in self._open)
+
     def close(self) -> None:
         self.closed.set()
         for each in (self._listener, *self._open):

@@ -63,19 +63,23 @@ class ProcessSuite(StoreSuite):
 class SubprocessSuite(ProcessSuite, ServerSuite):
     def value_of(self, backend: Any, chunk: Chunk) -> bytes:
         name = backend.name_of(chunk.key)
-        with backend._client(name).value(name, 0, memoryview(b"?")) as (nbytes, fill):
+        with client_of(backend, name).value(name, 0, memoryview(b"?")) as (nbytes, fill):
             value = bytearray(nbytes)
             fill(memoryview(value))
             return bytes(value)
 
     def put(self, backend: Any, name: str, value: bytes) -> None:
-        client: ClientProcess = backend._client(name)
+        client = client_of(backend, name)
         client.ask("remove", [name])
         assert client.put(name, memoryview(value)[:1], memoryview(value)[1:]) == "stored"
 
 
+def client_of(backend: Any, name: str) -> ClientProcess:
+    return backend._client(name)  # type: ignore[no-any-return]
+
+
 def process_of(backend: Any, chunk: Chunk) -> Any:
-    return backend._client(backend.name_of(chunk.key))._process
+    return client_of(backend, backend.name_of(chunk.key))._process
 
 
 class InSlab(SubprocessBackend):

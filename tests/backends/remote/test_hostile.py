@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import struct
 import threading
 import time
 import tracemalloc
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
@@ -362,6 +364,25 @@ def answering(draw: st.DrawFn) -> tuple[str, list[bytes], bool, bool]:
     kind = draw(st.sampled_from(sorted(KINDS)))
     answers = draw(st.lists(st.one_of(KINDS[kind][2], KINDS[kind][2], st.binary(max_size=30)), min_size=1, max_size=6))
     return kind, answers, draw(st.sampled_from([True, True, False])), draw(st.sampled_from([True, True, False]))
+
+
+SAID = b"-ERR no|-MOVED 1 127.0.0.1:1|-ASK 1 127.0.0.1:1|-LOADING|-NOAUTH|*0|:1|+OK|$-1".split(b"|")
+
+
+@pytest.mark.parametrize("kind", ["redis", "cluster", "infinistore"])
+def test_a_closed_backend_leaves_no_connection(kind: str) -> None:
+    """Not even to the collector of garbage, which would complain of a socket that nobody has closed."""
+    make, url, _ = KINDS[kind]
+    gc.disable()
+    try:
+        for said in SAID:
+            with Endpoint(of_redis(said + b"\r\n")) as endpoint:
+                with closing(make(url.format(endpoint.port), NAMESPACE, RemoteOptions(timeout=0.1))) as backend:
+                    deque(every_call(backend), 0)
+                eventually(endpoint.is_left, f"{said!r}", LIMIT / 10)
+                assert endpoint.connections
+    finally:
+        gc.enable()
 
 
 @given(answering())

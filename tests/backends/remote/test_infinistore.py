@@ -8,11 +8,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -33,14 +33,50 @@ from tests.backends.remote.server_suite import (
     ServerSuite,
     assert_damage_fails,
 )
-from tests.kit import eventually, raised
+from tests.kit import LIMIT, eventually, raised
 from tests.servers import Proxy
+
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with infinistore_server(tmp_path_factory.mktemp("infinistore")) as server:
         yield server
+
+
+def ask(what: Callable[[Connection], T]) -> T:
+    """Over a connection of its own."""
+    with closing(Connection(("localhost", INFINISTORE), time.monotonic() + LIMIT)) as server:
+        return what(server)
+
+
+def are_there(*names: str) -> list[bool]:
+    return ask(lambda server: (server.ask(names), server.found(len(names)))[1])
+
+
+def value_of(name: str) -> bytes:
+    def get(server: Connection) -> bytes:
+        value = bytearray(server.get(name) or 0)
+        server.fill(memoryview(value))
+        return bytes(value)
+
+    return ask(get)
+
+
+def put_value(name: str, value: bytes) -> None:
+    ask(lambda server: server.delete([name]))
+    assert ask(lambda server: server.put([(name, [memoryview(value)])]))
+
+
+def payload_name(backend: InfiniStoreBackend, chunk: Chunk) -> str:
+    """An entry begins with what its payload is called below its own name."""
+    name = backend.name_of(chunk.key)
+    return f"{name}/{value_of(name)[:8].hex()}"
+
+
+def idle(backend: InfiniStoreBackend) -> list[Connection]:
+    return backend._idle
 
 
 class TestInfiniStoreSuite(ServerSuite):
@@ -53,34 +89,16 @@ class TestInfiniStoreSuite(ServerSuite):
 
     def value_of(self, backend: Any, chunk: Chunk) -> bytes:
         """The payload's."""
-        return self.value(backend, self.payload_name(backend, chunk))
+        return value_of(payload_name(backend, chunk))
 
     def put(self, backend: Any, name: str, value: bytes) -> None:
-        payload_name = backend._call(lambda connection: backend._entry(connection, name)).payload_name
-        self.put_value(backend, payload_name, value)
-
-    def payload_name(self, backend: Any, chunk: Chunk) -> str:
-        return str(backend._call(lambda to: backend._entry(to, backend.name_of(chunk.key))).payload_name)
-
-    @staticmethod
-    def value(backend: Any, name: str) -> bytes:
-        def get(connection: Connection) -> bytes:
-            value = bytearray(connection.get(name) or 0)
-            connection.fill(memoryview(value))
-            return bytes(value)
-
-        return bytes(backend._call(get))
-
-    @staticmethod
-    def put_value(backend: Any, name: str, value: bytes) -> None:
-        backend._call(lambda connection: connection.delete([name]))
-        assert backend._call(lambda connection: connection.put([(name, [memoryview(value)])]))
+        put_value(f"{name}/{value_of(name)[:8].hex()}", value)
 
     def test_an_entry_that_is_not_the_chunks_fails_and_can_be_replaced(self, backend: InfiniStoreBackend) -> None:
         assert_damage_fails(
             backend,
-            lambda chunk: self.value(backend, backend.name_of(chunk.key)),
-            lambda chunk, value: self.put_value(backend, backend.name_of(chunk.key), value),
+            lambda chunk: value_of(backend.name_of(chunk.key)),
+            lambda chunk, value: put_value(backend.name_of(chunk.key), value),
             {
                 **{what: DAMAGES[what] for what in ("cut", "longer", "another bit of the header", "foreign")},
                 "beyond the memory": lambda value, other: value + bytes(17 << 20),
@@ -90,8 +108,7 @@ class TestInfiniStoreSuite(ServerSuite):
     def test_a_payload_that_was_evicted_is_a_miss_and_can_be_stored_again(self, backend: InfiniStoreBackend) -> None:
         chunk = chunk_of(9000)
         assert backend.write(chunk).status is STORED
-        payload_name = self.payload_name(backend, chunk)
-        backend._call(lambda connection: connection.delete([payload_name]))
+        ask(lambda server: server.delete([payload_name(backend, chunk)]))
         assert read_back(backend, chunk) is None
         assert backend.write(chunk).status is STORED
         assert read_back(backend, chunk) == chunk.payload
@@ -99,10 +116,10 @@ class TestInfiniStoreSuite(ServerSuite):
     def test_a_deleted_chunk_leaves_nothing(self, backend: InfiniStoreBackend) -> None:
         chunk = chunk_of(9000)
         assert backend.write(chunk).status is STORED
-        payload_name = self.payload_name(backend, chunk)
-        assert backend._exist([payload_name]) == [True]
+        names = payload_name(backend, chunk), backend.name_of(chunk.key)
+        assert are_there(*names) == [True, True]
         backend.delete([chunk.key])
-        assert backend._exist([payload_name, backend.name_of(chunk.key)]) == [False, False]
+        assert are_there(*names) == [False, False]
 
     def test_a_chunk_that_is_being_written_is_not_there_and_ends_no_server(self, backend: InfiniStoreBackend) -> None:
         """The server takes a value for there that only begins to come, and ends when it is asked for."""
@@ -153,11 +170,11 @@ class TestInfiniStoreSuite(ServerSuite):
         theirs.connect()
         chunk = chunk_of(70_001)
         assert backend.write(chunk).status is STORED
-        name = self.payload_name(backend, chunk)
+        name = payload_name(backend, chunk)
         value = np.frombuffer(theirs.tcp_read_cache(name), np.uint8).copy()
         assert bytes(value) == chunk.payload
         assert theirs.delete_keys([name]) == 1
-        assert backend._exist([name]) == [False]
+        assert are_there(name) == [False]
         theirs.tcp_write_cache(name, value.ctypes.data, len(value))
         assert read_back(backend, chunk) == chunk.payload
         theirs.close()
@@ -189,7 +206,7 @@ class TestInfiniStoreSuite(ServerSuite):
             assert isinstance(read.error, BackendUnavailable)
             proxy.delay = 0.0
             eventually(lambda: slow.read(chunk.key, memoryview(bytearray(32 << 20))).status is ReadStatus.HIT)
-            eventually(lambda: slow.contains([small.key]) == [True] and not any(c.is_behind for c in slow._idle))
+            eventually(lambda: slow.contains([small.key]) == [True] and not any(c.is_behind for c in idle(slow)))
         assert read_back(backend, chunk) == chunk.payload, "the server ended, or lost it"
 
     def test_a_connection_that_was_closed_is_made_anew(self, backend: InfiniStoreBackend) -> None:
@@ -224,8 +241,8 @@ class TestInfiniStoreSuite(ServerSuite):
         chunks = [chunk_of(1 << 20) for _ in range(8)]
         assert statuses(backend, chunks) == [STORED] * 8
         in_threads(8, lambda index: [self.is_right(backend, chunks[index]) for _ in range(20)])
-        assert len(backend._idle) <= 32
-        assert all(connection.in_step for connection in backend._idle)
+        assert len(idle(backend)) <= 32
+        assert all(connection.in_step for connection in idle(backend))
 
     def test_a_value_of_another_length_leaves_the_connection_in_step(self, backend: InfiniStoreBackend) -> None:
         chunk = chunk_of(3 << 20)
@@ -233,7 +250,7 @@ class TestInfiniStoreSuite(ServerSuite):
         self.put(backend, backend.name_of(chunk.key), os.urandom(40 << 20))
         read = backend.read(chunk.key, memoryview(bytearray(3 << 20)))
         assert isinstance(read.error, CorruptChunkError)
-        assert all(connection.in_step for connection in backend._idle)
+        assert all(connection.in_step for connection in idle(backend))
         assert backend.contains([chunk.key]) == [True]
 
     def test_many_readers_of_two_engines_leave_the_server_well(self, backend: InfiniStoreBackend) -> None:
@@ -288,7 +305,7 @@ class TestInfiniStoreSuite(ServerSuite):
             read = behind.read(chunk.key, memoryview(bytearray(nbytes)))
             assert isinstance(read.error, BackendUnavailable)
             proxy.go_on.set()
-            eventually(lambda: behind.contains([new_key()]) == [False] and all(each.in_step for each in behind._idle))
+            eventually(lambda: behind.contains([new_key()]) == [False] and all(each.in_step for each in idle(behind)))
             for _ in range(5):
                 assert behind.contains([new_key(), chunk.key, new_key()]) == [False, True, False]
             assert read_back(behind, chunk) == chunk.payload

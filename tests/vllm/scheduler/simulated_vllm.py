@@ -17,6 +17,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -38,6 +39,7 @@ from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.vllm import compat
 from lmkv.vllm.plan.block_map import BlockMap, Group
 from lmkv.vllm.plan.metadata import StepPlan
+from lmkv.vllm.plan.request import Request
 from lmkv.vllm.scheduler.context import SchedulerOptions
 from lmkv.vllm.scheduler.events import Describe, Event, EventRecorder
 from lmkv.vllm.scheduler.scheduler import Scheduler
@@ -193,7 +195,8 @@ class SimulatedVLLM:
     draft model, whose KV depends on so many tokens after its own. `describe`: have events recorded.
     `load_or_recompute`: wait for loads by what they save, where a step takes 0.01 simulated seconds; otherwise 0.8
     for any. `context`: over so many ranks the tokens of a block are spread, one after the other. `block_map`: of a
-    model with scratch blocks, some of the `groups`. `audit_rate`, `audit_action`: of the options.
+    model with scratch blocks, some of the `groups`. `audit_rate`, `audit_action`, `min_retrieve_tokens`: of the
+    options.
     """
 
     def __init__(
@@ -215,6 +218,7 @@ class SimulatedVLLM:
         load_mode: Literal["auto", "sync", "async"] = "auto",
         lookahead: int = 0,
         save_unfull_chunk: bool = True,
+        min_retrieve_tokens: int = 0,
         prefix_caching: bool = False,
         aborts: float = 0.0,
         io_moves: int = 10,
@@ -290,6 +294,7 @@ class SimulatedVLLM:
                 load_mode="async" if depth > 1 else load_mode,
                 lookahead=lookahead,
                 save_unfull_chunk=save_unfull_chunk,
+                min_retrieve_tokens=min_retrieve_tokens,
                 whole_blocks=layerwise and block_map.one_full_table,
                 load_or_recompute=load_or_recompute,
                 prefetch_deadline=30.0 if load_or_recompute else 0.8,
@@ -406,7 +411,7 @@ class SimulatedVLLM:
         """A freed block is soon another request's: what still reads it must be caught."""
         for rank, rows in enumerate(self.memories):
             for index in self._layers(group):
-                self._write(rank, rows[index], [((block, slice(None)), 0xEE)])
+                self.write(rank, rows[index], [((block, slice(None)), 0xEE)])
 
     def _launch(self, rank: int, work: Callable[[], object]) -> None:
         """Computation of a rank: now, or whenever its device comes to it; not before the next step has begun."""
@@ -417,7 +422,7 @@ class SimulatedVLLM:
         else:
             work()
 
-    def _write(self, rank: int, row: np.ndarray, values: Sequence[tuple[Place, Any]]) -> None:
+    def write(self, rank: int, row: np.ndarray, values: Sequence[tuple[Place, Any]]) -> None:
         """One kernel, which writes everything at once."""
 
         def write() -> None:
@@ -572,7 +577,7 @@ class SimulatedVLLM:
         for (rank, rows), layer in itertools.product(enumerate(self.memories), self._layers(group)):
             state = kv_of(request.cache_salt, bytes(request.truth(tokens)), layer, PAGE)
             value = 0xDD if request.tainted else np.frombuffer(state, np.uint8)
-            self._write(rank, rows[layer], [((block, slice(None)), value)])
+            self.write(rank, rows[layer], [((block, slice(None)), value)])
 
     def _compute_states(self, request: SimulatedRequest, end: int, drafts: int, accepted: int) -> None:
         """Write the states that a step leaves which computes tokens up to `end`, the last of them drafts."""
@@ -660,7 +665,7 @@ class SimulatedVLLM:
             extra = self.rng.randint(0, 3) if self.drafts and count == left and left == 1 else 0
             while not self._allocate(request, request.computed + count + extra, request.computed):
                 victim = self.running[-1]
-                self._preempt(victim)
+                self.preempt(victim)
                 scheduled.pop(victim, None)
                 if victim is request:
                     break
@@ -669,7 +674,7 @@ class SimulatedVLLM:
                 scheduled[request] = count + extra
                 drafted[request.request_id] = extra
 
-    def _preempt(self, request: SimulatedRequest) -> None:
+    def preempt(self, request: SimulatedRequest) -> None:
         self.counts["preempted"] += 1
         self._lost.append(request.request_id)
         self.running.remove(request)
@@ -706,7 +711,7 @@ class SimulatedVLLM:
                 self._share(request, start + count)
             self.scheduler.update_state_after_alloc(request, request.blocks, external)
             # After a reset, too.
-            wants_none = self.scheduler._request_of(request).options.skip_load
+            wants_none = state_of(self.scheduler, request).options.skip_load
             self.looked_up += 0 if request.admitted or wants_none else request.num_tokens - 1 - local
             request.admitted = True
             self.waiting.remove(request)
@@ -762,7 +767,7 @@ class SimulatedVLLM:
                 for rank in ranks:
                     values[rank].append(((block, place), value))
             for rank, written in values.items():
-                self._write(rank, self.memories[rank][layer], written)
+                self.write(rank, self.memories[rank][layer], written)
 
     def _ahead(self, layer: int) -> int:
         """How many tokens after its own decide the KV of this layer, none in scratch blocks."""
@@ -786,7 +791,7 @@ class SimulatedVLLM:
         """What is computed for drafts that are rejected."""
         for _, block, place, ranks in self._places(request, group, low, high):
             for rank, layer in itertools.product(ranks, self._layers(group)):
-                self._write(rank, self.memories[rank][layer], [((block, place), 0xDD)])
+                self.write(rank, self.memories[rank][layer], [((block, place), 0xDD)])
 
     def _places(
         self, request: SimulatedRequest, group: int, low: int, high: int
@@ -857,9 +862,9 @@ class SimulatedVLLM:
         self._read_states(scheduled)
         for worker in self.workers:
             worker.begin(evolve(plan, reads=[]))
-            if isinstance(worker._copier, DeviceCopier):
+            if isinstance(worker.copier, DeviceCopier):
                 # Now, and not when a thread comes to it: the same seed gives the same history.
-                worker._copier.pins.wait()
+                worker.copier.pins.wait()
             self._break(worker)
             worker.load()
         # As vLLM: a layer writes the KV of the step's tokens, then waits for its load, then reads.
@@ -925,13 +930,11 @@ class SimulatedVLLM:
 
     def _break(self, worker: Worker) -> None:
         """Let single copies fail from now on, as those of a broken mapping or device would."""
-        if worker._slab is None or isinstance(worker._copier, FaultyCopier):
+        if worker._slab is None or isinstance(worker.copier, FaultyCopier):
             return
-        copier = worker._ready_copier()
         for verb, rate in (("load", self.load_faults), ("store", self.store_faults)):
             seed = self.rng.randrange(2**32)
-            copier = FaultyCopier(copier, seed=seed, error_rate=rate, verbs=frozenset({verb}))
-        worker._copier = copier
+            worker.wrap_copier(partial(FaultyCopier, seed=seed, error_rate=rate, verbs=frozenset({verb})))
 
     def _take_output(self, step: _Step) -> None:
         for name in step.failed:
@@ -1016,7 +1019,7 @@ class SimulatedVLLM:
                 self._take_output(self.pipeline.pop(0))
         assert self.store.drain(LIMIT)
         stats = self.store.stats()
-        wished = {entry.key for entry in self.store._promoter._prefetches} | self.store._pins._of_key.keys()
+        wished = {*(snapshot := self.store.snapshot()).prefetched, *snapshot.pinned}
         assert (stats.leased, stats.writing, stats.loading) == (len(wished), 0, 0)
         assert not self.scheduler.busy
         merge(self.samples, self.scheduler.take_samples())
@@ -1042,9 +1045,14 @@ class SimulatedVLLM:
         assert not self.wrong
 
 
+def state_of(scheduler: Scheduler, request: SimulatedRequest) -> Request:
+    """What the scheduler side knows of a request, which need not have arrived."""
+    return scheduler._request_of(request)
+
+
 def _broken(worker: Worker) -> set[int]:
     """Blocks of loads by layers that have failed, which vLLM is told once the step has ended."""
-    reading = worker._reading
+    reading: Any = worker._reading
     if reading is None or reading._pipeline is not None:
         return set()
     copies = [copy for order in reading.orders for copy in order.copies]

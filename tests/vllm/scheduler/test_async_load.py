@@ -63,13 +63,14 @@ def test_what_is_in_host_memory_is_loaded_as_one_window(ram_chunks: int, windows
     with SimulatedVLLM(ram_chunks=ram_chunks, load_mode="async") as engine:
         tokens = list(range(CHUNK * CHUNKS))
         engine.serve("stores", tokens)
-        order, loaded = engine.scheduler._builder.load, []
+        builder: Any = engine.scheduler._builder
+        order, loaded = builder.load, []
 
         def noted(copies: list[ChunkCopy], *args: Any, **options: Any) -> Any:
             loaded.append(len(copies))
             return order(copies, *args, **options)
 
-        engine.scheduler._builder.load = noted  # type: ignore[method-assign]
+        builder.load = noted
         engine.serve("loads", tokens)
         assert loaded == windows
 

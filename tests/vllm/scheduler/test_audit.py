@@ -50,7 +50,7 @@ def keys(running: SimulatedVLLM, tokens: Sequence[int] = TOKENS) -> list[ChunkKe
 def damage(running: SimulatedVLLM, key: ChunkKey, rank: int = 0) -> None:
     """Make this chunk's bytes of one rank those of another one, as a race or a wrong key does."""
     slab = running.store.slab
-    segment = slab.array[running.store._primary.entries[key].slot]
+    segment = slab.array[running.store.snapshot().held[key].slot]
     size = len(running.groups) * 2 * 2 * 32
     segment[rank * size : rank * size + size] = segment[rank * size : rank * size + size][::-1].copy()
 
@@ -147,7 +147,7 @@ def test_a_wrong_state_is_found_though_its_kv_is_right() -> None:
     with filled(groups=[Group(8), Group(8, state=1)]) as running:
         state = state_keys(keys(running)[-1], 1)[0]
         assert where(running, [state]) == [Presence.READY]
-        slot = running.store._primary.entries[state].slot
+        slot = running.store.snapshot().held[state].slot
         running.store.slab.array[slot, :64] = running.store.slab.array[slot, :64][::-1].copy()
         ask(running, "audited")
         assert total(running, "lmkv_wrong_chunks") == 1

@@ -14,14 +14,13 @@ from attrs import define, field
 from hypothesis import given, settings, strategies as st
 
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.backends.wrapper import WrapperBackend
 from lmkv.outcomes import Presence
-from lmkv.protocols import ChunkKey, Listed
+from lmkv.protocols import ChunkKey
 from lmkv.vllm.plan.block_map import Group
 from lmkv.vllm.plan.request import Request
 from lmkv.vllm.scheduler.events import Blocks, BlocksStored, Event, EventRecorder, Place, place_of
-from tests.kit import LIMIT, Residents
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
+from tests.kit import LIMIT, Persistent, Residents
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, state_of
 
 RAM, BELOW = Place("CPU", "LOCAL"), Place("STORAGE", "REMOTE")
 
@@ -102,17 +101,6 @@ class Index:
         return {place: blocks for place, blocks in self.of.items() if blocks}
 
 
-class Surviving(WrapperBackend):
-    """Memory that outlives its store and can be listed."""
-
-    def list_keys(self) -> Iterator[list[Listed]]:
-        slots: dict[ChunkKey, tuple[int, int]] = self.inner._slots  # type: ignore[attr-defined]
-        yield [Listed(key, nbytes) for key, (_, nbytes) in slots.items()]
-
-    def close(self) -> None:
-        """It outlives its store."""
-
-
 def chunks_of(state: Request, size: int) -> Iterator[tuple[ChunkKey, int, int]]:
     """Each of its keys, with the first token of the chunk and how many there are."""
     for index, key in enumerate(state.chain.keys):
@@ -125,7 +113,7 @@ def found(engine: SimulatedVLLM, states: Iterable[Request]) -> dict[tuple[Place,
     """The whole blocks of these requests that each place has, of groups without windows."""
     places: dict[tuple[Place, int], set[Any]] = {}
     for state in states:
-        for key, start, count in chunks_of(state, engine.scheduler._chunk_size):
+        for key, start, count in chunks_of(state, engine.chunk_size):
             has = Residents()
             engine.store.catalog.replay_to(has, [key])
             assert bool(has.of) == (engine.store.catalog.lookup([key]) != [Presence.MISS])
@@ -158,7 +146,7 @@ class Driver:
         size = 4096 * (options["lower_chunks"] + 4)
         medium = CPUPinnedBackend(size, 4096, populate=False)
         medium.name = "lower"
-        self.medium = Surviving(medium)
+        self.medium = Persistent(medium)
         self.seen: Counter[str] = Counter()
 
     def life(self, number: int) -> None:
@@ -171,7 +159,7 @@ class Driver:
             for name in range(rng.randint(2, 10)):
                 request = request_of(rng, f"{number} {name}")
                 engine.add(request)
-                states.append(engine.scheduler._request_of(request))
+                states.append(state_of(engine.scheduler, request))
                 for _ in range(rng.randint(0, 9)):
                     engine.step()
                 index.replay(engine.events)
@@ -265,7 +253,7 @@ def test_a_block_in_two_tiers_of_one_place_is_there_until_both_have_lost_it() ->
     tokens = list(range(9))
     with small_engine(save_unfull_chunk=False) as engine:
         serve(engine, "first", tokens)
-        (key,), recorder = engine.store._primary.entries, engine.scheduler.observer.events
+        (key,), recorder = engine.store.snapshot().held, engine.scheduler.observer.events
         assert recorder is not None
         recorder.stored("shared_memory", key)
         recorder.stored("disk", key)
@@ -281,7 +269,7 @@ def test_what_a_request_that_loads_nothing_has_stored_is_told_after_one_of_its_c
     for seed in range(12):
         with SimulatedVLLM(seed, depth=3, store_faults=0.4, describe=DESCRIBE) as engine:
             engine.begin("first", range(60), 4, **{"lmkv.skip_load": True})
-            state, index = engine.scheduler._requests["first"], Index()
+            state, index = engine.scheduler.requests["first"], Index()
             engine.finish()
             engine.step()
             index.replay([*engine.events, *engine.scheduler.take_events()])
@@ -294,7 +282,7 @@ def test_a_copy_that_ends_after_a_reset_and_its_request_tells_nothing() -> None:
     index = Index()
     with small_engine(save_unfull_chunk=False, lower_chunks=40, depth=3) as engine:
         request = engine.begin("first", range(60), 20)
-        while not (engine.scheduler.busy and len(engine.store._tiers[0].index)):
+        while not (engine.scheduler.busy and engine.store.stats().tiers[1].chunks):
             engine.step()
         engine.abort(request)
         engine.scheduler.reset()
@@ -308,7 +296,7 @@ def test_many_changes_are_told_over_several_steps(monkeypatch: pytest.MonkeyPatc
     tokens = list(range(64))
     with small_engine(save_unfull_chunk=False) as engine:
         assert len(serve(engine, "first", tokens)) == 8
-        engine.store.drop(list(engine.store._primary.entries))
+        engine.store.drop(list(engine.store.snapshot().held))
         monkeypatch.setattr("lmkv.vllm.scheduler.events._BATCH_CHANGES", 3)
         steps = [told(engine.scheduler.take_events()) for _ in range(4)]
         assert [len(step) for step in steps] == [3, 3, 2, 0]

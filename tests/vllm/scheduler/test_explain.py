@@ -12,7 +12,7 @@ import pytest
 from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.scheduler.observer import EvictionLog
 from tests.kit import LIMIT, chain
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, request_for
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, request_for, state_of
 
 CHUNK = 8
 PROMPT = [token % 50 for token in range(3 * CHUNK + 5)]
@@ -106,12 +106,10 @@ def test_what_is_too_short() -> None:
         assert missed(whole_chunks, PROMPT) == {"reason": "too_short", "tokens": 4}
 
 
-def test_what_is_less_than_the_least_that_is_loaded(engine: SimulatedVLLM) -> None:
-    serve(engine, PROMPT)
-    engine.scheduler.matcher._options = engine.scheduler._options.__class__(
-        save_unfull_chunk=True, min_retrieve_tokens=len(PROMPT), clock=lambda: engine.now
-    )
-    assert missed(engine, PROMPT) == {"reason": "too_short", "tokens": len(PROMPT) - 1}
+def test_what_is_less_than_the_least_that_is_loaded() -> None:
+    with engine_of(min_retrieve_tokens=len(PROMPT)) as engine:
+        serve(engine, PROMPT)
+        assert missed(engine, PROMPT) == {"reason": "too_short", "tokens": len(PROMPT) - 1}
 
 
 def test_what_a_request_does_not_want(engine: SimulatedVLLM) -> None:
@@ -129,7 +127,7 @@ def test_what_vllm_or_another_connector_did_not_take(engine: SimulatedVLLM) -> N
 
 
 def test_what_is_just_being_stored(engine: SimulatedVLLM) -> None:
-    keys = engine.scheduler._request_of(asks(engine, PROMPT)).keys(1)
+    keys = state_of(engine.scheduler, asks(engine, PROMPT)).keys(1)
     with engine.store.reserve(keys):
         request = asks(engine, PROMPT)
         while engine.scheduler.get_num_new_matched_tokens(request, 0)[0] is None:

@@ -11,7 +11,7 @@ import pytest
 from lmkv.policies import MinTokens
 from lmkv.vllm.plan.options import AgentHint, RequestOptions
 from tests.kit import LIMIT
-from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM
+from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM, state_of
 from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, asks, engine_of, in_memory, serve
 
 LAST = len(PROMPT) - 1
@@ -111,7 +111,7 @@ def test_an_agents_hint_prefetches(tiered: SimulatedVLLM) -> None:
     request = asks(tiered, PROMPT, agent_hint=hint(None, "offload", "prefetch"), **{"lmkv.skip_load": True})
     assert tiered.store.drain(LIMIT)
     tiered.scheduler.request_finished(request)
-    assert tiered.store.catalog.count_prefix(tiered.scheduler._request_of(request).keys(3)) == (3, 3)
+    assert tiered.store.catalog.count_prefix(state_of(tiered.scheduler, request).keys(3)) == (3, 3)
 
 
 def test_hints_come_as_a_field_of_the_request_too() -> None:

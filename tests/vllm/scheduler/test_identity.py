@@ -105,10 +105,10 @@ def test_an_adapter_without_an_identity_is_not_cached(
         request = request_for("r", tokens)
         request.lora_request = adapter(folder)
         engine.scheduler.on_new_request(request)
-        options = engine.scheduler._requests["r"].options
+        options = engine.scheduler.requests["r"].options
         assert (options.skip_save, options.skip_load) == (True, True)
         assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-        missed = engine.scheduler._requests["r"].report.miss
+        missed = engine.scheduler.requests["r"].report.miss
         assert missed is not None
         assert (missed.reason, missed.looked_up) == ("unidentified", 0)
         engine.scheduler.request_finished(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,9 +66,8 @@ def loading(running: SimulatedVLLM, name: str) -> SimulatedRequest:
 def broken(running: SimulatedVLLM, fault: Fault) -> Faulty:
     running.wrong = Whatever()
     worker = running.workers[-1]
-    copier = Faulty(worker._ready_copier(), fault, running.store.slab.array)
+    copier = worker.wrap_copier(partial(Faulty, fault=fault, slots=running.store.slab.array))
     copier.at = worker._layout.span(len(running.workers) - 1, 0)[0]
-    worker._copier = copier
     return copier
 
 
@@ -138,10 +138,10 @@ def test_a_later_write_into_its_blocks_is_found(
         request = loading(running, "victim")
         assert counted(running, "lmkv_wrong_loads") == 0
         running.wrong = Whatever()
-        running._write(0, running.memories[0][1], [((request.blocks[0][2], slice(3, 4)), 0x77)])
+        running.write(0, running.memories[0][1], [((request.blocks[0][2], slice(3, 4)), 0x77)])
         running.step()
         if preempted:
-            running._preempt(request)
+            running.preempt(request)
         with caplog.at_level(logging.ERROR, logger="lmkv.vllm"):
             running.finish()
         assert counted(running, "lmkv_wrong_loads") == 1
@@ -191,13 +191,13 @@ def test_blocks_of_an_answer_of_one_token_are_read_again(
 ) -> None:
     """Its load within a step and the request are reported to have ended together; on a device that may be too late."""
     with filled(device=device, **MODES[mode]) as running:
-        orders, read = [], running.scheduler._builder.read
+        orders, read = [], (builder := running.scheduler._builder).read
 
         def noted(load: int, copies: list[ChunkCopy]) -> ReadOrder:
             orders.append(load)
             return read(load, copies)
 
-        monkeypatch.setattr(running.scheduler._builder, "read", noted)
+        monkeypatch.setattr(builder, "read", noted)
         for number in range(10):
             ask(running, f"r{number}")
         assert len(orders) >= (1 if device else 10)
@@ -210,7 +210,7 @@ def test_what_was_lost_with_a_reset_raises_no_alarm(how: str) -> None:
         getattr(running.scheduler, how)()
         running.wrong = Whatever()
         for block in request.blocks[0]:
-            running._write(0, running.memories[0][1], [((block, slice(None)), 0)])
+            running.write(0, running.memories[0][1], [((block, slice(None)), 0)])
         running.finish()
         assert counted(running, "lmkv_wrong_loads") == 0
 
@@ -305,7 +305,7 @@ def test_what_a_sleep_has_taken_is_not_read_back(ended: bool) -> None:
         worker.resume()
         running.wrong = Whatever()
         for block in request.blocks[0]:
-            running._write(0, running.memories[0][1], [((block, slice(None)), 0)])
+            running.write(0, running.memories[0][1], [((block, slice(None)), 0)])
         running.finish()
         assert counted(running, "lmkv_wrong_loads") == 0
 
@@ -329,7 +329,7 @@ def test_an_alarm_names_the_load_that_its_chunk_was_computed_behind(caplog: pyte
         audit.on = True
         ask(running, "loads and goes on")
         key = running.scheduler.keys_of(TOKENS, "a", {})[4]
-        slot = running.store._primary.entries[key].slot
+        slot = running.store.snapshot().held[key].slot
         running.store.slab.array[slot, :64] = np.flip(running.store.slab.array[slot, :64])
         audit.sampler.rate = 1.0
         ask(running, "audited")

@@ -116,6 +116,6 @@ def test_a_request_whose_item_has_no_identity_neither_stores_nor_loads() -> None
             request = request_for(name, tokens)
             request.mm_features.append(image(picture, 8, 8, identifier="mine"))
             engine.scheduler.on_new_request(request)
-            options = engine.scheduler._requests[name].options
+            options = engine.scheduler.requests[name].options
             assert (options.skip_save, options.skip_load) == ((picture == "blue",) * 2)
             engine.scheduler.request_finished(request)

@@ -128,7 +128,7 @@ def test_an_error_reports_none_of_the_blocks_that_are_shared_with_a_running_requ
 def test_no_end_that_is_lost_keeps_anybody_waiting(seed: int, where: str, options: dict[str, Any]) -> None:
     with engine(seed, **options) as simulated:
         scheduler: Any = simulated.scheduler
-        telemetry = scheduler._observer.telemetry
+        telemetry = scheduler.observer.telemetry
         owner, name = {
             "the report": (scheduler, "_note"),
             "the end of a load": (telemetry, "loaded"),

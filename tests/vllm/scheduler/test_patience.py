@@ -301,7 +301,7 @@ class TestTwoTiers:
             gate.waiting("read")
         clock.advance(0.01)
         gates["fast"].open()
-        promotion = scheduler._requests["r"].waiting.promotion
+        promotion = scheduler.requests["r"].waiting.promotion
         assert promotion is not None
         eventually(lambda: promotion.ready == 2, "the head")
         clock.advance(5.0)

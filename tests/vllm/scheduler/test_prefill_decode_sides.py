@@ -29,7 +29,7 @@ from tests.kit import (
     put,
     small_store,
 )
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, request_for
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, request_for, state_of
 
 CHUNK, DEADLINE = 8, 0.8
 PROMPT = list(range(22))
@@ -58,7 +58,7 @@ class Side:
 
     def keys(self, request: SimulatedRequest) -> list[ChunkKey]:
         """Of two chunks and the tail."""
-        keys = self.scheduler._request_of(request).keys_with_tail(2)
+        keys = state_of(self.scheduler, request).keys_with_tail(2)
         assert len(keys) == 3
         return keys
 
@@ -145,7 +145,7 @@ def test_the_answer_ends_before_what_was_not_stored(prefill: Side) -> None:
 
 def test_nothing_is_promised_of_what_a_store_does_not_take(prefill: Side) -> None:
     """Its reads have not failed, for there were none; what it has is promised, and nothing else."""
-    gated = prefill.store._tiers[0].backend
+    gated = prefill.store.backends[1]
     request = prefill.asks(**REMOTE)
     keys = prefill.keys(request)
     put(prefill.store, keys[:1])
@@ -193,7 +193,7 @@ def test_it_waits_for_the_last_token_that_is_being_stored(decode: Side) -> None:
 def test_the_longer_it_waits_the_less_often_it_looks(decode: Side) -> None:
     """Others may wait, too, and for long prompts."""
     request, looks = decode.asks(**{"lmkv.wait_for": 22}), 0
-    state = decode.scheduler._requests[request.request_id]
+    state = decode.scheduler.requests[request.request_id]
     for _ in range(800):
         before = state.waiting.look_at
         assert decode.match(request) is None
@@ -205,7 +205,7 @@ def test_the_longer_it_waits_the_less_often_it_looks(decode: Side) -> None:
 def test_it_waits_as_long_when_the_first_answer_comes_after_vllm_has_asked() -> None:
     """As it does: between a request's arrival and the next step there are microseconds."""
     with side(stores=False, load_or_recompute=True, prefetch_deadline=30.0) as made:
-        shared = made.store._tiers[0].backend
+        shared = made.store.backends[1]
         assert isinstance(shared, Gated)
         shared.shut("contains")
         request = made.asks(**{"lmkv.wait_for": 22})

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from lmkv.protocols import ChunkKey
 from tests.vllm.scheduler.requests_kept_apart import image
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, request_for
+from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, request_for, state_of
 
 FIRST, PLACEHOLDERS = list(range(11)), [7] * 20
 
 
 def keys(engine: SimulatedVLLM, request: SimulatedRequest) -> list[ChunkKey]:
     """Of three chunks of eight tokens, and of the tail."""
-    return engine.scheduler._request_of(request).keys_with_tail(3)
+    return state_of(engine.scheduler, request).keys_with_tail(3)
 
 
 def streamed(engine: SimulatedVLLM, picture: str) -> list[ChunkKey]:
@@ -52,7 +52,7 @@ def test_a_token_that_was_thrown_away_is_in_no_key(engine: SimulatedVLLM) -> Non
     request = request_for("streams", range(15))
     engine.scheduler.on_new_request(request)
     request.all_token_ids.append(49)
-    assert len(engine.scheduler._request_of(request).keys(2)) == 2
+    assert len(state_of(engine.scheduler, request).keys(2)) == 2
     request.all_token_ids[15:] = PLACEHOLDERS
     request.num_prompt_tokens = request.num_tokens
     fresh = SimulatedRequest("fresh", list(request.all_token_ids), request.num_tokens, 1, "a")

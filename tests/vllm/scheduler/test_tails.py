@@ -27,7 +27,7 @@ def hit(engine: SimulatedVLLM, tokens: list[int], *, salt: str = "a", computed: 
 
 
 def tails(engine: SimulatedVLLM) -> list[TailKey]:
-    return [key for key in engine.store._primary.entries if isinstance(key, TailKey)]
+    return [key for key in engine.store.snapshot().held if isinstance(key, TailKey)]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 33])
@@ -87,13 +87,12 @@ def test_a_tail_is_found_on_a_lower_tier_by_its_prompt(groups: list[Group]) -> N
     with SimulatedVLLM(groups=groups, lower_chunks=40, ranks=2) as engine:
         tokens = list(range(22))
         serve(engine, tokens, salt="a")
-        lower = engine.store._tiers[0]
-        sizes = sorted(lower.index.sizes().values())
+        sizes = sorted(engine.store.snapshot().tiers[0].sizes.values())
         assert sizes[0] < sizes[1] == sizes[2], "only its own pages"
-        engine.store.drop(list(engine.store._primary.entries))
+        engine.store.drop(list(engine.store.snapshot().held))
         serve(engine, tokens, salt="a")
         assert engine.counts["hits"] == 1
-        assert lower.stats().hits == 3
+        assert engine.store.stats().tiers[1].hits == 3
         assert engine.counts["partial_hits"] == 1
 
 
@@ -161,7 +160,7 @@ def test_a_tail_is_stored_once_there_are_slots_for_what_comes_before_it() -> Non
     with SimulatedVLLM(ram_chunks=8) as engine:
         others = engine.store.reserve([bytes([n]) * 32 for n in range(8)])
         engine.begin("a", range(12), 4)
-        while engine.scheduler._requests["a"].num_tokens < 13:
+        while engine.scheduler.requests["a"].num_tokens < 13:
             engine.step()
         others.abort()
         engine.finish()
@@ -171,8 +170,7 @@ def test_a_tail_is_stored_once_there_are_slots_for_what_comes_before_it() -> Non
 def test_a_tail_is_stored_after_chunks_that_only_a_lower_tier_has() -> None:
     """Host memory is smaller than the prompt: its chunks pass through it, and are not stored there again."""
     with SimulatedVLLM(ram_chunks=4, lower_chunks=40) as engine:
-        lower = engine.store._tiers[0]
-        while len(lower.index) < 9:
+        while engine.store.stats().tiers[1].chunks < 9:
             serve(engine, list(range(72)))
             assert engine.store.drain(LIMIT)
         writes = engine.store.stats().tiers[0].writes

@@ -83,7 +83,7 @@ def test_a_wish_is_about_all_that_the_request_stores(engine: SimulatedVLLM, answ
     assert root is not None
     (session,) = engine.store.hints._sessions._wishes.values()
     assert session.owner == root
-    policy: Any = engine.store._primary.policy
+    policy: Any = engine.store.policies[0]
     assert len(policy._kept) == WHOLE + 1
 
 
@@ -245,14 +245,14 @@ def test_any_wishes(requests: list[Any], quota: bool) -> None:
         for number, (tokens, length, answer, salt, params, passed) in enumerate(requests):
             engine.add(SimulatedRequest(f"r{number}", tokens[:length], min(length, len(tokens)), answer, salt, params))
             engine.finish()
-            assert engine.store._primary.wished.total() <= 14
+            assert sum(engine.store.snapshot().wished.values()) <= 14
             assert engine.store.stats().pinned <= 8 + 1, "and a tail"
             engine.now += passed
         engine.now += 90_000.0
         for _ in range(3):
             engine.store.reserve(())
-        assert engine.store._primary.wished.total() == engine.store.stats().pinned == 0
-        assert engine.store.hints._priorities.total == engine.store.hints._sessions.total == 0
+        assert sum(engine.store.snapshot().wished.values()) == engine.store.stats().pinned == 0
+        assert sum(engine.store.hints.counts().values()) == 0
 
 
 @pytest.mark.parametrize("seed", range(6))

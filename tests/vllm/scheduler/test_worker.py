@@ -62,7 +62,7 @@ def ended(worker: Worker) -> WorkerReport:
 
 
 def pinned(worker: Worker) -> bool:
-    copier = worker._copier
+    copier = worker.copier
     if isinstance(copier, DeviceCopier):
         copier.pins.wait()
     return copier is not None
@@ -134,14 +134,14 @@ def test_the_slab_is_found_and_pinned_before_the_first_order(bench: Bench) -> No
     slab = bench.slab(engine=ENGINE)
     eventually(lambda: pinned(served.worker))
     assert [found.last - found.first for found in served.device.registered] == [SLOTS * 4096]
-    copier = served.worker._copier
+    copier = served.worker.copier
     served.worker.begin(StepPlan(slab=slab.ref))
-    assert served.worker._copier is copier, "the first order brings the same slab"
+    assert served.worker.copier is copier, "the first order brings the same slab"
     # As a process that is just being forked has it.
     other = os.dup(int(Path(slab.ref.path).name))
     served.worker.begin(StepPlan(slab=evolve(slab.ref, path=f"/proc/{os.getpid()}/fd/{other}")))
     os.close(other)
-    assert served.worker._copier is copier
+    assert served.worker.copier is copier
     served.worker.close()
     assert not served.device.registered
 
@@ -269,30 +269,30 @@ def test_while_the_engine_sleeps_its_memory_is_not_touched(bench: Bench) -> None
 
     worker.begin(StepPlan([], [store(1)], slab.ref))
     worker.save()
-    copier, staging = worker._copier, device.allocated
+    copier, staging = worker.copier, device.allocated
     assert staging > 0
     worker.suspend()
     worker.suspend()
     assert device.allocated == 0, "staging memory is given back"
-    memory, device._memory = device._memory, []
+    memory, device.memory = device.memory, []
     assert not works(StepPlan([], [store(2)]))
     assert not works(StepPlan([load(3)]))
     assert worker.take_failed_blocks() == {2, 3}
     device.synchronize()
-    device._memory = memory
+    device.memory = memory
     worker.resume()
     worker.resume()
     assert device.allocated == staging
     assert works(StepPlan([], [store(4)])), "the copy that ran at first had ended: the device has not failed"
     assert works(StepPlan([load(5)]))
-    assert worker._copier is copier, "the slab stays pinned"
+    assert worker.copier is copier, "the slab stays pinned"
 
 
 def test_a_worker_without_staging_memory_after_the_sleep_says_so_and_fails_its_orders(bench: Bench) -> None:
     served, slab = bench.serve(), bench.slab()
     served.worker.begin(StepPlan(slab=slab.ref))
     served.worker.suspend()
-    served.device._memory_bytes = 100
+    served.device.memory_bytes = 100
     served.worker.resume()
     assert "no staging memory left" in refused(served.worker, slab.ref).refusal
 
@@ -367,13 +367,12 @@ def test_a_slab_that_came_with_an_order_is_not_replaced_by_one_that_is_found(ben
     worker = bench.serve(engine=ENGINE).worker
     assert searching.wait(LIMIT)
     worker.begin(StepPlan(slab=right.ref))
-    copier = worker._copier
+    copier = worker.copier
     assert copier is not None
     found.set()
-    assert worker._search is not None
-    worker._search.join(LIMIT)
+    eventually(lambda: not any(thread.name == "lmkv-find-slab" for thread in threading.enumerate()))
     assert worker._slab_ref == right.ref
-    assert worker._copier is copier
+    assert worker.copier is copier
 
 
 def test_a_rank_that_cannot_map_the_slab_tries_again_and_then_refuses(
