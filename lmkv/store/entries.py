@@ -13,6 +13,8 @@ from lmkv.chunks.hashing import StateKey, TailKey
 from lmkv.chunks.layout import align_up
 from lmkv.protocols import ChunkKey
 
+Chain = Sequence[ChunkKey]
+"""Keys of consecutive chunks, head first."""
 _TAILS_IN_SMALL_MEMORY = 32
 """Tails that host memory of 256 to 1,024 slots has room for; in a smaller one they have an eighth of the slots."""
 _SLOTS_PER_TAIL = 32

@@ -12,6 +12,7 @@ from typing import Final
 from attrs import define, evolve, field, frozen
 
 from lmkv.protocols import ChunkKey, Clock, LabelsKeys, Policy, SeesPrompts, TakesHints
+from lmkv.store.entries import Chain
 from lmkv.store.guards import Changes, locked
 from lmkv.store.guests import Order
 from lmkv.store.wishes import Owners, Wishes
@@ -32,8 +33,6 @@ _MAX_SESSION: Final = 1 << 14
 """Most chunks of a session."""
 _MAX_BRANCHES: Final = 16
 """Most branches of a session: an agent's own conversation, and its subagents'."""
-
-Chain = Sequence[ChunkKey]
 
 
 @frozen

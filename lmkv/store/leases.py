@@ -11,7 +11,7 @@ from typing import TypeAlias
 from attrs import define, field
 
 from lmkv.protocols import ChunkKey
-from lmkv.store.entries import Entry, State
+from lmkv.store.entries import Chain, Entry, State
 from lmkv.store.guards import locked
 from lmkv.store.iopool import Deferred
 from lmkv.store.promoter import Promoter
@@ -156,13 +156,7 @@ class Holders(Part):
 
     @locked
     def reserve(
-        self,
-        keys: Sequence[ChunkKey],
-        parent: ChunkKey,
-        tokens: bytes,
-        origins: Sequence[bytes],
-        chain: Sequence[ChunkKey],
-        after: Deferred,
+        self, keys: Chain, parent: ChunkKey, tokens: bytes, origins: Sequence[bytes], chain: Chain, after: Deferred
     ) -> Reservation:
         """See `TieredStore.reserve`, whose `protect` is the `chain`."""
         entries: dict[ChunkKey, Entry] = {}

@@ -1,4 +1,4 @@
-"""Starts the agent API in the engine's process, where a configuration asks for it."""
+"""Starts the agent API in the engine's process, if the configuration asks for it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lmkv.vllm")
 _FOR_TEMPLATES = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
-"""Arguments of `apply_chat_template` that templates read; all others say how to make tokens, as vLLM does by itself."""
+"""Arguments of `apply_chat_template` that templates read. All others are for tokenization, which vLLM decides."""
 
 
 def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]:
-    """A function that makes tokens of a text or a chat, as vLLM does; it reads the tokenizer at its first call."""
+    """A function that tokenizes a text or a chat as vLLM does. Loads the tokenizer at its first call."""
 
     def tokenize(prompt: Any, template: Mapping[str, Any]) -> list[int]:
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -48,7 +48,7 @@ def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]
 
 
 def _of_the_tokenizer(tokenizer: Any) -> set[str]:
-    """Names that a request's `chat_template_kwargs` may not have: some make a prompt of any length."""
+    """Names forbidden in a request's `chat_template_kwargs`: some make a prompt of any length."""
     from transformers import PreTrainedTokenizerBase
 
     # A tokenizer's own method may pass on arguments that it does not name.
@@ -78,9 +78,9 @@ def _call(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: ServedModel) -> AgentServer | None:
-    """Start the service. None if none is wanted, or if its address is taken, which the log says.
+    """Start the service. None if none is wanted, or if its address is taken, which is logged.
 
-    Raises ConfigError for an address that is not this machine's alone.
+    Raises ConfigError for an address outside this machine.
     """
     if config.agent_listen is None:
         return None
@@ -129,7 +129,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
             lambda: application(service, token, peers, longest), address, inside and partial(inside, number)
         )
     except (OSError, RuntimeError) as error:
-        # The latter for want of a thread.
+        # RuntimeError: there is no thread left.
         logger.error("lmkv: the agent API cannot listen at %s: %s; going on without it", address.text, error)
         return None
     logger.info("lmkv: the agent API is at %s", server.url)
@@ -137,7 +137,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
 
 
 def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, beginning: str) -> int:
-    """Delete the chunks of the one namespace that begins so: this engine's, or another one of its folder."""
+    """Delete the chunks of the one namespace with this beginning: this engine's, or another one in its folder."""
     try:
         found = {own, *(namespaces.digests(root) if root else ())}
     except OSError as error:

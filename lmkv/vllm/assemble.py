@@ -30,7 +30,7 @@ def config_of(vllm_config: VllmConfig) -> Config:
 
 
 def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
-    """Log which settings have another effect than a user may expect."""
+    """Warn about settings with unexpected effects."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     if transfer.kv_load_failure_policy != "recompute":
@@ -46,11 +46,8 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
         size = model.block_map.chunk_size
         logger.info("lmkv: with recurrent layers a chunk is vLLM's block of %d tokens, whatever chunk_size says", size)
     elif model.block_map.chunk_size != config.chunk_size:
-        logger.warning(
-            "lmkv: chunk_size %d is not a multiple of vLLM's block size, using %d",
-            config.chunk_size,
-            model.block_map.chunk_size,
-        )
+        sizes = config.chunk_size, model.block_map.chunk_size
+        logger.warning("lmkv: chunk_size %d is not a multiple of vLLM's block size, using %d", *sizes)
 
 
 def make_scheduler(
@@ -98,7 +95,7 @@ def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync
 
 
 def _is_layerwise(vllm_config: VllmConfig, config: Config) -> bool:
-    """Whether the scheduler side expects copies by layers; a worker may still copy whole steps."""
+    """Whether the scheduler side expects copies by layers. A worker may still copy whole steps."""
     return config.use_layerwise and not compat.no_layerwise(vllm_config)
 
 
@@ -116,7 +113,7 @@ def make_worker(vllm_config: VllmConfig, config: Config, model: ServedModel) -> 
         model.layout,
         (replica, model.ranks.replicas),
         block_level_failures=single,
-        # With several block tables, or windows, all loads are between steps.
+        # With several block tables, or with windows, all loads are between steps.
         layerwise=config.use_layerwise and single and not obstacle,
         engine=slab_name(str(transfer.engine_id), model.layout),
         staging_bytes=config.device_staging_bytes,

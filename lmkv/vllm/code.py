@@ -1,4 +1,4 @@
-"""Code that is not vLLM's and that computes KV: models, layers and backends of plug-ins, and what these import."""
+"""Code outside vLLM that computes KV: models, layers and backends of plug-ins, and their imports."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ KNOWN = frozenset({"vllm", "torch", "lmkv", "builtins", *sys.stdlib_module_names
 """Packages whose version is part of every key already, or that compute nothing."""
 _PLUG_INS = ("vllm.general_plugins", "vllm.platform_plugins")
 _WRAPPED = 20
-"""Functions around a function; an object may answer any question with another callable."""
+"""Most wrappers around a function: an object may answer any attribute with another callable."""
 _IMPORTS = {"import_module", "__import__"}
 
 
 def described(vllm_config: Any, *, drafts: bool) -> str:
-    """The values of all these, as text. `drafts`: whether these have layers with KV of their own."""
+    """The values of all key fields, as text. `drafts`: whether drafts have layers with KV of their own."""
     found: dict[str, Any] = {}
     for path, names in {**KEY, **({"speculative_config": DRAFT_KEY} if drafts else {})}.items():
         config = vllm_config
@@ -105,7 +105,7 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A part of a configuration that JSON has no form for, without the addresses that its own text may have."""
+    """A JSON form of a configuration's part, without the addresses that its text may contain."""
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, enum.Enum):
@@ -120,28 +120,28 @@ def _plain(value: Any) -> Any:
 def package_of(thing: Any) -> str:
     """The package of a class, a function, or else of an object's class; "" if it has none."""
     with suppress(Exception):  # Some objects are loaded when they are looked at.
-        # A wrapper calls itself what it wraps.
+        # A wrapper has the names of the wrapped function.
         name = thing.__globals__["__name__"] if inspect.isfunction(thing) else thing.__module__
         return str(name or "").partition(".")[0]
     return ""
 
 
 def packages_of(*things: object) -> set[str]:
-    """The packages that define the classes of these."""
+    """The packages that define the classes of these objects."""
     return {package_of(kind) for thing in things for kind in type(thing).__mro__} - KNOWN
 
 
 @functools.cache
 def packages_of_plug_ins() -> frozenset[str]:
-    """The packages of the plug-ins that vLLM has loaded in this process."""
+    """The packages of vLLM's plug-ins in this process."""
     entries = [entry for group in _PLUG_INS for entry in importlib.metadata.entry_points(group=group)]
     return frozenset(entry.module.partition(".")[0] for entry in entries if entry.module in sys.modules) - KNOWN
 
 
 def foreign_methods(kind: type) -> set[str]:
-    """The packages whose functions stand in a class of another package.
+    """The packages whose functions are methods of another package's class.
 
-    Raises ValueError where such a function, or one of a class that is not vLLM's, has values that no file tells.
+    Raises ValueError if such a function, or a method of a class outside vLLM, has values that are in no file.
     """
     package = package_of(kind)
     calls = [(package_of(call), call) for method in vars(kind).values() for call in _calls_of(method)]
@@ -153,7 +153,7 @@ def foreign_methods(kind: type) -> set[str]:
 
 
 def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping[int, str]) -> list[str]:
-    """Functions of vLLM's that hang in a layer, and belong to another one: each with its place.
+    """Functions of vLLM attached to a layer that belong to another one, each with its place.
 
     Raises ValueError where a function of others was hung into it: it has values of its own, which nothing tells, or may
     read them anywhere. One that was made without values passes, if it is of the layer's own package, or of an installed
@@ -193,7 +193,7 @@ def _calls_of(value: Any) -> Iterator[object]:
 
 
 def _has_values(call: Any, parts: Sequence[object] = ()) -> bool:
-    """Whether a function was made with values that its code does not tell; numbers in its defaults are in its code."""
+    """Whether a function was made with values that its code does not show. Numbers in its defaults are in its code."""
     cells = [cell.cell_contents for cell in getattr(call, "__closure__", None) or () if cell != type(cell)()]
     given = [*(getattr(call, "__defaults__", None) or ()), *(getattr(call, "__kwdefaults__", None) or {}).values()]
     if not inspect.isroutine(call) and not isinstance(call, functools.partial) and getattr(call, "__dict__", None):
@@ -214,9 +214,9 @@ def _is_told(value: Any) -> bool:
 
 
 def digest(packages: Iterable[str]) -> str:
-    """A digest of the code of packages, and of all that it imports; of what is installed with a version, by that.
+    """A digest of the code of packages and of its imports. Installed packages count with their version.
 
-    Raises OSError or ValueError for code that cannot be read: it is in no file.
+    Raises OSError or ValueError for unreadable code, which is in no file.
     """
     own = set(packages) - KNOWN - {"", "transformers"}
     asked = [name for name in sorted(sys.modules) if name.partition(".")[0] in own]
@@ -250,14 +250,14 @@ def digest_of_vllm(kinds: Iterable[type]) -> str:
 
 
 def _has_code(name: str) -> bool:
-    """Whether a module is loaded that is no folder of others."""
+    """Whether a module is loaded and is not a namespace package."""
     module = sys.modules.get(name)
     return module is not None and not (hasattr(module, "__path__") and getattr(module, "__file__", None) is None)
 
 
 @functools.lru_cache(10_000)
 def _read(path: Path, _changed: int, name: str) -> tuple[str, tuple[str, ...]]:
-    """A digest of a module's file, and what it imports, anywhere in its code: modules, and names that may be some."""
+    """A digest of a module's file, and its imports anywhere in the code: modules, and names that may be modules."""
     data, imports = path.read_bytes(), set[str]()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     with suppress(SyntaxError, ValueError, ImportError):
@@ -293,7 +293,7 @@ def _spec_of(name: str) -> ModuleSpec | None:
 
 @functools.cache
 def _version(package: str) -> str:
-    """Its version, "" where its code may change without one."""
+    """Its version; "" if its code may change without a new one."""
     with suppress(Exception):
         found = [importlib.metadata.distribution(name) for name in _distributions()[package]]
         if not any("editable" in (each.read_text("direct_url.json") or "") for each in found):

@@ -1,4 +1,4 @@
-"""Everything that depends on vLLM's version: which are supported, and where each keeps its facts."""
+"""All dependencies on vLLM's version: the supported ones, and where each keeps its facts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_version(version: str) -> None:
     """Raise UnsupportedVLLMError, saying what to do, for a version outside the supported range."""
     low, high = SUPPORTED
     found = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    # Development builds call themselves 0.0 or 0.1.dev, whatever they are built from.
+    # Development builds of any version call themselves 0.0 or 0.1.dev.
     if "dev" not in version and not low <= found < high:
         raise UnsupportedVLLMError(
             f"lmkv works with vLLM from {low[0]}.{low[1]} up to, not including, {high[0]}.{high[1]}; this is "
@@ -49,7 +49,7 @@ def check_version(version: str) -> None:
 
 
 def adopt_logging() -> None:
-    """Log through vLLM's handlers, where vLLM has set its logging up, at its level or LMKV_LOG_LEVEL."""
+    """Log through vLLM's handlers, if it has some, at its level or LMKV_LOG_LEVEL."""
     ours, theirs = logging.getLogger("lmkv"), logging.getLogger("vllm")
     level = os.environ.get("LMKV_LOG_LEVEL", "").upper()
     if theirs.handlers and not ours.handlers:
@@ -75,7 +75,7 @@ class KVGroup:
     block_size: int
     window: int | None
     number: int
-    # Not in a namespace, which has a description of all this anyway.
+    # Not in `repr`, which is part of the namespace: the page formats describe all this.
     recurrent: bool = field(default=False, repr=False)
     specs: tuple[Any, ...] = field(default=(), repr=False)
 
@@ -97,7 +97,7 @@ def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -
 
 
 def _places(kv_cache_config: Any) -> dict[str, tuple[int, int]]:
-    """For each layer the number of its tensor, and bytes from one page to the next in memory."""
+    """For each layer the number of its tensor, and the bytes from one page to the next."""
     return {
         name: (number, min(int(tensor.layer_stride), int(tensor.block_stride)))
         for number, tensor in enumerate(getattr(kv_cache_config, "kv_cache_tensors", ()))
@@ -155,7 +155,7 @@ class Numbers(NamedTuple):
 
 
 def numbers(spec: Any, cache_dtype: str) -> list[Numbers]:
-    """The numbers of a page in their order; none for formats that have other things between them, such as scales."""
+    """The numbers of a page in their order; none for formats with other data between them, such as scales."""
     if is_state(spec):
         sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
         return list(map(Numbers, spec.dtypes, sizes))
@@ -251,7 +251,7 @@ def draft_lookahead(vllm_config: Any) -> int:
     0 where vLLM does not drop the end of its own hits: without such layers, or if it was told not to.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
-    # vLLM 0.32 drops it for these two, though their KV depends on nothing that follows; 0.33 does not.
+    # vLLM 0.32 drops it for these two, though their KV depends on no later token; 0.33 does not.
     if speculative is None or not speculative.use_eagle() or speculative.method in ("dflash", "dspark"):
         return 0
     drops = getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)
@@ -259,9 +259,9 @@ def draft_lookahead(vllm_config: Any) -> int:
 
 
 def draft_modules(vllm_config: Any) -> str:
-    """Which of several MTP modules an engine fills the KV of; "" where there are no several.
+    """The MTP modules whose KV an engine fills; "" with fewer than two.
 
-    All have KV. The V2 runner fills that of as many as it drafts tokens with, the V1 runner other ones.
+    All have KV. The V2 runner fills as many as it drafts tokens with, the V1 runner other ones.
     """
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     if not getattr(speculative, "use_multi_module_mtp", lambda: False)():
@@ -288,7 +288,7 @@ def preempted(scheduler_output: Any) -> Iterable[str]:
 
 
 def written_early(scheduler_output: Any, *, every: bool) -> set[int]:
-    """Blocks that vLLM may write into before it hands this step's metadata to the workers.
+    """Blocks that vLLM may write into before the workers get this step's metadata.
 
     It copies blocks that a prompt shares in part, and zeroes new ones. `every`: all new ones count, because layers of
     several kinds share the memory: it also copies states of recurrent layers.
@@ -309,7 +309,7 @@ def state_offers(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int,
 
 
 def stop_at(request: Any, tokens: int) -> None:
-    """Have vLLM end a step of this request after `tokens` tokens, and keep the recurrent layers' states there.
+    """Make vLLM end a step of this request after `tokens` tokens, and keep the recurrent layers' states there.
 
     vLLM does so by itself where its own prefix cache has a prefix of several prompts without a state at its end.
     """
@@ -325,9 +325,9 @@ def transfer_results(finished: set[str], failed: set[str]) -> Any:
 
 
 def calling_scheduler() -> Any | None:
-    """vLLM 0.29's scheduler, which is calling `bind_gpu_block_pool`; None for later versions, which need none of it.
+    """vLLM 0.29's scheduler, the caller of `bind_gpu_block_pool`. None for later versions.
 
-    Later versions pass a connector everything that 0.29 keeps in its scheduler: see the two uses below.
+    Later versions pass to a connector what 0.29 keeps in its scheduler: see the two uses below.
     """
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
@@ -341,7 +341,7 @@ def calling_scheduler() -> Any | None:
 
 
 def calling_core() -> Any | None:
-    """vLLM's engine core, which is making the scheduler side; None if another program makes it."""
+    """vLLM's engine core, which is making the scheduler side. None if another program makes it."""
     callers = (frame.frame.f_locals.get("self") for frame in inspect.stack(0))
     return next((each for each in callers if hasattr(each, "model_executor")), None)
 
@@ -349,7 +349,7 @@ def calling_core() -> Any | None:
 def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str], Sequence[list[int]] | None]:
     """The current block tables, by id, of requests that the step computes.
 
-    vLLM 0.29 passes those that have grown, though blocks behind a window leave any table.
+    vLLM 0.29 passes only grown ones, though blocks behind a window leave any table.
     """
     source = scheduler_output.kv_connector_block_state if scheduler is None else scheduler.kv_cache_manager
     tables: Callable[[str], Sequence[list[int]] | None] = source.get_block_ids
@@ -357,7 +357,7 @@ def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str]
 
 
 def recompute(scheduler: Any, request_id: str) -> None:
-    """Have vLLM 0.29 compute a request whose load has failed from its beginning, as later versions do.
+    """Make vLLM 0.29 recompute a request whose load has failed from its beginning, as later versions do.
 
     vLLM 0.29 cannot be told of failed blocks if there are several KV cache groups.
     """
@@ -381,7 +381,7 @@ def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_bl
 
 
 def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]:
-    """Tokens by vLLM's `CacheHitSource` (0.32 and later); unspecified unless they add up to `total`."""
+    """Tokens by vLLM's `CacheHitSource` (0.32 and later). Unspecified unless they add up to `total`."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     known = {"cpu": CacheHitSource.HOST, "shared_memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}

@@ -72,7 +72,7 @@ class LMKVWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class Sides(NamedTuple):
-    """The parts of a connector that are there: of the scheduler's process, or of a worker's."""
+    """The present parts of a connector: of the scheduler's process, or of a worker's."""
 
     scheduler: Scheduler | None
     worker: Worker | None
@@ -82,7 +82,7 @@ class Sides(NamedTuple):
 _CONNECTORS: WeakValueDictionary[tuple[KVConnectorRole, int], LMKVConnector] = WeakValueDictionary()
 """The connector of each role and model's configuration in this process.
 
-In a MultiConnector a second one of the same engine would answer a request's `lmkv.report`, too, which ends vLLM.
+In a MultiConnector a second one of the same engine would also answer a request's `lmkv.report`, which ends vLLM.
 """
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -158,8 +158,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         except (UsageError, ValueError) as error:
             logger.warning("lmkv: this model is not cached: %s", error)
             if role is KVConnectorRole.WORKER:
-                # The scheduler side sees less of the model. Should it take it for one that is cached, requests
-                # wait for the answers to its orders.
+                # The scheduler side sees less of the model. If it caches the model, requests wait for the answers to
+                # its orders.
                 one_table = len(kv_cache_config.kv_cache_groups) == 1
                 self._worker = Worker(0, None, block_level_failures=one_table)
                 self._worker.refuse(f"a worker says: {error}")
@@ -192,7 +192,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether vLLM must cut its CUDA graphs at each layer: whole graphs skip the calls between layers."""
+        """Whether vLLM must split its CUDA graphs at each layer: whole graphs skip the calls between layers."""
         return Config.load(extra=extra_config).use_layerwise
 
     @classmethod
@@ -224,7 +224,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A preempted request need not wait for its stores: a chunk that is not stored is a later miss."""
+        """A preempted request does not wait for its stores: an unstored chunk is a later miss."""
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -283,7 +283,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(lambda: None)
     def _republish(self) -> None:
-        """Announce all chunks again if vLLM is about to announce that all blocks are gone, which means its own."""
+        """Publish all chunks again if vLLM is about to announce that all blocks are gone: only its own are."""
         if self._scheduler is not None and self._describe_blocks is not None and self._describe_blocks.all_cleared:
             self._scheduler.republish()
 

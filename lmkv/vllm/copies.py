@@ -1,4 +1,4 @@
-"""What a worker does beside whole copies: copies layer by layer, and comparisons of what was copied."""
+"""A worker's copies layer by layer, and its comparisons of copied chunks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REMEMBERED = 10_000_000
 
 
 class NotReadyError(UsageError):
-    """The worker cannot copy now, or ever. The log says so once; a copy that fails is logged each time."""
+    """The worker cannot copy now, or ever. Logged once; failed copies are logged each time."""
 
 
 class LayerwiseTransfer:
@@ -49,7 +49,7 @@ class LayerwiseTransfer:
         self._pipeline = LayerReader(copier, copies) if loads else LayerWriter(copier, copies)
 
     def step(self, layer: int) -> None:
-        """The model is about to read this layer, or has written it."""
+        """Note that the model is about to read this layer, or has written it."""
         pipeline = self._pipeline
         if isinstance(pipeline, LayerReader):
             self._attempt(lambda: pipeline.wait(layer))
@@ -62,22 +62,22 @@ class LayerwiseTransfer:
             self._attempt(lambda: pipeline.save(layer))
 
     def _fail(self) -> None:
-        """Fail after the copies that have begun have ended: their slots may be given to others next."""
+        """Fail once the running copies have ended: their slots may go to others next."""
         pipeline, self._pipeline = self._pipeline, None
         if isinstance(pipeline, LayerWriter):
             with contextlib.suppress(Exception):
                 pipeline.last.wait()
 
     def finish(self) -> Event | None:
-        """The event of all copies; None when they failed, and then none of them is running any more."""
+        """The event of all copies. None if they failed; then none of them is running."""
         pipeline, events = self._pipeline, list[Event]()
         if pipeline is None:
             return None
         unread = isinstance(pipeline, LayerReader) and bool(pipeline.unread)
         self._attempt(lambda: events.append(pipeline.finish()))
         if unread and events:
-            # The model has read layers before they were loaded. The copies must end before vLLM is told so:
-            # it then computes the same blocks again.
+            # The model has read layers before they were loaded. The copies must end before vLLM learns of it and
+            # recomputes the same blocks.
             logger.error("lmkv: the model did not wait for the layers of a load, which therefore failed")
             events.pop().wait()
         return events[0] if events else None
@@ -99,7 +99,7 @@ def _number(digests: Digests) -> int:
 
 @frozen
 class Comparing:
-    """The end of an order's comparison, as the event of its copy. All but `wait` raise what the comparison raised."""
+    """The end of an order's comparison, as an event like that of its copy. All but `wait` raise its exception."""
 
     _future: Future[list[Difference]]
 
@@ -119,7 +119,7 @@ class Comparing:
 
 
 class Comparer:
-    """Compares what orders have copied, one order after the other, for one rank.
+    """Compares the copies of orders, one order after the other, for one rank.
 
     No slot of an order is changed until its `Comparing` has ended.
     """
@@ -135,29 +135,29 @@ class Comparer:
     def register(
         self, memory: PagedMemory, layout: KVLayout | None, parts: Sequence[Part], staging: Staging | None
     ) -> None:
-        """Set the paged memory that is read back. `parts`: of its pages, by layer."""
+        """Set the paged memory to read back. `parts`: of its pages, by layer."""
         self._parts, self._layout = parts, layout
         self._back = None if layout is None else ReadBack(memory, layout, parts, self._rank, staging)
         self.forget()
 
     def forget(self) -> None:
-        """The paged memory loses its pages: also what is being compared now is not looked at again."""
+        """Forget all digests, those of running comparisons as well: the paged memory loses its pages."""
         self._loaded: LRUCache[int, Digests] = LRUCache(_REMEMBERED, _number)
 
     def begin(self, order: CopyOrder, slab: SlabMap | None) -> Comparing:
-        """Compare what a store has copied. The copy has ended."""
+        """Compare a store's copies, which have ended."""
         assert self._layout is not None
         assert slab is not None
         comparison = Comparison(self._layout, slab, self._rank, self._parts)
         return self._submit(lambda: comparison.differences(order.copies, order.compares))
 
     def read(self, order: CopyOrder | ReadOrder) -> Reading:
-        """Read the blocks of an order, in the order of all that was launched until now."""
+        """Read the blocks of an order, after all launched work."""
         assert self._back is not None
         return self._back.begin(order.copies)
 
     def compare_load(self, order: CopyOrder, reading: Reading, slab: SlabMap | None) -> Comparing:
-        """Compare what was read after a load with the slots, and remember it. The reading has ended."""
+        """Compare the ended reading of a load with the slots, and remember it."""
         back, loaded = self._back, self._loaded
         assert back is not None
         assert slab is not None
@@ -172,7 +172,7 @@ class Comparer:
         return self._submit(differences)
 
     def compare_again(self, order: ReadOrder, reading: Reading) -> Comparing:
-        """Compare what was read with what was read after the load, and forget that. The reading has ended."""
+        """Compare the ended reading with the first one after the load, and forget that."""
         back, loaded = self._back, self._loaded
         assert back is not None
 

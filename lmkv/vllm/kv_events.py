@@ -20,7 +20,7 @@ def are_wanted(vllm_config: Any) -> bool:
 
 @define
 class BlockDescriber:
-    """Describes a request's blocks, by vLLM's hashes, and says in vLLM's classes where they are.
+    """Describes a request's blocks by vLLM's hashes, and makes vLLM's events of their places.
 
     `block_sizes`, `kinds`, `groups`: each cached block table's tokens per block, vLLM's name for its attention, and its
     number among vLLM's KV cache groups. `block_pool`: vLLM's, as soon as there is one.
@@ -96,7 +96,7 @@ def _removed(event: BlocksRemoved) -> Any:
 
 
 def _extra_keys(request: Any, size: int, start: int, end: int) -> tuple[tuple[Any, ...] | None, ...]:
-    """The extra keys, such as images, that vLLM has hashed with each block; may be empty."""
+    """The extra keys, such as images, that vLLM has hashed with each block, or ()."""
     from vllm.v1.core import kv_cache_utils
 
     keys, image = [], 0

@@ -1,6 +1,6 @@
-"""The identity of what the workers have loaded: weights, constants of layers, configuration and code of the model.
+"""The identity of the workers' model: weights, constants of layers, configuration and code.
 
-vLLM's engine core asks its workers, and tells of calls that may have changed their answer. Files on disk are not read:
+vLLM's engine core asks its workers, and reports calls that may have changed their answer. Files on disk are not read:
 they may have changed since vLLM has read them.
 """
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("lmkv.vllm")
 ByLayer = WeakKeyDictionary["nn.Module", dict[str, str]]
 
 _constants_of: ByLayer = WeakKeyDictionary()
-"""Constants and code of each layer as they were built, or as calls have changed them; steps change some, and count."""
+"""Constants and code of each layer as built, or as calls have changed them. Steps change some, such as counters."""
 _before_call: ByLayer = WeakKeyDictionary()
 _emptied: ByLayer = WeakKeyDictionary()
 """Digests of the parameters that vLLM has packed into something else, and emptied or dropped, by layer and name."""
@@ -54,9 +54,9 @@ KEEPS_WEIGHTS = frozenset({
 
 @functools.cache
 def watch_packing() -> None:
-    """Have the digest of a parameter taken when it is emptied or dropped, in any module made from now on.
+    """Take the digest of a parameter when it is emptied or dropped, in any module made from now on.
 
-    vLLM's CPU build does so when it hands the weights of a linear layer to oneDNN. Idempotent.
+    vLLM's CPU build empties the weights of a linear layer when it hands them to oneDNN. Idempotent.
     """
     from torch import nn
     from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -81,7 +81,7 @@ def watch_packing() -> None:
 
 
 def _registered(module: nn.Module, name: str, new: Any) -> None:
-    """Never raises: it is called for the modules of every program in this process."""
+    """Never raises, because it is called for every module in this process."""
     with suppress(Exception):
         # Parameters without a size yet raise here.
         if new is not None and new.numel():
@@ -97,7 +97,7 @@ def _registered(module: nn.Module, name: str, new: Any) -> None:
 
 
 def identity(worker: Any) -> str:
-    """The identity of what a worker of vLLM's has loaded; "" with a warning if it cannot be told. Never raises."""
+    """The identity of a worker's model; "" with a warning if it is unknown. Never raises."""
     try:
         runner = worker.model_runner
         if getattr(runner, "lora_manager", None) is not None:
@@ -109,16 +109,16 @@ def identity(worker: Any) -> str:
 
 
 def note_constants(worker: Any) -> None:
-    """Before a call that may change the constants of layers."""
+    """Note the constants of layers before a call that may change them."""
     _before_call.update((layer, _changeable(layer)) for _, layer in _layers(worker.model_runner))
 
 
 def fold_constants(worker: Any) -> None:
-    """After the call: what is another one now belongs to the identity."""
+    """After the call: add the changed constants to the identity."""
     for _, layer in _layers(worker.model_runner):
         before = _before_call.pop(layer, None)
         if before is None:
-            # The engine slept. What its layers have now counts, whoever has changed it.
+            # The engine slept: take its layers' present constants.
             _constants_of.pop(layer, None)
             continue
         after = _changeable(layer)
@@ -128,15 +128,15 @@ def fold_constants(worker: Any) -> None:
 
 
 def _changeable(layer: nn.Module) -> dict[str, str]:
-    """Constants, and the adapters in use, whose identity is that of what was loaded."""
+    """Constants and adapters in use, whose identity is that of the loaded ones."""
     stacked = {name: getattr(layer, name, ()) for name in ("lora_a_stacked", "lora_b_stacked")}
     return _constants(layer) | {name: " ".join(map(_digest, each)) for name, each in stacked.items() if len(each)}
 
 
 def adapter(worker: Any, lora: Any) -> Adapter | None:
-    """The adapter as a worker has loaded it, or would load it now; None if it cannot tell. Never raises.
+    """The adapter as a worker has loaded it, or would load it now; None if unknown. Never raises.
 
-    It loads nothing into vLLM, which would drop the adapter of a running request for it.
+    Loads nothing into vLLM, which would drop the adapter of a running request for it.
     """
     try:
         manager = worker.model_runner.lora_manager
@@ -146,11 +146,8 @@ def adapter(worker: Any, lora: Any) -> Adapter | None:
         before = stamps(folder_of(str(lora.lora_path)))
         return _adapter_digest(manager.lmkv_load(lora)), before
     except Exception as error:
-        logger.warning(
-            "lmkv: a worker does not tell what it has loaded of the adapter %s: %s",
-            printable(str(lora.lora_path)),
-            safe_repr(error),
-        )
+        names = printable(str(lora.lora_path)), safe_repr(error)
+        logger.warning("lmkv: a worker does not tell what it has loaded of the adapter %s: %s", *names)
         return None
 
 
@@ -158,14 +155,14 @@ _loads: set[tuple[int, str]] = set()
 
 
 def take_loads() -> set[tuple[int, str]]:
-    """The adapters that vLLM has loaded in this process since the last call: number and digest, "" if unknown."""
+    """The adapters loaded in this process since the last call: number and digest, "" if unknown."""
     taken = set(_loads)
     _loads.difference_update(taken)
     return taken
 
 
 def _watch_adapters(manager: Any) -> None:
-    """Note what vLLM loads from now on; it loads adapters after its start. Idempotent."""
+    """Note the adapters that vLLM loads from now on. Idempotent."""
     if hasattr(manager, "lmkv_adapters"):
         return
     _loads.clear()
@@ -199,7 +196,7 @@ def _adapter_digest(found: Any) -> str:
 
 
 def draft_model(runner: Any) -> Any | None:
-    """The model of a draft with layers of its own; vLLM 0.32 has a method for it."""
+    """The model of drafts with layers of their own. vLLM 0.32 has a method for it."""
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(drafter, "model", None)
     return getattr(model, "unwrap", lambda: model)()
@@ -210,7 +207,7 @@ def _layers(runner: Any) -> Iterator[tuple[str, nn.Module]]:
     if not hasattr(runner.get_model(), "named_modules"):
         raise ValueError(f"its model is a {type(runner.get_model()).__name__}, whose layers are unknown")
     for name, model in (("model", runner.get_model()), ("draft", draft_model(runner))):
-        # A draft may be something else than a model.
+        # A drafter may have no model.
         for place, layer in getattr(model, "named_modules", tuple)():
             yield f"{name}.{place}", layer
 
@@ -252,7 +249,7 @@ _EXPERTS = {"FusedMoE", "RoutedExperts"}
 
 
 def experts_are_scattered(vllm_config: Any) -> bool:
-    """Whether other engines have a part of this one's experts: no engine then knows what all of them have."""
+    """Whether other engines have a part of this one's experts. Then no engine knows all experts."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     return parallel.data_parallel_size > 1 and bool(getattr(model, "is_moe", True))
 
@@ -262,7 +259,7 @@ _ADDRESSES = 1 << 40
 
 
 _HOW = re.compile("compile|guards|nvtx|_is_encoder|use_aiter|use_flashinfer|torchao_reload")
-"""Attributes that say how a layer is computed, and differ between engines that compile it and those that do not."""
+"""Attributes that decide how a layer is computed, and differ between engines with and without compilation."""
 
 
 def _parts_of(layer: nn.Module) -> dict[str, Any]:
@@ -272,7 +269,7 @@ def _parts_of(layer: nn.Module) -> dict[str, Any]:
 
 
 def _constants(layer: nn.Module) -> dict[str, str]:
-    """Numbers and names that a layer computes with, and that are in no tensor: scales, windows, limits, backends."""
+    """Numbers and names that a layer computes with, outside tensors: scales, windows, limits, backends."""
     found = {}
     for part, owner in _parts_of(layer).items():
         found[part] = type(owner).__qualname__
@@ -288,7 +285,7 @@ _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def _values_of(owner: Any) -> list[tuple[str, Any]]:
-    """The attributes of a layer or its backend, and of those of plug-ins what is in them."""
+    """The attributes of a layer or its backend; of plug-ins' attributes also their content."""
     own = code.packages_of(owner)
     fields = [(name, value) for name, value in getattr(owner, "__dict__", {}).items() if name not in _OF_TORCH]
     return [leaf for name, value in fields for leaf in _leaves(name, value, own)] if own else fields
@@ -308,7 +305,7 @@ def _leaves(name: str, value: Any, own: Set[str], depth: int = 0) -> Iterator[tu
 
 
 _COUNTS, _OF_PLUG_INS = re.compile("scale|slope|bias|sink|zero"), re.compile("^(?!kv_cache)")
-"""Plain tensors that decide numbers, in vLLM's layers and in those of others: the rest is memory that they work in."""
+"""Names of plain tensors that affect results, in vLLM's layers and in others. The rest is working memory."""
 
 
 def _is_constant(value: Any) -> bool:
@@ -320,7 +317,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
-    """A line for each of a layer's own parameters and buffers, and for tensors that are neither and decide numbers.
+    """A line for each of a layer's own parameters and buffers, and for other tensors that affect results.
 
     `seen`: digests of tensors that several layers share.
     """
@@ -347,7 +344,7 @@ def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
 
 def _digest_once(tensor: torch.Tensor, seen: dict[Any, str]) -> str:
     if hasattr(tensor, "__tensor_flatten__"):
-        # Made of other tensors, as quantized ones of torchao are, and has no memory of its own.
+        # Made of other tensors, like torchao's quantized ones, without memory of its own.
         names, context = tensor.__tensor_flatten__()
         parts = [as_json(context), *(f"{name} {_digest_once(getattr(tensor, name), seen)}" for name in names)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
@@ -363,7 +360,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A tensor whose numbers do not lie in their order is copied piece by piece: a device has no memory left by now."""
+    """A tensor out of order in memory is copied piece by piece: a device has no memory left by now."""
     if tensor.is_contiguous():
         return [tensor]
     row = max(1, tensor[0].numel() * tensor.element_size())
@@ -380,7 +377,7 @@ def _digest_of_part(data: torch.Tensor) -> str:
 
 
 _BLOCK = 1 << 20
-"""Words that are summed together: 4 MiB, for which 16 MiB are needed."""
+"""Words summed together: 4 MiB, which need 16 MiB."""
 
 
 def digest_on_device(data: torch.Tensor) -> str:
@@ -407,7 +404,7 @@ def digest_on_device(data: torch.Tensor) -> str:
 
 
 class Loaded:
-    """Asks the workers of one engine what they have loaded. On the scheduling thread only.
+    """Asks the workers of one engine for the identity of their model. On the scheduling thread only.
 
     `core`: vLLM's engine core, which has the workers; None if there is none.
     """
@@ -417,7 +414,7 @@ class Loaded:
         self._asked = False
 
     def __call__(self) -> str | None:
-        """The identity of what all workers have loaded, None if one cannot tell it. Waits for what they compute."""
+        """The identity of all workers' models; None if one is unknown. Waits for their running step."""
         core, again, self._asked = self._core(), self._asked, True
         try:
             found = [] if core is None else core.model_executor.collective_rpc(identity)
@@ -432,7 +429,7 @@ class Loaded:
         return hashlib.sha256(" ".join(found).encode()).hexdigest()
 
     def adapter(self, lora: Any) -> Adapter | None:
-        """The adapter as all workers have loaded it; None if they differ, or one cannot tell."""
+        """The adapter as all workers have loaded it; None if they differ, or one does not know."""
         core, found = self._core(), list[Adapter | None]()
         with suppress(Exception):
             found = [] if core is None else core.model_executor.collective_rpc(adapter, args=(lora,))
@@ -442,7 +439,7 @@ class Loaded:
         return " ".join(sorted({digest for digest, _ in known})), known[0][1]
 
     def watch(self, scheduler: Watcher) -> None:
-        """Have the scheduler side told whenever the engine is asked for something that may change what it computes."""
+        """Notify the scheduler side of every call of the engine that may change its results."""
         core = self._core()
         if core is None:
             return
@@ -452,7 +449,7 @@ class Loaded:
             if original is None:
                 return
 
-            # vLLM reads the signature of what clients call.
+            # vLLM reads the signatures of methods that clients call.
             @functools.wraps(original)
             def call(*args: Any, **kwargs: Any) -> Any:
                 guarded(before, *args, **kwargs)
@@ -474,7 +471,7 @@ class Loaded:
             return isinstance(method, str) and method in KEEPS_WEIGHTS
 
         def before_rpc(method: Any = None, *_: Any, **__: Any) -> None:
-            # A sleeping device has no memory to look at.
+            # A sleeping device has no memory to read.
             if not keeps_weights(method) and not core.model_executor.is_sleeping:
                 core.model_executor.collective_rpc(note_constants)
 
@@ -484,7 +481,7 @@ class Loaded:
                 core.model_executor.collective_rpc(fold_constants)
 
         def after_reset(running: bool = False, connector: bool = False, **given: Any) -> None:
-            # The connector is told of its own.
+            # The connector's own reset reports itself.
             if not given.get("reset_connector", connector):
                 scheduler.suspect()
 
@@ -496,7 +493,7 @@ class Loaded:
 
 
 class Watcher(Protocol):
-    """The scheduler side, as far as it is told of changes."""
+    """The scheduler side, as the receiver of changes."""
 
     def suspect(self) -> None: ...
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 _LOOSE = 0.5
-"""Share of a page that audits let differ in models with experts."""
+"""Share of a page that may differ in audits of models with experts."""
 
 
 @frozen
@@ -43,7 +43,7 @@ class Ranks:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Ranks:
-        """The workers of a configuration. Raises ValueError, with the reason, for those that lmkv does not serve."""
+        """The workers of a configuration. Raises ValueError, with the reason, if lmkv does not serve them."""
         check_parallel(vllm_config, kv_cache_config)
         parallel = vllm_config.parallel_config
         tensor, context = int(parallel.tensor_parallel_size), getattr(parallel, "prefill_context_parallel_size", 1)
@@ -64,7 +64,7 @@ class Ranks:
         return self.total // self.replicas
 
     def describe(self, parallel: Any) -> str:
-        """Everything about the workers that decides which part of a chunk has which KV; equal for equal parts."""
+        """The facts about the workers that decide which part of a chunk has which KV. Equal for equal parts."""
         spread = getattr(parallel, "decode_context_parallel_size", 1)
         interleave = getattr(parallel, "cp_kv_cache_interleave_size", 1)
         stages = f" stages {','.join(map(str, self.stages))}" if len(self.stages) > 1 else ""
@@ -109,9 +109,9 @@ class ServedModel:
     """A served model. `layers`: names of the layers that `layout` describes.
 
     `fused`: the layers of a block lie next to each other in memory, and `layout` describes all of them as one
-    layer. `ranks`: the workers; of pipeline stages, `layout` describes the one that has most layers. `numbers`: of
-    the pages of each layer; none where a page has other things, too. `experts`: whether tokens choose among some.
-    `dtype`: the model's.
+    layer. `ranks`: the workers; of pipeline stages, `layout` describes the one with most layers. `numbers`: of each
+    layer's pages; none if a page has other data as well. `experts`: whether tokens choose among experts. `dtype`: the
+    model's.
     """
 
     block_map: BlockMap
@@ -151,7 +151,7 @@ class ServedModel:
         return memory
 
     def parts(self, rows: Sequence[torch.Tensor]) -> list[Part]:
-        """What `paged_memory` of these rows has in its pages, by layer: bytes where it is not numbers alone."""
+        """The content of these rows' pages, by layer: numbers, or bytes if there is other data."""
         import torch
 
         base = min(int(row.storage_offset()) for row in rows) if self.fused else 0
@@ -282,7 +282,7 @@ def config_digest(model_config: Any) -> str:
 
 
 def _device(vllm_config: Any) -> str:
-    """The kind of device and its numbers: of two devices with numbers of 8 bits each may read them otherwise."""
+    """The kind of device and of its 8-bit numbers, which devices may interpret differently."""
     from vllm.platforms import current_platform
 
     device = str(getattr(vllm_config.device_config, "device_type", ""))
@@ -294,7 +294,7 @@ def _device(vllm_config: Any) -> str:
 
 
 def _state_format(vllm_config: Any) -> str:
-    """Everything that decides the bytes of a recurrent layer's state besides its shape and type."""
+    """The facts that decide the bytes of a recurrent layer's state, besides its shape and type."""
     from vllm import envs
 
     return f"{getattr(envs, 'VLLM_SSM_CONV_STATE_LAYOUT', None)} {getattr(vllm_config, 'mamba_config', None)}"

@@ -17,7 +17,7 @@ MODULE = "lmkv.vllm.connector"
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, possibly more than once. Never raises: that would end vLLM."""
+    """Called by vLLM in each of its processes, perhaps several times. Never raises, because that would end vLLM."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -38,7 +38,7 @@ def register() -> None:
 
 
 def replaces_connector(arguments: Sequence[str], folder: Path = Path()) -> bool:
-    """Whether a command line, or the file that its `--config` names, has vLLM replace lmkv by its own connector.
+    """Whether a command line, or its `--config` file, makes vLLM replace lmkv by its own connector.
 
     `folder`: where relative paths in it start.
     """
@@ -47,7 +47,7 @@ def replaces_connector(arguments: Sequence[str], folder: Path = Path()) -> bool:
     if options is not None:
         from lmkv.config import read_yaml
 
-        # No pipe: what is in it is for vLLM.
+        # Not from a pipe, whose content is for vLLM.
         with suppress(ValueError):
             found = read_yaml(folder / options[1], pipes=False)
             given += " " + " ".join(f"--{name} {value}" for name, value in found.items()).replace("_", "-")
@@ -55,9 +55,9 @@ def replaces_connector(arguments: Sequence[str], folder: Path = Path()) -> bool:
 
 
 def _is_replaced() -> bool:
-    """Whether vLLM was given `kv_offloading_size` as well, which silently takes the place of any connector.
+    """Whether vLLM was also given `kv_offloading_size`, which silently replaces any connector.
 
-    A server has only its command line by now; a program's arguments are in the frames that call this function.
+    A server has only its command line by now. A program's arguments are in the calling frames.
     """
     if replaces_connector(sys.argv):
         return multiprocessing.parent_process() is None

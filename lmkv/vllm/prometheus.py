@@ -1,13 +1,12 @@
 """`LMKVStats` and `LMKVPromMetrics`: lmkv's metrics as vLLM carries them, and as Prometheus scrapes them.
 
-Stats of all ranks and of the scheduler side are aggregated by vLLM, and observed in its API server.
+vLLM aggregates the stats of all ranks and of the scheduler side, and observes them in its API server.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -31,7 +30,7 @@ class LMKVStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The few numbers that vLLM logs now and then."""
+        """The numbers that vLLM logs periodically."""
         return {
             " ".join([name.removeprefix("lmkv_").replace("_", " "), *labels]): value
             for name in _LOGGED
@@ -51,7 +50,7 @@ class LMKVPromMetrics(KVConnectorPromMetrics):
     def __init__(
         self,
         vllm_config: Any,
-        metric_types: Mapping[Any, Any],
+        metric_types: Any,
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:

@@ -1,6 +1,6 @@
-"""Ray Serve LLM with prefill and decode apart: `build_pd_openai_app`, whose requests may carry options of lmkv's.
+"""Ray Serve LLM with separate prefill and decode: `build_pd_openai_app`, whose requests may carry lmkv's options.
 
-Ray's own builder refuses any `kv_transfer_params` that a client sends. Needs Ray 2.60, whose internal modules it uses.
+Ray's own builder refuses clients' `kv_transfer_params`. Needs Ray 2.60, whose internal modules it uses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "LMKVConnector"
 
 
 class LMKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
-    """Shapes the two requests that Ray makes of a client's: as for any connector, with its options in both."""
+    """Builds the prefill and the decode request from a client's, with lmkv's options in both."""
 
     def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
         return _shaped(super().prepare_prefill_request, request, peer=peer)

@@ -1,7 +1,7 @@
 """The worker side of the connector: maps the slab, executes copy orders, reports how they ended.
 
-It decides nothing and knows no request. No method raises: whatever fails becomes a failed job, which the
-scheduler side answers with a miss, or vLLM by computing the blocks again.
+It decides nothing and knows no request. No method raises: a failure becomes a failed job, which the scheduler side
+answers with a miss, or vLLM by recomputing the blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Running:
     started: float
     step: int
     reading: Reading | None = None
-    """The blocks of an audited load within a step, as they were read."""
+    """The reading of an audited load's blocks within a step."""
     seconds: float | None = None
     """Duration of the copy, once it has ended."""
     audited: bool = True
@@ -97,10 +97,10 @@ class Worker:
         self._failed_attaches = 0
         self._suspended = False
         self._launched: Event | None = None
-        """Marks the work that was launched when the orders came; later work uses no block that is being filled."""
+        """Marks the work launched before the orders came. Later work uses no block that is being filled."""
         self._due_loads: list[CopyOrder] = []
         self._due_stores: list[CopyOrder] = []
-        """The orders of the step that were not taken yet: whatever happens, none is executed twice."""
+        """The step's orders that are not taken yet: none is executed twice."""
         self._running: list[_Running] = []
         self._step = 0
         self._report = WorkerReport()
@@ -140,18 +140,18 @@ class Worker:
             self._search.start()
 
     def _find_slab(self) -> None:
-        # vLLM makes the scheduler side, and with it the slab, once all is compiled and captured.
+        # vLLM makes the scheduler side, and so the slab, after it has compiled and captured the model.
         assert self._layout is not None
         ref = wait_for_slab(self._engine, self._layout.slot_bytes, self._closing)
         with self._attaching:
-            # A slab that came with an order takes precedence.
+            # A slab from an order takes precedence.
             if ref is not None and self._slab_ref is None:
                 self._attach(ref)
 
     def suspend(self) -> None:
-        """The paged memory is about to lose its pages: end the running copies, and fail orders until `resume`.
+        """End the running copies, and fail orders until `resume`: the paged memory is about to lose its pages.
 
-        Staging memory is given back. Host memory stays pinned, and paged memory keeps its address. Idempotent.
+        Releases staging memory. Host memory stays pinned, and paged memory keeps its address. Idempotent.
         """
         self._suspended = True
         self._comparer.forget()
@@ -166,7 +166,7 @@ class Worker:
                 logger.exception("lmkv: the device has failed while the engine fell asleep")
 
     def resume(self) -> None:
-        """The paged memory has pages again, at its address. Idempotent."""
+        """Resume copying: the paged memory has pages again, at its address. Idempotent."""
         try:
             if self._staging is not None:
                 self._staging.take()
@@ -187,7 +187,7 @@ class Worker:
             self._attach(plan.slab)
         self._launched = None
         if self._staging is not None and any(order.between_steps for order in plan.loads):
-            # vLLM computes this step before it has these loads begin, and nothing of it reads or writes their blocks.
+            # vLLM computes this step before these loads begin, and no part of it reads or writes their blocks.
             with contextlib.suppress(Exception):  # The load fails as well, and says so.
                 self._launched = self._staging.mark()
 
@@ -215,7 +215,7 @@ class Worker:
             except UsageError as error:
                 self.refuse(f"rank {self._rank} cannot use host memory: {error}")
             except Exception as error:
-                # This rank does not run where the scheduler does, or has no descriptor left for a moment.
+                # This rank runs on another machine than the scheduler, or has no descriptor left for a moment.
                 self._failed_attaches += 1
                 if self._failed_attaches == _ATTACHES:
                     self.refuse(f"rank {self._rank} cannot map host memory: {error!r}")
@@ -250,12 +250,12 @@ class Worker:
         return copier.load(order.copies, overlap=order.between_steps, after=after)
 
     def wait_for_layer(self, layer: int) -> None:
-        """The model is about to read this layer: wait until it is loaded."""
+        """Wait until this layer is loaded: the model is about to read it."""
         if self._reading is not None:
             self._reading.step(layer)
 
     def save_layer(self, layer: int) -> None:
-        """The model has written this layer: begin to store it."""
+        """Begin to store this layer: the model has written it."""
         if self._writing is None and self._layerwise and self._stores and self._due_stores:
             orders, self._due_stores = self._due_stores, []
             self._writing = LayerwiseTransfer(orders, self._ready_copier, loads=False)
@@ -293,7 +293,7 @@ class Worker:
     def _started(self, order: CopyOrder, event: Event, started: float) -> _Running:
         running = _Running(order, event, started, self._step)
         if order.audited and not order.between_steps:
-            # Now: the next step may give the blocks to others.
+            # Read now: the next step may give the blocks to others.
             running.reading = self._read(running)
         return running
 
@@ -301,13 +301,13 @@ class Worker:
         try:
             return self._comparer.read(item.order)
         except Exception:
-            # The device may have no memory for it. The load itself is right.
+            # The device may lack memory for the reading. The load itself is right.
             logger.exception("lmkv: the blocks of %d chunks could not be read back", len(item.order.copies))
             item.audited = False
             return None
 
     def _follow(self, item: _Running) -> None:
-        """Report an order that has ended; one that is still running, or is yet to be compared, is polled later."""
+        """Report an order that has ended. Poll one later that is still running, or not yet compared."""
         try:
             while item.event.query():
                 if item.seconds is None:
@@ -325,7 +325,7 @@ class Worker:
         self._running.append(item)
 
     def _following(self, item: _Running) -> Event | None:
-        """The next event after one that has ended: a reading, or a comparison; None if the order has ended."""
+        """The event after an ended one: a reading, or a comparison. None if the order has ended."""
         order, event = item.order, item.event
         if isinstance(event, Comparing) or not item.audited:
             return None
@@ -346,7 +346,7 @@ class Worker:
             differences = item.event.differences
         ok = True
         if isinstance(order, CopyOrder):
-            # It is computed again if that is known before its blocks were read, or in the step that read them.
+            # It is recomputed if the differences are known before its blocks are read, or in the step that reads them.
             in_time = order.between_steps or item.step == self._step
             ok = not order.failed_blocks and not (order.audited and differences and in_time)
         self._finish(order, item.seconds or 0.0, ok=ok)
@@ -423,9 +423,9 @@ class Worker:
             self._failed_blocks.update(block for run in copy.runs for block in run.blocks)
 
     def poll(self) -> None:
-        """Report the copies that have ended meanwhile, without a wait for the others.
+        """Report the ended copies without waiting for the others.
 
-        A load by layers ends here: vLLM next asks for failed loads, and with drafts calls `save` only after that.
+        A load by layers ends here: vLLM then asks for failed loads, and with drafts calls `save` only after that.
         """
         reading, self._reading = self._reading, None
         self._end(reading)
@@ -451,12 +451,12 @@ class Worker:
         return finished, failed
 
     def close(self, *, process_ends: bool = False) -> None:
-        """Wait for the running copies and unmap the slab, unless the process ends, which does so faster. Idempotent."""
+        """Wait for the running copies and unmap the slab, unless the process ends, which is faster. Idempotent."""
         self._closing.set()
         if self._search is not None:
             self._search.join()
         running, self._running = self._running, []
-        # Before the slab is unmapped: the device reads and writes it. One that has failed does so no more.
+        # Before the slab is unmapped, because the device uses it. A failed device does not.
         with contextlib.suppress(Exception):
             for item in running:
                 item.event.wait()

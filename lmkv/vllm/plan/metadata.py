@@ -68,13 +68,8 @@ class JobReport:
     differences: list[Difference] = field(factory=list)
 
     def merge(self, other: JobReport) -> JobReport:
-        return JobReport(
-            self.ranks + other.ranks,
-            self.ok and other.ok,
-            self.nbytes + other.nbytes,
-            max(self.seconds, other.seconds),
-            self.differences + other.differences,
-        )
+        sums = self.ranks + other.ranks, self.ok and other.ok, self.nbytes + other.nbytes
+        return JobReport(*sums, max(self.seconds, other.seconds), self.differences + other.differences)
 
 
 @define

@@ -15,7 +15,7 @@ from functools import partial
 from attrs import define
 from cachetools import LRUCache
 
-from lmkv.chunks.hashing import TailKey, state_keys
+from lmkv.chunks.hashing import StateKey, TailKey, state_keys
 from lmkv.memory.comparison import Difference
 from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.protocols import ChunkKey
@@ -30,6 +30,10 @@ _REMEMBERED = 100_000
 """Chunks whose last audit, deletion or origin is remembered."""
 _NAMED = 3
 """Most layers, or blocks, that a log line names."""
+
+
+CopiesOf = Sequence[Callable[[int], ChunkCopy | None]]
+"""For each key, makes the copy into a slot; None if its blocks are not all there."""
 
 
 def named(names: Sequence[str]) -> str:
@@ -56,7 +60,10 @@ class _Comparison(Job):
     keys: Sequence[ChunkKey]
     chunks: list[int]
     """Number of each compared chunk in its prompt; of a state the chunk before it."""
-    states: bool
+
+    @property
+    def states(self) -> bool:
+        return isinstance(self.keys[0], StateKey)
 
 
 class WrongChunks:
@@ -186,11 +193,11 @@ class HitAudits(Planner):
             audit.next = chunks.stop
             keys = request.keys(chunks.stop)
             copies = [lambda slot, chunk=chunk: self._block_map.compared_copy(slot, tables, chunk) for chunk in chunks]
-            self._order(request, audit, keys[chunks.start :], copies, list(chunks), states=False)
+            self._order(request, audit, keys[chunks.start :], copies, list(chunks))
         tail, end = audit.tail, audit.end
         if tail is not None and computed >= end * self._chunk_size + tail.tokens:
             copy_of = partial(self._block_map.store_copy, block_ids=tables, chunk=end, tokens=self._whole(tail))
-            self._order(request, audit, [tail], [copy_of], [end], states=False)
+            self._order(request, audit, [tail], [copy_of], [end])
         elif tail is not None:
             return
         if audit.next >= end:
@@ -203,7 +210,7 @@ class HitAudits(Planner):
             return
         keys = request.state_keys(chunks)
         copies = [lambda slot, number=key.number: self._block_map.state_copy(slot, number, blocks) for key in keys]
-        self._order(request, audit, keys, copies, [chunks - 1] * len(keys), states=True)
+        self._order(request, audit, keys, copies, [chunks - 1] * len(keys))
 
     @staticmethod
     def end(request: Request) -> None:
@@ -212,14 +219,7 @@ class HitAudits(Planner):
         request.waiting.cancel()
 
     def _order(
-        self,
-        request: Request,
-        audit: Audit,
-        keys: Sequence[ChunkKey],
-        copies_of: Sequence[Callable[[int], ChunkCopy | None]],
-        chunks: list[int],
-        *,
-        states: bool,
+        self, request: Request, audit: Audit, keys: Sequence[ChunkKey], copies_of: CopiesOf, chunks: list[int]
     ) -> None:
         """Compare the leading `keys` in host memory, as far as there are slots for the fresh ones."""
         lease = self._store.lease(keys)
@@ -234,7 +234,7 @@ class HitAudits(Planner):
             return
         order = self._builder.store([copy for copy, _, _ in copies], [stored for _, stored, _ in copies])
         numbers = [chunk for _, _, chunk in copies]
-        self._jobs.begin(order.job, _Comparison(self, request, audit, lease, reservation, keys, numbers, states))
+        self._jobs.begin(order.job, _Comparison(self, request, audit, lease, reservation, keys, numbers))
 
     # -- ends ---------------------------------------------------------------------------------------------
 
@@ -255,8 +255,13 @@ class HitAudits(Planner):
             keys = job.request.keys_with_tail(len(job.request.chain.keys))[first:]
             tail = [key for key in job.keys if isinstance(key, TailKey) and key not in keys]
             self.wrong.add([*tail, *keys], found)
-            self._telemetry.loads_off |= self._disables
             self.on_wrong(job.request, first, not job.audit.computed)
+
+    def accuse(self, text: str, *then: str) -> None:
+        """Log a finding, with its consequences, and switch loads off if `audit_action` says so."""
+        self._telemetry.loads_off |= self._disables
+        off = ", and nothing is loaded any more" if self._disables else ""
+        logger.error("lmkv: audit: %s%s", "; ".join([text, *filter(None, then)]), off)
 
     def _log(self, job: _Comparison, differences: Sequence[Difference], chunk: int) -> str:
         """Log the finding and return it."""
@@ -272,12 +277,8 @@ class HitAudits(Planner):
             f"{len(layers)} layers ({named(layers)}) on ranks {sorted({each.rank for each in found})}, "
             f"deviation {max(each.deviation for each in found):.3g}"
         )
-        logger.error(
-            "lmkv: audit: %s%s; it and all that depends on it is deleted%s",
-            text,
-            f"; it follows from {cause}" if cause else f"; it was {behind}" if behind else "",
-            ", and nothing is loaded any more" if self._disables else "",
-        )
+        origin = f"it follows from {cause}" if cause else f"it was {behind}" if behind else ""
+        self.accuse(text, origin, "it and all that depends on it is deleted")
         return text
 
 
@@ -312,7 +313,6 @@ class LoadAudits(Planner):
     def __init__(self, context: PlanContext, audit: HitAudits) -> None:
         super().__init__(context)
         self._audit = audit
-        self._disables = context.options.audit_action == "disable"
         self._layerwise = context.options.whole_blocks
         self._held: dict[int, AuditedLoad] = {}
         """Loads whose request still has the blocks, by job."""
@@ -343,21 +343,11 @@ class LoadAudits(Planner):
 
     def _wrong(self, load: AuditedLoad, differences: Sequence[Difference], what: str, *, spread: bool) -> None:
         chunk, text = load.first + differences[0].copy, self._described(load, differences)
-        logger.error(
-            "lmkv: audit: wrong %s: %s; %s%s",
-            what,
-            text,
-            "it goes on" if spread else "it is computed instead",
-            ", and nothing is loaded any more" if self._disables else "",
-        )
-        self._telemetry.loads_off |= self._disables
+        self._audit.accuse(f"wrong {what}: {text}", "it goes on" if spread else "it is computed instead")
         if spread:
             request, after = load.request, load.end // self._block_map.chunk_size
-            behind = [
-                key
-                for key in request.keys_with_tail(len(request.chain.keys))[after:]
-                if key not in request.report.promised
-            ]
+            known = request.keys_with_tail(len(request.chain.keys))[after:]
+            behind = [key for key in known if key not in request.report.promised]
             self._audit.wrong.add(behind, f"a wrong {what}, {text}")
             self._audit.on_wrong(request, chunk, False)
 

@@ -61,13 +61,9 @@ class Blocks:
 
     def part(self, first: int, end: int) -> Blocks:
         """Blocks [first, end) of these."""
-        return evolve(
-            self,
-            hashes=self.hashes[first:end],
-            parent=self.hashes[first - 1] if first else self.parent,
-            tokens=self.tokens[first * self.block_size : end * self.block_size],
-            extra_keys=self.extra_keys[first:end],
-        )
+        hashes, parent = self.hashes[first:end], self.hashes[first - 1] if first else self.parent
+        tokens, extra_keys = self.tokens[first * self.block_size : end * self.block_size], self.extra_keys[first:end]
+        return evolve(self, hashes=hashes, parent=parent, tokens=tokens, extra_keys=extra_keys)
 
 
 @frozen
@@ -162,11 +158,8 @@ class EventRecorder:
                 yield key, self._state_blocks(request.vllm, chunks * self._chunk_size, key.number)
 
     def _blocks(self, request: VLLMRequest, start: int, tokens: int) -> list[Blocks]:
-        described = (
-            self._describe(request, group, start, start + tokens // size * size)
-            for group, size in self._block_sizes.items()
-            if tokens >= size
-        )
+        whole = [(group, start + tokens // size * size) for group, size in self._block_sizes.items() if tokens >= size]
+        described = (self._describe(request, group, start, end) for group, end in whole)
         return [blocks for blocks in described if blocks is not None]
 
     def _state_blocks(self, request: VLLMRequest, end: int, number: int) -> list[Blocks]:

@@ -260,11 +260,8 @@ class Loads(Planner):
         Compares only the tokens of the load's first block: an unnecessary wait of one step does no harm.
         """
         size = self._block_map.groups[0].block_size
-        return any(
-            job.start < num_computed_tokens and job.request.tokens(job.start, size) == request.tokens(job.start, size)
-            for job in self._jobs.of(_LoadJob)
-            if job.unconfirmed
-        )
+        jobs = [job for job in self._jobs.of(_LoadJob) if job.unconfirmed and job.start < num_computed_tokens]
+        return any(job.request.tokens(job.start, size) == request.tokens(job.start, size) for job in jobs)
 
     def may_have_been_read(self, number: int) -> bool:
         """Whether a step may have computed from this load's blocks. None does before a load between steps ends."""
@@ -311,19 +308,13 @@ class Loads(Planner):
         self._follow(order.job, request, lease or self._store.lease(()), tables, end)
 
     def _follow(
-        self,
-        number: int,
-        request: Request,
-        lease: Lease,
-        tables: BlockTables,
-        end: int,
-        audit: AuditedLoad | None = None,
+        self, job: int, request: Request, lease: Lease, tables: BlockTables, end: int, audit: AuditedLoad | None = None
     ) -> None:
         start = request.waiting.computed
         unconfirmed = tables[0][start // self._block_map.groups[0].block_size :]
         size = start // self._chunk_size, end - start
         made = _LoadJob(self, request, lease, *size, request.waiting.between_steps, audit, None, start, unconfirmed)
-        self._jobs.begin(number, made)
+        self._jobs.begin(job, made)
 
     def begin(self, request: Request, keys: Sequence[ChunkKey], tables: BlockTables, end: int) -> None:
         """Load `keys` up to token `end` between steps. The first of them has the first token not computed."""

@@ -69,16 +69,9 @@ class ChunkStores(Planner):
         first = request.storing.stored
         if first == complete:
             return
-        self._store.hints.label(keys[first:], request.tenants)
         self._store.hints.prompt(keys[first:], request.num_tokens)
         # Protected: storing the end of a prompt must not evict its beginning, without which the end is not found.
-        reservation = self._store.reserve(
-            keys[first:],
-            parent=request.chain.parent(first),
-            tokens=request.chain.token_bytes(first, complete),
-            origins=[request.chain.origin(index) for index in range(first, complete)] if self._by_prefix else (),
-            protect=keys,
-        )
+        reservation = self._reserve(request, keys, first, request.chain.token_bytes(first, complete))
         request.storing.stored = first + reservation.accepted
         if request.storing.stored < complete:
             self._observer.telemetry.found_no_room()
@@ -111,15 +104,7 @@ class ChunkStores(Planner):
         request.storing.tail_due = False
         if self._by_prefix and self._store.catalog.longest_prefix(origin, tokens)[1] == tail.tokens:
             return
-        chain = request.keys_with_tail(count)
-        self._store.hints.label([tail], request.tenants)
-        reservation = self._store.reserve(
-            [tail],
-            parent=request.chain.parent(count),
-            tokens=tokens,
-            origins=[origin] if self._by_prefix else (),
-            protect=chain,
-        )
+        reservation = self._reserve(request, request.keys_with_tail(count), count, tokens)
         slot = reservation.slots.get(tail)
         copy = None if slot is None else self._block_map.store_copy(slot, tables, count, tail.tokens)
         if copy is None:
@@ -129,6 +114,13 @@ class ChunkStores(Planner):
         job = _ChunkJob(self, request, reservation, count, tail.tokens, count * size + tail.tokens, 1)
         self._jobs.begin(order.job, job)
         request.storing.copying += 1
+
+    def _reserve(self, request: Request, chain: Sequence[ChunkKey], first: int, tokens: bytes) -> Reservation:
+        """Reserve slots for the chunks of `chain` from number `first` on. `tokens`: their ids."""
+        keys, of = chain[first:], request.chain
+        self._store.hints.label(keys, request.tenants)
+        origins = [of.origin(index) for index in range(first, len(chain))] if self._by_prefix else ()
+        return self._store.reserve(keys, parent=of.parent(first), tokens=tokens, origins=origins, protect=chain)
 
     def _copies(
         self, reservation: Reservation, keys: Sequence[ChunkKey], first: int, end: int, tables: BlockTables
