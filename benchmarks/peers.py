@@ -68,7 +68,7 @@ def files_of(folder: Path, *, in_memory: bool) -> Callable[[], None]:
     It reads into huge pages where there are any, as the disk tier does. Raises LookupError without files.
     """
     sizes = _of_one_prompt({path: path.stat().st_size for path in folder.joinpath("kv").rglob(f"*{SUFFIX}")})
-    memory = Scratch().take("plain read", sum(sizes.values()))
+    memory = Scratch().borrow("plain read", sum(sizes.values()))
     flags = os.O_RDONLY | (0 if in_memory else _direct_flag(next(iter(sizes))))
 
     def read() -> None:

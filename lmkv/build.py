@@ -8,13 +8,14 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from attrs import evolve
 
 from lmkv import plugins
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.disk.namespaces import describe
+from lmkv.backends.disk.folder import describe
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import KVLayout
@@ -95,10 +96,31 @@ def stored_namespace(namespace: Namespace, key: bytes | None) -> Namespace:
 def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None, opened: ExitStack) -> Iterator[Tier]:
     """The lower tiers of a configuration, nearest first. `opened` closes their backends."""
     namespace = stored_namespace(namespace, key)
-    if config.shared_memory:
-        yield _shared_memory_tier(config, config.shared_memory, namespace, key, opened)
-    if config.local_disk:
-        yield _disk_tier(config, config.local_disk, namespace, key, opened)
+
+    def backend_in(folder: str, **options: Any) -> LocalDiskBackend:
+        # Shared, because another process may begin to use the folder at any time.
+        found = LocalDiskBackend(
+            folder, namespace.digest, shared=True, chunk_tokens=namespace.chunk_size, authentication_key=key, **options
+        )
+        opened.callback(found.close)
+        describe(folder, namespace)
+        return found
+
+    if folder := config.shared_memory:
+        # Files in memory need neither O_DIRECT nor syncs.
+        memory = backend_in(folder, direct="off", name="shared_memory")
+        check_in_memory(folder)
+        capacity = clamp_shared_memory(folder, config.max_shared_memory_bytes, used=memory.reserve_bytes(0))
+        yield Tier(memory, _policy(config), capacity_bytes=capacity)
+    if folder := config.local_disk:
+        options = {"sync": config.disk_sync, "direct": config.disk_direct, "min_free": config.disk_min_free_bytes}
+        yield Tier(
+            backend_in(folder, **options),
+            _policy(config),
+            capacity_bytes=config.max_local_disk_bytes,
+            admission=make_admission(config.disk_admission),
+            write=config.disk_write,
+        )
     names: Counter[str] = Counter()
     for url in config.remotes:
         names[url.store_kind] += 1
@@ -127,46 +149,3 @@ def open_remote(
     )
     backend: Backend = plugins.make(url.place, f"remote_url {url}", Backend, url.text, namespace, options)
     return backend
-
-
-def _shared_memory_tier(
-    config: Config, folder: str, namespace: Namespace, key: bytes | None, opened: ExitStack
-) -> Tier:
-    """A tier of files in memory, which need neither O_DIRECT nor syncs."""
-    backend = LocalDiskBackend(
-        folder,
-        namespace.digest,
-        direct="off",
-        shared=True,
-        chunk_tokens=namespace.chunk_size,
-        authentication_key=key,
-        name="shared_memory",
-    )
-    opened.callback(backend.close)
-    describe(folder, namespace)
-    check_in_memory(folder)
-    capacity = clamp_shared_memory(folder, config.max_shared_memory_bytes, used=backend.reserve_bytes(0))
-    return Tier(backend, _policy(config), capacity_bytes=capacity)
-
-
-def _disk_tier(config: Config, folder: str, namespace: Namespace, key: bytes | None, opened: ExitStack) -> Tier:
-    backend = LocalDiskBackend(
-        folder,
-        namespace.digest,
-        sync=config.disk_sync,
-        direct=config.disk_direct,
-        min_free=config.disk_min_free_bytes,
-        chunk_tokens=namespace.chunk_size,
-        # Another process may begin to use the folder at any time.
-        shared=True,
-        authentication_key=key,
-    )
-    opened.callback(backend.close)
-    describe(folder, namespace)
-    return Tier(
-        backend,
-        _policy(config),
-        capacity_bytes=config.max_local_disk_bytes,
-        admission=make_admission(config.disk_admission),
-        write=config.disk_write,
-    )

@@ -18,9 +18,9 @@ _SCHEME = re.compile(
 # Also a name without a value, so that no character is looked at from every ? before it.
 _IN_QUERY = re.compile(r"([?&])([^=&#]*)(?:=([^&]*))?")
 SECRET = re.compile(r"(?i)passw|pass\b|pwd|pw\b|secret|token|key|credential|signature|proxy|\bsig")
-"""Matches names of options whose values are never shown."""
+"""Matches names of options with secret values."""
 _READ, _SHOWN = 8000, 1000
-"""Characters that are read of a text from outside, and shown of it."""
+"""Characters to read of a text from outside, and to show of it."""
 
 
 def mask_secrets(text: str) -> str:
@@ -57,7 +57,7 @@ def _masked_option(found: re.Match[str]) -> str:
 
 
 def printable(text: str, most: int = 200) -> str:
-    """The beginning of what somebody else has named or said, for a line of a log, a page or a terminal.
+    """The beginning of somebody else's text, for a line of a log, a page or a terminal.
 
     >>> printable("a\\x1b[2Jb\\nc", 7)
     'a?[2Jb…'
@@ -67,7 +67,7 @@ def printable(text: str, most: int = 200) -> str:
 
 
 def outside(text: str) -> str:
-    """What a store or a client library says, for a message: its beginning in one line, printable, without passwords.
+    """The text of a store or a client library, for a message: its beginning in one line, printable, without passwords.
 
     >>> outside("refused: redis://cache:secret@host " + "more " * 9_000)[:40]
     'refused: redis://cache:***@host more mor'
@@ -148,7 +148,7 @@ class BackendError(LmkvError):
 
 
 class CorruptChunkError(BackendError):
-    """The bytes of a chunk are not those that were stored. The chunk is removed and counts as a miss."""
+    """A chunk has other bytes than were stored. It is removed and counts as a miss."""
 
 
 class NoSpaceError(BackendError):

@@ -1,4 +1,4 @@
-"""`Medium`: the file system of a folder, so that chunks do not go to the disk below when it is no longer mounted."""
+"""`Medium`: the file system of a folder, so that no chunk goes to the disk below once it is unmounted."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class MediumError(OSError):
 
 
 class Medium:
-    """Where the folder at `path` is when this is made: its device, and the name that a small file there gives it.
+    """The place of the folder at `path` now: its device, and the name in a small file there.
 
-    A folder that is removed and made again on the same device is the same medium. So is one that is mounted again with
-    another number of its device, if the file says the same. A medium that cannot take the file is known by its
-    device alone. Thread-safe. Raises `OSError` without the folder.
+    A folder made again on the same device is on the same medium. So is one mounted again under another device number,
+    if the file is the same. A medium without the file is known by its device alone. Thread-safe. Raises `OSError`
+    without the folder.
 
     Examples
     --------
@@ -39,7 +39,7 @@ class Medium:
     def __init__(self, path: str) -> None:
         self.path = path
         self._device = os.stat(path).st_dev
-        self._mark = self._read() or self._read(os.O_CREAT | os.O_APPEND)
+        self._name = self._read() or self._read(os.O_CREAT | os.O_APPEND)
 
     def check(self, status: os.stat_result | None = None) -> None:
         """Raise `MediumError` when the folder is on another medium, `OSError` when it is not there.
@@ -49,13 +49,13 @@ class Medium:
         device = (status or self._status()).st_dev
         if device == self._device:
             return
-        if not self._mark or self._read() != self._mark:
-            raise MediumError(self.path, "another medium is there than when it was opened")
+        if not self._name or self._read() != self._name:
+            raise MediumError(self.path, "it is on another medium than when it was opened")
         self._device = device
 
     def _status(self) -> os.stat_result:
         try:
-            # Opened, because a stat does not mount what is mounted when it is used.
+            # Open it, because a stat does not trigger an automount.
             fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             if self._device_above() != self._device:

@@ -60,7 +60,7 @@ class WriteStatus(Enum):
 class Written:
     """Outcome of writing one key: after STORED or PRESENT the chunk is complete, otherwise it is absent.
 
-    `lacking`: bytes that must be deleted first where it was REJECTED; 0 if that is unknown, None if it would not help.
+    `lacking`: bytes to delete first, if REJECTED; 0 if unknown, None if deleting would not help.
     """
 
     status: WriteStatus
@@ -70,7 +70,7 @@ class Written:
 
     @classmethod
     def rejected(cls, reason: str, lacking: int | None = 0) -> Written:
-        """`reason`: perhaps what a store says. It is cut, and shown in one line without passwords."""
+        """`reason`: may be a store's text. It is cut, and shown in one line without passwords."""
         return cls(WriteStatus.REJECTED, outside(reason), lacking=lacking)
 
     @classmethod

@@ -34,7 +34,7 @@ class Chunk:
     def check(self) -> None:
         """Raise UsageError for a chunk that no backend can store."""
         if not len(self.payload) or self.payload.ndim != 1 or self.payload.itemsize != 1:
-            raise UsageError("a payload must be a flat view of bytes, one at least")
+            raise UsageError("a payload must be a flat view of at least one byte")
         if len(self.parent) not in (0, len(self.key)) or len(self.tokens) % 4:
             raise UsageError(f"a parent must be empty or {len(self.key)} bytes, and tokens 4 bytes each")
 
@@ -59,7 +59,7 @@ class Backend(Protocol):
         """Fill the caller-owned buffer with a chunk; its content is undefined unless HIT.
 
         The buffer's length is the chunk's payload length; a stored chunk of another length is FAILED. FAILED with a
-        `CorruptChunkError` says that the bytes are wrong, and the chunk is deleted; any other error may pass.
+        `CorruptChunkError`: the bytes are wrong, and the chunk is deleted. Any other error may pass.
         """
         ...
 
@@ -85,7 +85,7 @@ class Listed:
 
 @runtime_checkable
 class ListsKeys(Protocol):
-    """A backend whose content survives its process, and that can list it."""
+    """A backend with content that survives its process, and that it can list."""
 
     def list_keys(self) -> Iterator[list[Listed]]:
         """The stored chunks, in batches, oldest use first where the medium knows; reads no payload."""
@@ -118,14 +118,14 @@ class SharesRoom(Protocol):
 
 @runtime_checkable
 class SizesChunks(Protocol):
-    """A backend whose chunks take more of its capacity than their payload (headers, padding)."""
+    """A backend with chunks larger than their payload, by headers or padding."""
 
     def stored_bytes(self, payload_bytes: int) -> int: ...
 
 
 @runtime_checkable
 class RegistersMemory(Protocol):
-    """A backend that moves payloads without a copy if it knows their memory in advance."""
+    """A backend that moves payloads in registered memory without a copy."""
 
     def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
         """Prepare for payloads and buffers in these bytes, which are all of a memory file, mapped at `address`.
@@ -137,11 +137,10 @@ class RegistersMemory(Protocol):
 
 @runtime_checkable
 class Shared(Protocol):
-    """A backend whose content other processes may change.
+    """A backend that other processes may write to.
 
     Where `shared` is true, chunks that the index does not know may be there. The store asks for them with `contains`
-    when a request arrives, and lists the backend again and again if it is `ListsKeys`. It reads `shared` once, when it
-    is made.
+    for each request, and lists a `ListsKeys` backend again and again. It reads `shared` once, when it is made.
     """
 
     @property
@@ -152,9 +151,8 @@ class Shared(Protocol):
 class Policy(Protocol):
     """An eviction order over keys and sizes in bytes: pure, no clock, no I/O, no values.
 
-    Called only under the owning store's lock. A known key is either evictable or held. A key whose parent is gone
-    cannot be found: a policy evicts children before their parents. `lmkv.policies.PolicyBase` implements all of
-    it but the order.
+    Called only under the owning store's lock. A known key is either evictable or held. A key cannot be found without
+    its parent: a policy evicts children first. `lmkv.policies.PolicyBase` implements all of it but the order.
     """
 
     def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
@@ -167,7 +165,7 @@ class Policy(Protocol):
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note that a request has ended which used this chain, given head first; keys may be unknown.
 
-        The request that stored a chunk touches it, too: the first touch is no reuse.
+        The request that stored a chunk also touches it: the first touch is no reuse.
         """
         ...
 
@@ -221,7 +219,7 @@ class DividesTier(Protocol):
     """A policy that gives each tenant a part of the tier."""
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """The tenant of a chunk, or else that of its parent, and this tenant's part, 0 to 1; "" for what is left."""
+        """The tenant of a chunk, or else of its parent, and its part, 0 to 1; "" has the rest."""
         ...
 
 

@@ -6,10 +6,11 @@ processes bring about, for as long as only a hang takes.
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -225,3 +226,8 @@ class Persistent(WrapperBackend):
 
     def close(self) -> None:
         """Do nothing, because it outlives its store."""
+
+
+def median_ratio(times: Mapping[str, Sequence[float]], case: str, of: str) -> float:
+    """Median over the rounds of the time of `case` divided by that of `of` in the same round."""
+    return statistics.median(one / other for one, other in zip(times[case], times[of], strict=True))

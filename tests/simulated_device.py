@@ -77,7 +77,7 @@ class SimulatedStream:
         self._device = device
         self.queue: deque[Callable[[], object] | tuple[str, SimulatedEvent]] = deque()
 
-    def mark(self, *, timed: bool = False) -> TimedEvent:
+    def record_event(self, *, timed: bool = False) -> TimedEvent:
         event = SimulatedEvent(self._device)
         self._put(("happens", event))
         return event

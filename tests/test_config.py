@@ -22,12 +22,12 @@ from attrs import evolve
 from attrs.exceptions import FrozenInstanceError
 
 from lmkv.backends.remote.base import RemoteOptions
-from lmkv.cli.report import interleaved, median_ratio
+from lmkv.cli.report import interleaved
 from lmkv.config import GIB, Config, Setting, lmcache, sources as named_file
 from lmkv.config.parsers import RemoteURL
 from lmkv.errors import BackendError, ConfigError, mask_secrets, safe_repr, short_repr
 from lmkv.policies import FIFO, make_admission, make_policy
-from tests.kit import LIMIT, every, raised
+from tests.kit import LIMIT, every, median_ratio, raised
 
 DEFAULTS: dict[str, object] = {
     "chunk_size": 256, "local_cpu": True, "max_local_cpu_size": 5.0, "shared_memory": None,

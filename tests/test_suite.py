@@ -118,7 +118,7 @@ def test_a_file_that_is_reached_by_a_name_alone() -> None:
         "lmkv/engine/engine.py": "tests/test_engine.py",
         "lmkv/vllm/plugin.py": "tests/vllm/test_plugin.py",
         "tests/backends/disk/attacks/make_attacks.py": "tests/backends/disk/attacks/test_attacks.py",
-        "lmkv/policies/segments.py": "tests/policies/test_policies.py",
+        "lmkv/policies/queues.py": "tests/policies/test_policies.py",
     }.items():
         found = distances([file])
         assert found is not None, file

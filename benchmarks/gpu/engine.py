@@ -288,7 +288,7 @@ def main() -> None:
     questions, folder = Questions(), Path(sys.argv[1])
     if len(str(folder)) <= MAX_SOCKET_FOLDER:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))
-    serving = Answering(next(questions), folder)
+    serving = Answering(next(iter(questions)), folder)
     questions.answer(serving.info)
     for question in questions:
         try:

@@ -34,11 +34,12 @@ class _Calls(ABC, Generic[Answer]):
         self._url = url = _literal(url)
         self._timeout = timeout
         self._most = most
+        authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._socket = url.removeprefix(_UNIX) if url.startswith(_UNIX) else None
         self._base: dict[str, Any] = {
             "base_url": "http://engine" if self._socket else url,
             # Compressed answers would have no bound.
-            "headers": {"Accept-Encoding": "identity", **_headers(token)},
+            "headers": {"Accept-Encoding": "identity", **authorization},
             # A service on this machine needs no proxy from the environment, nor credentials from ~/.netrc.
             "trust_env": url.startswith("https:"),
         }
@@ -90,7 +91,7 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("POST", "/v1/unpin", _body(prompt, scope))
 
     def clear(self, prompt: PromptLike | None = None, *, namespace: str | None = None, **scope: Any) -> Answer:
-        """Delete chunks, those of a prompt, of the `namespace` that begins so, or all: `deleted_chunks`."""
+        """Delete the chunks of a prompt, of the `namespace` with this beginning, or all: `deleted_chunks`."""
         fields: dict[str, Any] = {} if namespace is None else {"namespace": namespace}
         asked = fields or {"everything": True} if prompt is None else _body(prompt, fields)
         return self.send("POST", "/v1/clear", {**asked, **scope})
@@ -104,7 +105,8 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("GET", "/v1/requests")
 
     def explain(self, request: str) -> Answer:
-        """One request's report, by the id of its answer, with an `explanation`; `parts`: those of several prompts."""
+        """One request's report, by the id of its answer, with an `explanation`; `parts`: the reports of several
+        prompts."""
         return self.send("GET", f"/v1/explain/{quote(request, safe='')}")
 
     def history(self) -> Answer:
@@ -213,10 +215,6 @@ class AsyncClient(_Calls[Awaitable[dict[str, Any]]]):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-
-def _headers(token: str | None) -> dict[str, str]:
-    return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
 def _body(prompt: PromptLike, scope: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from importlib.resources import files
 from typing import Annotated, Any
 from urllib.parse import quote
 
+from attrs import define, field, frozen
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
@@ -110,20 +111,23 @@ def _row(name: str, schema: Mapping[str, Any]) -> str:
 _OF_TIER = ("name", "used_bytes", "chunks", "hits", "evictions")
 
 
+@define(eq=False, slots=False)
 class History:
     """Samples of `stats`, one each `interval` seconds, the last `size` of them."""
 
-    def __init__(self, stats: Callable[[], Awaitable[dict[str, Any]]], interval: float = 10.0, size: int = 361) -> None:
-        self._stats = stats
-        self._interval = interval
-        self._samples: deque[dict[str, Any]] = deque(maxlen=size)
-        self._failed = False
+    _stats: Callable[[], Awaitable[dict[str, Any]]]
+    _interval: float = 10.0
+    _size: int = 361
+    _failed: bool = field(default=False, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._samples: deque[dict[str, Any]] = deque(maxlen=self._size)
 
     async def run(self) -> None:
         while True:
             try:
                 stats = await self._stats()
-                # A total that lacks an engine would look like a drop.
+                # A total without an engine would look like a drop.
                 if not any("unavailable" in engine for engine in stats.get("engines", ())):
                     self._samples.append(_sample(stats))
             except LmkvError:
@@ -160,16 +164,16 @@ PROTECTED = "/v1/"
 _SHOWN_ERRORS = 3
 
 
+@frozen
 class Guard:
     """An ASGI application before another one. With a `token` each request below `/v1/` must have it.
 
     `most`: the largest body in bytes.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None, most: int) -> None:
-        self._app = app
-        self._most = most
-        self._expected = None if token is None else f"Bearer {token}".encode()
+    _app: ASGIApp
+    _token: str | None
+    _most: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -193,16 +197,16 @@ class Guard:
         try:
             await self._app(scope, receive, send_and_note)
         except asyncio.CancelledError:
-            # The server is ending, and waits for this answer.
+            # The server is shutting down, and waits for this answer.
             if begun:
                 raise
             await as_json("the engine is shutting down", 503)(scope, receive, send)
 
     def _admits(self, scope: Scope) -> bool:
-        if self._expected is None:
+        if self._token is None:
             return True
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
+        return hmac.compare_digest(given, f"Bearer {self._token}".encode())
 
 
 def _closing(send: Send) -> Send:
@@ -250,7 +254,7 @@ _MAX_FIELDS = 256
 
 
 class _AnyText(PathConvertor):
-    """The rest of a path: slashes and line breaks, too."""
+    """The rest of a path, with slashes and line breaks."""
 
     regex = "(?s:.*)"
 
@@ -294,7 +298,7 @@ class PromptBody(BaseModel):
 
 
 class SessionBody(BaseModel):
-    """`cache_salt`, `tags`: those of the session's requests; others have sessions of their own."""
+    """`cache_salt`, `tags`: as in the session's requests; other requests have sessions of their own."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -395,7 +399,7 @@ def application(
 
     @v1.delete("/prefetch/{name}")
     async def cancel(name: str) -> dict[str, Any]:
-        """Stop a prefetch, and keep its chunks no longer than any others."""
+        """Stop a prefetch, and end its hold on chunks."""
         answer = {"id": name, "cancelled": True}
         call = _at_once(lambda: answer if service.cancel(name) else None)
         return await named(call, "DELETE", "prefetch", name)
@@ -455,7 +459,7 @@ def application(
 
     @v1.get("/requests")
     async def requests(limit: Annotated[int, Query(ge=1, lt=1 << 63)] = 200) -> dict[str, Any]:
-        """Reports of the last requests, 200 at most, newest first: found and missed tokens."""
+        """Up to 200 reports of the last requests, newest first: found and missed tokens."""
         return merged_requests(await peers.ask(_at_once(service.requests), "GET", "/v1/requests"), limit)
 
     @v1.get("/explain/{request:any_text}")

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Annotated, Any, ClassVar
 
 import httpx
-from attrs import define, fields, resolve_types
+from attrs import define, field, fields, resolve_types
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from lmkv.agent.client import AsyncClient
@@ -30,52 +30,18 @@ _TYPES: dict[Any, Any] = {int: Number, int | None: Number | None}
 
 
 class _Answer(BaseModel):
-    """Fields that are not named are left out."""
+    """Drops fields that are not named."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
 
 
-class LookedUp(_Answer):
-    total_tokens: Number
-    hit_tokens: Number
-    sources: dict[str, Number]
+def _answer(**types: Any) -> Any:
+    """A model with these fields, all required."""
+    required: Any = {name: (_TYPES.get(kind, kind), ...) for name, kind in types.items()}
+    return create_model("Answer", __base__=_Answer, **required)
 
 
-class Prefetched(_Answer):
-    id: str
-    done: bool
-    found_tokens: Number
-    ready_tokens: Number
-
-
-class Cancelled(_Answer):
-    id: str
-    cancelled: bool
-
-
-class Ended(_Answer):
-    session: str
-    ended: bool
-
-
-class Pinned(_Answer):
-    pinned_tokens: Number
-    seconds: Real
-
-
-class Unpinned(_Answer):
-    unpinned_chunks: Number
-
-
-class Cleared(_Answer):
-    deleted_chunks: Number
-
-
-def _fields(counters: type) -> dict[str, Any]:
-    return {each.name: (_TYPES.get(each.type, each.type), ...) for each in fields(resolve_types(counters))}
-
-
-_Tier: Any = create_model("_Tier", __base__=_Answer, **_fields(TierStats))
+_Tier: Any = _answer(**{each.name: each.type for each in fields(resolve_types(TierStats))})
 
 
 class Stats(_Answer):
@@ -124,15 +90,16 @@ class Explained(Report):
     parts: list[Explained] = []
 
 
+_PREFETCHED = _answer(id=str, done=bool, found_tokens=int, ready_tokens=int)
 _ANSWERS: dict[tuple[str, str], type[_Answer]] = {
-    ("POST", "lookup"): LookedUp,
-    ("POST", "prefetch"): Prefetched,
-    ("GET", "prefetch"): Prefetched,
-    ("DELETE", "prefetch"): Cancelled,
-    ("DELETE", "session"): Ended,
-    ("POST", "pin"): Pinned,
-    ("POST", "unpin"): Unpinned,
-    ("POST", "clear"): Cleared,
+    ("POST", "lookup"): _answer(total_tokens=int, hit_tokens=int, sources=dict[str, Number]),
+    ("POST", "prefetch"): _PREFETCHED,
+    ("GET", "prefetch"): _PREFETCHED,
+    ("DELETE", "prefetch"): _answer(id=str, cancelled=bool),
+    ("DELETE", "session"): _answer(session=str, ended=bool),
+    ("POST", "pin"): _answer(pinned_tokens=int, seconds=Real),
+    ("POST", "unpin"): _answer(unpinned_chunks=int),
+    ("POST", "clear"): _answer(deleted_chunks=int),
     ("GET", "stats"): Stats,
     ("GET", "requests"): Requests,
     ("GET", "explain"): Explained,
@@ -140,7 +107,7 @@ _ANSWERS: dict[tuple[str, str], type[_Answer]] = {
 
 
 class NoAnswerError(Exception):
-    """What came is no answer of an engine's to this call."""
+    """The bytes that came are not an engine's answer to this call."""
 
 
 def checked(method: str, path: str, data: bytes) -> dict[str, Any]:
@@ -161,16 +128,16 @@ logger = logging.getLogger("lmkv.agent")
 
 Answer = dict[str, Any]
 Call = Callable[[], Answer | None] | Callable[[], Awaitable[Answer | None]]
-"""A plain function waits for one of the loop's few worker threads; a coroutine function runs on the loop at once."""
+"""A plain function waits for a worker thread of the loop; a coroutine function runs at once."""
 Url = Callable[[int], str]
 
 _RETRY, _AGAIN = 1.0, 10.0
 _FORGET = 300.0
-"""Seconds after which an engine that went away counts as one that does not exist."""
+"""Seconds after which a missing engine is forgotten."""
 _MAX_ENGINES = 1024
 _MAX_BYTES = 8 << 20
 _REFUSED = (400, 422)
-"""Status codes of mistakes that the caller has to correct."""
+"""Status codes of the caller's mistakes."""
 
 
 class PeerError(LmkvError):
@@ -190,21 +157,19 @@ class _Other:
     since: float = 0.0
 
 
+@define(eq=False, repr=False)
 class Peers:
     """The engines of one server, by number. All but the first announce themselves to it, again and again.
 
-    `number`: this engine's. `url`: gives the URL of an engine's service, at a socket of this user's alone, because it
-    is sent the token; may raise OSError. Called on the service's event loop only.
+    `number`: this engine's. `url`: gives the URL of an engine's service, and may raise OSError. It must be this user's
+    socket, because the token is sent there. Called on the service's event loop only.
     """
 
-    def __init__(
-        self, number: int = 0, url: Url | None = None, token: str | None = None, clock: Clock = time.monotonic
-    ) -> None:
-        self.number = number
-        self._url = url
-        self._token = token
-        self._clock = clock
-        self._others: dict[int, _Other] = {}
+    number: int = 0
+    _url: Url | None = None
+    _token: str | None = field(default=None, repr=False)
+    _clock: Clock = time.monotonic
+    _others: dict[int, _Other] = field(factory=dict, init=False)
 
     def __repr__(self) -> str:
         return f"<Peers: {self.number} and {len(self._others)} others>"
@@ -274,7 +239,7 @@ class Peers:
                     raise PeerError(_detail(error.response), status) from None
                 return None if status == 404 else {"unavailable": printable(str(error))}
             except UnicodeEncodeError:
-                raise PeerError("the body is no text in UTF-8", 400) from None
+                raise PeerError("the body is not text in UTF-8", 400) from None
             except Exception as error:
                 # Nobody answers, or something else does: it will announce itself when it is there again.
                 other.away, other.since = printable(f"{type(error).__name__}: {error}"), self._clock()

@@ -1,29 +1,183 @@
-"""`AgentServer`: the thread that serves the agent API, with bounds on what callers cost."""
+"""`Address`, where an engine's agent API listens, and `AgentServer`, the thread that serves it within bounds."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
+import hashlib
 import logging
 import os
 import queue
 import random
+import re
 import resource
 import selectors
 import socket
+import stat
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
+from attrs import field, frozen
 from fastapi import FastAPI
 from h11 import LocalProtocolError
 from uvicorn import Config, Server
 
-from lmkv.agent.address import UNIX, Address
+from lmkv.errors import ConfigError, short_repr
+
+logger = logging.getLogger("lmkv.agent")
+
+UNIX = "unix:"
+_LOCALHOST = re.compile(r"(?i)^localhost\.?:")
+_NAME_DIGITS = 16
+_PATIENCE, _PAUSE = 3.0, 0.02
+"""Seconds to wait for another server that binds a socket in a folder, and between two looks."""
+
+
+def _literal(text: str) -> str:
+    """The same with 127.0.0.1 for `localhost`, which may be ::1 as well: there another user may listen."""
+    return _LOCALHOST.sub("127.0.0.1:", text)
+
+
+@frozen
+class Address:
+    """Where the service listens: a port of loopback, or the path of a unix socket."""
+
+    text: str = field(converter=_literal)
+
+    @property
+    def url(self) -> str:
+        """The address in the form that clients take."""
+        return self.text if self.text.startswith(UNIX) else f"http://{self.text}"
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known before it is bound, and thus belongs to one server."""
+        return not self.text.endswith(":0")
+
+    def of_engine(self, number: int) -> Address:
+        """Address of one of a server's engines: the next port for each, or a socket of its own."""
+        if not number:
+            return self
+        host, _, port = self.text.rpartition(":")
+        unix = self.text.startswith(UNIX) or not port.isdigit()
+        return Address(f"{self.text}.{number}" if unix else f"{host}:{int(port) + number}")
+
+    def private(self, number: int) -> Address:
+        """The socket at which the engines of this first one's server reach one of them: nobody else makes its file.
+
+        Raises OSError without a folder that is this user's alone.
+        """
+        # An address means something in one container alone, and folders may be common to several.
+        container = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("mnt", "net")]
+        name = hashlib.sha256(f"{container} {self.text}".encode(errors="surrogateescape")).hexdigest()[:_NAME_DIGITS]
+        return Address(f"{UNIX}{_private_folder()}/{name}.{number}")
+
+    def bind(self) -> tuple[socket.socket, str]:
+        """`(socket, URL)`. Raises ConfigError for other addresses, OSError where it cannot be bound."""
+        # An empty path would be an abstract socket, which every user may open.
+        if self.text.startswith(f"{UNIX}/") and "\0" not in self.text:
+            path = self.text.removeprefix(UNIX)
+            with _one_at_a_time(os.path.dirname(path)):
+                return _alone_bound(path), self.text
+        host, _, port = self.text.rpartition(":")
+        host = host.strip("[]")
+        with suppress(ValueError):
+            if ip_address(host).is_loopback and port.isdigit() and int(port) < 1 << 16:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                bound = socket.create_server((host, int(port)), family=family)
+                literal = f"[{host}]" if ":" in host else host
+                return bound, f"http://{literal}:{bound.getsockname()[1]}"
+        raise ConfigError(
+            f"agent_listen = {short_repr(self.text)} must be unix:/path, or a loopback address such as 127.0.0.1:8377"
+        )
+
+
+@contextmanager
+def _one_at_a_time(folder: str) -> Iterator[None]:
+    """Hold the folder's lock, for one server at a time between `bind` and `listen`. Goes on without it after a while.
+
+    Anybody who may read the folder can hold the lock.
+    """
+    with ExitStack() as held:
+        with suppress(OSError):
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, fd)
+            until = time.monotonic() + _PATIENCE
+            while time.monotonic() < until:
+                with suppress(BlockingIOError):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(_PAUSE)
+        yield
+
+
+def _alone_bound(path: str) -> socket.socket:
+    with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
+        # A server that is too busy to accept connections does not answer either.
+        probe.settimeout(1)
+        if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED:
+            # The server of this socket has ended.
+            os.unlink(path)
+    bound = socket.socket(socket.AF_UNIX)
+    with ExitStack() as taken:
+        taken.callback(bound.close)
+        bound.bind(path)
+        taken.callback(os.unlink, path)
+        # Nobody can connect before `listen`, so the mode is right in time. An umask would change it for all threads.
+        os.chmod(path, 0o600)
+        # Listen before the thread runs, so that early callers wait instead of being refused, as at a port.
+        bound.listen()
+        taken.pop_all()
+    return bound
+
+
+# -- a folder of this user's alone ---------------------------------------------------------------------------
+
+
+def _bases() -> list[str]:
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    return [*([given] if given else []), tempfile.gettempdir(), "/tmp"]
+
+
+def _private_folder() -> Path:
+    """The first of the user's folders for sockets that nobody else can change, made where it is missing."""
+    refused: OSError | None = None
+    for base in _bases():
+        try:
+            folder = Path(os.path.realpath(base, strict=True), f"lmkv-{os.geteuid()}")
+            with suppress(FileExistsError):
+                folder.mkdir(0o700)
+            _check_private(folder)
+        except OSError as error:
+            refused = refused or error
+        else:
+            return folder
+    raise refused or FileNotFoundError("there is no folder for sockets")
+
+
+def _check_private(folder: Path) -> None:
+    """Raise PermissionError if others may enter the folder, or could replace it on the way to it."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionError(errno.EACCES, "is not a folder of mode 0700 of this user: remove it", str(folder))
+    # In a user namespace root of outside has another number.
+    trusted = {0, os.geteuid(), os.stat("/").st_uid}
+    for above in folder.parents:
+        status = above.stat()
+        can_replace = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+        if status.st_uid not in trusted or can_replace:
+            raise PermissionError(errno.EACCES, "others may replace what is in it: chmod +t", str(above))
+
 
 # -- the pace of its threads ------------------------------------------------------------------------------
 
@@ -31,7 +185,7 @@ from lmkv.agent.address import UNIX, Address
 _SHARE = 0.1
 """Share of one core. Callers can slow the engine by a tenth at most."""
 _SAVED = 0.5
-"""Seconds of a core that a service may save up while it is idle."""
+"""Seconds of a core that an idle service may save up."""
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 1.0
 """Shortest pause of a worker in seconds, and the longest of any thread, so that it can end."""
 _WORKERS = 2
@@ -41,9 +195,9 @@ T = TypeVar("T")
 
 
 class Pace:
-    """The loop has one half of the share and the workers the other, so that neither waits for the other one's work.
+    """The loop has one half of the share, the workers the other: neither waits for the other's work.
 
-    What one of them leaves, the other may have. Thread-safe.
+    Either may use time that the other leaves. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -79,7 +233,7 @@ class Pace:
 
 
 class _PacedSelector(selectors.DefaultSelector):
-    """Pauses before it looks for events when its thread has computed for more than its share."""
+    """Pauses before it looks for events if its thread has used more than its share of time."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__()
@@ -101,7 +255,7 @@ class _PacedSelector(selectors.DefaultSelector):
 
 
 class _Workers(ThreadPoolExecutor):
-    """A few threads, which the end of the process does not wait for: what they call may hang."""
+    """A few threads. The process ends without waiting for them, because their calls may hang."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__(_WORKERS)
@@ -133,13 +287,13 @@ class _Workers(ThreadPoolExecutor):
             del job
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Have the threads end after what was submitted and is still awaited. Does not wait for them."""
+        """End the threads after the work that somebody still awaits. Does not wait for them."""
         for _ in range(_WORKERS):
             self._jobs.put(None)
 
 
 def paced_loop(pace: Pace | None = None) -> asyncio.AbstractEventLoop:
-    """Make the loop, whose executor has the same pace. Call it in the thread that runs the loop."""
+    """Make the loop and its executor, at one pace. Call it in the thread that runs the loop."""
     pace = pace or Pace()
     loop = asyncio.SelectorEventLoop(_PacedSelector(pace))
     loop.set_default_executor(_Workers(pace))
@@ -148,8 +302,6 @@ def paced_loop(pace: Pace | None = None) -> asyncio.AbstractEventLoop:
 
 # -- the server -------------------------------------------------------------------------------------------
 
-
-logger = logging.getLogger("lmkv.agent")
 
 _KEEP_SECONDS = 10
 _HEADER_BYTES = _READ_BYTES = 16 << 10
@@ -166,7 +318,7 @@ def max_connections() -> int:
 
 
 class _Door(socket.socket):
-    """A listening socket that closes what comes while there are `max_connections`: uvicorn counts requests alone."""
+    """A listening socket that refuses connections beyond `max_connections`: uvicorn counts requests alone."""
 
     def __init__(self, address: Address) -> None:
         bound, self.url = address.bind()
@@ -188,7 +340,7 @@ class _Door(socket.socket):
         return connection, address
 
     def remove(self) -> None:
-        """Remove the socket's file, unless the path is another server's by now. While it is open, its inode is ours."""
+        """Remove the socket's file, unless another server has the path now. While it is open, its inode is ours."""
         with suppress(OSError):
             if self._file and self.fileno() >= 0 and os.path.samestat(self._file, os.stat(self.path)):
                 os.unlink(self.path)
@@ -221,8 +373,8 @@ def _config(app: FastAPI, *, first: bool) -> Config:
 class AgentServer:
     """Serves an application at `url`, in a thread of its own, until `close`.
 
-    `inside`: gives the address at which the other engines of the server come in, so that strangers at a port take
-    them no connection. It may raise OSError, and the engine is then without the others.
+    `inside`: gives a second address for the server's other engines, so that strangers cannot take their connections. If
+    it raises OSError, the engine goes on without the others.
     """
 
     def __init__(
@@ -253,7 +405,7 @@ class AgentServer:
         thread = threading.get_ident()
 
         def matters(record: logging.LogRecord) -> bool:
-            """Not what a stranger's bytes caused, or anybody could fill the log."""
+            """Drop records of errors that a stranger's bytes caused: anybody could fill the log."""
             error = record.exc_info and record.exc_info[1]
             return record.thread != thread or (error is not None and not isinstance(error, LocalProtocolError))
 
@@ -290,6 +442,6 @@ class AgentServer:
 
 
 def _failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what failed on the loop, but not that uvicorn refused bytes after it had begun to answer."""
+    """Log an error on the loop, unless uvicorn refused bytes after it had begun to answer."""
     if not isinstance(context.get("exception"), LocalProtocolError):
         loop.default_exception_handler(context)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from attrs import asdict, field, frozen
+from attrs import asdict, define, field, frozen
 from cachetools import TTLCache
 
 from lmkv.chunks.hashing import StateKey, TailKey, state_keys
@@ -61,14 +61,14 @@ def _miss(missed: Mapping[str, Any]) -> str:
 
 
 _MAX_KEYS = 1 << 18
-"""Most keys of all prefetches that are remembered by name."""
+"""Most keys of all named prefetches."""
 _OF_A_CALL = r"(?:(\d+)_)?{}(?:[-_](\d+))?(?:-[0-9a-f]{{8}})?"
-"""vLLM's id of a request: the number of the answer if `n` asks for several, the caller's id, the number of the prompt
-if a call may have several, and eight hexadecimal digits."""
+"""vLLM's id of a request: [number of the answer_] id of the caller [-number of the prompt] [-eight hexadecimal
+digits]."""
 _USUAL, _WIDEST = 8, 128
-"""Characters of a token: more than texts have on average, and as many as a token may have."""
+"""Characters of a token: above the average of texts, and the most that one may have."""
 _AT_A_CUT = 256
-"""Tokens that the beginning of a text may have and the whole does not."""
+"""Tokens that a text cut short may have and the whole has not."""
 _SHARED_LOOKUP_LIMIT = 1.0
 """Seconds that a lookup waits for shared tiers."""
 
@@ -93,7 +93,8 @@ Tokenize = Callable[[str | Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequ
 """Token ids of a text, or of a chat's messages with `Prompt.template`, without the beginning of an answer."""
 
 RootOf = Callable[[str | None, Mapping[str, str]], bytes | None]
-"""The root of the keys of prompts with this cache salt and these tags, which owns what they wish; None: unknown."""
+"""The root of the keys of prompts with this cache salt and these tags. It owns their pins and sessions. None:
+unknown."""
 
 KeysOf = Callable[[Sequence[int], str | None, Mapping[str, str]], list[ChunkKey]]
 """The keys of a prompt's chunks, by tokens, cache salt and tags."""
@@ -110,32 +111,31 @@ Deleted = Callable[[Sequence[ChunkKey] | None], None]
 """Receives the keys that a caller has deleted; None for all."""
 
 
-def _size(prefetch: _Prefetch) -> int:
-    return min(1 + len(prefetch.keys), _MAX_KEYS)
-
-
 def _characters(message: Mapping[str, Any]) -> int:
-    """Those of a message's text, which may be in parts."""
+    """Characters of a message's text, which may have parts."""
     content = message.get("content")
     parts = [each.get("text") for each in content if isinstance(each, dict)] if isinstance(content, list) else [content]
     return sum(len(part) for part in parts if isinstance(part, str))
 
 
-def _no_requests() -> Mapping[str, Any]:
-    return {"lookup_tokens": 0, "hit_tokens": 0, "requests": [], "ids": []}
+_NO_REQUESTS = {"lookup_tokens": 0, "hit_tokens": 0, "requests": [], "ids": []}
 
 
 class _Prefetch(NamedTuple):
-    """`ended`: cancelled once nothing is under way for it any more, or nobody wants it."""
+    """`ended`: cancelled when its reads have ended, or nobody wants it."""
 
     promotion: Promotion
     keys: Sequence[ChunkKey]
     ended: Future[None]
 
+    def size(self) -> int:
+        return min(1 + len(self.keys), _MAX_KEYS)
+
     def end(self) -> None:
         self.ended.cancel()
 
 
+@define(eq=False, repr=False, slots=False)
 class CacheService:
     """Looks up, prefetches, pins and clears in one store.
 
@@ -192,41 +192,26 @@ class CacheService:
     >>> store.close()
     """
 
-    def __init__(
-        self,
-        store: TieredStore,
-        keys_of: KeysOf,
-        tokenize: Tokenize,
-        *,
-        chunk_size: int,
-        pin_ttl: float,
-        root_of: RootOf = lambda cache_salt, tags: b"",
-        requests: Requests = _no_requests,
-        clear_namespace: ClearNamespace | None = None,
-        deleted: Deleted = lambda keys: None,
-        longest: int | None = None,
-        trace: Callable[[int], Mapping[str, Any]] = lambda after: {"next": 0, "requests": []},
-        value: Callable[[], Mapping[str, Any]] = lambda: {"tiers": []},
-        loads_off: Callable[[], bool] = lambda: False,
-        states: int = 0,
-    ) -> None:
-        self._store = store
-        self._keys_of = keys_of
-        self._tokenize = tokenize
-        self._chunk_size = chunk_size
-        self._pin_ttl = pin_ttl
-        self._root_of = root_of
-        self._requests = requests
-        self._clear_namespace = clear_namespace
-        self._deleted = deleted
-        self._longest = longest
-        self.trace = trace
-        self.value = value
-        self._loads_off = loads_off
-        self._boundaries = Boundaries(store.catalog, states)
+    _store: TieredStore
+    _keys_of: KeysOf
+    _tokenize: Tokenize
+    _chunk_size: int = field(kw_only=True)
+    _pin_ttl: float = field(kw_only=True)
+    _root_of: RootOf = field(default=lambda cache_salt, tags: b"", kw_only=True)
+    _requests: Requests = field(default=lambda: _NO_REQUESTS, kw_only=True)
+    _clear_namespace: ClearNamespace | None = field(default=None, kw_only=True)
+    _deleted: Deleted = field(default=lambda keys: None, kw_only=True)
+    _longest: int | None = field(default=None, kw_only=True)
+    trace: Callable[[int], Mapping[str, Any]] = field(default=lambda after: {"next": 0, "requests": []}, kw_only=True)
+    value: Callable[[], Mapping[str, Any]] = field(default=lambda: {"tiers": []}, kw_only=True)
+    _loads_off: Callable[[], bool] = field(default=lambda: False, kw_only=True)
+    _states: int = field(default=0, kw_only=True)
+    _lock: threading.Lock = field(factory=threading.Lock, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._boundaries = Boundaries(self._store.catalog, self._states)
         # Not thread-safe by itself.
-        self._lock = threading.Lock()
-        self._prefetches: TTLCache[str, _Prefetch] = TTLCache(_MAX_KEYS, pin_ttl, getsizeof=_size)
+        self._prefetches: TTLCache[str, _Prefetch] = TTLCache(_MAX_KEYS, self._pin_ttl, getsizeof=_Prefetch.size)
 
     def __repr__(self) -> str:
         return f"<CacheService of {self._store!r}>"
@@ -285,7 +270,7 @@ class CacheService:
     def end_session(
         self, name: str, cache_salt: str | None = None, tags: Mapping[str, str] = MappingProxyType({})
     ) -> bool:
-        """Evict a session's chunks first, those that no other one shares; returns whether it was known.
+        """Evict the chunks of this session alone before all others; returns whether it was known.
 
         Sessions of requests with another salt, or other tags, are others, whatever their name.
         """
@@ -379,7 +364,7 @@ class CacheService:
             raise UsageError(f"{reason} (max_model_len)")
 
     def _tokens_of(self, prompt: Prompt) -> Sequence[int]:
-        """Tokens of a text or a chat. What is much too long is refused without making tokens of all of it."""
+        """Tokens of a text or a chat. Refuses a much too long one without tokenizing all of it."""
         text, messages = prompt.text, prompt.messages or ()
         try:
             if text is not None:
@@ -387,7 +372,7 @@ class CacheService:
                 if len(text) > usual:
                     self._check(len(self._tokenize(text[:usual], prompt.template)) - _AT_A_CUT, "more than ")
                 return self._tokenize(text, prompt.template)
-            # What a template leaves out is not known.
+            # A template may leave parts out.
             self._check(max(len(messages), sum(map(_characters, messages)) // _WIDEST), "at least ")
             return self._tokenize(messages, prompt.template)
         except LmkvError:

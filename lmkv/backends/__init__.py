@@ -6,27 +6,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lmkv.backends.aio import AsyncAdapter as AsyncAdapter, AsyncBackend as AsyncBackend
+    from lmkv.backends.aio import (
+        AsyncAdapter as AsyncAdapter,
+        AsyncBackend as AsyncBackend,
+        AsyncFileBackend as AsyncFileBackend,
+    )
     from lmkv.backends.cpu import CPUPinnedBackend as CPUPinnedBackend
     from lmkv.backends.disk import LocalDiskBackend as LocalDiskBackend
-    from lmkv.backends.files import AsyncFileBackend as AsyncFileBackend
-    from lmkv.backends.null import NullBackend as NullBackend
     from lmkv.backends.remote.base import RemoteBackend as RemoteBackend, RemoteOptions as RemoteOptions
     from lmkv.backends.remote.infinistore import InfiniStoreBackend as InfiniStoreBackend
     from lmkv.backends.remote.mooncake import MooncakeBackend as MooncakeBackend
     from lmkv.backends.remote.objects import ObjectStoreBackend as ObjectStoreBackend
     from lmkv.backends.remote.redis import RedisBackend as RedisBackend
-    from lmkv.backends.wrapper import WrapperBackend as WrapperBackend
+    from lmkv.backends.wrapper import NullBackend as NullBackend, WrapperBackend as WrapperBackend
 
 _HOMES = {
     "AsyncAdapter": "aio",
     "AsyncBackend": "aio",
-    "AsyncFileBackend": "files",
+    "AsyncFileBackend": "aio",
     "CPUPinnedBackend": "cpu",
     "InfiniStoreBackend": "remote.infinistore",
     "LocalDiskBackend": "disk",
     "MooncakeBackend": "remote.mooncake",
-    "NullBackend": "null",
+    "NullBackend": "wrapper",
     "ObjectStoreBackend": "remote.objects",
     "RedisBackend": "remote.redis",
     "RemoteBackend": "remote.base",

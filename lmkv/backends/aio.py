@@ -1,19 +1,26 @@
-"""Backends that are written as coroutines, and the adapter that makes a `Backend` of one."""
+"""Backends written as coroutines: `AsyncAdapter` makes a `Backend` of one, `AsyncFileBackend` is the reference."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
+import os
+import secrets
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import aiofiles
+import aiofiles.os
 from attrs import evolve
 
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError
-from lmkv.outcomes import Read, ReadStatus, Written
+from lmkv.medium import Medium, MediumError
+from lmkv.outcomes import HIT, MISS, PRESENT, STORED, Read, ReadStatus, Written
 from lmkv.protocols import Chunk, ChunkKey, Listed
 
 T = TypeVar("T")
@@ -24,10 +31,8 @@ logger = logging.getLogger(__name__)
 class AsyncBackend(Protocol):
     """The verbs of `Backend` as coroutines, with the same meaning, results and errors.
 
-    Notes
-    -----
-    All run on one event loop, that of its `AsyncAdapter`, so that none needs a lock against another between two
-    `await`s. A coroutine may be cancelled at any `await`, and nothing is called after `close`.
+    Notes ----- All run on the event loop of its `AsyncAdapter`, so between two `await`s none needs a lock. A coroutine
+    may be cancelled at any `await`, and nothing is called after `close`.
 
     Examples
     --------
@@ -161,7 +166,7 @@ class AsyncAdapter:
         with self._lock:
             if self._closed:
                 return
-            # No coroutine is started any more, so that `_cancel_and_close` sees all that ever were.
+            # From here on no coroutine starts, so `_cancel_and_close` sees every one.
             self._closed = True
         closing = asyncio.run_coroutine_threadsafe(self._cancel_and_close(), self._loop)
         try:
@@ -210,3 +215,131 @@ class AsyncAdapter:
 
 async def _next(batches: AsyncIterator[T]) -> T | None:
     return await anext(batches, None)
+
+
+# -- one of them: files -----------------------------------------------------------------------------------
+
+
+_SUFFIX = ".chunk"
+
+
+class AsyncFileBackend:
+    """The reference for backends that are written as coroutines; `AsyncAdapter` makes a `Backend` of it.
+
+    To serve a model from a disk take `LocalDiskBackend`: it verifies checksums, avoids the page cache, shares its
+    capacity with other processes, and removes killed processes' files.
+
+    Parameters
+    ----------
+    folder
+        Where the files are; created where missing, for its user only. Its file system needs hard links.
+
+    Raises
+    ------
+    OSError
+        When the folder cannot be created.
+
+    Notes
+    -----
+    A file gets its name when it is complete and on the medium, and never changes afterwards. A file of
+    another length than the buffer is FAILED; bytes that changed on the medium are not detected. Links are not
+    followed, but the folder's owner is not checked.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from lmkv.backends import AsyncAdapter
+    >>> from lmkv.protocols import Chunk
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     backend = AsyncAdapter(AsyncFileBackend(folder))
+    ...     written = backend.write(Chunk(bytes(32), memoryview(b"payload")))
+    ...     found = backend.contains([bytes(32)])
+    ...     backend.close()
+    >>> written.status, found
+    (<WriteStatus.STORED: 'stored'>, [True])
+    """
+
+    name = "files"
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._medium = Medium(str(self.folder))
+
+    def __repr__(self) -> str:
+        return f"AsyncFileBackend({str(self.folder)!r})"
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        try:
+            await self._check_medium()
+            return await asyncio.gather(*(aiofiles.os.path.exists(self._path(key)) for key in keys))
+        except OSError as error:
+            raise self._translated(error, "contains") from error
+
+    async def read(self, key: ChunkKey, into: memoryview) -> Read:
+        try:
+            await self._check_medium()
+            opener = lambda path, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # noqa: E731
+            async with aiofiles.open(self._path(key), "rb", opener=opener) as file:
+                whole = os.fstat(file.fileno()).st_size == len(into) == await file.readinto(into)
+        except FileNotFoundError:
+            return MISS
+        except OSError as error:
+            return Read.failed(self._translated(error, "read", key))
+        return HIT if whole else Read.failed(BackendError(self.name, "read", key.hex(), "another length"))
+
+    async def write(self, chunk: Chunk) -> Written:
+        unfinished = self.folder / f"{secrets.token_hex(8)}.tmp"
+        try:
+            await self._check_medium()
+            async with aiofiles.open(unfinished, "xb") as file:
+                await file.write(chunk.payload)
+                await file.flush()
+                # Otherwise a power failure could leave the name, and not the bytes.
+                await asyncio.to_thread(os.fdatasync, file.fileno())
+            # A hard link, because a rename would replace the file of another writer of this key.
+            await aiofiles.os.link(unfinished, self._path(chunk.key))
+        except FileExistsError:
+            return PRESENT
+        except OSError as error:
+            return Written.failed(self._translated(error, "write", chunk.key))
+        finally:
+            with contextlib.suppress(OSError):
+                await aiofiles.os.unlink(unfinished)
+        return STORED
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        try:
+            await self._check_medium()
+            await asyncio.gather(*(asyncio.to_thread(self._path(key).unlink, True) for key in keys))
+        except OSError as error:
+            raise self._translated(error, "delete") from error
+
+    async def list_keys(self) -> AsyncIterator[list[Listed]]:
+        try:
+            await self._check_medium()
+            found = await asyncio.to_thread(lambda: sorted(self._scan(), key=lambda listed: listed.last_used))
+        except OSError as error:
+            raise self._translated(error, "list_keys") from error
+        yield found
+
+    async def close(self) -> None: ...
+
+    async def _check_medium(self) -> None:
+        """Raise `MediumError` if the folder has moved to another medium. A removed folder has no chunks."""
+        with contextlib.suppress(FileNotFoundError):
+            await asyncio.to_thread(self._medium.check)
+
+    def _translated(self, error: OSError, action: str, key: ChunkKey = b"") -> BackendError:
+        kind = BackendUnavailable if isinstance(error, MediumError) else BackendError
+        return kind(self.name, action, key.hex(), str(error))
+
+    def _scan(self) -> Iterator[Listed]:
+        for path in self.folder.glob(f"*{_SUFFIX}"):
+            # It is no chunk's name, or somebody deletes the file.
+            with contextlib.suppress(ValueError, FileNotFoundError):
+                status = path.stat()
+                yield Listed(bytes.fromhex(path.stem), status.st_size, status.st_mtime)
+
+    def _path(self, key: ChunkKey) -> Path:
+        return self.folder / f"{key.hex()}{_SUFFIX}"

@@ -15,10 +15,10 @@ from lmkv.protocols import Chunk, ChunkKey
 
 
 class CPUPinnedBackend:
-    """Host memory in slots, which is pinned as soon as a CUDA device copies to or from it.
+    """Host memory in slots, pinned as soon as a CUDA device copies to or from it.
 
-    Pinning is a matter of a device: the copier that an `Engine`, or a worker of vLLM, has for a CUDA device registers
-    the slots with it, in the background. Without a device they are ordinary memory.
+    The copier of an `Engine`, or of a vLLM worker, registers the slots with its CUDA device in the background. Without
+    a device they are ordinary memory.
 
     Parameters
     ----------

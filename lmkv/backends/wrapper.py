@@ -1,19 +1,21 @@
-"""`WrapperBackend`: forwards to another backend, as a base for instrumentation and fault injection."""
+"""`NullBackend` stores nothing; `WrapperBackend` forwards to another backend, for instrumentation and faults."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from lmkv.outcomes import Read, Written
-from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, RegistersMemory, Shared, SharesRoom, SizesChunks
+from attrs import define, field
+
+from lmkv.errors import ClosedError
+from lmkv.outcomes import MISS, Read, Written
+from lmkv.protocols import Backend, Chunk, ChunkKey, ListsKeys, RegistersMemory, Shared, SharesRoom, SizesChunks
 
 T = TypeVar("T")
 
 
 class WrapperBackend:
-    """A backend with the verbs and the capabilities of another one, as `isinstance` sees them, too.
+    """A backend with the verbs of another one, and its capabilities, as `isinstance` sees them.
 
     Parameters
     ----------
@@ -22,12 +24,11 @@ class WrapperBackend:
 
     Notes
     -----
-    Override `around` to see every call, or a verb to change it. The verb of a capability is `_forward_<verb>`
-    here: only wrappers of a backend that has it get the public name. There are no locks.
+    Override `around` to see every call, or a verb to change it. There are no locks.
 
     Examples
     --------
-    >>> from lmkv.backends.null import NullBackend
+    >>> from lmkv.backends.wrapper import NullBackend
     >>> class Printing(WrapperBackend):
     ...     def around(self, verb, call):
     ...         print(verb)
@@ -41,13 +42,13 @@ class WrapperBackend:
         self.inner = inner
         # On the instance, because `isinstance` looks for the attribute and not every inner backend has it.
         if isinstance(inner, ListsKeys):
-            self.list_keys = partial(self._forward_list_keys, inner)
+            self.list_keys = lambda: self.around("list_keys", inner.list_keys)
         if isinstance(inner, SizesChunks):
             self.stored_bytes = inner.stored_bytes
         if isinstance(inner, SharesRoom):
             self.reserve_bytes, self.release_bytes = inner.reserve_bytes, inner.release_bytes
-            self.reclaim = partial(self._forward_reclaim, inner)
-            self.list_all = partial(self._forward_list_all, inner)
+            self.reclaim = lambda keys: self.around("reclaim", lambda: inner.reclaim(keys))
+            self.list_all = lambda: self.around("list_all", inner.list_all)
         if isinstance(inner, RegistersMemory):
             self.register_memory = inner.register_memory
         if isinstance(inner, Shared):
@@ -79,11 +80,54 @@ class WrapperBackend:
     def close(self) -> None:
         self.inner.close()
 
-    def _forward_list_keys(self, inner: ListsKeys) -> Iterator[list[Listed]]:
-        return self.around("list_keys", inner.list_keys)
 
-    def _forward_reclaim(self, inner: SharesRoom, keys: Sequence[ChunkKey]) -> int:
-        return self.around("reclaim", lambda: inner.reclaim(keys))
+@define(eq=False)
+class NullBackend:
+    """Rejects every chunk and misses every key.
 
-    def _forward_list_all(self, inner: SharesRoom) -> Iterator[list[Listed]]:
-        return self.around("list_all", inner.list_all)
+    Parameters
+    ----------
+    name
+        Name of the tier in logs and statistics.
+
+    Raises
+    ------
+    ClosedError
+        Every verb raises it after `close`.
+
+    Notes
+    -----
+    Any number of threads may call: there is nothing to lock.
+
+    Examples
+    --------
+    >>> from lmkv.protocols import Chunk
+    >>> backend = NullBackend()
+    >>> backend.write(Chunk(bytes(32), memoryview(b"payload"))).status
+    <WriteStatus.REJECTED: 'rejected'>
+    """
+
+    name: str = "null"
+    closed: bool = field(default=False, init=False)
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        self._check_open()
+        return [False] * len(keys)
+
+    def read(self, key: ChunkKey, into: memoryview) -> Read:
+        self._check_open()
+        return MISS
+
+    def write(self, chunk: Chunk) -> Written:
+        self._check_open()
+        return Written.rejected("null", None)
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        self._check_open()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"backend {self.name!r} is closed")

@@ -45,7 +45,7 @@ class Authenticator:
     @secret.validator
     def _is_long_enough(self, _: object, secret: bytes) -> None:
         if len(secret) < MIN_KEY_BYTES:
-            raise ConfigError(f"an authentication key must have {MIN_KEY_BYTES} bytes at least, not {len(secret)}")
+            raise ConfigError(f"an authentication key must have at least {MIN_KEY_BYTES} bytes, not {len(secret)}")
 
     @_segment_key.default
     def _derive_segment_key(self) -> bytes:

@@ -1,8 +1,8 @@
 """Encodes and decodes the files of chunks, in the format that docs/format.md specifies.
 
-A chunk file is a header, then the payload from a page boundary on, padded with zeros to whole pages. This
-module does no I/O. No number in a file is used for an allocation before it was checked against the file's
-real size, so that hostile bytes cost a `FormatError` and nothing else.
+A chunk file is a header, then the payload from a page boundary on, padded with zeros to whole pages. This module does
+no I/O. Numbers in a file are checked against its real size before they size an allocation: hostile bytes cost a
+`FormatError` and nothing else.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ def plausible_file_bytes(nbytes: int) -> bool:
 class ChunkFormat:
     """Packs and verifies the chunks of a namespace, on any medium.
 
-    `max_tokens`: most token ids that a header records. `authenticator`: None without a key; then
-    checksums alone tell whether bytes are those that were written.
+    `max_tokens`: most token ids that a header records. `authenticator`: None without a key; then only checksums verify
+    the bytes.
     """
 
     namespace: bytes = field(repr=bytes.hex)

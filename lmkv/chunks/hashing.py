@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Protocol, Self
 from lmkv.errors import UsageError, short_repr
 
 KEY_BYTES: Final = 32
-"""Bytes of a chunk key, of a namespace's digest and of a root, all of which are SHA-256 digests."""
+"""Bytes of chunk keys, namespace digests and roots: all are SHA-256 digests."""
 
 _TOKEN_BYTES: Final = 4
 _UINT32: Final[Literal["I", "L"]] = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
@@ -26,7 +26,7 @@ _STATE_TAG: Final = b"lmkv state\0"
 
 
 class Tokens(Protocol):
-    """A list, tuple, array, numpy array or torch tensor, or a sequence whose slices are one of these."""
+    """A list, tuple, array, numpy array or torch tensor, or a sequence with such slices."""
 
     def __len__(self) -> int: ...
 
@@ -71,8 +71,7 @@ class KeyChain:
     """The keys of one growing token sequence: `keys[i]`, 32 bytes, is the key of chunk i.
 
     `root`: 32 bytes, see `Namespace.root`. `chunk_size`: tokens per chunk. `extras`: for some chunk indices, a 32-byte
-    digest of other inputs of the chunk, such as an image; the key of that chunk and all later keys depend on it.
-    Not thread-safe.
+    digest of the chunk's other inputs, such as an image; its key and all later keys depend on it. Not thread-safe.
     """
 
     __slots__ = ("_chunk_size", "_extras", "_ids", "_stream", "keys", "root")
@@ -90,9 +89,9 @@ class KeyChain:
     def extend(self, tokens: Tokens) -> None:
         """Add the keys of the chunks that have become complete; `tokens` is the COMPLETE sequence so far.
 
-        Tokens that were hashed before are not read again, and a tail shorter than a chunk is not read at all.
-        A token that is no uint32 is a `UsageError` that names its position; the chain stays as it was.
-        A bool inside a list counts as 0 or 1; arrays of bools or floats are refused.
+        Reads no token again, and no tail shorter than a chunk. A token that is no uint32 is a `UsageError` that names
+        its position; the chain stays as it was. A bool inside a list counts as 0 or 1; arrays of bools or floats are
+        refused.
         """
         done = len(self.keys)
         complete = _length(tokens) // self._chunk_size
@@ -155,9 +154,7 @@ def chunk_keys(tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int
     >>> [key.hex()[:8] for key in chunk_keys(range(10), root=bytes(32), chunk_size=4)]
     ['b02e0d14', '55d1a261']
     """
-    chain = KeyChain(root, chunk_size, extras)
-    chain.extend(tokens)
-    return chain.keys
+    return hash_prompt(tokens, root, chunk_size, extras, tail=False)[0].keys
 
 
 def hash_prompt(

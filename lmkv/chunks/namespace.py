@@ -1,8 +1,7 @@
 """Namespaces: everything besides tokens that decides the KV of a chunk, and so the chunk's key.
 
-Two chunks may share a key only if they are interchangeable. Everything besides the tokens that decides
-this (model, formats, parallel split, cache salt, LoRA adapter) is hashed into the root of the chain of
-keys, by an injective encoding: different descriptions never encode to the same bytes.
+Two chunks may share a key only if they are interchangeable. Model, formats, parallel split, cache salt and LoRA adapter
+decide this beside the tokens. An injective encoding of them is hashed into the root of the chain of keys.
 """
 
 from __future__ import annotations

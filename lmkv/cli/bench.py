@@ -1,4 +1,4 @@
-"""`lmkv bench`: how near lmkv comes to the limits of this machine, and what a hit saves on it."""
+"""`lmkv bench`: measures lmkv beside the limits of this machine, and the savings of a hit."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def bench(
     Its settings in the environment and in a file do not count.
     """
     for name in [name for name in os.environ if name.startswith(("LMKV_", "LMCACHE_"))]:
-        say(f"{name} does not count here")
+        echo(f"{name} does not count here")
         del os.environ[name]
     parent = disk or Path(tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
@@ -89,25 +89,25 @@ def bench(
 
 
 def measured(model: str | None, tokens: int, host_gib: float, engine: bool, parent: Path, quick: bool) -> Iterator[Row]:
-    say("copies in host memory")
+    echo("copies in host memory")
     yield from copies(4, 8 if quick else 32, 7 if quick else 21)
-    say("a lookup")
+    echo("a lookup")
     yield from lookup(11 if quick else 101)
-    say(f"disk, in {parent}")
+    echo(f"disk, in {parent}")
     yield from disk_rows(parent, 4 if quick else 32, 3 if quick else 9)
     if engine and find_spec("vllm") is None:
-        say("vLLM is not installed: no first tokens")
+        echo("vLLM is not installed: no first tokens")
     elif engine:
         yield from first_tokens(tokens, model, parent, host_gib, 3 if quick else 9)
 
 
-def say(text: str) -> None:
+def echo(text: str) -> None:
     typer.echo(text, err=True)
 
 
 def check(right: bool) -> None:
     if not right:
-        raise RuntimeError("a transfer failed, so that its time means nothing; try again")
+        raise RuntimeError("a transfer failed, so its time means nothing; try again")
 
 
 def copies(layers: int, chunks: int, rounds: int) -> Iterator[Row]:
@@ -139,7 +139,7 @@ def copies(layers: int, chunks: int, rounds: int) -> Iterator[Row]:
 
 
 def wait_until_populated() -> None:
-    """Wait for the threads that map the slots of this process: a clock of CPU time counts what they do."""
+    """Wait for the threads that map this process's slots: a clock of CPU time counts their work."""
     for thread in threading.enumerate():
         if thread.name == "lmkv-populate":
             thread.join()
@@ -148,7 +148,7 @@ def wait_until_populated() -> None:
 def pages(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> tuple[Callable[[], None], Callable[[], None]]:
     """Copies of these blocks, layer after layer, into an array that stands for lmkv's slots, and back."""
     rows = [tensor.view(torch.int64).flatten(1).numpy() for tensor in tensors]
-    # Pages of 4 KiB as those of slots: an array of numpy's own would have huge ones.
+    # Pages of 4 KiB, as slots have: numpy's own arrays have huge ones.
     memory = mmap.mmap(-1, len(rows) * len(blocks) * rows[0][0].nbytes)
     slots = np.frombuffer(memory, np.int64).reshape(len(rows), len(blocks), -1)
     slots[:] = 1
@@ -250,9 +250,9 @@ def drop_caches(folder: Path) -> None:
 
 
 def first_tokens(tokens: int, model: str | None, parent: Path, host_gib: float, rounds: int) -> Iterator[Row]:
-    """New prompts and repeated ones, of vLLM alone and of lmkv; engines with the small model run at once, in turn.
+    """Measure new and repeated prompts on vLLM alone and with lmkv. Engines of the small model run at once, in turn.
 
-    A `model` of the user's may fill the device, so that its engines run one after the other.
+    A `model` of the user's may fill the device, so its engines run one by one.
     """
     with tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=parent) as name:
         folder = Path(name)
@@ -263,7 +263,7 @@ def first_tokens(tokens: int, model: str | None, parent: Path, host_gib: float, 
             with ExitStack() as stack:
                 engines: dict[str, EngineProcess] = {}
                 for each in group:
-                    say(f"vLLM: {each}, prompts of {tokens:,} tokens")
+                    echo(f"vLLM: {each}, prompts of {tokens:,} tokens")
                     engine = EngineProcess(specs[each], folder / str(len(engines)), SEVERAL_PROCESSES)
                     engines[each] = stack.enter_context(closing(engine))
                     engine.send(0, tokens, 2)
@@ -280,7 +280,7 @@ def first_tokens(tokens: int, model: str | None, parent: Path, host_gib: float, 
                 for engine in engines.values():
                     engine.leave()
         if any(len(each) > 1 for each in outputs.values()):
-            say("answers DIFFER: bfloat16 rounds otherwise in other steps; in float32 they should be equal")
+            echo("answers DIFFER: bfloat16 rounds otherwise in other steps; in float32 they should be equal")
     in_turn = "" if not model else ", one engine after the other"
     targets = {} if model else {RAM: RAM_TARGET}
     yield from compared(f"first token of {tokens:,} tokens{in_turn}", "s", found, OWN, targets)

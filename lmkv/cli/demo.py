@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -23,9 +22,9 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
-from lmkv.cli.checkpoint import whole_heads
 from lmkv.cli.engines import Answer, ChildFailedError, EngineProcess, EngineSpec
-from lmkv.cli.small_model import SmallModel
+from lmkv.cli.server import give
+from lmkv.cli.small_model import HEAD_DIM, SmallModel
 from lmkv.cli.stores import FolderFacts, refusals, try_folder
 from lmkv.config import Config
 from lmkv.errors import LmkvError, NoSpaceError, UsageError, mask_secrets
@@ -75,6 +74,12 @@ STARTS = {
 """Command that starts a local store of each kind."""
 
 
+def whole_heads(hidden: int) -> int:
+    if hidden < HEAD_DIM or hidden % HEAD_DIM:
+        raise typer.BadParameter(f"{hidden} is not a multiple of {HEAD_DIM}")
+    return hidden
+
+
 def demo(
     tokens: Annotated[int, typer.Option(min=512, help="Length of the prompt.")] = 8000,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 8,
@@ -104,10 +109,7 @@ def demo(
         measured = measure(Plan(tokens=tokens, model=model), tier, disk, url, keep=keep)
     except (LmkvError, ChildFailedError) as error:
         sys.exit(f"lmkv demo: {error}")
-    if as_json:
-        typer.echo(json.dumps(asdict(measured)))
-    else:
-        show(measured)
+    give(asdict(measured), lambda: show(measured), as_json=as_json)
     sys.exit(0 if measured.passed else 1)
 
 
@@ -116,7 +118,7 @@ def demo(
 
 @frozen(kw_only=True)
 class Plan:
-    """Prompts of `tokens` tokens for a model, in engines whose KV space takes little more than one of them."""
+    """Prompts of `tokens` tokens for a model, in engines with KV space for little more than one."""
 
     tokens: int = 8000
     model: SmallModel = field(factory=SmallModel)
@@ -126,7 +128,7 @@ class Plan:
         return self.tokens + ANSWER_TOKENS
 
     def gib(self, prompts: int) -> float:
-        """Memory for so many prompts, and a little more."""
+        """Memory for this number of prompts, and a little more."""
         return KV_ROOM * prompts * self.max_tokens * self.model.kv_bytes_per_token / 2**30
 
     def spec(self, settings: dict[str, Any]) -> EngineSpec:
@@ -178,10 +180,10 @@ class Measurement:
 
 
 def measure(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, keep: bool) -> Measurement:
-    """Ask prompts cold and again, then those of a lower tier once more, of another engine."""
+    """Send prompts cold and again; with a lower tier once more, to another engine."""
     with ExitStack() as stack:
         folder = stack.enter_context(demo_folder(None, keep=keep))
-        say = stack.enter_context(progress())
+        echo = stack.enter_context(progress())
         settings: dict[str, Any] = {}
         facts: FolderFacts | None = None
         if tier is Medium.DISK:
@@ -192,21 +194,20 @@ def measure(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, kee
         if settings:
             # A lower tier is measured even where it is slower than computing.
             settings |= {"prefetch_deadline": 60.0, "load_or_recompute": False}
-        with started(plan, settings, folder, "starting vLLM on a small model with random weights", say) as engine:
-            warm_up(engine, plan, PROMPTS, say)
-            cold = ask_in_turn("cold", plan, engine, say)
-            loaded = warm = ask_in_turn("from memory" if settings else "warm", plan, engine, say)
+        title = "starting vLLM on a small model with random weights"
+        with started(plan, settings, folder, title, PROMPTS, echo) as engine:
+            cold = ask_in_turn("cold", plan, engine, echo)
+            loaded = warm = ask_in_turn("from memory" if settings else "warm", plan, engine, echo)
             if facts is not None:
-                wait_for_files(chunks, (PROMPTS + 1) * (plan.tokens // CHUNK_TOKENS), say)
-                say("killing vLLM")
+                wait_for_files(chunks, (PROMPTS + 1) * (plan.tokens // CHUNK_TOKENS), echo)
+                echo("killing vLLM")
                 engine.kill()
             elif settings:
-                say("ending vLLM, which finishes its writes")
+                echo("ending vLLM, which finishes its writes")
                 engine.leave()
         if settings:
-            with started(plan, settings, folder, "starting vLLM again", say) as engine:
-                warm_up(engine, plan, PROMPTS + 1, say)
-                loaded = ask_in_turn("from disk" if facts else "from the remote store", plan, engine, say)
+            with started(plan, settings, folder, "starting vLLM again", PROMPTS + 1, echo) as engine:
+                loaded = ask_in_turn("from disk" if facts else "from the remote store", plan, engine, echo)
         return summarize(plan, cold, warm, loaded, engine=(engine.engine, engine.device), tier=tier, facts=facts)
 
 
@@ -236,34 +237,35 @@ def answering(tier: Medium, url: str) -> str:
 
 
 @contextmanager
-def started(plan: Plan, settings: dict[str, Any], folder: Path, title: str, say: Progress) -> Iterator[EngineProcess]:
-    """An engine that is ready to answer, ended afterwards."""
-    say(title)
+def started(
+    plan: Plan, settings: dict[str, Any], folder: Path, title: str, number: int, echo: Progress
+) -> Iterator[EngineProcess]:
+    """An engine that is ready to answer, ended afterwards.
+
+    It has answered prompt `number`: the first long prompt pays for buffers and kernels, which would flatter lmkv.
+    """
+    echo(title)
     with closing(EngineProcess(plan.spec(settings), folder)) as engine:
+        echo(f"warm-up: {plan.tokens:,} tokens")
+        engine.send(number, plan.tokens)
         yield engine
 
 
-def warm_up(engine: EngineProcess, plan: Plan, number: int, say: Progress) -> None:
-    """Send another prompt first: costs of the first long one alone (buffers, kernels) would flatter lmkv."""
-    say(f"warm-up: {plan.tokens:,} tokens")
-    engine.send(number, plan.tokens)
-
-
-def ask_in_turn(how: str, plan: Plan, engine: EngineProcess, say: Progress) -> list[Answer]:
+def ask_in_turn(how: str, plan: Plan, engine: EngineProcess, echo: Progress) -> list[Answer]:
     answers = []
     for number in range(PROMPTS):
-        say(f"{how}: prompt {number + 1} of {PROMPTS}, {plan.tokens:,} tokens")
+        echo(f"{how}: prompt {number + 1} of {PROMPTS}, {plan.tokens:,} tokens")
         answers.append(engine.send(number, plan.tokens, ANSWER_TOKENS))
     return answers
 
 
-def wait_for_files(disk: Path, wanted: int, say: Progress) -> None:
+def wait_for_files(disk: Path, wanted: int, echo: Progress) -> None:
     """Wait until `wanted` chunks are on disk, WRITE_TIMEOUT seconds at most. A missing chunk is a miss."""
-    say(f"waiting for {wanted} chunks to be on disk")
+    echo(f"waiting for {wanted} chunks to be on disk")
     deadline = time.monotonic() + WRITE_TIMEOUT
     while (found := sum(1 for _ in disk.rglob("*.kv1"))) < wanted:
         if time.monotonic() > deadline:
-            say(f"only {found} of {wanted} chunks are on disk after {WRITE_TIMEOUT:.0f} s")
+            echo(f"only {found} of {wanted} chunks are on disk after {WRITE_TIMEOUT:.0f} s")
             return
         time.sleep(0.05)
 

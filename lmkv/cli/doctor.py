@@ -27,18 +27,12 @@ from lmkv import __version__, plugins
 from lmkv.chunks import codec
 from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import ALIGNMENT
+from lmkv.cli.server import give
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
 from lmkv.cli.stores import VERBS, refusals, remedy, try_folder
 from lmkv.config import GIB, Answer, Config
 from lmkv.errors import ConfigError, LmkvError
-from lmkv.memory.machine import (
-    available_ram,
-    check_in_memory,
-    clamp_capacity,
-    clamp_shared_memory,
-    file_system_of,
-    memory_limit,
-)
+from lmkv.memory import machine
 from lmkv.vllm import compat, plugin
 
 IMPORT_TIMEOUT = 300.0
@@ -71,14 +65,10 @@ def doctor(
     size = size_of(model, kv_cache_dtype, tensor_parallel_size) if model else None
     findings = list(examine(os.environ, json_object(extra), size))
     problems = [found.problem for found in findings if found.problem]
-    if as_json:
-        rows = [asdict(found) for found in findings]
-        answer: dict[str, object] = {"ok": not problems, "problems": problems, "findings": rows}
-        if size:
-            answer["model"] = {**asdict(size), "token_bytes": size.token_bytes}
-        typer.echo(json.dumps(answer))
-    else:
-        show(findings, problems)
+    answer = {"ok": not problems, "problems": problems, "findings": [asdict(found) for found in findings]}
+    if size:
+        answer["model"] = {**asdict(size), "token_bytes": size.token_bytes}
+    give(answer, lambda: show(findings, problems), as_json=as_json)
     sys.exit(1 if problems else 0)
 
 
@@ -160,12 +150,12 @@ def examine_secrets(config: Config) -> Iterator[Finding]:
 
 def examine_memory(config: Config) -> Iterator[Finding]:
     """The limits of this machine, and the size of host memory within them."""
-    yield Finding("memory", "available", gibibytes(available_ram()))
-    limit = memory_limit()
+    yield Finding("memory", "available", gibibytes(machine.available_ram()))
+    limit = machine.memory_limit()
     yield Finding("memory", "control group's limit", "none" if limit is None else gibibytes(limit))
     wanted = config.max_local_cpu_bytes
     try:
-        given = clamp_capacity(wanted, ALIGNMENT)
+        given = machine.clamp_capacity(wanted, ALIGNMENT)
     except ConfigError as error:
         yield Finding("memory", "host memory", "none", problem=str(error))
         return
@@ -181,10 +171,10 @@ def examine_shared_memory(config: Config) -> Iterator[Finding]:
         return
     try:
         tried = try_folder(folder, "off").tried
-        check_in_memory(tried)
-        kind, wanted = file_system_of(tried), config.max_shared_memory_bytes
+        machine.check_in_memory(tried)
+        kind, wanted = machine.file_system_of(tried), config.max_shared_memory_bytes
         used = sum(path.stat().st_size for path in Path(folder).rglob("*.kv1"))
-        given = clamp_shared_memory(tried, wanted, used)
+        given = machine.clamp_shared_memory(tried, wanted, used)
     except (LmkvError, OSError) as error:
         yield Finding("memory", "shared memory", "none", problem=f"shared_memory {folder}: {error}")
         return
@@ -214,7 +204,7 @@ def examine_disk(config: Config) -> Iterator[Finding]:
 
 
 def examine_stores(config: Config) -> Iterator[Finding]:
-    """Write a chunk to each remote store, read it back and delete it, and say what the store refuses."""
+    """Write a chunk to each remote store, read it back and delete it; find the refused calls."""
     for url in config.remotes:
         name, wanted = url.store_kind, f"remote_url {url}"
         try:
@@ -254,7 +244,7 @@ def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
     """How many tokens each configured tier holds."""
     chunk, slot = size.chunk_tokens(config.chunk_size), size.slot_bytes(config.chunk_size)
     try:
-        chunks = clamp_capacity(config.max_local_cpu_bytes, slot) // slot
+        chunks = machine.clamp_capacity(config.max_local_cpu_bytes, slot) // slot
     except ConfigError as error:
         yield Finding("model", "in host memory", "none", problem=str(error))
     else:
@@ -270,7 +260,7 @@ def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
 
 
 def examine_plugins() -> Iterator[Finding]:
-    """Backends and policies that other packages have installed, and whether they can be loaded."""
+    """Backends and policies of other packages, and whether they can be loaded."""
     for group, kind in ((plugins.BACKENDS, "backend"), (plugins.POLICIES, "policy")):
         for name, place in plugins.installed(group).items():
             shown = f"{name}://" if group == plugins.BACKENDS else name
@@ -326,7 +316,7 @@ def plugin_finding(env: Mapping[str, str]) -> Finding:
 def examine_servers() -> Iterator[Finding]:
     """This user's vLLM servers on this machine that were told to use lmkv, and also to replace it.
 
-    Those of others may name anything, and as many files as they like.
+    Skips other users' processes: they may name any number of files.
     """
     others, late, until = 0, 0, time.monotonic() + SERVERS_TIMEOUT
     for process in sorted(PROCESSES.glob("[0-9]*")):

@@ -14,11 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import asdict, field, frozen
 
@@ -39,7 +39,7 @@ MAX_SOCKET_FOLDER = 70
 WRITES_ENDED = 0.5
 """Seconds without a new chunk after which a tier counts as written."""
 SHARED_DEVICE = {"gpu_memory_utilization": 0.1}
-"""Options of engines of which several share a device."""
+"""Options of engines that share a device."""
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -49,7 +49,7 @@ ENVIRONMENT = {
     # By default vLLM reserves a core without a connector and none with one, which would flatter lmkv.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
 }
-# The engine core in the process that is asked, or in one of its own, as vLLM does by default.
+# The engine core in the asked process, or in one of its own, vLLM's default.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 SEVERAL_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
@@ -94,8 +94,8 @@ def same_code() -> dict[str, str]:
 class ChildProcess:
     """Runs `command`, a program that answers with `Questions`, in a process group of its own.
 
-    Its output goes to `folder`/vllm.log. It imports the lmkv of this process. `env`: variables beside those of this
-    process, whose place they take.
+    Its output goes to `folder`/vllm.log. It imports the lmkv of this process. `env`: overrides this process's
+    variables.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
@@ -116,10 +116,10 @@ class ChildProcess:
         """Send a question and wait for its answer. Raises ChildFailedError."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
-        # A child that has ended cannot take the question: then there is no answer to read, either.
+        # If the child has exited, `readline` below returns "".
         with suppress(BrokenPipeError):
             print(json.dumps(question), file=self._child.stdin, flush=True)
-        # Before the timer's own start: a child that the timer has killed was late by this clock, too.
+        # Before the timer's start, so that a child which the timer kills is late by this clock as well.
         started = time.monotonic()
         too_late = threading.Timer(timeout, self.kill)
         too_late.start()
@@ -135,7 +135,7 @@ class ChildProcess:
         raise ChildFailedError(f"process {self._child.args!r} {what}:\n{log}")
 
     def kill(self) -> None:
-        """SIGKILL for the child and everything that it started. Idempotent."""
+        """Kill the child and all processes that it started. Idempotent."""
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
@@ -255,14 +255,8 @@ class Questions:
         self._answers = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
 
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        question = sys.stdin.readline()
-        if not question:
-            raise StopIteration
-        return json.loads(question)
+    def __iter__(self) -> Iterator[Any]:
+        return map(json.loads, iter(sys.stdin.readline, ""))
 
     def answer(self, value: object) -> None:
         print(json.dumps(value), file=self._answers)
@@ -271,7 +265,7 @@ class Questions:
 def serve(answer: Callable[[LLM, Any], object], prepare: Callable[[], object] = lambda: None) -> NoReturn:
     """Start the engine that is asked for first, then answer questions about it, each by `answer`."""
     questions = Questions()  # before vLLM prints anything
-    spec = EngineSpec(**next(questions))
+    spec = EngineSpec(**next(iter(questions)))
     prepare()
     llm = open_engine(spec, Path(sys.argv[1]))
     questions.answer(_machine())
@@ -326,8 +320,7 @@ def _transfer_config(spec: EngineSpec) -> Any:
 def ask(llm: LLM, question: Mapping[str, Any]) -> dict[str, Any]:
     """Send one prompt alone, and give what `Answer` has. `prefetch`: lmkv is told to keep it in host memory.
 
-    The time to the first token is vLLM's own figure, from the request's arrival to the token's, so that the
-    tokens generated after it for the comparison of outputs cost nothing.
+    The time to the first token is vLLM's own figure, so later tokens, for the comparison of outputs, cost nothing.
     """
     from vllm import SamplingParams
 

@@ -1,12 +1,11 @@
 """`lmkv inspect`, `lmkv prune` and `lmkv clear`: show and delete the chunks of a folder, by their names and headers.
 
-Engines may use the folder meanwhile: a chunk that is deleted under them is a miss.
+Engines may use the folder at the same time: a chunk deleted under them is a miss.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -28,14 +27,13 @@ from rich.text import Text
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.chunkfile import ChunkFiles
 from lmkv.backends.disk.fileio import Folder, ShortReadError, read_fully
-from lmkv.backends.disk.folder import QUARANTINE, ChunkFolder
-from lmkv.backends.disk.namespaces import description, digests
+from lmkv.backends.disk.folder import QUARANTINE, ChunkFolder, description, digests
 from lmkv.backends.disk.root import NotTrustedError, Root
 from lmkv.chunks import codec
 from lmkv.chunks.codec import ChunkFormat, Header
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli import server
-from lmkv.cli.server import fail
+from lmkv.cli.server import fail, give
 from lmkv.config import GIB
 from lmkv.errors import BackendError
 from lmkv.protocols import Listed
@@ -69,7 +67,7 @@ class Totals:
 
 
 def contents(root: Path, beginning: str = "") -> Iterator[Content]:
-    """The namespaces below a root whose digest has this beginning. Raises OSError."""
+    """The namespaces below a root with this beginning of their digest. Raises OSError."""
     for digest in digests(root, beginning):
         try:
             yield _content(root, digest)
@@ -87,7 +85,7 @@ def _content(root: Path, digest: bytes) -> Content:
 
 
 def add_up(content: Content, advance: Callable[[], object], *, payloads: bool) -> Totals:
-    """Read every header, and every payload if wanted. A chunk that is deleted meanwhile does not count."""
+    """Read every header, and with `payloads` every payload. A chunk deleted by then does not count."""
     folder, totals = ChunkFolder(Root.checked(content.root), content.digest), Totals()
     files = ChunkFiles(ChunkFormat(content.digest), sync="none", direct=False)
     for chunk in content.chunks:
@@ -162,10 +160,8 @@ def inspect(
     found = found_in(path, namespace)
     with progress("verifying" if verify else "reading", sum(len(one.chunks) for one in found)) as advance:
         totals = [add_up(one, advance, payloads=verify) for one in found]
-    if as_json:
-        typer.echo(json.dumps({"path": str(path), "namespaces": list(map(as_dict, found, totals))}))
-    else:
-        show(found, totals)
+    answer = {"path": str(path), "namespaces": list(map(as_dict, found, totals))}
+    give(answer, lambda: show(found, totals), as_json=as_json)
     damaged = {file: why for total in totals for file, why in total.damaged.items()}
     for file, why in damaged.items():
         typer.echo(f"damaged: {file}: {why}", err=True)
@@ -200,7 +196,7 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete all chunks of a folder, or with --url all of a running server, of one prompt or of one namespace."""
+    """Delete all chunks of a folder; with --url, of a running server, a prompt or a namespace."""
     if (path is None) == (not url):
         raise typer.BadParameter("say what to clear: a folder, or a server with --url")
     of_a_prompt = text or tokens or cache_salt or tag
@@ -216,7 +212,8 @@ def clear(
             ask(f"Delete all chunks of {whose}?")
         with server.client_of(url, token_file) as client:
             answer = client.clear(prompt, namespace=namespace or None, **scope)
-            server.show(answer, lambda one: f"deleted {one['deleted_chunks']:,} chunks", as_json=as_json)
+            deleted = "deleted {deleted_chunks:,} chunks".format_map
+            give(answer, lambda: server.show(answer, deleted), as_json=as_json)
         return
     chunks = {one.digest: one.chunks for one in found_in(path, namespace)}
     count = sum(map(len, chunks.values()))
@@ -246,7 +243,9 @@ def found_in(path: Path, namespace: str) -> list[Content]:
 def seconds_of(duration: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", duration.strip().lower())
     if match is None:
-        raise typer.BadParameter(f"{duration!r} is no duration such as 30m, 12h, 7d or 2w", param_hint="--older-than")
+        raise typer.BadParameter(
+            f"{duration!r} is not a duration such as 30m, 12h, 7d or 2w", param_hint="--older-than"
+        )
     return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -266,10 +265,8 @@ def remove(path: Path, chunks: Mapping[bytes, list[Listed]], *, as_json: bool) -
             freed = delete(path, chunks, advance)
     except BackendError as error:
         fail(error)
-    if as_json:
-        typer.echo(json.dumps({"path": str(path), "chunks": count, "bytes": freed}))
-    else:
-        typer.echo(f"deleted {count:,} chunks, {freed / GIB:.2f} GiB")
+    words = f"deleted {count:,} chunks, {freed / GIB:.2f} GiB"
+    give({"path": str(path), "chunks": count, "bytes": freed}, lambda: typer.echo(words), as_json=as_json)
 
 
 def as_dict(content: Content, totals: Totals) -> dict[str, object]:

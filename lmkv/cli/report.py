@@ -1,4 +1,4 @@
-"""Figures beside their limits: rounds, the rows that are made of them, and what they were measured on."""
+"""Figures beside their limits: rounds, their rows, and the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from attrs import frozen
 
 SURE = 6
-"""Rounds that an interval of 95 % takes at least."""
+"""Fewest rounds for an interval of 95 %."""
 LESS_IS_BETTER = {"s", "ms", "us", "bytes", "us a chunk"}
 PACKAGES = (
     "lmkv",
@@ -76,7 +76,7 @@ def compared(
 
 
 def reached(ratios: Sequence[float], target: float, *, less: bool, surely: bool = False) -> bool | None:
-    """Whether the median is on the target's right side; None where few rounds do not say so with one voice."""
+    """Whether the median is on the target's right side; None if too few rounds disagree."""
     low, high = interval(ratios)
     if len(ratios) < SURE and (len(ratios) < 2 or low <= target <= high):
         return None
@@ -108,11 +108,6 @@ def interleaved(
     return found
 
 
-def median_ratio(times: Mapping[str, Sequence[float]], case: str, of: str) -> float:
-    """Median over the rounds of the time of `case` divided by that of `of` in the same round."""
-    return statistics.median(one / other for one, other in zip(times[case], times[of], strict=True))
-
-
 def speeds(times: Mapping[str, Sequence[float]], nbytes: int) -> dict[str, list[float]]:
     """GB/s of each round."""
     return {name: [nbytes / each / 1e9 for each in seconds] for name, seconds in times.items()}
@@ -121,7 +116,7 @@ def speeds(times: Mapping[str, Sequence[float]], nbytes: int) -> dict[str, list[
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Interval that has the median with 95 % confidence at least, by order statistics; below six values their range."""
     values, count = sorted(values), len(values)
-    # The chance that so many values or fewer are below the median, which is that of as many coins.
+    # The chance of this number of values or fewer below the median, by as many coins.
     rank, beyond = 0, 1 + count
     while beyond <= 0.025 * 2**count:
         rank += 1

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEFAULT = "127.0.0.1:8377"
 _FULL = 503
 _MOST = 2048
-"""Items of a list that are looked at: more than there are engines, samples or requests."""
+"""Items of a list to look at: more than there are engines, samples or requests."""
 
 Url = Annotated[
     str, typer.Option(help=f"The server's agent API: unix:/path, HOST:PORT or URL; else agent_listen, else {DEFAULT}.")
@@ -67,7 +67,7 @@ def about_a_prompt(command: Callable[..., tuple[Answer, Words]]) -> Callable[...
         scope = scope_of(rest.pop("cache_salt"), rest.pop("tag"), rest.pop("engine"))
         with client_of(url, token_file) as client:
             answer, words = command(client, prompt, scope, **rest)
-            show(answer, words, as_json=as_json)
+            give(answer, lambda: show(answer, words), as_json=as_json)
 
     own = list(inspect.signature(command, eval_str=True).parameters.values())[3:]
     common = inspect.signature(_common, eval_str=True).parameters.values()
@@ -126,7 +126,7 @@ def prompt_of(text: str, tokens: str) -> Prompt:
         try:
             return [int(each) for each in re.findall(r"[^\s,\[\]]+", tokens)]
         except ValueError:
-            raise typer.BadParameter(f"{tokens!r} is no list of token ids such as 1,2,3") from None
+            raise typer.BadParameter(f"{tokens!r} is not a list of token ids such as 1,2,3") from None
     if text != "-":
         return text
     if sys.stdin.isatty():
@@ -162,14 +162,14 @@ def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
         reason = printable(str(error) or type(error).__name__)
         fail(f"{url} does not answer ({reason}): is agent_listen set, or is it another --url?")
     except UnicodeEncodeError:
-        fail("the prompt or one of its options is no text in UTF-8")
+        fail("the prompt or one of its options is not text in UTF-8")
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         # What was answered has other fields, or other values in them.
-        fail(f"{url} is something else than lmkv's agent API: give that with --url")
+        fail(f"{url} is not lmkv's agent API: give that with --url")
 
 
 def address_of(url: str, token_file: Path | None) -> tuple[str, str | None]:
-    """`(URL, token)`: the given ones, or those of the server's settings, if this command finds them."""
+    """`(URL, token)`: as given, or from the server's settings, if this command finds them."""
     try:
         token = read_named(token_file).decode().partition("\n")[0].strip() if token_file else None
         if not url or token is None:
@@ -188,12 +188,12 @@ def refusal(url: str, status: int, text: str) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         if status == _FULL:
             return f"{url} has as many connections as it may have: try again"
-        return f"{url} is something else than lmkv's agent API ({status}): give that with --url"
+        return f"{url} is not lmkv's agent API ({status}): give that with --url"
     return f"{url}: {printable(str(detail), 500)}"
 
 
 def clean(answer: Any) -> Any:
-    """What a server says, fit for a terminal. Raises ValueError for numbers that nothing has."""
+    """A server's answer, fit for a terminal. Raises ValueError for impossible numbers."""
     match answer:
         case str():
             return printable(answer)
@@ -215,11 +215,16 @@ def fail(reason: object, *, as_json: bool = False, status: int = 1) -> NoReturn:
     raise typer.Exit(status)
 
 
-def show(answer: Answer, words: Words, *, as_json: bool) -> None:
-    """Print one line for each engine."""
+def give(answer: object, show: Callable[[], object], *, as_json: bool) -> None:
+    """Print an answer as JSON, or have it shown in words."""
     if as_json:
         typer.echo(json.dumps(answer))
-        return
+    else:
+        show()
+
+
+def show(answer: Answer, words: Words) -> None:
+    """Print one line for each engine."""
     answer = clean(answer)
     if "engines" not in answer:
         typer.echo(words(answer))

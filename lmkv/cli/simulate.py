@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from lmkv.cli.server import give
 from lmkv.cli.sizing import kv_size
 from lmkv.errors import LmkvError, UsageError, outside, short_repr
 from lmkv.policies import Shadow, make_admission, make_policy
@@ -90,11 +90,13 @@ def simulate(
         raise typer.BadParameter(str(error)) from error
     finally:
         gc.enable()
-    if as_json:
-        typer.echo(json.dumps({"token_bytes": token_bytes, "rows": [asdict(row) for row in rows]}))
-    else:
+    answer = {"token_bytes": token_bytes, "rows": [asdict(row) for row in rows]}
+
+    def show() -> None:
         for table in tables(rows, token_bytes, assumed=model is None):
             console.print(table)
+
+    give(answer, show, as_json=as_json)
     if plot is not None:
         try:
             draw(rows, plot)
@@ -106,7 +108,7 @@ def size_of(text: str, chunk_bytes: int, unique: int) -> int:
     """Bytes of `5%` of the trace's chunks, `64GiB`, `64GB`, or a number of chunks."""
     found = _SIZE.fullmatch(text.strip())
     if not found:
-        raise UsageError(f"{short_repr(text)} is no size: give 5%, 64GiB, 64GB or a number of chunks")
+        raise UsageError(f"{short_repr(text)} is not a size: give 5%, 64GiB, 64GB or a number of chunks")
     number, unit = float(found[1]), (found[2] or "").upper()
     if unit == "%":
         return int(unique * number / 100) * chunk_bytes
@@ -143,7 +145,11 @@ class Runner:
             return found.hit_tokens, found.written_chunks
 
         (hit, written), speed = self._timed(f"{trace.name} {name} {text}", run)
-        return Row(trace.name, name, text, nbytes, hit / max(1, trace.tokens), hit, trace.tokens, written, speed)
+        return self._row(name, text, nbytes, hit, written, speed)
+
+    def _row(self, label: str, text: str, nbytes: int | None, hit: int, written: int, speed: float) -> Row:
+        tokens = self.trace.tokens
+        return Row(self.trace.name, label, text, nbytes, hit / max(1, tokens), hit, tokens, written, speed)
 
     def _timed(self, title: str, run: Callable[[Callable[[int], None]], Any]) -> tuple[Any, float]:
         task = self.progress.add_task(title, total=len(self.trace.requests))
@@ -169,10 +175,8 @@ class Runner:
             results, speed = self._timed(f"{trace.name} {name}", run)
             for result in results:
                 nbytes, text = (near * engines, ram) if result.name == "ram" else (far, disk)
-                ratio = result.hit_tokens / max(1, trace.tokens)
                 label = f"{name}, {result.name} of {engines}" if engines > 1 else f"{name}, {result.name}"
-                hits, written = result.hit_tokens, result.written_chunks
-                yield Row(trace.name, label, text, nbytes, ratio, hits, trace.tokens, written, speed)
+                yield self._row(label, text, nbytes, result.hit_tokens, result.written_chunks, speed)
         yield self._one(UNBOUNDED, "", None)
         yield self._one(CLAIRVOYANT, "all tiers", near * engines + far)
 

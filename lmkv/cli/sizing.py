@@ -137,7 +137,7 @@ class Layer:
 class KVSize:
     """The KV of one token. `rank_bytes`: in the KV space of each rank; `parts`: ranks that store theirs.
 
-    `states`: those of recurrent layers, if any.
+    `states`: of recurrent layers, if any.
     """
 
     attention: str
@@ -156,7 +156,7 @@ class KVSize:
         return nbytes // self.token_bytes
 
     def chunk_tokens(self, chunk_size: int) -> int:
-        """Tokens of a chunk: with recurrent layers those of vLLM's block, whatever `chunk_size` is."""
+        """Tokens of a chunk. With recurrent layers it is vLLM's block, whatever `chunk_size` is."""
         if self.states is None:
             return chunk_size
         return self.states.block_tokens(max(1, self.token_bytes // self.layers))
@@ -199,7 +199,7 @@ def _read(file: Path) -> Settings:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read, and nothing is downloaded: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{file} is no JSON object")
+        raise ValueError(f"{file} is not a JSON object")
     return config
 
 

@@ -64,7 +64,16 @@ class SmallModel:
 
     def write_tokenizer(self, folder: Path, texts: Iterable[str] = ()) -> None:
         """Write a tokenizer for text, of byte pairs that are frequent in `texts`; without them a token per byte."""
-        write_text_tokenizer(folder, self.vocab, texts)
+        from transformers import PreTrainedTokenizerFast
+
+        wrapped: Any = PreTrainedTokenizerFast(
+            tokenizer_object=_filled_up(_trained(self.vocab, texts), self.vocab),
+            eos_token=END_OF_TURN,
+            additional_special_tokens=list(SPECIAL),
+            clean_up_tokenization_spaces=False,
+        )
+        wrapped.chat_template = CHAT_TEMPLATE
+        wrapped.save_pretrained(folder)
 
 
 # -- its tokenizer ----------------------------------------------------------------------------------------
@@ -78,23 +87,6 @@ CHAT_TEMPLATE = (
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def write_text_tokenizer(folder: Path, size: int, texts: Iterable[str] = ()) -> None:
-    """Write a tokenizer of `size` tokens into `folder`. Without texts each byte is one token.
-
-    With texts, their most frequent pairs of bytes are tokens too.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    wrapped: Any = PreTrainedTokenizerFast(
-        tokenizer_object=_filled_up(_trained(size, texts), size),
-        eos_token=END_OF_TURN,
-        additional_special_tokens=list(SPECIAL),
-        clean_up_tokenization_spaces=False,
-    )
-    wrapped.chat_template = CHAT_TEMPLATE
-    wrapped.save_pretrained(folder)
 
 
 def _trained(size: int, texts: Iterable[str]) -> Any:

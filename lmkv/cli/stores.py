@@ -1,4 +1,4 @@
-"""Tries whether a folder works as a disk tier, and what a remote store refuses of all that lmkv asks of it."""
+"""Tries whether a folder works as a disk tier, and which calls a remote store refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VERBS = ("lookups", "reads", "writes", "deletions")
 _NAMESPACE = hashlib.sha256(b"lmkv doctor").digest()
 _SIZE = 64 << 10
 _SPARE = 5.0
-"""Seconds beside the time-outs of the calls, for what a client does before and after."""
+"""Seconds beside the calls' time-outs, for the client's work before and after."""
 
 _COMMANDS = {"lookups": "exists", "reads": "get", "writes": "set", "deletions": "unlink"}
 _ACTIONS = {
@@ -65,8 +65,8 @@ class FolderFacts:
 def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"] = "auto") -> FolderFacts:
     """Store one chunk in a temporary folder below `path`, read it and remove it.
 
-    Raises `ConfigError`, OSError, or a `BackendError` when the medium fails (`BackendUnavailable` with the remedy
-    if a file is in the way).
+    Raises `ConfigError`, OSError, or a `BackendError` when the medium fails: `BackendUnavailable` if a file is in the
+    way.
     """
     absolute = Path(path).absolute()
     tried = next(place for place in (absolute, *absolute.parents) if place.exists())
@@ -93,7 +93,7 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
 def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
     """Why each of `VERBS` fails that does, in the store's words. Raises ConfigError.
 
-    A chunk of a namespace of its own is written, read and deleted. Where it may not be deleted, it is always the same.
+    Writes, reads and deletes a chunk in a namespace of its own; always the same one if it cannot be deleted.
     """
     key, timeout = config.authentication_bytes, config.remote_timeout
     backend = open_remote(config, url, _NAMESPACE, key, name=url.store_kind, chunk_tokens=DEFAULTS.chunk_tokens)

@@ -112,12 +112,8 @@ def sparkline(samples: list[dict[str, Any]]) -> str:
         (after["hit_tokens"] - before["hit_tokens"], after["lookup_tokens"] - before["lookup_tokens"])
         for before, after in pairwise(picked)
     ]
-    return "".join(_level(hit, asked) for hit, asked in changes)
-
-
-def _level(hit: int, asked: int) -> str:
     # Negative where an engine was unavailable.
-    return _LEVELS[min(7, 8 * hit // asked)] if asked > 0 and 0 <= hit <= asked else " "
+    return "".join(_LEVELS[min(7, 8 * hit // of)] if of > 0 and 0 <= hit <= of else " " for hit, of in changes)
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
@@ -223,11 +219,8 @@ def shortened(request: str, width: int = 20) -> str:
 
 
 def why(request: dict[str, Any]) -> str:
-    return ", ".join(_why(request.get("missed") or {}))
-
-
-def _why(missed: dict[str, Any]) -> Iterator[str]:
-    if missed:
-        yield miss_in_words(missed["reason"], missed.get("tier", "").replace("_", " "))
-    if "seconds_ago" in missed:
-        yield f"{duration(missed['seconds_ago'])} before"
+    missed = request.get("missed")
+    if not missed:
+        return ""
+    ago = f", {duration(missed['seconds_ago'])} before" if "seconds_ago" in missed else ""
+    return miss_in_words(missed["reason"], missed.get("tier", "").replace("_", " ")) + ago

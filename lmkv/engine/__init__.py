@@ -1,5 +1,6 @@
 """The library without vLLM: `Engine`, and the objects that its calls take and return."""
 
-from lmkv.engine.engine import Engine as Engine, destroy as destroy, get as get, get_or_create as get_or_create
-from lmkv.engine.request import Variant as Variant
-from lmkv.engine.results import EngineStats as EngineStats, Prefetch as Prefetch, Progress as Progress
+from lmkv.engine.engine import Engine, destroy, get, get_or_create
+from lmkv.engine.request import EngineStats, Prefetch, Progress, Variant
+
+__all__ = ["Engine", "EngineStats", "Prefetch", "Progress", "Variant", "destroy", "get", "get_or_create"]

@@ -17,13 +17,13 @@ from lmkv.chunks.hashing import KeyChain, Tokens
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
-from lmkv.engine.request import PLAIN, Request, Variant, lease_window, look_up_shared, positive, root_of, seconds
-from lmkv.engine.results import EngineStats, Prefetch
+from lmkv.engine.request import PLAIN, EngineStats, Prefetch, Request, Variant, root_of, seconds, whole
 from lmkv.errors import ClosedError, UsageError, short_repr
 from lmkv.memory.copier import Copier, LayerReader, LayerWriter
 from lmkv.memory.copiers import make_copier
 from lmkv.memory.paged import PagedMemory
 from lmkv.protocols import ChunkKey
+from lmkv.store.leases import Lease
 from lmkv.store.tiered import TieredStore
 
 
@@ -48,7 +48,7 @@ def open_store(
         raise UsageError(f"kv_caches must be tensors, one per layer, not a {given}") from None
     names = (list(kv_caches),) if isinstance(kv_caches, Mapping) else ()
     memory = PagedMemory.of(tensors, block_axis=block_axis)
-    layout = memory.layout(config.chunk_size, [positive(block_size, "block_size")])
+    layout = memory.layout(config.chunk_size, [whole(block_size, "block_size", 1)])
     namespace = Namespace(
         dtype=str(tensors[0].dtype),
         chunk_size=config.chunk_size,
@@ -66,6 +66,31 @@ def _page_format(tensor: torch.Tensor, block_axis: int) -> tuple[object, ...]:
 
 
 _READ_TIMEOUT = 30.0
+_MARGIN = 60.0
+"""Seconds from the end of a wait to the lease that follows it, at most."""
+
+
+def _look_up_shared(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) -> None:
+    """Ask shared tiers for chunks that the indexes do not know, for at most `timeout` seconds."""
+    limit, lookup = seconds(timeout, "timeout"), store.look_up_shared(keys)
+    if lookup is not None:
+        lookup.wait(limit)
+
+
+def _lease_window(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) -> Lease:
+    """A lease on the leading chunks in host memory; if there is none, on chunks that can be promoted."""
+    lease = store.lease(keys)
+    if lease:
+        return lease
+    limit = seconds(timeout, "timeout")
+    # At most half of host memory, so that the rest serves everybody else. It expires, should an exception come before
+    # it is known here.
+    promotion = store.promote(keys, limit=max(1, store.slab.num_slots // 2), ttl=max(limit, 0.0) + _MARGIN)
+    try:
+        promotion.wait(limit)
+        return store.lease(promotion.keys)
+    finally:
+        promotion.release()
 
 
 class Engine:
@@ -140,7 +165,7 @@ class Engine:
         self._pin_ttl = pin_ttl
         self._copier: Copier | None = make_copier(memory, layout, store.slab, rank) if memory else None
         self._copy_lock = threading.Lock()
-        # Of a thread, which alone can release it: an exception may come before it is known to be acquired.
+        # Reentrant, so only its thread can release it: an exception may come before we know that it is acquired.
         self._pace_lock = threading.RLock()
         self._stored = self._retrieved = self._requested = 0
         self._closed = False
@@ -159,8 +184,8 @@ class Engine:
     ) -> Self:
         """An engine over paged KV tensors, one per layer, with the tiers that `config` names.
 
-        Each tensor has blocks of `block_size` tokens along `block_axis` (0, or 1 for `[2, block, ...]`). Two models
-        that compute different KV need different `model` or `revision`; the namespace also has the tensors' shapes,
+        Each tensor has blocks of `block_size` tokens along `block_axis` (0, or 1 for `[2, block, ...]`). Models that
+        compute different KV need a different `model` or `revision`. The namespace also has the tensors' shapes,
         strides, dtypes and, from a mapping, names. Raises UsageError for tensors that are not blocks of dense bytes.
         """
         config = Config.load() if config is None else config
@@ -193,15 +218,14 @@ class Engine:
     # -- copying ------------------------------------------------------------------------------------------
 
     def store(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN, wait: float = 0.0) -> int:
-        """Store the KV of a prompt from `blocks`, the first of which holds its first token.
+        """Store the KV of a prompt from `blocks`; the first block holds its first token.
 
-        Stores only whole chunks that `blocks` covers. Chunks that some tier has are not copied again; those in host
-        memory are written to stores that have lost them. Returns how many leading tokens are stored now: fewer if
-        there is no room, or another thread still stores some.
+        Stores only whole chunks that `blocks` covers, and copies none that a tier has. Writes chunks in host memory to
+        stores that have lost them. Returns the number of leading tokens stored now: fewer without room, or while
+        another thread stores some.
 
-        Without `wait` it copies into host memory and returns; tiers that cannot keep up miss some chunks. `wait`:
-        block for up to so many seconds, so that none misses any, and the prompt may be longer than host memory. Calls
-        with `wait` run one at a time.
+        Without `wait` it copies into host memory and returns; slow tiers miss some chunks. `wait`: block up to this
+        number of seconds so that none does; the prompt may be longer than host memory. Such calls run one at a time.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
@@ -222,7 +246,7 @@ class Engine:
                 if stuck or (idle and not self._store.drain(deadline - time.monotonic())):
                     break
         finally:
-            # No call before it, in which an exception could come.
+            # No call before it: an exception could come there.
             try:  # noqa: SIM105
                 self._pace_lock.release()
             except RuntimeError:
@@ -233,7 +257,7 @@ class Engine:
         """Store chunks [first, end) as far as there are slots; how many are stored, here or by others."""
         with request.reserve(self._store, first, end) as reservation:
             copies = request.copies_to_slots(reservation.slots, first, end)
-            # Not `_locked_copier`, whose generator takes long in caches that a copy has left cold.
+            # Not `_locked_copier`: its generator is slow in the cold caches after a copy.
             with self._copy_lock:
                 self._check_copies().store(copies).wait()
                 self._stored += len(copies) * self.chunk_size
@@ -251,16 +275,15 @@ class Engine:
     ) -> int:
         """Fill `blocks` with the stored KV of the longest known prefix; returns its length in tokens.
 
-        Tokens before `skip_tokens`, rounded down to a chunk, are not loaded. Lower tiers are read window by
-        window through host memory, which may be smaller than the prefix; a window that takes more than `timeout`
-        seconds ends the prefix.
+        Tokens before `skip_tokens`, rounded down to a chunk, are not loaded. Reads lower tiers window by window through
+        host memory, which may be smaller than the prefix. A window that takes more than `timeout` seconds ends it.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
         start = done = request.chunks_in(skip_tokens)
-        look_up_shared(self._store, keys, timeout)
+        _look_up_shared(self._store, keys, timeout)
         while done < len(keys):
-            with lease_window(self._store, keys[done:], timeout) as lease:
+            with _lease_window(self._store, keys[done:], timeout) as lease:
                 copies = request.copies_to_blocks(lease.slots, done)
                 with self._copy_lock:
                     self._check_copies().load(copies).wait()
@@ -280,16 +303,16 @@ class Engine:
         variant: Variant = PLAIN,
         timeout: float = _READ_TIMEOUT,
     ) -> Iterator[LayerReader]:
-        """`retrieve` layer by layer, for a model that computes meanwhile: `with ... as reader`.
+        """`retrieve` layer by layer, while the model computes: `with ... as reader`.
 
-        `reader.tokens` leading tokens are loaded, in each layer after `reader.wait(layer)`; at most as many as fit
-        host memory at once. Leaving the context finishes all layers and waits for the copies.
+        `reader.wait(layer)` waits for a layer. Loads `reader.tokens` leading tokens, as far as they fit host memory at
+        once. Leaving the context finishes all layers and waits for the copies.
         """
         copier, request = self._check_copies(), self._request(tokens, blocks, variant)
         keys = request.keys
         first = request.chunks_in(skip_tokens)
-        look_up_shared(self._store, keys, timeout)
-        with lease_window(self._store, keys[first:], timeout) as lease:
+        _look_up_shared(self._store, keys, timeout)
+        with _lease_window(self._store, keys[first:], timeout) as lease:
             copies = request.copies_to_blocks(lease.slots, first)
             done = first + len(copies)
             reader = LayerReader(copier, copies, tokens=done * self.chunk_size, guard=self._locked_copier)
@@ -330,7 +353,7 @@ class Engine:
         return Request(self._chain(tokens, variant), blocks, self.chunk_size, self._pages)
 
     def _found(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks some tier has. Those in host memory are written to stores that have lost them."""
+        """How many leading chunks some tier has. Writes chunks in host memory to stores that have lost them."""
         found = self._store.catalog.count_prefix(keys)[1]
         self._store.write_lost(keys[:found])
         return found
@@ -350,7 +373,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _locked_copier(self) -> Iterator[Copier]:
-        """Hold `_copy_lock`. Raises ClosedError if the engine was closed meanwhile."""
+        """Hold `_copy_lock`. Raises ClosedError once the engine is closed."""
         with self._copy_lock:
             yield self._check_copies()
 
@@ -369,7 +392,7 @@ class Engine:
         """
         self._check_open()
         keys = self.keys(tokens, variant)
-        look_up_shared(self._store, keys, timeout)
+        _look_up_shared(self._store, keys, timeout)
         return self._store.catalog.count_stored(keys) * self.chunk_size
 
     def prefetch(self, tokens: Tokens, *, variant: Variant = PLAIN) -> Prefetch:
@@ -387,8 +410,7 @@ class Engine:
     def pin(self, tokens: Tokens, *, ttl: float | None = None, variant: Variant = PLAIN) -> int:
         """Keep leading chunks that are in host memory there for `ttl` seconds; returns how many tokens they have.
 
-        Pins take no more than their share of host memory: the oldest end for new ones, first those of the variant that
-        has the most.
+        Pins take no more than their share of host memory: for new ones the oldest end, first of the variant with most.
         """
         self._check_open()
         limit = self._pin_ttl if ttl is None else seconds(ttl, "ttl")
@@ -440,7 +462,7 @@ class Engine:
         if self._store.forked:
             return
         with self._copy_lock:
-            # A call that was interrupted is carried on by the next.
+            # The next call carries an interrupted one on.
             self._closed = True
             copier, self._copier = self._copier, None
             try:

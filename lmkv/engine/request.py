@@ -1,34 +1,33 @@
-"""The chunks of one prompt: its variant, its blocks, and the checks of what callers give."""
+"""Arguments and results of an engine's calls: `Variant`, the blocks of a `Request`, `Prefetch`, `EngineStats`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
 from numbers import Real
+from types import MappingProxyType
 from typing import Any
 
-from attrs import astuple, field, frozen
+from attrs import astuple, define, field, frozen
 
 from lmkv.chunks.hashing import KeyChain
 from lmkv.chunks.namespace import Namespace
 from lmkv.errors import UsageError, short_repr
 from lmkv.memory.copier import ChunkCopy, Run, block_ids
 from lmkv.protocols import ChunkKey
-from lmkv.store.leases import Lease, Reservation
+from lmkv.store.leases import Reservation
+from lmkv.store.promotion import Promotion
+from lmkv.store.stats import StoreStats
 from lmkv.store.tiered import TieredStore
 
 _FOREVER = 1e9
 """Seconds, more than thirty years: every clock can add them."""
 
 
-def positive(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} must be a positive int, not {short_repr(value)}")
-    return value
-
-
-def not_negative(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UsageError(f"{name} must be an int of at least 0, not {short_repr(value)}")
+def whole(value: Any, name: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name} must be an int of at least {least}, not {short_repr(value)}")
     return value
 
 
@@ -74,7 +73,7 @@ PLAIN = Variant()
 
 
 def root_of(variant: Variant, namespace: Namespace) -> bytes:
-    """The root of the chunk keys of a prompt. Raises UsageError for a variant whose parts have other types."""
+    """The root of the chunk keys of a prompt. Raises UsageError for a variant with parts of other types."""
     _check(variant)
     tags = {f"tag.{name}": value for name, value in variant.tags.items()}
     return namespace.root(cache_salt=variant.cache_salt, lora=variant.lora, extra=tags)
@@ -103,7 +102,7 @@ class Request:
 
     def chunks_in(self, tokens: object) -> int:
         """How many of the chunks lie in the first `tokens` tokens. Raises UsageError for anything but a count."""
-        return min(not_negative(tokens, "skip_tokens") // self._chunk_size, len(self.keys))
+        return min(whole(tokens, "skip_tokens", 0) // self._chunk_size, len(self.keys))
 
     def reserve(self, store: TieredStore, first: int, end: int) -> Reservation:
         """Reserve slots for chunks [first, end)."""
@@ -126,28 +125,114 @@ class Request:
         return ChunkCopy(slot, (Run(0, self._blocks[start : start + self._pages]),))
 
 
-_MARGIN = 60.0
-"""Seconds from the end of a wait to the lease that follows it, at most."""
+# -- what calls return ------------------------------------------------------------------------------------
 
 
-def look_up_shared(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) -> None:
-    """Ask shared tiers for chunks that the indexes do not know, for at most `timeout` seconds."""
-    limit, lookup = seconds(timeout, "timeout"), store.look_up_shared(keys)
-    if lookup is not None:
-        lookup.wait(limit)
+@frozen
+class EngineStats:
+    """Totals of an engine's calls since it was opened, in tokens, and its store's state; from `Engine.stats`.
+
+    Notes
+    -----
+    A snapshot, which never changes. `requested_tokens`: tokens of the chunks that callers asked to load.
+    """
+
+    stored_tokens: int
+    retrieved_tokens: int
+    requested_tokens: int
+    store: StoreStats
 
 
-def lease_window(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) -> Lease:
-    """A lease on the leading chunks in host memory; if the first is not there, on the chunks that can be promoted."""
-    lease = store.lease(keys)
-    if lease:
-        return lease
-    limit = seconds(timeout, "timeout")
-    # At most half of host memory: the rest serves everybody else meanwhile. It ends by itself should an exception come
-    # before it is known here.
-    promotion = store.promote(keys, limit=max(1, store.slab.num_slots // 2), ttl=max(limit, 0.0) + _MARGIN)
-    try:
-        promotion.wait(limit)
-        return store.lease(promotion.keys)
-    finally:
-        promotion.release()
+@frozen
+class Progress:
+    """How far a prefetch is: tokens and bytes in any tier, and in host memory now."""
+
+    found_tokens: int
+    ready_tokens: int
+    found_bytes: int
+    ready_bytes: int
+
+    @property
+    def share(self) -> float:
+        return self.ready_tokens / self.found_tokens if self.found_tokens else 1.0
+
+
+@define(eq=False, repr=False)
+class Prefetch:
+    """A handle on chunks that are being promoted to host memory, as `Engine.prefetch` returns it.
+
+    Notes
+    -----
+    Awaitable and thread-safe. Chunks that have arrived stay in host memory until `cancel`, or until the engine's
+    `pin_ttl` is over.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from lmkv import Config, Engine
+    >>> paged = [torch.randn(8, 16, 2, 4)]
+    >>> config = Config(chunk_size=32, max_local_cpu_size=0.001)
+    >>> with Engine.open(paged, block_size=16, model="example", config=config) as engine:
+    ...     stored = engine.store(range(64), [0, 1, 2, 3])
+    ...     prefetch = engine.prefetch(range(64))
+    ...     done = prefetch.wait(timeout=10)
+    ...     prefetch.tokens, prefetch.progress.share
+    (64, 1.0)
+    """
+
+    _promotion: Promotion
+    _chunk_size: int
+    _chunk_bytes: int
+
+    def __repr__(self) -> str:
+        return f"<Prefetch: {self._promotion!r}>"
+
+    @property
+    def done(self) -> bool:
+        return self._promotion.done
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens in host memory now."""
+        return self._promotion.ready * self._chunk_size
+
+    @property
+    def progress(self) -> Progress:
+        found, ready = len(self._promotion), self._promotion.ready
+        return Progress(
+            found * self._chunk_size, ready * self._chunk_size, found * self._chunk_bytes, ready * self._chunk_bytes
+        )
+
+    @property
+    def sources(self) -> Mapping[str, int]:
+        """Tokens by the tier that had them."""
+        chunks = self._promotion.sources
+        return MappingProxyType({name: count * self._chunk_size for name, count in chunks.items()})
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until done, at most `timeout` seconds. Returns `done`."""
+        return self._promotion.wait(timeout)
+
+    def cancel(self) -> None:
+        """Drop the references, and skip the reads that have not begun. Idempotent."""
+        self._promotion.release()
+
+    def __await__(self) -> Generator[object, None, int]:
+        """Wait on the running event loop, blocking no thread; the result is `tokens`."""
+        loop = asyncio.get_running_loop()
+        finished: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not finished.done():
+                finished.set_result(None)
+
+        def wake_from_any_thread() -> None:
+            # If the loop is closed, nobody waits.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(wake)
+
+        # Raises in a forked child, where nobody would call back.
+        self._promotion.wait(0)
+        self._promotion.add_done_callback(wake_from_any_thread)
+        yield from finished
+        return self.tokens

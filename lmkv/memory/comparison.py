@@ -1,7 +1,7 @@
 """Compares chunks as numbers: one that a model has just computed with the one that is stored.
 
-The same computation in another batch, or in steps of other sizes, gives slightly other numbers. What honest runs
-deviate by, and the tolerances that follow from it, are in docs/reliability.md.
+The same computation in another batch, or in steps of other sizes, gives slightly other numbers. docs/reliability.md has
+the deviations of honest runs, and the tolerances.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ TOLERANCE = {
 }
 """Largest `deviation` of a page that passes, by the type of its numbers. Other types are not compared."""
 _RUN = 16
-"""Numbers that are compared together: of one head's keys, or of its values."""
+"""Numbers to compare together: of one head's keys, or of its values."""
 _ROUNDING, _LEAST = 4.0, 0.05
-"""The least spread of a run: so many roundings of its numbers, and this part of the page's median spread."""
+"""The least spread of a run: this number of roundings, and this part of the page's median spread."""
 
 
 @frozen
 class Part:
     """The numbers of one layer in each page of plane number `plane`: `nbytes` from `offset` on, of type `dtype`.
 
-    `strides`: how many numbers may lie between the same channel of two tokens. `loose`: the share of a page that may
-    differ, because a rounding has another expert chosen for a token. `source`: type of the numbers that they are
-    computed from, whose roundings they have as well.
+    `strides`: how many numbers may lie between the same channel of two tokens. `loose`: the part of a page that may
+    differ, because a rounding may choose another expert for a token. `source`: type of the numbers they are computed
+    from, with its roundings.
     """
 
     layer: str
@@ -78,11 +78,11 @@ def deviation(
 ) -> torch.Tensor:
     """How far pages are apart, `[page]`, both `[page, number]`: that of the run of 16 numbers that is farthest.
 
-    Runs that are farther than the others are left out, up to this share of all: `loose`.
+    `loose`: leave out the farthest runs, up to this part of all.
 
-    The difference of a run is relative to its spread from token to token in what was computed, so that neither a large
-    mean hides it, nor the other runs of a page. `strides`: see `Part`; the smallest spread counts. `rounding`: of these
-    numbers, relative. 0 for equal pages, about 1 for unrelated ones, infinite where one alone is not finite.
+    A run's difference is relative to its computed spread from token to token, so that neither a large mean nor the
+    page's other runs hide it. `strides`: see `Part`; the smallest spread counts. `rounding`: of these numbers,
+    relative. 0 for equal pages, about 1 for unrelated ones, infinite where one alone is not finite.
 
     >>> page = torch.randn((1, 64), generator=torch.Generator().manual_seed(1))
     >>> other = page.clone()
@@ -128,7 +128,7 @@ class Comparison:
     _tolerances: dict[torch.dtype, float] = field(factory=TOLERANCE.copy)
 
     def differences(self, copies: Sequence[ChunkCopy], stored: Sequence[int]) -> list[Difference]:
-        """The chunks that differ, of `copies` into slots, from those in the slots `stored`."""
+        """The chunks copied into slots that differ from the chunks in the slots `stored`."""
         found = []
         for number, (copy, slot) in enumerate(zip(copies, stored, strict=True)):
             wrong = list(self._wrong(copy, slot))
@@ -155,19 +155,22 @@ class Comparison:
 
     def measure(self, part: Part, copy: ChunkCopy, stored: int) -> torch.Tensor | None:
         """The `deviation` of each page of a part; None where every byte is equal, or nothing was copied."""
-        shape = self._layout.layers[part.plane]
-        run = copy.runs[shape.group]
-        offset, nbytes = self._layout.span(self._rank, part.plane)
-        rows = slice(run.first, run.first + len(run.blocks)), slice(part.offset, part.offset + part.nbytes)
         computed, known = (
-            self._slab.array[slot, offset : offset + nbytes].reshape(-1, shape.page_bytes)[rows]
-            for slot in (copy.slot, stored)
+            _pages(self._layout, self._slab, self._rank, part, copy, slot) for slot in (copy.slot, stored)
         )
         if np.array_equal(computed, known):
             return None
         rounding = torch.finfo(part.dtype).eps
         pages = _numbers(computed, part.dtype), _numbers(known, part.dtype)
         return deviation(*pages, part.strides, rounding, part.loose)
+
+
+def _pages(layout: KVLayout, slab: SlabMap, rank: int, part: Part, copy: ChunkCopy, slot: int) -> npt.NDArray[np.uint8]:
+    """A part of a copy's pages, in this slot."""
+    shape, (offset, nbytes) = layout.layers[part.plane], layout.span(rank, part.plane)
+    run = copy.runs[shape.group]
+    rows = slice(run.first, run.first + len(run.blocks)), slice(part.offset, part.offset + part.nbytes)
+    return slab.array[slot, offset : offset + nbytes].reshape(-1, shape.page_bytes)[rows]
 
 
 def _numbers(pages: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
@@ -181,11 +184,11 @@ Digests = list[list[torch.Tensor]]
 """For each part and each copy: int64 [page]."""
 
 _WORDS = 1 << 20
-"""Words of 32 bits whose digests are computed together: 4 MiB, for which 20 MiB are needed."""
+"""32-bit words per digest kernel: 4 MiB, with 20 MiB of scratch memory."""
 
 
 def factors(row: int, count: int, device: torch.device) -> torch.Tensor:
-    """`count` odd numbers, int64, that have nothing to do with each other (the mixing step of SplitMix64)."""
+    """`count` unrelated odd numbers, int64 (the mixing step of SplitMix64)."""
     mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -7046029254386353131 * (2 * row + 1)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
@@ -198,8 +201,8 @@ _page_factors = lru_cache(64)(factors)
 def page_digests(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """A digest of each of the pages `blocks`, int64 [page], of `rows`, uint8 [block, byte], on their device.
 
-    Each word of 32 bits is multiplied by a factor of its place, and the products are added up modulo 2**64: pages that
-    differ have equal digests with a probability of about 2**-33.
+    The sum modulo 2**64 of each 32-bit word times a factor of its place. Different pages have equal digests with a
+    probability of about 2**-33.
 
     >>> rows = torch.arange(32, dtype=torch.uint8).reshape(4, 8)
     >>> one, other, again = page_digests(rows, torch.tensor([0, 3, 0])).tolist()
@@ -219,7 +222,7 @@ def page_digests(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 @frozen
 class Reading:
-    """The digests of all pages that were read, one after the other, once `event` is reached."""
+    """The digests of all pages in their order, valid once `event` is reached."""
 
     event: Event
     found: torch.Tensor
@@ -242,7 +245,7 @@ class ReadBack:
     _staging: Staging | None
 
     def begin(self, copies: Sequence[ChunkCopy]) -> Reading:
-        """Read the blocks of copies after all computation, and all loads that it waits for, launched until now."""
+        """Read the blocks of copies behind all computation launched so far, and the loads it waits for."""
         pages = [(part, self._blocks(part, copies)) for part in self._parts]
         on_device = self._memory.device.type == "cuda"
         found = torch.empty(sum(len(blocks) for _, blocks in pages), dtype=torch.int64, pin_memory=on_device)
@@ -257,7 +260,7 @@ class ReadBack:
             return Reading(DONE, found)
         compute = self._staging.device.stream(compute=True)
         compute.run(read)
-        return Reading(compute.mark(), found)
+        return Reading(compute.record_event(), found)
 
     def _blocks(self, part: Part, copies: Sequence[ChunkCopy]) -> torch.Tensor:
         group = self._layout.layers[part.plane].group
@@ -272,18 +275,15 @@ class ReadBack:
         return [found[at : at + len(copies)] for at in range(0, len(found), len(copies))]
 
     def of_slots(self, copies: Sequence[ChunkCopy], slab: SlabMap) -> Digests:
-        """The digests of the pages that copies have taken from their slots. On any thread."""
+        """The digests of the copied pages in their slots. On any thread."""
         return [[self._of_slot(part, copy, slab) for copy in copies] for part in self._parts]
 
     def _of_slot(self, part: Part, copy: ChunkCopy, slab: SlabMap) -> torch.Tensor:
-        shape, (offset, nbytes) = self._layout.layers[part.plane], self._layout.span(self._rank, part.plane)
-        run = copy.runs[shape.group]
-        pages = torch.from_numpy(slab.array[copy.slot, offset : offset + nbytes]).view(-1, shape.page_bytes)
-        numbers = torch.arange(run.first, run.first + len(run.blocks))
-        return page_digests(pages[:, part.offset : part.offset + part.nbytes], numbers)
+        pages = torch.from_numpy(_pages(self._layout, slab, self._rank, part, copy, copy.slot))
+        return page_digests(pages, torch.arange(len(pages)))
 
     def differences(self, copies: Sequence[ChunkCopy], found: Digests, known: Digests) -> list[Difference]:
-        """The copies whose pages are not those that are known, of which there may be more."""
+        """The copies with pages that differ from the known ones. There may be more known pages."""
         differ = []
         for number, copy in enumerate(copies):
             layers, pages = list[str](), list[tuple[int, int, int]]()

@@ -13,16 +13,18 @@ from attrs import frozen
 from lmkv.chunks.layout import KVLayout
 from lmkv.errors import UsageError
 from lmkv.memory.copier import DONE, ChunkCopy, Copier, Event, by_layer, check_copies, check_fit
-from lmkv.memory.device import STAGING_BYTES, Staging
-from lmkv.memory.device_copier import DeviceCopier
+from lmkv.memory.device import STAGING_BYTES, DeviceCopier, Staging
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import SlabMap
 
 Array = npt.NDArray[Any]
 
+_FREE_SHARE = 4
+"""Staging memory takes at most this part of the free memory of a device: the model's graphs need some."""
+
 
 def _words(nbytes: int) -> np.dtype[np.generic]:
-    """The widest integer whose size divides `nbytes`: numpy copies rows of int64 at the speed of memcpy."""
+    """The widest integer that divides `nbytes`: numpy copies rows of int64 at the speed of memcpy."""
     return np.dtype(next(f"u{size}" for size in (8, 4, 2, 1) if nbytes % size == 0))
 
 
@@ -59,8 +61,7 @@ class CPUCopier:
             part: Array = slab.array[:, offset : offset + nbytes].view(word)
             slots = part.reshape(slab.num_slots, -1, pages.shape[1])
             self._planes.append(_HostPlane(pages, slots, group, layers))
-        self._to_load = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.start)
-        self._to_store = by_layer(self._planes, self.num_layers, lambda plane: plane.layers.stop - 1)
+        self._to_load, self._to_store = by_layer(self._planes, self.num_layers)
         self._num_slots = slab.num_slots
         self._num_blocks = memory.num_blocks
 
@@ -124,23 +125,24 @@ def _load(planes: Sequence[_HostPlane], pages: _PageRuns) -> Event:
 
 
 def check_device(kind: str) -> None:
-    """Raise UsageError unless there is a copier for such devices. ROCm's are called "cuda", too."""
+    """Raise UsageError without a copier for such devices. ROCm also calls its devices "cuda"."""
     if kind not in ("cpu", "cuda") or (kind == "cuda" and torch.version.hip):
         what = "an AMD GPU" if kind == "cuda" else f"a device of type {kind!r}"
         raise UsageError(f"lmkv copies to and from CPUs and NVIDIA GPUs; this is {what}")
 
 
 def make_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging | None:
-    """The streams and memory that a copier needs on its device, which needs no slab yet; None for a CPU.
+    """A copier's streams and memory on its device, before there is a slab; None for a CPU.
 
     Raises UsageError for a device without copier, and the exceptions of torch for the device.
     """
     check_device(memory.device.type)
     if memory.device.type == "cpu":
         return None
-    from lmkv.memory.cuda import cuda_staging
+    from lmkv.memory.cuda import CUDADevice
 
-    return cuda_staging(memory, nbytes)
+    free, _ = torch.cuda.mem_get_info(memory.device)
+    return Staging(CUDADevice(memory.device), memory, min(nbytes, free // _FREE_SHARE))
 
 
 def make_copier(
@@ -149,16 +151,16 @@ def make_copier(
     slab: SlabMap,
     rank: int = 0,
     staging: Staging | None = None,
-    share: tuple[int, int] = (0, 1),
+    turn: tuple[int, int] = (0, 1),
 ) -> Copier:
     """A copier for the memory's device. Populates the rank's part of the slab, in the background.
 
-    `share`: (index, count) of this rank among those that have that part. Raises UsageError when memory, layout and
-    slab do not fit, and the exceptions of torch for the device.
+    `turn`: (index, count) of this rank among those with that part. Raises UsageError when memory, layout and slab do
+    not fit, and torch's exceptions for the device.
     """
     staging = staging or make_staging(memory)
     if staging is not None:
-        return DeviceCopier(staging, memory, layout, slab, rank, share)
+        return DeviceCopier(staging, memory, layout, slab, rank, turn)
     copier = CPUCopier(memory, layout, slab, rank)
-    slab.populate(layout.segment(rank), share)
+    slab.populate(layout.segment(rank), turn)
     return copier

@@ -14,13 +14,9 @@ import torch
 from attrs import frozen
 
 from lmkv.memory.copier import Event
-from lmkv.memory.device import STAGING_BYTES, DeviceError, Spans, Staging, Stream, TimedEvent, Transfers
-from lmkv.memory.paged import PagedMemory
+from lmkv.memory.device import DeviceError, Spans, Stream, TimedEvent, Transfers
 
 logger = logging.getLogger(__name__)
-
-_FREE_SHARE = 4
-"""Staging memory is at most this part of the memory that is free on the device: the model's graphs need some."""
 
 _IN_STREAM_ORDER, _ANY_ORDER = 1, 3
 """CUmemcpySrcAccessOrder: a source is read when it is the stream's turn, or at any time from the call on."""
@@ -45,7 +41,7 @@ class _CUDAEvent:
 class _CUDAStream:
     stream: torch.cuda.Stream
 
-    def mark(self, *, timed: bool = False) -> TimedEvent:
+    def record_event(self, *, timed: bool = False) -> TimedEvent:
         event = torch.cuda.Event(enable_timing=timed)
         event.record(self.stream)
         return _CUDAEvent(event)
@@ -78,8 +74,8 @@ class CUDADevice:
         # On a thread of its own, for which no caller has begun a memory pool.
         with ThreadPoolExecutor(1) as thread:
             memory = thread.submit(lambda: torch.empty(nbytes, dtype=torch.uint8, device=self._device)).result()
-        # torch may give out memory that work queued on one stream still uses, and orders only that stream after
-        # it; this memory is used on others, too.
+        # torch may hand out memory in use by work queued on one stream, and orders only that stream after it. Other
+        # streams use this memory as well.
         self.synchronize()
         return memory.data_ptr(), memory
 
@@ -99,7 +95,7 @@ class CUDADevice:
             status = self._batched(transfers, queue)
             if not status:
                 return
-            # Single copies work, or raise with a reason; they repeat any part of the batch that is queued already.
+            # Single copies work, or raise with a reason. They repeat the part of the batch in the queue.
             self._batched = None
             logger.warning(
                 "lmkv: the driver refuses many copies in one call (CUDA error %d): from now on each copy is a call, "
@@ -148,9 +144,3 @@ def batched_copy(driver: Any) -> Callable[[Transfers, int], int] | None:
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     kind = ctypes.CFUNCTYPE(ctypes.c_uint, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
     return functools.partial(_copy_batch, kind(function.value))
-
-
-def cuda_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging:
-    """Staging on a CUDA device. Raises exceptions of torch or the driver without such a device, or memory on it."""
-    free, _ = torch.cuda.mem_get_info(memory.device)
-    return Staging(CUDADevice(memory.device), memory, min(nbytes, free // _FREE_SHARE))

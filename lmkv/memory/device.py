@@ -1,18 +1,30 @@
-"""The part of an accelerator that copiers use, and staging memory on it."""
+"""Copies between paged memory on a device and the slab, ordered by streams and events.
+
+`Device` is the part of an accelerator that copiers use. Tests simulate one that executes queued work in any order.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
+from lmkv.chunks.layout import KVLayout
 from lmkv.errors import LmkvError
-from lmkv.memory.copier import Event
+from lmkv.memory.copier import ChunkCopy, Event, by_layer, check_copies, check_fit
 from lmkv.memory.paged import PagedMemory
+from lmkv.memory.slab import SlabMap
+
+logger = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.int64]
 
@@ -43,8 +55,8 @@ class Spans:
 class Transfers:
     """Copies between host and device, all in one direction and in no order among themselves.
 
-    The host's side of each lies inside one registration (`pinned`), or outside all of them. `stable`: the
-    sources do not change until all is done, so that they may be read before it is the stream's turn.
+    The host's side of each lies inside one registration (`pinned`), or outside all of them. `stable`: the sources do
+    not change until all is done, so they may be read before the stream's turn.
     """
 
     sources: Addresses
@@ -65,8 +77,8 @@ class TimedEvent(Event, Protocol):
 class Stream(Protocol):
     """A queue of work for the device, done in order. Work on two streams is ordered by events alone."""
 
-    def mark(self, *, timed: bool = False) -> TimedEvent:
-        """An event that is reached when all that was queued until now is done."""
+    def record_event(self, *, timed: bool = False) -> TimedEvent:
+        """An event that is reached when all work queued so far is done."""
         ...
 
     def wait_for(self, event: Event) -> None:
@@ -81,7 +93,7 @@ class Stream(Protocol):
 class Device(Protocol):
     """An accelerator. Only `synchronize`, `allocate`, and `transfer` of unregistered memory block.
 
-    A call may raise the error of an earlier one, and a device that has failed may go on raising.
+    A call may raise an earlier call's error, and a failed device may go on raising.
     """
 
     def stream(self, *, compute: bool = False) -> Stream:
@@ -108,12 +120,12 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Block until all that was queued is done."""
+        """Block until all queued work is done."""
         ...
 
 
 class Ring:
-    """Memory on the device that is given out in turn, and again once its last use is over."""
+    """Device memory handed out in turn, and again once its last use has ended."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -121,7 +133,7 @@ class Ring:
         self._next = 0
         self._uses: deque[tuple[int, int, Event]] = deque()
 
-    def take(self, nbytes: int, stream: Stream) -> int:
+    def borrow(self, nbytes: int, stream: Stream) -> int:
         """The address of `nbytes`, for work that is queued on `stream` from now on."""
         start = self._next if self._next + nbytes <= self.nbytes else 0
         self._next = start + nbytes
@@ -131,7 +143,7 @@ class Ring:
         return self._address + start
 
     def used_until(self, address: int, event: Event) -> None:
-        """The memory that was taken last, at `address`, may be reused after `event`."""
+        """The last memory from `borrow`, at `address`, may be reused after `event`."""
         self._uses.append((address - self._address, self._next, event))
 
 
@@ -139,14 +151,14 @@ class Staging:
     """One rank's streams and staging memory, and its kernels, compiled. It needs no slab.
 
     `nbytes`: staging memory for stores. Loads have a quarter as much, which they reuse in the order of their stream.
-    `ring` and `loading` exist until `drop`, and again after `take`. Raises the device's exceptions.
+    `ring` and `loading` exist until `free`, and again after `allocate`. Raises the device's exceptions.
     """
 
     def __init__(self, device: Device, memory: PagedMemory, nbytes: int = STAGING_BYTES) -> None:
         self.device = device
         self.batch_bytes = max(nbytes // 4, *(row.shape[1] for row in memory.rows))
         self.ring_bytes = max(nbytes, self.batch_bytes)
-        self.take()
+        self.allocate()
         self.incoming, self.outgoing = device.stream(), device.stream()
         for row in memory.rows:
             # The first launch compiles a kernel, for seconds: now, and not while a request waits.
@@ -154,18 +166,389 @@ class Staging:
             device.move(Spans(address, np.array([self.loading], np.int64), row.shape[1]), self.incoming)
         device.synchronize()
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         """The end of the computation that was launched until now."""
-        return self.device.stream(compute=True).mark()
+        return self.device.stream(compute=True).record_event()
 
-    def take(self) -> None:
+    def allocate(self) -> None:
         """Allocate the memory, unless that is done."""
         if not hasattr(self, "loading"):
             self.ring = Ring(self.device, self.ring_bytes)
             self.loading, self._owner = self.device.allocate(self.batch_bytes)
 
-    def drop(self) -> None:
+    def free(self) -> None:
         """Free the memory, once all copies have ended. Raises the device's exceptions."""
         self.device.synchronize()
         if hasattr(self, "loading"):
             del self.ring, self.loading, self._owner
+
+
+# -- the slab, pinned -------------------------------------------------------------------------------------------
+
+
+PIECE_BYTES = 32 << 20
+"""Bytes per registration: on an H100 a launch waits 1.5 ms for one, 5 for 128 MiB. A whole slab may be too much."""
+
+
+class PinnedSlab:
+    """One rank's part of a slab, populated and then registered with the device, in pieces of whole slots.
+
+    Copies of unregistered memory are correct as well, but slower, and block the calling thread. `part`: offset and
+    bytes in each slot. `turn`: (index, count) of this rank among those with the same part; each begins elsewhere.
+    `threads`: with 0, only `pin_next` registers anything.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        slab: SlabMap,
+        part: tuple[int, int] | None = None,
+        turn: tuple[int, int] = (0, 1),
+        *,
+        threads: int = 1,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        self._device, self._slab, self._address = device, slab, slab.address
+        self._pieces = slab.spans(part or (0, slab.slot_bytes), piece_bytes, turn)
+        self._pinned: npt.NDArray[np.bool_] = np.zeros(slab.num_slots, np.bool_)
+        self._undo: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, name="lmkv-pin", daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def __repr__(self) -> str:
+        return f"<PinnedSlab: {int(self._pinned.sum())} of {self._slab.num_slots} slots>"
+
+    def holds(self, hosts: Addresses) -> npt.NDArray[np.bool_]:
+        """Which of these addresses in the slab are registered."""
+        pinned: npt.NDArray[np.bool_] = self._pinned[(hosts - self._address) // self._slab.slot_bytes]
+        return pinned
+
+    def _run(self) -> None:
+        # Not at a lower priority: it holds locks of the driver, for which threads that launch kernels wait.
+        while self.pin_next():
+            pass
+
+    def pin_next(self) -> bool:
+        """Populate and register the next piece; False when all are done, or the driver has refused one."""
+        with self._lock:
+            piece = None if self._stop.is_set() else next(self._pieces, None)
+        if piece is None:
+            return False
+        try:
+            # A registration would fault the pages in as well, one by one and under locks of the driver.
+            self._slab.prefault(*piece)
+            self._register(*piece)
+        except Exception as error:
+            # Any error is harmless: copies of unpinned memory are correct.
+            self._stop.set()
+            message = "lmkv: the driver refused to pin more than %r; copies of the rest are slower: %s"
+            logger.warning(message, self, error, exc_info=not isinstance(error, DeviceError))
+        return True
+
+    def _register(self, offset: int, nbytes: int) -> None:
+        self._undo.append(self._device.register(self._address + offset, nbytes))
+        first, last = offset // self._slab.slot_bytes, (offset + nbytes - 1) // self._slab.slot_bytes
+        self._pinned[first : last + 1] = True
+
+    def wait(self) -> None:
+        """Wait until no more will be registered."""
+        for thread in self._threads:
+            thread.join()
+
+    def stop(self) -> None:
+        """Register nothing more."""
+        self._stop.set()
+        self.wait()
+
+    def close(self) -> None:
+        """Unregister everything. No copy may be under way. Idempotent."""
+        # Afterwards `_undo` is complete: nothing stays registered that is unmapped next.
+        self.stop()
+        while self._undo:
+            # A failed device refuses this as well; its registrations end with the process.
+            with contextlib.suppress(Exception):
+                self._undo.pop()()
+
+
+def pinning_threads(ranks: int) -> int:
+    """Threads of each rank that populate and register: a quarter of the machine's cores at most."""
+    return max(1, min(4, (os.cpu_count() or 1) // 4 // ranks))
+
+
+DIRECT_BYTES = 512 << 10
+"""Pages of this size and larger are loaded without staging: a transfer each costs less than a second copy."""
+
+
+@frozen
+class _DevicePlane:
+    """A plane: `nbytes` of block `b` are at `address + b * stride`; its part of a slot begins at `offset`."""
+
+    address: int
+    offset: int
+    stride: int
+    nbytes: int
+    group: int
+    layers: range
+
+
+@frozen
+class _PlaneSet:
+    """Planes of one block table with pages of one size; their addresses are computed together."""
+
+    addresses: Addresses
+    offsets: Addresses
+    stride: int
+    nbytes: int
+    group: int
+
+    def pages(self, alike: Sequence[ChunkCopy], slots: Addresses) -> _Pages:
+        """The pages of copies with equal runs but for their blocks. `slots`: their slots' addresses."""
+        blocks = np.array([copy.runs[self.group].blocks for copy in alike], np.int64)
+        numbers = alike[0].runs[self.group].first + np.arange(blocks.shape[1])
+        device = self.addresses[:, None] + blocks[:, None] * self.stride
+        host = slots[:, None, None] + self.offsets[:, None] + numbers * self.nbytes
+        return _Pages(device.ravel(), host.ravel(), self.nbytes)
+
+
+@frozen
+class _Pages:
+    """Pages of one size: the address of each on the device and on the host, where neighbours may adjoin."""
+
+    device: Addresses
+    host: Addresses
+    page_bytes: int
+
+    def part(self, first: int, last: int) -> _Pages:
+        return _Pages(self.device[first:last], self.host[first:last], self.page_bytes)
+
+
+@frozen
+class LoadEvent:
+    """The end of a load. Once it is reached `seconds` says how long the device took for the copies."""
+
+    begun: TimedEvent
+    ended: TimedEvent
+
+    @property
+    def seconds(self) -> float:
+        return self.ended.seconds_since(self.begun)
+
+    def query(self) -> bool:
+        return self.ended.query()
+
+    def wait(self) -> None:
+        self.ended.wait()
+
+
+class DeviceCopier:
+    """The copier for paged memory on a device, by way of staging memory there.
+
+    A store gathers pages into staging memory on the compute stream, so their blocks may be overwritten as soon as it
+    returns. It transfers them to the slot on a stream of its own; a load is the reverse. So a chunk crosses the bus as
+    one run of bytes, and the chunks of an order in one call. Staging memory is bounded: when all is in use the device
+    waits for its transfers, the calling thread does not.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        memory: PagedMemory,
+        layout: KVLayout,
+        slab: SlabMap,
+        rank: int = 0,
+        turn: tuple[int, int] = (0, 1),
+        *,
+        direct_bytes: int = DIRECT_BYTES,
+        pins: PinnedSlab | None = None,
+    ) -> None:
+        check_fit(memory, layout, slab)
+        self.num_layers = memory.num_layers
+        self._staging, self._device, self._slab = staging, staging.device, slab
+        self._direct_bytes, self._address = direct_bytes, slab.address
+        planes = [
+            _DevicePlane(row.data_ptr(), layout.span(rank, index)[0], row.stride(0), row.shape[1], group, layers)
+            for index, (row, group, layers) in enumerate(zip(memory.rows, memory.groups, memory.layers, strict=True))
+        ]
+        self._all = _sets(planes)
+        self._to_load, self._to_store = (list(map(_sets, part)) for part in by_layer(planes, self.num_layers))
+        self._num_blocks = memory.num_blocks
+        threads = pinning_threads(layout.num_ranks * turn[1])
+        self.pins = pins or PinnedSlab(self._device, slab, layout.segment(rank), turn, threads=threads)
+
+    def __repr__(self) -> str:
+        return f"<DeviceCopier: {self.num_layers} layers, {self._staging.ring_bytes} bytes of staging, {self.pins}>"
+
+    def _check(self, copies: Sequence[ChunkCopy]) -> None:
+        check_copies(copies, self._slab.num_slots, self._num_blocks)
+
+    # -- storing ------------------------------------------------------------------------------------------
+
+    def store(self, copies: Sequence[ChunkCopy]) -> Event:
+        self._check(copies)
+        return self._store(copies, self._all)
+
+    def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
+        self._check(copies)
+        return (self._store(copies, planes) for planes in self._to_store)
+
+    def _store(self, copies: Sequence[ChunkCopy], planes: Sequence[_PlaneSet]) -> Event:
+        compute, outgoing, ring = self._device.stream(compute=True), self._staging.outgoing, self._staging.ring
+        with self._idle_after_failure():
+            for batch in _batches(self._pages(copies, planes), self._staging.batch_bytes):
+                # If an earlier transfer still reads this memory, the computation waits for it.
+                address = ring.borrow(sum(pages.host.size * pages.page_bytes for pages in batch), compute)
+                for pages, staged in _staged(batch, address):
+                    self._device.move(Spans(pages.device, staged, pages.page_bytes), compute)
+                # The compute stream does not wait for `outgoing`: computation overlaps the transfer.
+                outgoing.wait_for(compute.record_event())
+                self._transfer(*self._runs(batch, address), outgoing, loads=False)
+                ring.used_until(address, outgoing.record_event())
+            return outgoing.record_event()
+
+    # -- loading ------------------------------------------------------------------------------------------
+
+    def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False, after: Event | None = None) -> Event:
+        self._check(copies)
+        event = next(self._load(copies, [self._all], after))
+        if not overlap:
+            self._device.stream(compute=True).wait_for(event.ended)
+        return event
+
+    def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
+        self._check(copies)
+        return self._load_layers(copies)
+
+    def _load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
+        # All are queued with the first: later layers are copied while the model computes with earlier ones.
+        for event in list(self._load(copies, self._to_load)):
+            self._device.stream(compute=True).wait_for(event.ended)
+            yield event
+
+    def _load(
+        self, copies: Sequence[ChunkCopy], parts: Sequence[Sequence[_PlaneSet]], after: Event | None = None
+    ) -> Iterator[LoadEvent]:
+        """Fill the planes of one part after the other, with an event for each."""
+        incoming = self._staging.incoming
+        with self._idle_after_failure():
+            # Computation that was launched before may still use the blocks.
+            incoming.wait_for(after or self._staging.record_event())
+            begun = incoming.record_event(timed=True)
+            for part in parts:
+                self._fill(list(self._pages(copies, part)))
+                yield LoadEvent(begun, incoming.record_event(timed=True))
+
+    def _fill(self, parts: Sequence[_Pages]) -> None:
+        """Transfer large pages to their blocks, and the others through staging memory."""
+        incoming, address = self._staging.incoming, self._staging.loading
+        large = [pages for pages in parts if pages.page_bytes >= self._direct_bytes]
+        small = (pages for pages in parts if pages.page_bytes < self._direct_bytes)
+        if large:
+            hosts, devices = (np.concatenate([getattr(pages, side) for pages in large]) for side in ("host", "device"))
+            self._transfer(hosts, devices, _sizes(large), incoming, loads=True)
+        for batch in _batches(small, self._staging.batch_bytes):
+            # The same staging memory as in the batch before: one stream keeps the order.
+            self._transfer(*self._runs(batch, address), incoming, loads=True)
+            for pages, staged in _staged(batch, address):
+                self._device.move(Spans(staged, pages.device, pages.page_bytes), incoming)
+
+    @contextlib.contextmanager
+    def _idle_after_failure(self) -> Iterator[None]:
+        """After a failed copy, wait for its queued part: others may get its slots and blocks next."""
+        try:
+            yield
+        except Exception:
+            # A device that has failed for good does nothing any more, and raises again.
+            with contextlib.suppress(Exception):
+                self._device.synchronize()
+            raise
+
+    # -- addresses ----------------------------------------------------------------------------------------
+
+    def _pages(self, copies: Sequence[ChunkCopy], planes: Sequence[_PlaneSet]) -> Iterator[_Pages]:
+        for alike in _alike(copies) if len(planes) == 1 else ([copy] for copy in copies):
+            slots = self._address + np.array([copy.slot for copy in alike], np.int64) * self._slab.slot_bytes
+            for part in planes:
+                if alike[0].runs[part.group].blocks:
+                    yield part.pages(alike, slots)
+
+    def _runs(self, batch: Sequence[_Pages], address: int) -> tuple[Addresses, Addresses, Addresses]:
+        """Hosts, addresses from `address` on, and bytes of the longest runs that are contiguous in one slot.
+
+        Slots may adjoin, but the border of a registration may lie between them.
+        """
+        hosts, sizes = np.concatenate([pages.host for pages in batch]), _sizes(batch)
+        begins = (hosts[1:] != (hosts + sizes)[:-1]) | ((hosts[1:] - self._address) % self._slab.slot_bytes == 0)
+        first = np.flatnonzero(np.concatenate([[True], begins]))
+        return hosts[first], address + (np.cumsum(sizes) - sizes)[first], np.add.reduceat(sizes, first)
+
+    def _transfer(self, hosts: Addresses, devices: Addresses, sizes: Addresses, stream: Stream, *, loads: bool) -> None:
+        """One call for pinned memory, and one for the rest."""
+        sources, targets = (hosts, devices) if loads else (devices, hosts)
+        pinned = self.pins.holds(hosts)
+        for state in (True, False):
+            these = pinned == state
+            if these.any():
+                # The slots of a load are leased: nobody writes to them.
+                transfers = Transfers(sources[these], targets[these], sizes[these], state, stable=loads)
+                self._device.transfer(transfers, stream)
+
+    def close(self, *, process_ends: bool = False) -> None:
+        """Wait for all copies and unpin the slab. Raises the device's exceptions, once the slab is unpinned.
+
+        If the process ends, that unpins the slab: to unpin it here takes longer than vLLM waits for a worker.
+        """
+        try:
+            self._device.synchronize()
+        finally:
+            self.pins.stop() if process_ends else self.pins.close()
+
+
+def _sets(planes: Iterable[_DevicePlane]) -> list[_PlaneSet]:
+    """Neighbouring planes of one block table, stride and page size in one set."""
+    sets = []
+    for kind, same in groupby(planes, lambda plane: (plane.stride, plane.nbytes, plane.group)):
+        addresses, offsets = np.array([(plane.address, plane.offset) for plane in same], np.int64).T
+        sets.append(_PlaneSet(addresses, offsets, *kind))
+    return sets
+
+
+def _alike(copies: Sequence[ChunkCopy]) -> list[list[ChunkCopy]]:
+    """The same copies; neighbours with runs of equal beginning and length together."""
+    return [list(same) for _, same in groupby(copies, lambda copy: [(run.first, len(run.blocks)) for run in copy.runs])]
+
+
+def _sizes(batch: Sequence[_Pages]) -> Addresses:
+    """The bytes of each page."""
+    return np.repeat([pages.page_bytes for pages in batch], [pages.host.size for pages in batch]).astype(np.int64)
+
+
+def _batches(parts: Iterable[_Pages], room: int) -> Iterator[list[_Pages]]:
+    """The same pages, in batches of `room` bytes at most."""
+    batch: list[_Pages] = []
+    left = room
+    for pages in parts:
+        done = 0
+        while done < pages.host.size:
+            fit = left // pages.page_bytes
+            if not fit:
+                yield batch
+                batch, left = [], room
+                continue
+            batch.append(pages.part(done, done + fit))
+            left -= batch[-1].host.size * pages.page_bytes
+            done += fit
+    if batch:
+        yield batch
+
+
+def _staged(batch: Sequence[_Pages], address: int) -> Iterator[tuple[_Pages, Addresses]]:
+    """Pages of one size together, and where each of them is in the staging memory at `address`."""
+    sizes = _sizes(batch)
+    places = address + np.cumsum(sizes) - sizes
+    devices, hosts = (np.concatenate([getattr(pages, side) for pages in batch]) for side in ("device", "host"))
+    for size in dict.fromkeys(pages.page_bytes for pages in batch):
+        same = sizes == size
+        yield _Pages(devices[same], hosts[same], size), places[same]

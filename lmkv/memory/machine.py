@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Self
 
 from attrs import frozen
 
@@ -28,31 +27,25 @@ _FILE_SYSTEM_SHARE = 0.9
 
 @frozen
 class ControlGroup:
-    """Files of a control group with a memory limit, in version 1 or 2 of the kernel's interface."""
+    """The folder of a control group. `names`: of its files with the limit and the use, and of page cache in its `stat`.
 
-    limit: Path
-    used: Path
-    stat: Path
-    cache: tuple[str, str]
+    `V1`, `V2`: the names in the kernel's two interfaces.
+    """
 
-    @classmethod
-    def v1(cls, folder: Path) -> Self:
-        files = folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes", folder / "memory.stat"
-        return cls(*files, ("total_inactive_file", "total_active_file"))
+    folder: Path
+    names: tuple[str, str, str, str]
 
-    @classmethod
-    def v2(cls, folder: Path) -> Self:
-        files = folder / "memory.max", folder / "memory.current", folder / "memory.stat"
-        return cls(*files, ("inactive_file", "active_file"))
+    V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
+    V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
     def limit_bytes(self) -> int:
         """Raises ValueError without a limit, and OSError without such a group."""
-        return int(self.limit.read_text())
+        return int((self.folder / self.names[0]).read_text())
 
     def free_bytes(self) -> int:
         """Bytes that it may still take. Its page cache counts as free: the kernel drops it when memory is needed."""
-        stat = _numbers(self.stat)
-        return self.limit_bytes() - int(self.used.read_text()) + sum(stat[name] for name in self.cache)
+        used, stat = int((self.folder / self.names[1]).read_text()), _numbers(self.folder / "memory.stat")
+        return self.limit_bytes() - used + sum(stat[name] for name in self.names[2:])
 
 
 def control_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[ControlGroup]:
@@ -65,10 +58,11 @@ def control_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) 
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     for number, controllers, path in (line for line in lines if len(line) == 3):
         if number == "0" or "memory" in controllers.split(","):
-            make, top = (ControlGroup.v2, root) if number == "0" else (ControlGroup.v1, root / "memory")
+            names, top = (ControlGroup.V2, root) if number == "0" else (ControlGroup.V1, root / "memory")
             folder = top / path.lstrip("/")
-            yield make(folder)
-            yield from (make(above) for above in folder.parents if above.is_relative_to(top))
+            for group in (folder, *folder.parents):
+                if group.is_relative_to(top):
+                    yield ControlGroup(group, names)
 
 
 def memory_limit(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
@@ -95,7 +89,7 @@ def available_ram(
 
 
 _SMALL_SHARE = 256
-"""A slab of less than this fraction of the memory is a test's or a tool's, and does not limit other engines."""
+"""A slab below this fraction of the memory is a test's or a tool's, and limits no other engine."""
 
 
 def _numbers(path: Path) -> dict[str, int]:
@@ -106,8 +100,8 @@ def _numbers(path: Path) -> dict[str, int]:
 def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
     """`wanted` bytes in whole slots, cut with a warning to the memory that this machine can give.
 
-    `engines`: how many start on this host; each gets its share at most. Memory that is promised to other slabs of
-    this host is not given again, unless less than 1/256 is wanted. Raises ConfigError when not even one slot fits.
+    `engines`: how many start on this host; each gets its share at most. Does not give memory that is promised to other
+    slabs of this host, unless less than 1/256 is wanted. Raises ConfigError when not even one slot fits.
     """
     promised, taken = slab_files.promised_and_taken()
     room = int((available_ram() + taken) * RAM_SHARE)
@@ -118,17 +112,22 @@ def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
     }
     if wanted < room // _SMALL_SHARE:
         limits = {"available memory": room}
+    return _limited("max_local_cpu_size", wanted, limits, slot_bytes)
+
+
+def _limited(setting: str, wanted: int, limits: Mapping[str, int], unit: int = 1) -> int:
+    """`wanted` bytes in whole units, cut with a warning to the least of the limits. Raises ConfigError for no chunk."""
     reason, limit = min(limits.items(), key=lambda item: item[1])
-    capacity = max(min(wanted, limit), 0) // slot_bytes * slot_bytes
-    if not capacity:
-        todo = "raise it" if wanted < slot_bytes else "give all engines on this host a smaller one, free memory"
+    capacity = max(min(wanted, limit), 0) // unit * unit
+    if not capacity and unit > 1:
+        todo = "raise it" if wanted < unit else "give all engines on this host a smaller one, free memory"
         raise ConfigError(
-            f"max_local_cpu_size: {wanted} bytes, limited to {max(limit, 0)} by {reason}, cannot hold one chunk of "
-            f"{slot_bytes} bytes; {todo} or lower chunk_size"
+            f"{setting}: {wanted} bytes, limited to {max(limit, 0)} by {reason}, cannot hold one chunk of "
+            f"{unit} bytes; {todo} or lower chunk_size"
         )
     if wanted > limit:
         sizes = wanted / 2**30, capacity / 2**30
-        logger.warning("lmkv: max_local_cpu_size cut from %.2f GiB to %.2f GiB by %s", *sizes, reason)
+        logger.warning("lmkv: %s cut from %.2f GiB to %.2f GiB by %s", setting, *sizes, reason)
     return capacity
 
 
@@ -163,8 +162,7 @@ def check_in_memory(folder: str) -> None:
 def clamp_shared_memory(folder: str, wanted: int, used: int) -> int:
     """`wanted` bytes, cut with a warning to the memory that the folder and this machine can give.
 
-    `used`: bytes of the chunks that are there already. Memory that is promised to slabs of this host is not given
-    again.
+    `used`: bytes of the chunks that are there already. Does not give memory that is promised to slabs of this host.
     """
     promised, taken = slab_files.promised_and_taken()
     limits = {"available memory": int((available_ram() + taken + used) * RAM_SHARE) - promised}
@@ -175,9 +173,4 @@ def clamp_shared_memory(folder: str, wanted: int, used: int) -> int:
         limits[f"the size of its file system (df {folder}; Docker: --shm-size)"] = int(
             (free + used) * _FILE_SYSTEM_SHARE
         )
-    reason, limit = min(limits.items(), key=lambda item: item[1])
-    capacity = max(min(wanted, limit), 0)
-    if wanted > limit:
-        sizes = wanted / 2**30, capacity / 2**30
-        logger.warning("lmkv: max_shared_memory_size cut from %.2f GiB to %.2f GiB by %s", *sizes, reason)
-    return capacity
+    return _limited("max_shared_memory_size", wanted, limits)

@@ -48,7 +48,7 @@ def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
 
 
 def planes(tensor: Any, block_axis: int) -> list[torch.Tensor]:
-    """The parts of a layer's tensor whose first axis is the block: `[2, block, ...]` has two of them."""
+    """The parts of a layer's tensor, with the block as first axis: `[2, block, ...]` has two of them."""
     if block_axis not in (0, 1):
         raise UsageError(f"block_axis must be the first or second axis, not {short_repr(block_axis)}")
     if not isinstance(tensor, torch.Tensor) or tensor.dim() <= block_axis or not tensor.numel():

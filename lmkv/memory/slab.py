@@ -1,8 +1,8 @@
-"""The slab: one region of host memory in equal slots, each of which has room for one chunk.
+"""The slab: one region of host memory in equal slots, with room for one chunk each.
 
-It is the first tier and the staging memory of all other tiers, which write from it and read into it.
-A shared slab is an anonymous memory file: other processes map it through its owner's file descriptor,
-/dev/shm does not limit its size, and the kernel frees it with the last process that uses it.
+It is the first tier, and all other tiers write from it and read into it. A shared slab is an anonymous memory file:
+other processes map it through its owner's file descriptor, /dev/shm does not limit it, and the kernel frees it with its
+last process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SlabRef:
 
 
 class SlabMap:
-    """A mapping of a slab, without knowledge of which slots are used. Do not close it while it is used.
+    """A mapping of a slab, without the list of free slots. Do not close it while it is used.
 
     `array`: uint8 [num_slots, slot_bytes].
     """
@@ -73,39 +73,39 @@ class SlabMap:
         """The writable bytes of a slot, or the first `nbytes` of them."""
         return self.array[slot, :nbytes].data
 
-    def populate(self, part: tuple[int, int] | None = None, share: tuple[int, int] = (0, 1)) -> None:
+    def populate(self, part: tuple[int, int] | None = None, turn: tuple[int, int] = (0, 1)) -> None:
         """Have the kernel map the pages in the background, so that no copy pays for page faults.
 
-        `part`: offset and bytes in each slot, when other processes populate the others. `share`: see `spans`.
+        `part`: offset and bytes in each slot, when other processes populate the others. `turn`: see `spans`.
         """
         if self._populator is None:
             populator = threading.Thread(
-                target=self._populate, args=(part or (0, self.slot_bytes), share), name="lmkv-populate", daemon=True
+                target=self._populate, args=(part or (0, self.slot_bytes), turn), name="lmkv-populate", daemon=True
             )
             # Without a thread copies pay for the page faults.
             with contextlib.suppress(RuntimeError):
                 populator.start()
                 self._populator = populator
 
-    def _populate(self, part: tuple[int, int], share: tuple[int, int]) -> None:
+    def _populate(self, part: tuple[int, int], turn: tuple[int, int]) -> None:
         lower_priority()
-        for offset, nbytes in self.spans(part, _PIECE, share):
+        for offset, nbytes in self.spans(part, _PIECE, turn):
             started = time.monotonic()
             if self._stop.is_set() or not self.prefault(offset, nbytes):
                 return
             # At most half of one core: the server starts up at the same time.
             self._stop.wait(time.monotonic() - started)
 
-    def spans(self, part: tuple[int, int], piece: int, share: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int]]:
+    def spans(self, part: tuple[int, int], piece: int, turn: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int]]:
         """Offset and bytes of a part of every slot; whole slots are joined up to `piece` bytes.
 
-        `share`: (index, count) of this process among those that go through the same part. Each starts elsewhere, and
-        later finds the others' pieces populated.
+        `turn`: (index, count) of this process among those populating the part. Each starts elsewhere, and later finds
+        the others' pages ready.
         """
         offset, nbytes = part
         together = max(1, piece // self.slot_bytes) if nbytes == self.slot_bytes else 1
         slots = range(0, self.num_slots, together)
-        begin = len(slots) * share[0] // share[1]
+        begin = len(slots) * turn[0] // turn[1]
         for slot in (*slots[begin:], *slots[:begin]):
             last = min(slot + together, self.num_slots) - 1
             yield slot * self.slot_bytes + offset, (last - slot) * self.slot_bytes + nbytes
@@ -122,7 +122,7 @@ class SlabMap:
         """Unmap, once no view is left that uses the memory. Idempotent."""
         self._stop.set()
         if self._populator is not None:
-            # It works on the mapping's address, which may be another mapping's once this one is closed.
+            # It uses the address, which another mapping may get once this one is closed.
             self._populator.join()
         self.array = np.empty((0, self.slot_bytes), np.uint8)
         with contextlib.suppress(BufferError):
@@ -169,7 +169,7 @@ class Slab(SlabMap):
     """A slab and the list of its free slots. `allocate` and `free` are O(1) and never block.
 
     Not thread-safe: its store, or its backend, calls them under a lock of its own. `engine`: the name by which
-    other processes find it, when it is shared.
+    other processes find it, when it is shared. `descriptor`: of a shared slab's memory file, else -1.
     """
 
     def __init__(self, slot_bytes: int, capacity_bytes: int, *, shared: bool = False, engine: str = "") -> None:
@@ -178,9 +178,9 @@ class Slab(SlabMap):
         num_slots = capacity_bytes // slot_bytes
         if num_slots < 1:
             raise UsageError(f"capacity of {capacity_bytes} bytes holds no slot of {slot_bytes} bytes")
-        self._fd = slab_files.create(engine, num_slots * slot_bytes) if shared else -1
+        self.descriptor = slab_files.create(engine, num_slots * slot_bytes) if shared else -1
         try:
-            super().__init__(self._fd, num_slots * slot_bytes, slot_bytes)
+            super().__init__(self.descriptor, num_slots * slot_bytes, slot_bytes)
             self._free = list(range(num_slots - 1, -1, -1))
             self._used = bytearray(num_slots)
         except BaseException:
@@ -191,16 +191,11 @@ class Slab(SlabMap):
         return f"<Slab: {self.free_slots} of {self.num_slots} slots of {self.slot_bytes} bytes are free>"
 
     @property
-    def descriptor(self) -> int:
-        """The descriptor of a shared slab's memory file; -1 for a slab that is not shared."""
-        return self._fd
-
-    @property
     def ref(self) -> SlabRef:
         """For `attach` in other processes of this host, while this process lives. Shared slabs only."""
-        if self._fd < 0:
+        if self.descriptor < 0:
             raise UsageError("only a shared slab can be mapped by other processes")
-        path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
         return SlabRef(path, self.nbytes, self.slot_bytes, slab_files.name_of(path))
 
     @property
@@ -209,13 +204,9 @@ class Slab(SlabMap):
 
     def allocate(self) -> int | None:
         """A free slot, in use from now on; None when all are in use."""
-        if not self._free:
-            return None
-        slot = self._free.pop()
-        self._used[slot] = 1
-        return slot
+        return next(iter(self.claim(1)), None)
 
-    def take(self, count: int) -> list[int]:
+    def claim(self, count: int) -> list[int]:
         """At most `count` free slots, in use from now on, the next one last."""
         first = max(0, len(self._free) - count)
         slots, self._free[first:] = self._free[first:], []
@@ -244,6 +235,6 @@ class Slab(SlabMap):
         self._close_file()
 
     def _close_file(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1

@@ -1,7 +1,7 @@
-"""The memory files of shared slabs: how another process of this host finds the one that it is to map.
+"""The memory files of shared slabs: how other processes of this host find the right one.
 
-A name has the engine's name and a random part. So a path whose descriptor means another file, in another container
-or after its owner has ended, is never taken for the slab.
+A name has the engine's name and a random part. So a path is never mistaken for the slab if its descriptor means another
+file, in another container or after its owner has ended.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _prefix(engine: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """The name of the slab's memory file at a path in /proc; "" for any other file, and for other users' files."""
+    """The name of this user's slab file at a path in /proc; "" for any other file."""
     try:
         found = _MEMFD.fullmatch(os.readlink(path))
         return found[1] if found and os.stat(path).st_uid == os.geteuid() else ""
@@ -107,7 +107,7 @@ def _lock(fd: int, deadline: float) -> None:
     """Lock a file for this process, without its children, until it is closed."""
     status = os.fstat(fd)
     if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
-        raise PermissionError(errno.EPERM, "it is no file of this user's: remove it", _lock_file())
+        raise PermissionError(errno.EPERM, "it is not this user's file: remove it", _lock_file())
     while True:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,6 +119,6 @@ def _lock(fd: int, deadline: float) -> None:
 
 
 def promised_and_taken() -> tuple[int, int]:
-    """Bytes that this user's slabs on this host may come to take, and the bytes that they have taken until now."""
+    """Bytes that this user's slabs on this host may take, and bytes that they have taken."""
     found = [stat for _, _, stat in slab_files()]
     return sum(stat.st_size for stat in found), sum(stat.st_blocks * 512 for stat in found)

@@ -7,13 +7,11 @@ from types import MappingProxyType
 
 from lmkv import plugins
 from lmkv.errors import ConfigError
-from lmkv.policies.adaptive import ADAPTIVE, WeightedAge
+from lmkv.policies.adaptive import ADAPTIVE, Shadow, WeightedAge
 from lmkv.policies.admission import ADMISSIONS, AdmitAll, AdmitNone, MinTokens, SecondTouch, make_admission
 from lmkv.policies.base import PolicyBase
-from lmkv.policies.queues import FIFO, LFU, LRU, MRU, QueuePolicy
+from lmkv.policies.queues import ARC, FIFO, LFU, LRU, MRU, S3FIFO, SIEVE, SLRU, QueuePolicy
 from lmkv.policies.quota import Quotas
-from lmkv.policies.segments import ARC, S3FIFO, SIEVE, SLRU
-from lmkv.policies.shadow import Shadow
 from lmkv.protocols import Policy
 
 __all__ = [
@@ -50,7 +48,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
 
 
 def policy_names() -> Iterator[str]:
-    """The names that a configuration can give: lmkv's own, and then those of installed packages."""
+    """The names for a configuration: lmkv's own, then installed packages'."""
     yield from POLICIES
     yield from (name for name in plugins.installed(plugins.POLICIES) if name not in POLICIES)
 
@@ -67,7 +65,7 @@ def make_policy(name: str) -> Policy:
 
 
 def like(policy: Policy) -> Policy:
-    """An empty policy of the same kind, for a shadow; LRU for a class that cannot be made without arguments.
+    """An empty policy of the same kind, for a shadow; LRU for a class that needs arguments.
 
     >>> like(LRU())
     <LRU: 0 evictable bytes, 0 keys held>

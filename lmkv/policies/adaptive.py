@@ -1,16 +1,16 @@
-"""`WeightedAge` ages chunks that were used again more slowly; `ADAPTIVE` tries several weights of it in shadows."""
+"""`WeightedAge` ages chunks used again more slowly; `ADAPTIVE` tries several weights in `Shadow`s."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence, Set
+from itertools import takewhile
 from typing import Final
 
 from attrs import define, field
 
 from lmkv.policies.base import DEPTH, FORK, Ghosts, PolicyBase
-from lmkv.policies.shadow import Shadow
-from lmkv.protocols import ChunkKey
+from lmkv.protocols import ChunkKey, Policy, TakesHints
 
 _GHOST_SHARE = 4
 """Evicted bytes to remember, as a multiple of the tier's. With fewer, short-lived chunks displace the others."""
@@ -110,8 +110,8 @@ class ADAPTIVE(WeightedAge):
     """A `WeightedAge` that chooses its weight: from LRU, which suits sessions that go on, to scan resistance.
 
     Each weight has a shadow of the tier, keys without bytes, that replays a sample of the requests. The sample is whole
-    subtrees of prompts, so that chunks which depend on each other are in it together or not at all. The weight whose
-    shadow has lately found the most is used. All weights share one order, so that a change costs nothing.
+    subtrees of prompts: chunks that depend on each other are in it together or not at all. The weight of the shadow
+    with the most hits lately is used. All weights share one order, so that a change costs nothing.
 
     Parameters
     ----------
@@ -193,3 +193,80 @@ class ADAPTIVE(WeightedAge):
         for shadow in self._shadows:
             shadow.resize(self._rate * self._capacity)
         return super().evict(nbytes, protect)
+
+
+@define(eq=False)
+class Shadow:
+    """The keys that a tier of `capacity` bytes would have with this policy. Not thread-safe.
+
+    Examples
+    --------
+    >>> from lmkv.policies import LRU
+    >>> shadow = Shadow(LRU(), capacity=20)
+    >>> shadow.request([b"a", b"b"], 10), shadow.request([b"a", b"c"], 10), shadow.request([b"a", b"b"], 10)
+    (0, 1, 1)
+    """
+
+    policy: Policy
+    capacity: float
+    used: int = 0
+    written: int = 0
+    """Bytes that were inserted."""
+    _sizes: dict[ChunkKey, int] = field(init=False, factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._sizes
+
+    def request(self, keys: Sequence[ChunkKey], size: int) -> int:
+        """Replay a request for a chain of chunks of `size` bytes, head first; returns how many leading ones are here.
+
+        Inserts missing chunks, as far as they fit beside the chain's present ones.
+        """
+        hit = self.leading(keys)
+        if hit < len(keys):
+            self._insert(keys, hit, size)
+        self.policy.touch(keys)
+        return hit
+
+    def leading(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks are here."""
+        return len(list(takewhile(self._sizes.__contains__, keys)))
+
+    def _insert(self, keys: Sequence[ChunkKey], hit: int, size: int) -> None:
+        sizes = self._sizes
+        missing = [at for at in range(hit, len(keys)) if keys[at] not in sizes]
+        over = self.used + len(missing) * size - self.capacity
+        if over > 0:
+            chain = set(keys)
+            if not self.evict(over, chain):
+                here = sum(sizes[key] for key in chain if key in sizes)
+                missing = missing[: max(0, int(self.capacity - here) // size)]
+                over = self.used + len(missing) * size - self.capacity
+                if over > 0:
+                    self.evict(over, chain)
+        new = [keys[at] for at in missing]
+        self.policy.insert_chain(new, size, [keys[at - 1] if at else b"" for at in missing])
+        sizes.update(dict.fromkeys(new, size))
+        self.used += len(missing) * size
+        self.written += len(missing) * size
+
+    def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
+        """Pass a hint about present keys on to the policy."""
+        here = [key for key in keys if key in self._sizes]
+        if here and isinstance(self.policy, TakesHints):
+            self.policy.hint(here, priority)
+
+    def evict(self, nbytes: float, protect: set[ChunkKey]) -> bool:
+        victims = self.policy.evict(-int(-nbytes // 1), protect)
+        for key in victims or ():
+            self.used -= self._sizes.pop(key)
+        return victims is not None
+
+    def resize(self, capacity: float) -> None:
+        """Change the capacity; evicts at once when it shrinks."""
+        self.capacity = capacity
+        if self.used > capacity:
+            self.evict(self.used - capacity, set())

@@ -1,4 +1,4 @@
-"""Admission filters: a tier takes all chunks, none, those that were offered before, or those of long prompts."""
+"""Admission filters: a tier takes all chunks, none, chunks offered before, or chunks of long prompts."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ DEPTH: Final = 16
 """Leading chunks among which the point is found where conversations part."""
 
 KEPT: Final = 0.5
-"""A key with a priority is spared while those with this or a higher one take no more than this share of the tier."""
+"""A key with a priority is spared while keys of this priority and above take at most this part of the tier."""
 
 Node: TypeAlias = list[Any]
 """The base's record of a key. It is a list, because an object takes three times as long to make."""
@@ -59,22 +59,18 @@ None, CHILDREN the number of its known children, FORK whether there have ever be
 class PolicyBase(ABC):
     """Base of eviction policies. A subclass keeps the order, in the five methods `add` to `drop`.
 
-    The base knows the size of each key, its parent and how many children it has. A key with children, or one that
-    is held, is passed over when its turn comes, and is next as soon as it is neither. So a parent is evicted after
-    its children, which could not be found without it. Only if nothing else is left, a key is evicted whose children
-    are all held or protected.
+    The base knows the size of each key, its parent and how many children it has. A held key, or one with children, is
+    passed over in its turn, and is next as soon as it is neither. So children, which could not be found without their
+    parent, are evicted before it. Only if nothing else is left, a parent of held or protected keys is evicted.
 
     Raises
     ------
     UsageError
         A key is inserted twice or with no size, or held or released without being known.
 
-    Notes
-    -----
-    Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected), amortised, all
-    else O(1) per key. All policies take hints; see `lmkv.protocols.TakesHints`. Keys with a priority have at most
-    half of the tier to themselves: beyond that, those of the lowest priority go, the first that was spared before the
-    others.
+    Notes ----- Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected),
+    amortised, all else O(1) per key. All policies take hints; see `lmkv.protocols.TakesHints`. Keys with a priority
+    have at most half of the tier to themselves: beyond that the lowest priority goes, the first spared key first.
 
     Examples
     --------
@@ -94,7 +90,7 @@ class PolicyBase(ABC):
     """Bytes of all known keys. When `pop` is called, this is about the capacity of the tier."""
     held: set[ChunkKey] = field(init=False, factory=set)
     passed: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
-    """Keys whose turn came while they were held or had children. They are not in the order."""
+    """Keys passed over in their turn: they were held or had children. They are not in the order."""
     _first: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     """Keys that a hint has given up. They are evicted before all others, and are not in the order."""
     _ended: dict[ChunkKey, int] = field(init=False, factory=dict)
@@ -130,9 +126,9 @@ class PolicyBase(ABC):
         """Put a new key into the order."""
 
     def extend(self, keys: Sequence[ChunkKey]) -> None:
-        """Put new keys into the order, one after the other.
+        """Put new keys into the order, in turn.
 
-        LRU has a faster one of its own: a subclass of it that overrides `add` overrides this, too.
+        LRU has a faster one: a subclass of LRU that overrides `add` must override this as well.
         """
         for key in keys:
             self.add(key)
@@ -141,7 +137,7 @@ class PolicyBase(ABC):
     def use(self, keys: Sequence[ChunkKey]) -> None:
         """Note that a request has used a chain, given head first. Ignore keys that are not in the order.
 
-        The request that stored a chunk uses it once, too: its first use is no reuse.
+        The request that stored a chunk also uses it once: the first use is no reuse.
         """
 
     @abstractmethod
@@ -157,7 +153,7 @@ class PolicyBase(ABC):
         """Take a key out of the order. It stays known, unless `forget` follows."""
 
     def rejoin(self, key: ChunkKey) -> None:
-        """Put a key back that was used while it was out of the order, or that is no longer held."""
+        """Put a key back after a use out of the order, or after its release."""
         self.put_back(key)
 
     def evicted(self, key: ChunkKey, size: int) -> None:
@@ -170,7 +166,7 @@ class PolicyBase(ABC):
         self.evicted(key, size)
 
     def forget(self, key: ChunkKey) -> None:  # noqa: B027 - most policies note nothing else
-        """Delete the subclass's own notes about a key that is no longer known, and out of the order."""
+        """Delete the subclass's notes about a forgotten key, which is out of the order."""
 
     # -- the protocol -------------------------------------------------------------------------------------
 
@@ -352,7 +348,7 @@ class PolicyBase(ABC):
         return key
 
     def _take_back(self, key: ChunkKey) -> bool:
-        """Undo the hints about a key. True if one had taken it out of the order: then it is in no queue now."""
+        """Undo the hints about a key. True if one had taken it out of the order: it is in no queue now."""
         spared = self._unspare(key)
         self._unkeep(key)
         if key in self._first:
@@ -361,7 +357,7 @@ class PolicyBase(ABC):
         return spared
 
     def _spare(self, key: ChunkKey, *, first: bool = False) -> None:
-        """Keep a key out of the order, among those of its priority."""
+        """Move a key from the order to the queue of its priority."""
         queue = self._last.setdefault(self._kept[key], OrderedDict())
         queue[key] = None
         queue.move_to_end(key, last=not first)
@@ -397,9 +393,9 @@ class PolicyBase(ABC):
             self.drop(key)
 
     def _least(self, protect: Set[ChunkKey], spared: list[ChunkKey]) -> ChunkKey | None:
-        """Take the key that was spared first out of those of the lowest priority; None without one that may go.
+        """Pop the first spared key of the lowest priority; None without one to evict.
 
-        Protected ones are moved to `spared`.
+        Moves protected keys to `spared`.
         """
         while self._last:
             key = next(iter(self._last[min(self._last)]))
@@ -429,7 +425,7 @@ class PolicyBase(ABC):
         return spared <= spare
 
     def _unlink(self, node: Node) -> None:
-        """Remove the node of a key that is no longer known, and free its parent if it was the last child."""
+        """Remove the node of a forgotten key, and free its parent if it was the last child."""
         key, _, parent, children, _ = node
         if children:
             node[:] = key, 0, None, children, False
@@ -445,7 +441,7 @@ class PolicyBase(ABC):
             elif key in self.passed and key not in self.held:
                 del self.passed[key]
                 if key in self._kept:
-                    # A chain whose end is gone goes before others lose theirs.
+                    # A chain without its end goes before others lose theirs.
                     self._spare(key, first=True)
                 else:
                     self.put_back(key)

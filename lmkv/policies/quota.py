@@ -10,21 +10,21 @@ from lmkv.errors import UsageError
 from lmkv.protocols import ChunkKey, Policy, TakesHints
 
 NOBODY = ""
-"""The tenant of chunks that were not labelled. It has no quota: it uses what others leave."""
+"""The tenant of unlabelled chunks. It has no quota, and uses the room that others leave."""
 
 
 @define(eq=False)
 class Quotas:
     """A policy that evicts from the tenant that exceeds its quota by the most bytes.
 
-    A tenant may use more than its quota while nobody else wants the room. Chunks of a tenant within its quota are
-    evicted only when no tenant exceeds its own, or when all chunks of those that do are held.
+    A tenant may use more than its quota while nobody else wants the room. A tenant within its quota loses chunks only
+    when no tenant exceeds its own, or all chunks of such tenants are held.
 
     Parameters
     ----------
     make : callable
         Makes an eviction policy; each tenant has one of its own.
-    shares : dict[str, float]
+    quotas : dict[str, float]
         The share of the tier that each tenant gets, 0 to 1; their sum is 1 at most.
 
     Raises
@@ -49,7 +49,7 @@ class Quotas:
     """
 
     make: Callable[[], Policy]
-    shares: Mapping[str, float] = field()
+    quotas: Mapping[str, float] = field()
     total_bytes: int = field(init=False, default=0)
     _policies: dict[str, Policy] = field(init=False, factory=dict)
     _used: dict[str, int] = field(init=False, factory=dict)
@@ -62,10 +62,10 @@ class Quotas:
     _sizes: dict[ChunkKey, int] = field(init=False, factory=dict)
     _held: set[ChunkKey] = field(init=False, factory=set)
 
-    @shares.validator
-    def _check(self, _: object, shares: Mapping[str, float]) -> None:
-        if any(share < 0 for share in shares.values()) or sum(shares.values()) > 1 + 1e-9:
-            raise UsageError(f"quotas must be 0 or more, and 100 % together at most, not {dict(shares)}")
+    @quotas.validator
+    def _check(self, _: object, quotas: Mapping[str, float]) -> None:
+        if any(quota < 0 for quota in quotas.values()) or sum(quotas.values()) > 1 + 1e-9:
+            raise UsageError(f"quotas must be 0 or more, and 100 % together at most, not {dict(quotas)}")
 
     def __repr__(self) -> str:
         return f"<Quotas: {len(self._sizes)} keys of {len(self._policies)} tenants>"
@@ -75,16 +75,16 @@ class Quotas:
         return {tenant: used for tenant, used in self._used.items() if used}
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """The tenant of a chunk, or else that of its parent, and its quota, 0 to 1; what quotas leave is nobody's."""
+        """The tenant of a chunk, or else of its parent, and its quota, 0 to 1. Nobody has the rest."""
         tenant = self._tenants.get(key, self._tenants.get(parent, NOBODY))
-        return tenant, self.shares.get(tenant, max(0.0, 1.0 - sum(self.shares.values())))
+        return tenant, self.quotas.get(tenant, max(0.0, 1.0 - sum(self.quotas.values())))
 
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
         """Chunks of a chain, given head first, belong to the first of these tenants that has a quota.
 
-        Known ones of another tenant stay that one's; those that were nobody's come to this one.
+        Known chunks of another tenant stay there; nobody's become this one's.
         """
-        tenant = next((name for name in names if name in self.shares), NOBODY)
+        tenant = next((name for name in names if name in self.quotas), NOBODY)
         if tenant == NOBODY:
             return
         labelled = self._labelled.setdefault(tenant, {})
@@ -163,7 +163,7 @@ class Quotas:
         if sum(free.values()) < nbytes:
             return None
         capacity = self.total_bytes
-        over = {tenant: self._used[tenant] - self.shares.get(tenant, 0.0) * capacity for tenant in free}
+        over = {tenant: self._used[tenant] - self.quotas.get(tenant, 0.0) * capacity for tenant in free}
         victims: list[ChunkKey] = []
         found = 0
         while found < nbytes:

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import takewhile
 
 from attrs import define, field, frozen
 
@@ -23,12 +24,18 @@ _BUSY_SECONDS = 30.0
 
 @frozen
 class TierResult:
-    """Leading chunks and tokens that were found in this tier and not above, and chunks that were written to it."""
+    """Leading chunks and tokens found in this tier and not above; chunks written to it. `tokens`: of all prompts."""
 
     name: str
+    tokens: int
     hit_tokens: int
     hit_chunks: int
     written_chunks: int
+
+    @property
+    def hit_ratio(self) -> float:
+        """Tokens that were found, of all tokens of prompts."""
+        return self.hit_tokens / self.tokens if self.tokens else 0.0
 
 
 @define(eq=False)
@@ -63,8 +70,7 @@ class Router:
 
     def _by_prefix(self, request: TraceRequest) -> int | None:
         """The engine that has served the deepest chunk. The first chunk, which many prompts share, does not count."""
-        served = [self._last[key] for key in request.keys[1:] if key in self._last]
-        return served[-1] if served else None
+        return next((self._last[key] for key in reversed(request.keys[1:]) if key in self._last), None)
 
 
 def replay_tiers(
@@ -76,8 +82,13 @@ def replay_tiers(
     router: str = "prefix",
     admission: Admission | None = None,
     progress: Callable[[int], None] | None = None,
+    ended: Callable[[int], None] | None = None,
 ) -> list[TierResult]:
-    """Replay over the RAM of one engine or more and a disk that all write through to, and read on a miss in RAM."""
+    """Replay over the RAM of engines, and a disk that all write through to and read on a miss.
+
+    `progress`: called with the number of requests now and then. `ended`: called with the number of each request when it
+    has ended, to give the policy hints.
+    """
     found: Counter[str] = Counter()
     choose = Router(router, len(ram)).choose
     size = trace.chunk_tokens
@@ -96,13 +107,15 @@ def replay_tiers(
         found["ram"] += near_tokens
         found["disk chunks"] += far - near
         found["disk"] += min(far * size, request.tokens) - near_tokens
+        if ended is not None:
+            ended(number)
         if progress is not None and not number % 256:
             progress(number)
-    written = sum(shadow.written for shadow in ram) // chunk_bytes
-    results = [TierResult("ram", found["ram"], found["ram chunks"], written)]
-    if disk is not None:
-        results.append(TierResult("disk", found["disk"], found["disk chunks"], disk.written // chunk_bytes))
-    return results
+    written = {"ram": sum(shadow.written for shadow in ram), **({"disk": disk.written} if disk is not None else {})}
+    return [
+        TierResult(name, trace.tokens, found[name], found[f"{name} chunks"], nbytes // chunk_bytes)
+        for name, nbytes in written.items()
+    ]
 
 
 def _admitted(keys: Sequence[ChunkKey], disk: Shadow, admission: Admission) -> Sequence[ChunkKey]:
@@ -130,7 +143,7 @@ def sessions_of(trace: Trace) -> list[bytes]:
 
 
 class EndHints:
-    """Tells a policy the session of each request, and when a session has ended, for a `share` of the sessions.
+    """Tells a policy the session of each request and the ends of sessions, for a `share` of them.
 
     Raises UsageError for a policy that takes no hints.
     """
@@ -159,9 +172,8 @@ _NEVER = 1 << 60
 def clairvoyant(trace: Trace, capacity: int) -> tuple[int, int]:
     """`(hit tokens, hit chunks)` of a cache of `capacity` chunks that knows the future.
 
-    After each request it keeps those chunks, of the request and of before, whose next use comes first; of those with
-    the same next use the ones nearer to the head. So the kept chunks are closed under prefixes, and no choice of
-    victims finds more chunks.
+    After each request it keeps the chunks with the earliest next use, and among equals those nearer to the head. So the
+    kept chunks are closed under prefixes, and no choice of victims finds more chunks.
     """
     after = _next_uses(trace)
     next_use: dict[ChunkKey, int] = {}
@@ -170,11 +182,7 @@ def clairvoyant(trace: Trace, capacity: int) -> tuple[int, int]:
     size = trace.chunk_tokens
     for request, uses in zip(trace.requests, after, strict=True):
         keys = request.keys
-        hit = 0
-        for key in keys:
-            if key not in next_use:
-                break
-            hit += 1
+        hit = len(list(takewhile(next_use.__contains__, keys)))
         hit_chunks += hit
         hit_tokens += min(hit * size, request.tokens)
         for depth, (key, use) in enumerate(zip(keys, uses, strict=True)):
@@ -206,21 +214,6 @@ def _next_uses(trace: Trace) -> list[list[int]]:
     return found
 
 
-@frozen
-class Replayed:
-    """The result of a replay. `tokens`: those of all prompts."""
-
-    tokens: int
-    hit_tokens: int
-    hit_chunks: int
-    written_chunks: int = 0
-
-    @property
-    def hit_ratio(self) -> float:
-        """Tokens that were found, of all tokens of prompts."""
-        return self.hit_tokens / self.tokens if self.tokens else 0.0
-
-
 def replay(
     trace: Trace,
     policy: Policy,
@@ -228,21 +221,6 @@ def replay(
     chunk_bytes: int = 1,
     progress: Callable[[int], None] | None = None,
     ended: Callable[[int], None] | None = None,
-) -> Replayed:
-    """Replay over a cache of `capacity` bytes.
-
-    `progress`: called with the number of requests, now and then. `ended`: called with the number of each request when
-    it has ended: the moment to give the policy hints.
-    """
-    tier = Shadow(policy, capacity)
-    request_tier, size = tier.request, trace.chunk_tokens
-    hit_tokens = hit_chunks = 0
-    for number, request in enumerate(trace.requests):
-        hit = request_tier(request.keys, chunk_bytes)
-        hit_chunks += hit
-        hit_tokens += min(hit * size, request.tokens)
-        if ended is not None:
-            ended(number)
-        if progress is not None and not number % 256:
-            progress(number)
-    return Replayed(trace.tokens, hit_tokens, hit_chunks, tier.written // chunk_bytes)
+) -> TierResult:
+    """Replay over a cache of `capacity` bytes. `progress`, `ended`: see `replay_tiers`."""
+    return replay_tiers(trace, [Shadow(policy, capacity)], None, chunk_bytes, progress=progress, ended=ended)[0]

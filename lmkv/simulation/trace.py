@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -21,8 +21,7 @@ _KEY_BYTES: Final = 16
 _BLOCK_BYTES: Final = 64
 _CHUNK_BYTES: Final = 1024
 REQUEST_BLOCKS: Final = 8
-"""Memory of a block of a request and of a chunk that no request had before, replays included; blocks that a request is
-as large as."""
+"""Memory of a request's block and of a new chunk, replays included; the size of a request in blocks."""
 
 
 @define(eq=False)
@@ -71,7 +70,7 @@ class Room:
     blocks: int = 0
     chunks: int = 0
 
-    def take(self, blocks: int, chunks: int = 0) -> None:
+    def count(self, blocks: int, chunks: int = 0) -> None:
         """Count this much, before it is made."""
         self.blocks += blocks
         self.chunks += chunks
@@ -96,13 +95,13 @@ class KeyTable:
     def key(self, of: object) -> ChunkKey:
         key = self._keys.get(of)
         if key is None:
-            self.room.take(0, 1)
+            self.room.count(0, 1)
             digest = hashlib.blake2b(f"{self.name} {len(self._keys)}".encode(), digest_size=_KEY_BYTES)
             key = self._keys[of] = digest.digest()
         return key
 
     def chain(self, root: object, parts: Iterable[object]) -> list[ChunkKey]:
-        """The keys of a chain whose chunks have this content, head first."""
+        """The keys of a chain of chunks with this content, head first."""
         known, keys, parent = self._keys, [], root
         for part in parts:
             parent = known.get((parent, part)) or self.key((parent, part))
@@ -136,8 +135,8 @@ def read_trace(
     """Read the trace in a file, or RAGPulse's in its folder; both may be compressed with zstd.
 
     `chunk_tokens`: None for the trace's own block. `spread`: sessions of a run-length file begin at uniformly random
-    times within this number of seconds; 0: as the file says. `memory`: bytes that it may take. Raises UsageError for a
-    file that is none of these or takes more, with the line and what is wrong with it.
+    times within this number of seconds; 0: as the file says. `memory`: bytes that it may take. Raises UsageError for
+    another file, or one that takes more, with the line and its mistake.
     """
     if path.is_dir():
         path = next(iter(sorted(path.glob("0_trace.jsonl*"))), path / "0_trace.jsonl")
@@ -151,7 +150,7 @@ def read_trace(
     room = Room(memory)
     with parsed_lines(path) as lines:
         for request in reader(name, lines, size, path, room):
-            room.take(REQUEST_BLOCKS)
+            room.count(REQUEST_BLOCKS)
             requests.append(request)
     requests.sort(key=lambda request: request.time)
     return Trace(name, size, requests)
@@ -166,11 +165,7 @@ def _reader(first: Any, spread: float, seed: int) -> tuple[Reader, Callable[[Any
     if "lmkv_trace" in first:
         return _recorded, _recorded_block
     if "requests" in first:
-
-        def sessions(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -> Iterator[TraceRequest]:
-            return _sessions(name, lines, size, room, spread, random.Random(seed))
-
-        return sessions, lambda _: _SESSION_BLOCK
+        return partial(_sessions, spread=spread, chance=random.Random(seed)), lambda _: _SESSION_BLOCK
     if isinstance(first.get("hash_ids"), dict):
         return _ragpulse, lambda _: _RAG_BLOCK
     return _mooncake, lambda _: _MOONCAKE_BLOCK
@@ -181,8 +176,8 @@ def _mooncake(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -
     per = _blocks_per_chunk(size, _MOONCAKE_BLOCK)
     for line in lines:
         blocks = _names(line["hash_ids"])
-        room.take(len(blocks))
-        # An id stands for all that comes before it, too.
+        room.count(len(blocks))
+        # An id stands for its prefix as well.
         chunks = table.chain(0, chunked(blocks, per, partial=True)) if per > 1 else []
         keys = chunks or [table.key(block) for block in _once(blocks)]
         tokens, output = _count(line["input_length"]), _count(line["output_length"])
@@ -190,7 +185,7 @@ def _mooncake(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -
 
 
 def _sessions(
-    name: str, lines: Iterator[Any], size: int, room: Room, spread: float, chance: random.Random
+    name: str, lines: Iterator[Any], size: int, _: Path, room: Room, *, spread: float, chance: random.Random
 ) -> Iterator[TraceRequest]:
     per = _blocks_per_chunk(size, _SESSION_BLOCK)
     for line in lines:
@@ -198,10 +193,10 @@ def _sessions(
         table = KeyTable(f"{name} {session}", room)
         requests = line["requests"]
         start = chance.uniform(0, spread) - _seconds(requests[0][0]) if spread and requests else 0.0
-        for time, tokens, output, _, runs in requests:
+        for time, tokens, output, _kind, runs in requests:
             if (count := sum(_count(count) for _, count in runs)) > _MAX_BLOCKS:
                 raise ValueError(f"a request has more than {_MAX_BLOCKS:,} blocks")
-            room.take(count)
+            room.count(count)
             blocks = [block for first, count in runs for block in range(_count(first), first + count)]
             keys = table.chain(0, chunked(blocks, per, partial=False))
             yield TraceRequest(start + _seconds(time), keys, _count(tokens), _count(output), session)
@@ -215,7 +210,7 @@ def _ragpulse(name: str, lines: Iterator[Any], size: int, path: Path, room: Room
         total = _count(sum(lengths[number] for _, number in parts))
         if total // size > _MAX_BLOCKS:
             raise ValueError(f"a request has more than {_MAX_BLOCKS:,} chunks")
-        room.take(len(parts) + total // size)
+        room.count(len(parts) + total // size)
         keys = table.chain(0, _cut(parts, lengths, size))
         output, session = _count(line["output_length"]), _session(line["session_id"])
         yield TraceRequest(_seconds(float(line["timestamp"])), keys, total, output, session)
@@ -226,7 +221,7 @@ def _rag_lengths(path: Path, room: Room) -> dict[Any, int]:
     for side in sorted(path.parent.glob("[1-9]_*.jsonl*")):
         with parsed_lines(side) as lines:
             for entry in lines:
-                room.take(REQUEST_BLOCKS)
+                room.count(REQUEST_BLOCKS)
                 (number,) = _names([value for name, value in entry.items() if name.endswith("_id")][:1])
                 lengths[number] = _count(entry["token_length"])
     return lengths
@@ -256,7 +251,7 @@ def _recorded(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -
     table = KeyTable(name, room)
     for line in lines:
         names = _names(line["keys"].split())
-        room.take(len(names))
+        room.count(len(names))
         keys = [table.key(key) for key in _once(names)]
         keys = keys if per == 1 else keys[per - 1 :: per]
         tokens, output = _count(line["tokens"]), _count(line.get("output", 0))
@@ -274,20 +269,20 @@ def _blocks_per_chunk(size: int, block: int) -> int:
 
 def _count(value: Any, least: int = 0) -> int:
     if type(value) is not int or not least <= value <= _MAX_TOKENS:
-        raise ValueError(f"{short_repr(value)} is no number of tokens or blocks")
+        raise ValueError(f"{short_repr(value)} is not a number of tokens or blocks")
     return value
 
 
 def _seconds(value: Any) -> float:
     # nan is in no range
     if type(value) not in (int, float) or not -_MAX_TIME <= value <= _MAX_TIME:
-        raise ValueError(f"{short_repr(value)} is no time")
+        raise ValueError(f"{short_repr(value)} is not a time")
     return float(value)
 
 
 def _names(values: Any) -> list[Any]:
     if not isinstance(values, list) or len(values) > _MAX_BLOCKS or not all(map(_is_name, values)):
-        raise ValueError(f"{short_repr(values)} is no list of ids")
+        raise ValueError(f"{short_repr(values)} is not a list of ids")
     return values
 
 
@@ -307,15 +302,15 @@ def _once(names: list[Any]) -> list[Any]:
 
 def _session(value: Any) -> str:
     if not _is_name(value):
-        raise ValueError(f"{short_repr(value)} is no session")
+        raise ValueError(f"{short_repr(value)} is not a session")
     return str(value)
 
 
 @contextmanager
 def parsed_lines(path: Path) -> Iterator[Iterator[Any]]:
-    """The JSON of each line that is not blank, decompressed if the file's name ends with .zst.
+    """The JSON of each non-blank line; decompresses a file with the suffix .zst.
 
-    Raises UsageError, also for whatever a block raises about the line that it has read last: with file and line.
+    Raises UsageError with file and line, also for errors of a block about the last line.
     """
     at = 0
 
@@ -331,14 +326,14 @@ def parsed_lines(path: Path) -> Iterator[Iterator[Any]]:
     try:
         if not path.is_file():
             # A pipe would be waited for, and can be read once only.
-            raise ValueError("it is no file" if path.exists() else "there is no such file")
+            raise ValueError("it is not a file" if path.exists() else "there is no such file")
         with _opened(path) as file:
             yield parsed(file)
     except (OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if isinstance(error, UsageError):
             raise
-        said = str(error) if type(error) is ValueError else repr(error)
-        raise UsageError(f"{path}{f', line {at}' if at else ''}: no trace: {outside(said)}") from error
+        reason = str(error) if type(error) is ValueError else repr(error)
+        raise UsageError(f"{path}{f', line {at}' if at else ''}: no trace: {outside(reason)}") from error
     except RecursionError as error:
         raise UsageError(f"{path}, line {at}: no trace: it is nested too deeply") from error
 

@@ -169,7 +169,7 @@ class Holders(Part):
             self._allocator.free_up(len(keys) - len(here), kept | here)
         known_entries, enter, writing = self._primary.entries, self._primary.enter, State.WRITING
         slab = self._primary.slab
-        slots, fresh = slab.take(len(keys)), 0
+        slots, fresh = slab.claim(len(keys)), 0
         for key in keys:
             known = known_entries.get(key)
             if known is not None and self._promoter.is_stuck(known):

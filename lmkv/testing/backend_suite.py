@@ -254,7 +254,7 @@ class BackendSuite:
 
 
 def statuses(backend: Backend, chunks: Sequence[Chunk]) -> list[WriteStatus]:
-    """How the writes of these chunks, one after the other, ended."""
+    """The statuses of writing these chunks in turn."""
     return [backend.write(chunk).status for chunk in chunks]
 
 

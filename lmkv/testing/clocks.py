@@ -6,7 +6,7 @@ import threading
 
 
 class ManualClock:
-    """A `Clock` whose time changes only by `advance`. Thread-safe.
+    """A `Clock` that changes only by `advance`. Thread-safe.
 
     Parameters
     ----------

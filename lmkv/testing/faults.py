@@ -12,6 +12,8 @@ from errno import EIO
 from functools import partial
 from typing import TypeVar
 
+from attrs import define, field
+
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.errors import BackendError, BackendUnavailable
 from lmkv.memory.copier import ChunkCopy, Copier, Event
@@ -24,11 +26,15 @@ VERBS = frozenset({"contains", "read", "write", "delete", "list_keys"})
 COPIES = frozenset({"store", "load"})
 
 
-def _check_verbs(verbs: frozenset[str], known: frozenset[str]) -> None:
-    if unknown := verbs - known:
-        raise ValueError(f"no such verbs: {sorted(unknown)}")
+def _known(verbs: frozenset[str]) -> Callable[[object, object, frozenset[str]], None]:
+    def check(_: object, __: object, given: frozenset[str]) -> None:
+        if unknown := given - verbs:
+            raise ValueError(f"no such verbs: {sorted(unknown)}")
+
+    return check
 
 
+@define(eq=False, repr=False, slots=False)
 class FaultyBackend(WrapperBackend):
     """Injects faults into calls of another backend.
 
@@ -63,36 +69,28 @@ class FaultyBackend(WrapperBackend):
 
     Examples
     --------
-    >>> from lmkv.backends.null import NullBackend
+    >>> from lmkv.backends.wrapper import NullBackend
     >>> backend = FaultyBackend(NullBackend())
     >>> backend.fail_call()
     >>> backend.read(bytes(32), memoryview(bytearray(4))).status, backend.faults
     (<ReadStatus.FAILED: 'failed'>, 1)
     """
 
-    def __init__(
-        self,
-        inner: Backend,
-        *,
-        seed: int = 0,
-        error_rate: float = 0.0,
-        latency: float = 0.0,
-        verbs: frozenset[str] = VERBS,
-        max_hold: float = 60.0,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        super().__init__(inner)
-        _check_verbs(verbs, VERBS)
-        self.error_rate = error_rate
-        self.latency = latency
-        self.verbs = verbs
-        self.max_hold = max_hold
-        self.calls: Counter[str] = Counter()
-        self.faults = 0
-        self._random = random.Random(seed)
-        self._sleep = sleep
-        self._failing: dict[int, int] = {}
-        self._lock = threading.Lock()
+    inner: Backend
+    _seed: int = field(default=0, kw_only=True)
+    error_rate: float = field(default=0.0, kw_only=True)
+    latency: float = field(default=0.0, kw_only=True)
+    verbs: frozenset[str] = field(default=VERBS, kw_only=True, validator=_known(VERBS))
+    max_hold: float = field(default=60.0, kw_only=True)
+    _sleep: Callable[[float], None] = field(default=time.sleep, kw_only=True)
+    calls: Counter[str] = field(factory=Counter, init=False)
+    faults: int = field(default=0, init=False)
+    _failing: dict[int, int] = field(factory=dict, init=False)
+    _lock: threading.Lock = field(factory=threading.Lock, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        super().__init__(self.inner)
+        self._random = random.Random(self._seed)
         self._released = threading.Event()
         self._released.set()
 
@@ -149,6 +147,7 @@ class FaultyBackend(WrapperBackend):
         return sum(self.calls.values())
 
 
+@define(eq=False, repr=False, slots=False)
 class FaultyCopier:
     """Injects faults into calls of another copier, by layers or not.
 
@@ -191,22 +190,15 @@ class FaultyCopier:
     OSError: [Errno 5] an injected error
     """
 
-    def __init__(
-        self,
-        inner: Copier,
-        *,
-        seed: int = 0,
-        error_rate: float = 0.0,
-        late_rate: float = 0.0,
-        verbs: frozenset[str] = COPIES,
-    ) -> None:
-        _check_verbs(verbs, COPIES)
-        self.error_rate = error_rate
-        self.late_rate = late_rate
-        self.verbs = verbs
-        self.faults = 0
-        self._inner = inner
-        self._random = random.Random(seed)
+    _inner: Copier
+    _seed: int = field(default=0, kw_only=True)
+    error_rate: float = field(default=0.0, kw_only=True)
+    late_rate: float = field(default=0.0, kw_only=True)
+    verbs: frozenset[str] = field(default=COPIES, kw_only=True, validator=_known(COPIES))
+    faults: int = field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._random = random.Random(self._seed)
 
     @property
     def num_layers(self) -> int:
@@ -251,12 +243,12 @@ class FaultyCopier:
         return OSError(EIO, "an injected error")
 
 
+@define(eq=False)
 class _Late:
-    """An event that says a few times that it has not happened yet."""
+    """An event that denies a few times that it has happened."""
 
-    def __init__(self, event: Event, times: int) -> None:
-        self._event = event
-        self._times = times
+    _event: Event
+    _times: int
 
     def query(self) -> bool:
         self._times -= 1

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lmkv.backends.disk import namespaces
+from lmkv.backends.disk import backend, folder
 from lmkv.build import stored_namespace
 from lmkv.config import Config
 from lmkv.errors import BackendError, ConfigError, UsageError
@@ -85,10 +85,9 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
     if config.agent_listen is None:
         return None
     try:
-        from lmkv.agent.address import Address
         from lmkv.agent.http import application
         from lmkv.agent.peers import Peers
-        from lmkv.agent.server import AgentServer
+        from lmkv.agent.server import Address, AgentServer
         from lmkv.agent.service import CacheService
     except ImportError as error:
         raise ConfigError(f'agent_listen needs fastapi and uvicorn: pip install "lmkv[agent]" ({error})') from error
@@ -139,12 +138,12 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
 def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, beginning: str) -> int:
     """Delete the chunks of the one namespace with this beginning: this engine's, or another one in its folder."""
     try:
-        found = {own, *(namespaces.digests(root) if root else ())}
+        found = {own, *(folder.digests(root) if root else ())}
     except OSError as error:
         raise BackendError("disk", "a list of namespaces", reason=str(error)) from error
     match [digest for digest in found if digest.hex().startswith(beginning.lower())]:
         case [digest] if digest == own:
             return clear_own()
         case [digest] if root:
-            return namespaces.clear_namespace(root, digest)
+            return backend.clear_namespace(root, digest)
     raise UsageError(f"not one namespace begins with {beginning}, but none or several: see lmkv inspect FOLDER")

@@ -73,7 +73,7 @@ class LayerwiseTransfer:
         pipeline, events = self._pipeline, list[Event]()
         if pipeline is None:
             return None
-        unread = isinstance(pipeline, LayerReader) and bool(pipeline.unread)
+        unread = isinstance(pipeline, LayerReader) and bool(pipeline.left)
         self._attempt(lambda: events.append(pipeline.finish()))
         if unread and events:
             # The model has read layers before they were loaded. The copies must end before vLLM learns of it and

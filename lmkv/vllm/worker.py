@@ -21,8 +21,7 @@ from lmkv.errors import UsageError
 from lmkv.memory.comparison import Difference, Part, Reading
 from lmkv.memory.copier import DONE, Copier, Event
 from lmkv.memory.copiers import make_copier, make_staging
-from lmkv.memory.device import STAGING_BYTES, Staging
-from lmkv.memory.device_copier import LoadEvent
+from lmkv.memory.device import STAGING_BYTES, LoadEvent, Staging
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import SlabMap, SlabRef, attach, wait_for_slab
 from lmkv.vllm.copies import Comparer, Comparing, LayerwiseTransfer, NotReadyError
@@ -161,7 +160,7 @@ class Worker:
                 item.event.wait()
         if self._staging is not None:
             try:
-                self._staging.drop()
+                self._staging.free()
             except Exception:
                 logger.exception("lmkv: the device has failed while the engine fell asleep")
 
@@ -169,7 +168,7 @@ class Worker:
         """Resume copying: the paged memory has pages again, at its address. Idempotent."""
         try:
             if self._staging is not None:
-                self._staging.take()
+                self._staging.allocate()
             self._suspended = False
         except Exception as error:
             logger.exception("lmkv: no staging memory after the engine's sleep")
@@ -189,7 +188,7 @@ class Worker:
         if self._staging is not None and any(order.between_steps for order in plan.loads):
             # vLLM computes this step before these loads begin, and no part of it reads or writes their blocks.
             with contextlib.suppress(Exception):  # The load fails as well, and says so.
-                self._launched = self._staging.mark()
+                self._launched = self._staging.record_event()
 
     def _read_again(self, order: ReadOrder) -> None:
         item = _Running(order, DONE, time.monotonic(), self._step)

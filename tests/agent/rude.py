@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from lmkv.agent.address import Address
+from lmkv.agent.server import Address
 from tests.kit import LIMIT
 
 Answer = Callable[[bytes, socket.socket], None]

@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lmkv.agent.address import Address
 from lmkv.agent.client import Client
 from lmkv.agent.http import application
 from lmkv.agent.peers import Peers
-from lmkv.agent.server import AgentServer
+from lmkv.agent.server import Address, AgentServer
 from lmkv.agent.service import CacheService
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend

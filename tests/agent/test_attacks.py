@@ -20,10 +20,9 @@ import pytest
 from typer.testing import CliRunner
 
 import lmkv.agent.server
-from lmkv.agent.address import Address
 from lmkv.agent.client import Client
 from lmkv.agent.http import application
-from lmkv.agent.server import _LOOP, _WORK, AgentServer, Pace, max_connections, paced_loop
+from lmkv.agent.server import _LOOP, _WORK, Address, AgentServer, Pace, max_connections, paced_loop
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.cli.app import app
 from lmkv.store.tiered import TieredStore

@@ -16,10 +16,9 @@ from attrs import frozen
 from hypothesis import example, given, strategies as st
 from pydantic import ValidationError
 
-from lmkv.agent.address import Address
 from lmkv.agent.client import Client
 from lmkv.agent.http import PromptBody, application, max_body_bytes
-from lmkv.agent.server import AgentServer
+from lmkv.agent.server import Address, AgentServer
 from lmkv.agent.service import CacheService
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.policies import LRU

@@ -10,9 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lmkv.agent.address import Address
 from lmkv.agent.http import PAGE, application
-from lmkv.agent.server import AgentServer
+from lmkv.agent.server import Address, AgentServer
 from lmkv.agent.service import CacheService
 from lmkv.policies import LRU, Quotas
 from tests.agent.serving import TOKEN, put, service_of, service_of_scheduler, store_over

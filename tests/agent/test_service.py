@@ -26,11 +26,10 @@ from attrs import evolve
 from fastapi import FastAPI
 
 import lmkv.vllm.scheduler.observer
-from lmkv.agent import address
-from lmkv.agent.address import Address
+from lmkv.agent import server as agent_server
 from lmkv.agent.client import AsyncClient, Client
 from lmkv.agent.http import History, application
-from lmkv.agent.server import AgentServer
+from lmkv.agent.server import Address, AgentServer
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
@@ -506,7 +505,7 @@ class TestUnixSockets:
     def test_who_keeps_the_folders_lock_keeps_nobody_from_starting(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(address, "_PATIENCE", 0.0)
+        monkeypatch.setattr(agent_server, "_PATIENCE", 0.0)
         folder = os.open(path.parent, os.O_RDONLY)
         fcntl.flock(folder, fcntl.LOCK_EX)
         Address(f"unix:{path}").bind()[0].close()

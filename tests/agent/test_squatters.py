@@ -20,10 +20,10 @@ import pytest
 from typer.testing import CliRunner
 
 import lmkv.agent.peers
-from lmkv.agent.address import Address
 from lmkv.agent.client import AsyncClient, Client
 from lmkv.agent.http import History
 from lmkv.agent.peers import PeerError, Peers
+from lmkv.agent.server import Address
 from lmkv.cli.app import app
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
@@ -143,7 +143,7 @@ def test_a_folder_that_another_user_made_is_not_used(
 ) -> None:
     memory_path.chmod(0o1777)
     folder = memory_path / f"lmkv-{os.geteuid()}"
-    monkeypatch.setattr("lmkv.agent.address._bases", lambda: [str(memory_path)])
+    monkeypatch.setattr("lmkv.agent.server._bases", lambda: [str(memory_path)])
     with Another(squat, str(folder), mode), one_of(service_of(store), free_ports()) as server:
         assert "is not a folder of mode 0700 of this user" in caplog.text
         with Client(server.url, TOKEN) as client:
@@ -153,7 +153,7 @@ def test_a_folder_that_another_user_made_is_not_used(
 
 def test_the_folder_is_its_users_alone(memory_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where others could replace it, and where its mode has changed, there is none."""
-    monkeypatch.setattr("lmkv.agent.address._bases", lambda: [str(memory_path)])
+    monkeypatch.setattr("lmkv.agent.server._bases", lambda: [str(memory_path)])
     first = Address("127.0.0.1:8377")
     path = Path(first.private(3).text.removeprefix("unix:"))
     assert (path.parent.stat().st_mode & 0o7777, path.suffix) == (0o700, ".3")

@@ -16,14 +16,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lmkv.backends.aio import AsyncAdapter
+from lmkv.backends.aio import AsyncAdapter, AsyncFileBackend
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.files import AsyncFileBackend
-from lmkv.backends.null import NullBackend
-from lmkv.backends.wrapper import WrapperBackend
-from lmkv.cli.report import interleaved, median_ratio
+from lmkv.backends.wrapper import NullBackend, WrapperBackend
+from lmkv.cli.report import interleaved
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, UsageError
 from lmkv.medium import NAME as MARK
 from lmkv.outcomes import MISS, STORED, Read, ReadStatus, WriteStatus, Written
@@ -33,7 +31,7 @@ from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
 from tests.backends.remote.folder_store import FolderBackend
 from tests.forked import python
-from tests.kit import LIMIT, chain, eventually, get, lower, mounted_tmpfs, put_below, raised, small_store
+from tests.kit import LIMIT, chain, eventually, get, lower, median_ratio, mounted_tmpfs, put_below, raised, small_store
 from tests.pages import ROOT
 
 T = TypeVar("T")
@@ -193,7 +191,7 @@ def test_min_free_rejects_before_it_writes(tmp_path: Path) -> None:
     chunk = chunk_of(100)
     written = full.write(chunk)
     assert written.status is WriteStatus.REJECTED
-    assert "lacking to min_free" in written.reason
+    assert "min_free lacks" in written.reason
     assert files_below(tmp_path) == []
     modest = LocalDiskBackend(tmp_path, NAMESPACE, min_free=1, clock=clock)
     assert modest.write(chunk).status is WriteStatus.STORED

@@ -17,7 +17,8 @@ from lmkv.cli import bench
 from lmkv.cli.app import app
 from lmkv.cli.bench import DISK, OWN, RAM, bare_chain, hit_in
 from lmkv.cli.engines import WRITES_ENDED, Answer, wait_until_settled
-from lmkv.cli.report import Row, compared, interleaved, interval, median_ratio, reached
+from lmkv.cli.report import Row, compared, interleaved, interval, reached
+from tests.kit import median_ratio
 from tests.tables import raised
 
 ROUNDS = {"cache": [1.0, 1.0, 1.0], "lmkv": [2.0, 1.5, 4.0]}

@@ -114,5 +114,5 @@ def test_a_place_where_nothing_can_be_written_is_an_error_in_a_line(tmp_path: Pa
 
 def test_a_device_is_no_text(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["model", str(tmp_path / "model"), "--text", "/dev/zero"])
-    assert (result.exit_code, str(result.exception)) == (1, "/dev/zero is no file")
+    assert (result.exit_code, str(result.exception)) == (1, "/dev/zero is not a file")
     assert not (tmp_path / "model").exists()

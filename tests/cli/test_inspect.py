@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from lmkv.backends.disk import folder
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.disk.namespaces import DESCRIPTION_FILE, describe, description
+from lmkv.backends.disk.folder import DESCRIPTION_FILE, describe, description
 from lmkv.backends.disk.root import Root
 from lmkv.build import build_store
 from lmkv.chunks.hashing import token_bytes
@@ -193,7 +193,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, fill: Fill) -> None:
         ("inspect", "no namespace of lmkv's chunks"),
         ("clear --yes", "no namespace of lmkv's chunks"),
         ("prune", "say what to delete"),
-        ("prune --older-than soon", "no duration"),
+        ("prune --older-than soon", "not a duration"),
         ("inspect --namespace zz", "begins with zz"),
     ):
         if "zz" in words:

@@ -225,7 +225,7 @@ def test_a_server_that_is_away_is_one_line(url: str) -> None:
 def test_another_server_is_one_line() -> None:
     other = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=other.serve_forever, daemon=True).start()
-    assert "something else than lmkv's agent API" in refused("lookup", TEXT, "--url", f"127.0.0.1:{other.server_port}")
+    assert "is not lmkv's agent API" in refused("lookup", TEXT, "--url", f"127.0.0.1:{other.server_port}")
     other.shutdown()
     other.server_close()
 
@@ -253,7 +253,7 @@ def test_an_answer_in_json_that_is_none_is_one_line(other: RudePeer, answer: byt
     other.bytes = as_http(answer)
     commands: list[list[Any]] = [[*each, "--url"] for each in ABOUT_A_PROMPT]
     for words in (*commands, ["top"], ["record", tmp_path / "trace"]):
-        assert "something else than lmkv's agent API" in refused(*words, other.url)
+        assert "is not lmkv's agent API" in refused(*words, other.url)
 
 
 def test_nothing_of_a_server_reaches_the_terminal_as_it_is(other: RudePeer) -> None:
@@ -308,12 +308,12 @@ def test_whatever_is_answered_a_command_shows_it_or_says_one_line(
 
 
 def test_what_is_no_prompt_is_refused() -> None:
-    assert "no list of token ids" in refused("lookup", "--tokens", "1,two", code=2)
+    assert "not a list of token ids" in refused("lookup", "--tokens", "1,two", code=2)
 
 
 @pytest.mark.parametrize("words", [["lookup", "\udcff"], ["pin", TEXT, "--cache-salt", "\udcff"]])
 def test_what_is_no_text_is_refused(url: str, words: list[str]) -> None:
-    assert "no text in UTF-8" in refused(*words, "--url", url)
+    assert "not text in UTF-8" in refused(*words, "--url", url)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

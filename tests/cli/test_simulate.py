@@ -120,7 +120,7 @@ def test_a_picture_is_drawn(sessions: Path, tmp_path: Path) -> None:
 
 def test_sizes_are_read_as_people_write_them() -> None:
     assert [size_of(text, 100, 5000) for text in ("5%", "64GiB", "64GB", "20")] == [25_000, 64 << 30, 64 * 10**9, 2000]
-    raised(UsageError, "'much' is no size", size_of, "much", 1, 1)
+    raised(UsageError, "'much' is not a size", size_of, "much", 1, 1)
 
 
 MOONCAKE: dict[str, Any] = {"timestamp": 5, "input_length": 1500, "output_length": 3, "hash_ids": [1, 2, 3]}
@@ -220,7 +220,7 @@ def test_a_file_that_is_none_or_broken_is_no_trace(tmp_path: Path, sessions: Pat
     (tmp_path / "latin.jsonl").write_bytes(b"\xff\xfe")
     for name in ("pipe", "not.zst", "cut.zst", "bomb.zst", "latin.jsonl", "none"):
         raised(UsageError, f"{name}(, line [0-9]+)?: no trace: ", read_trace, tmp_path / name)
-    raised(UsageError, "/dev/zero: no trace: it is no file", read_trace, Path("/dev/zero"))
+    raised(UsageError, "/dev/zero: no trace: it is not a file", read_trace, Path("/dev/zero"))
 
 
 @pytest.mark.parametrize(

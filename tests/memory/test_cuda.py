@@ -16,8 +16,7 @@ import torch
 from lmkv import Config, Engine
 from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.memory.copiers import CPUCopier
-from lmkv.memory.device import Staging
-from lmkv.memory.device_copier import DeviceCopier, PinnedSlab
+from lmkv.memory.device import DeviceCopier, PinnedSlab, Staging
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab
 from tests.memory.accelerator import Accelerator

@@ -16,8 +16,7 @@ from hypothesis import given, strategies as st
 from lmkv.errors import UsageError
 from lmkv.memory.copier import ChunkCopy, Event, LayerReader, LayerWriter, Run
 from lmkv.memory.copiers import CPUCopier
-from lmkv.memory.device import DeviceError, Staging
-from lmkv.memory.device_copier import DeviceCopier, LoadEvent, PinnedSlab
+from lmkv.memory.device import DeviceCopier, DeviceError, LoadEvent, PinnedSlab, Staging
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab
 from tests.simulated_device import SimulatedDevice

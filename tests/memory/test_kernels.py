@@ -15,7 +15,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import numpy as np, torch
-from lmkv.memory.device_copier import Spans
+from lmkv.memory.device import Spans
 from lmkv.memory.kernels import launch_move
 
 rng = np.random.default_rng(1)

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmkv.memory.device import DeviceError
-from lmkv.memory.device_copier import PinnedSlab, pinning_threads
+from lmkv.memory.device import DeviceError, PinnedSlab, pinning_threads
 from lmkv.memory.slab import Slab, SlabMap
 from tests.simulated_device import SimulatedDevice
 
@@ -131,7 +130,7 @@ def test_ranks_with_the_same_part_populate_a_share_of_it_each_and_pin_all_of_it(
             mapped.rank = rank
             populated.append(0)
             devices.append(SimulatedDevice())
-            pins.append(PinnedSlab(devices[-1], mapped, share=(rank, 4), threads=0, piece_bytes=2 * SLOT))
+            pins.append(PinnedSlab(devices[-1], mapped, turn=(rank, 4), threads=0, piece_bytes=2 * SLOT))
         for _ in range(slab.num_slots // 2):
             assert all(each.pin_next() for each in pins), "in turns"
         assert populated == [slab.nbytes // 4096 // 4] * 4

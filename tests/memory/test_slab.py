@@ -24,14 +24,14 @@ import lmkv.memory.machine
 import lmkv.memory.slab
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.layout import KVLayout, LayerPages
-from lmkv.cli.report import interleaved, median_ratio
+from lmkv.cli.report import interleaved
 from lmkv.errors import ConfigError, UsageError
 from lmkv.memory import slab_files
 from lmkv.memory.machine import clamp_capacity
 from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name, wait_for_slab
 from lmkv.testing.backend_suite import in_threads
 from tests.forked import Child, Tell
-from tests.kit import LIMIT, eventually, raised
+from tests.kit import LIMIT, eventually, median_ratio, raised
 
 SLOT = 8192
 MIB = 1 << 20

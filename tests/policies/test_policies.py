@@ -22,7 +22,7 @@ from lmkv.policies import (
     make_admission,
     make_policy,
 )
-from lmkv.policies.shadow import Shadow
+from lmkv.policies.adaptive import Shadow
 from tests.tables import chain, every, raised
 
 A, B, C = (bytes([letter]) * 32 for letter in b"abc")

@@ -180,8 +180,8 @@ class LocalDiskBackend:
         self._check_keys([chunk.key])
         chunk.check()
         try:
-            # Two retries, for two things that may be missing: the folder, and the temporary file, which another
-            # process deletes as stale when it finds it after its creation and before it is locked.
+            # Two retries, for two absent things: the folder, and the temporary file, which another process deletes as
+            # stale if it finds it before it is locked.
             for _ in range(2):
                 with contextlib.suppress(FileNotFoundError):
                     return self._write_once(chunk)
@@ -229,7 +229,7 @@ class LocalDiskBackend:
         return nbytes
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count bytes that will be written; returns those of all processes below the root, these included."""
+        """Count bytes that will be written; returns the bytes of all processes below the root."""
         return self._usage.reserve_bytes(nbytes)
 
     def release_bytes(self, nbytes: int) -> None:
@@ -262,8 +262,8 @@ class LocalDiskBackend:
                     time.sleep(_PAUSE)
         except OSError as error:
             raise self._translated(error, "list_keys") from error
-        # To sort a million at once would keep the interpreter for a second. Within a minute the latest use comes first:
-        # the tail of a chain is evicted before its head.
+        # Sorting a million at once would hold the GIL for a second. Within a minute the latest use comes first, so a
+        # chain's tail is evicted before its head.
         ordered = (sorted(minutes[minute], key=attrgetter("last_used"), reverse=True) for minute in sorted(minutes))
         found = chain.from_iterable(ordered)
         while batch := list(islice(found, LIST_BATCH)):
@@ -296,8 +296,8 @@ class LocalDiskBackend:
             if replaced is None:
                 return PRESENT
             nbytes = self.stored_bytes(len(chunk.payload))
-            if lacking := self._space.take(nbytes):
-                return Written.rejected(f"{lacking:,} bytes are lacking to min_free", lacking)
+            if lacking := self._space.claim(nbytes):
+                return Written.rejected(f"min_free lacks {lacking:,} bytes", lacking)
             self._files.write(chunk, folder, name, replace=replaced > 0)
         self._unreadable.discard(chunk.key)
         self._usage.wrote(nbytes)
@@ -306,9 +306,9 @@ class LocalDiskBackend:
         return STORED
 
     def _bytes_to_replace(self, chunk: Chunk, folder: Folder, name: str) -> int | None:
-        """Size of the chunk's file if it cannot be read, 0 without a file, None if the chunk is stored there.
+        """Size of the chunk's unreadable file, 0 without a file, None if the chunk is stored.
 
-        A file that is not this chunk's is removed. So is one of another length, because its reads would fail for ever.
+        Removes a file of another chunk, or of another length: its reads would fail for ever.
         """
         try:
             stored = self._files.header(folder, name, chunk.key).payload_bytes == len(chunk.payload)
@@ -400,3 +400,14 @@ def check_settings(namespace: bytes, sync: str, direct: str, segment_bytes: int)
         raise ConfigError(f"direct must be 'auto', 'on' or 'off', not {direct!r}")
     if segment_bytes % codec.PAGE or not codec.PAGE <= segment_bytes <= codec.MAX_SEGMENT_BYTES:
         raise ConfigError(f"segment_bytes must be 1 to 4096 pages of 4096 bytes, not {segment_bytes}")
+
+
+def clear_namespace(root: str, digest: bytes) -> int:
+    """Delete a namespace's chunks, which running engines then miss; returns how many. Raises BackendError."""
+    backend = LocalDiskBackend(root, digest, direct="off")
+    try:
+        chunks = [chunk.key for batch in backend.list_keys() for chunk in batch]
+        backend.reclaim(chunks)
+    finally:
+        backend.close()
+    return len(chunks)

@@ -91,7 +91,7 @@ class ChunkFiles:
         write_fully(fd, [self._packed(chunk, digests)])
 
     def _packed(self, chunk: Chunk, digests: SegmentDigests) -> memoryview:
-        packed = self._scratch.take("header", self.format.header_bytes(len(chunk.payload)))
+        packed = self._scratch.borrow("header", self.format.header_bytes(len(chunk.payload)))
         self.format.pack(packed, digests, len(chunk.payload), chunk.parent, chunk.tokens)
         return packed
 
@@ -114,12 +114,12 @@ class ChunkFiles:
     def _read_start(self, fd: int, size: int, key: ChunkKey, into: memoryview) -> tuple[Header, int]:
         """The header, and how many bytes of `into` were read with it and are verified.
 
-        A file of the size that `write` gives it most likely has a header of the same length, too, so that one
-        system call can read the header and the first piece. If not, the piece is read again.
+        A file of the size that `write` makes most likely has such a header: one system call reads it and the first
+        piece. If not, the piece is read again.
         """
         header_bytes, first = self.format.header_bytes(len(into)), into[: self._piece(self.format.segment_bytes)]
         if size == self.file_bytes(len(into)):
-            start, piece = self._scratch.take("header", header_bytes), self._staged(first)
+            start, piece = self._scratch.borrow("header", header_bytes), self._staged(first)
             self._fill(fd, 0, piece, start)
             header = self._checked(start, size, key)
         else:
@@ -136,11 +136,11 @@ class ChunkFiles:
     def _staged(self, part: memoryview) -> memoryview:
         """Where to read a part: scratch memory in huge pages, which is copied afterwards, with O_DIRECT; else in place.
 
-        A disk takes longer to fill 512 small pages, which may lie anywhere, than one huge page.
+        A disk fills one huge page sooner than 512 scattered small ones.
         """
         large = HUGE <= len(part) <= 2 * HUGE
         staged = large and has_huge_pages() and self._direct_flag(address_of(part))
-        return self._scratch.take("piece", len(part)) if staged else part
+        return self._scratch.borrow("piece", len(part)) if staged else part
 
     def _fill(self, fd: int, offset: int, into: memoryview, *before: memoryview) -> None:
         """Fill `before`, then `into`, from `offset` on.
@@ -149,7 +149,7 @@ class ChunkFiles:
         """
         rest = len(into) % PAGE
         whole = len(into) - rest
-        tail = self._scratch.take("tail", PAGE if rest else 0)
+        tail = self._scratch.borrow("tail", PAGE if rest else 0)
         read_fully(fd, [*before, into[:whole], tail], offset)
         into[whole:] = tail[:rest]
 
@@ -172,24 +172,27 @@ class ChunkFiles:
         with folder.opened(name, os.O_RDONLY | self._direct_flag(misalignment)) as fd:
             status = _regular(fd)
             yield fd, status
-            _note_use(fd, status)
+            # A time in the future needs an update as much as an old one.
+            if abs(time.time() - status.st_mtime) > TOUCH_EVERY:
+                with contextlib.suppress(OSError):
+                    os.utime(fd)
 
     def _padded(self, payload: memoryview) -> list[memoryview]:
         """The payload as whole pages: its own memory, and the rest in scratch memory, padded with zeros."""
         rest = len(payload) % PAGE
         if not rest:
             return [payload]
-        tail = self._scratch.take("tail", PAGE)
+        tail = self._scratch.borrow("tail", PAGE)
         tail[:rest] = payload[-rest:]
         tail[rest:] = bytes(PAGE - rest)
         return [payload[:-rest], tail]
 
     def _header_of(self, fd: int, size: int, key: ChunkKey) -> Header:
-        start = self._scratch.take("header", PAGE)
+        start = self._scratch.borrow("header", PAGE)
         read_fully(fd, [start])
         nbytes = codec.peek_header_bytes(start)
         if nbytes > PAGE:
-            start = self._scratch.take("header", nbytes)
+            start = self._scratch.borrow("header", nbytes)
             read_fully(fd, [start])
         return self._checked(start, size, key)
 
@@ -211,13 +214,6 @@ def _copy(piece: memoryview, part: memoryview) -> None:
     """Copy a piece that was read into scratch memory. Releases the GIL, unlike an assignment to a memoryview."""
     if piece is not part:
         np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(piece, np.uint8))
-
-
-def _note_use(fd: int, status: os.stat_result) -> None:
-    # A time in the future needs an update as much as an old one.
-    if abs(time.time() - status.st_mtime) > TOUCH_EVERY:
-        with contextlib.suppress(OSError):
-            os.utime(fd)
 
 
 def _sync_or_remove(folder: Folder, name: str) -> None:

@@ -58,8 +58,8 @@ class Scratch(threading.local):
     def __init__(self) -> None:
         self._pieces: dict[str, memoryview] = {}
 
-    def take(self, kind: str, nbytes: int) -> memoryview:
-        """`nbytes` of undefined content, to use until this thread takes the same kind again."""
+    def borrow(self, kind: str, nbytes: int) -> memoryview:
+        """`nbytes` of undefined content, until this thread borrows the same kind again."""
         piece = self._pieces.get(kind)
         if piece is None or len(piece) < nbytes:
             piece = self._pieces[kind] = self._made(nbytes)
@@ -111,14 +111,13 @@ def read_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
 
 
 _open: dict[object, Sequence[str]] = {}
-"""Names of the files, and paths of the folders, that threads of this process use, from before they are opened
-until they are closed."""
+"""Names of files and paths of folders in use by this process's threads, from before they open until they close."""
 
 
 def _close_inherited() -> None:
     """In a forked child, close its copies of the parent's files: they would keep locks and deleted files.
 
-    It finds them by name: when a thread is in `os.open` while another one forks, nobody knows the descriptor yet.
+    Finds them by name: if a thread was in `os.open` at the fork, nobody knows the descriptor yet.
     """
     names = {name for opened in _open.values() for name in opened}
     _open.clear()
@@ -215,8 +214,8 @@ class Folder:
 def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
     """A new file with a unique name, locked while it is written and removed when the block ends.
 
-    `is_abandoned` tells by the lock whether the writer lives. The kernel releases it when the process ends,
-    however it ends, so that process ids, which are recycled and differ between containers, do not matter.
+    `is_abandoned` tells by the lock whether the writer lives: the kernel releases it however the process ends. Process
+    ids would not do: they are recycled, and differ between containers.
     """
     name = f".{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
     with folder.opened(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags) as fd:
@@ -234,7 +233,7 @@ def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
 class OwnFile:
     """A file that is locked as long as this process has it: `is_abandoned` tells others when it has ended.
 
-    Forked children do not have it. Whoever drops it without `remove` leaves a file that is abandoned.
+    Forked children do not have it. Dropping it without `remove` leaves an abandoned file.
     """
 
     def __init__(self, fd: int, name: str) -> None:
@@ -278,7 +277,7 @@ class OwnFile:
 def is_abandoned(folder: Folder, name: str) -> bool:
     """Whether the writer of a temporary file has ended. False when that cannot be found out."""
     try:
-        # For writing, too, as NFS wants it for such a lock.
+        # NFS locks only files that are open for writing.
         with folder.opened(name, os.O_RDWR) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -340,8 +339,8 @@ class FreeSpace:
     _free: int = field(default=0, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False, repr=False)
 
-    def take(self, nbytes: int) -> int:
-        """How many bytes are lacking for `nbytes` more to leave `min_free`. If none, they count as used from now on."""
+    def claim(self, nbytes: int) -> int:
+        """Claim `nbytes`; returns how many `min_free` lacks then, and claims nothing if any."""
         if not self.min_free:
             return 0
         with self._lock:

@@ -1,4 +1,4 @@
-"""The folders of namespaces below a root, and the count of the bytes that all of them have together.
+"""The folders of namespaces below a root, their descriptions, and the count of the bytes of all together.
 
 Payloads are not opened here. Any number of threads and processes may work in a folder at once: a file that
 another one has just removed counts as absent.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import secrets
 import stat
@@ -16,13 +17,17 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from attrs import define, evolve, field, frozen
+from attrs import asdict, define, evolve, field, frozen
 
-from lmkv.backends.disk.fileio import TEMPORARY_SUFFIX, Folder, OwnFile, is_abandoned
+from lmkv.backends.disk.fileio import TEMPORARY_SUFFIX, Folder, OwnFile, is_abandoned, publish, temporary, write_fully
 from lmkv.backends.disk.root import Root, warn_once
 from lmkv.chunks import codec
 from lmkv.chunks.hashing import KEY_BYTES
+from lmkv.chunks.namespace import Namespace
+from lmkv.errors import UsageError
 from lmkv.protocols import ChunkKey, Listed
 
 SUFFIX = f".kv{codec.VERSION}"
@@ -34,9 +39,9 @@ _NAME_LENGTH = 2 * KEY_BYTES + len(SUFFIX)
 class ChunkFolder:
     """`<root>/<namespace>/<first byte of the key>/<key>.kv1`, all in lower-case hexadecimal.
 
-    Names consist of digests, which can neither collide nor point outside the folder. The root belongs to the
-    operator and is not created again when it was removed; everything below belongs to lmkv, for its user only, or
-    for the group that the root is shared with (`Folder.for_group`).
+    Names consist of digests, which can neither collide nor point outside the folder. The root is the operator's: if it
+    was removed, it is not created again. Everything below is lmkv's, for its user only, or for the root's group
+    (`Folder.for_group`).
     """
 
     root: Root
@@ -93,7 +98,7 @@ class ChunkFolder:
                 os.rename(name, moved, src_dir_fd=folder.fd, dst_dir_fd=quarantine.fd)
 
     def scan_others(self) -> Iterator[Listed]:
-        """`scan` of the root's other namespaces whose chunks may be deleted; their keys begin with the namespace."""
+        """`scan` the root's other namespaces, if their chunks may be deleted; keys begin with the namespace."""
         for namespace in namespaces(self.root):
             if namespace != self.namespace:
                 other = ChunkFolder(self.root, namespace)
@@ -104,7 +109,7 @@ class ChunkFolder:
     def scan(self, *, to_evict: bool = False) -> Iterator[Listed]:
         """All chunks by name and size alone, in no order. Removes stale temporary files. Raises `OSError`.
 
-        `to_evict`: raise `PermissionError` at the first folder whose chunks this user may not delete.
+        `to_evict`: raise `PermissionError` at the first folder that this user may not delete from.
         """
         folders = []
         with _absent_if_removed(), self.entered() as folder:
@@ -174,10 +179,57 @@ def _digest_of(digits: str) -> bytes | None:
 
 
 def _remove_if_stale(folder: Folder, name: str) -> None:
-    """Remove a temporary file whose writer has ended."""
+    """Remove a temporary file of an ended writer."""
     if name.startswith(".") and name.endswith(TEMPORARY_SUFFIX) and is_abandoned(folder, name):
         with contextlib.suppress(OSError):
             folder.unlink(name)
+
+
+def digests(root: str | Path, beginning: str = "") -> list[bytes]:
+    """Digests that begin with these hexadecimal digits, sorted. Raises OSError."""
+    return sorted(digest for digest in namespaces(Root.checked(root)) if digest.hex().startswith(beginning.lower()))
+
+
+# -- their descriptions -----------------------------------------------------------------------------------
+
+
+DESCRIPTION_FILE = "namespace.json"
+_MAX_DESCRIPTION_BYTES = 1 << 16
+
+
+def describe(root: str, namespace: Namespace) -> None:
+    """Write the description of a namespace into its folder, unless there is one.
+
+    Raises nothing, because a medium that cannot take it may still take chunks.
+    """
+    fields = {**asdict(namespace, recurse=False), "extra": dict(namespace.extra)}
+    text = json.dumps(fields, indent=1, ensure_ascii=True) + "\n"
+    with contextlib.suppress(OSError):
+        place = ChunkFolder(Root.checked(root), namespace.digest)
+        with place.entered() as folder, temporary(folder, 0) as (fd, unfinished):
+            write_fully(fd, [memoryview(text.encode())])
+            publish(folder, unfinished, DESCRIPTION_FILE)
+
+
+def description(path: str) -> Namespace | None:
+    """The namespace of a folder; None when its file is missing or does not match."""
+    root, digits = os.path.split(path)
+    try:
+        folder = ChunkFolder(Root.checked(root), bytes.fromhex(digits))
+        namespace = Namespace(**_fields(folder))
+        # Other users' terminals show it: escape sequences must not get there.
+        plain = (namespace.model + namespace.dtype).isprintable()
+        return namespace if plain and namespace.digest == folder.namespace else None
+    except (OSError, ValueError, TypeError, UsageError, RecursionError):
+        return None
+
+
+def _fields(folder: ChunkFolder) -> dict[str, Any]:
+    with folder.entered() as here, here.opened(DESCRIPTION_FILE, os.O_RDONLY) as fd:
+        fields = json.loads(os.read(fd, _MAX_DESCRIPTION_BYTES))
+    if not isinstance(fields, dict):
+        raise TypeError(f"{DESCRIPTION_FILE} has no JSON object")
+    return fields
 
 
 # -- the bytes of all namespaces --------------------------------------------------------------------------
@@ -204,12 +256,12 @@ _PAUSE = 0.001
 class Usage:
     """The count in a root's file: bytes of all processes in use, and all bytes that were ever reserved.
 
-    Any number of threads and processes may use it: the file is locked for each change, about 10 us long. A process that
-    is killed between counting and writing leaves the count too high, until the next listing of the root corrects it. A
-    count that cannot be read or changed is taken for 0 rather than being an error.
+    Any number of threads and processes may use it: the file is locked for each change, about 10 us long. If a process
+    is killed between counting and writing, the count stays too high until the next listing of the root. A count that
+    cannot be read or changed is 0, not an error.
 
-    A listing misses files that are written behind it, so each process has a small file of its own that says how many
-    bytes it has reserved and not written yet. The file is locked as long as the process lives.
+    A listing misses files written behind it. So each process keeps the number of its reserved, unwritten bytes in a
+    small file of its own, locked while it lives.
     """
 
     root: Root
@@ -240,7 +292,7 @@ class Usage:
 
     def listed_from(self) -> tuple[int, int]:
         """All bytes that were ever reserved, and those not written yet: what `set` needs of a listing's beginning."""
-        # In this order: what is no longer pending then is in a file, which the listing finds.
+        # In this order: bytes that stop pending in between are in a file, which the listing finds.
         reserved = 0
         with contextlib.suppress(OSError), self._open(0) as fd:
             reserved = _read(fd)[1]
@@ -275,7 +327,7 @@ class Usage:
             self._own.write(_NUMBER.pack(min(self._pending, _MAX_COUNT)))
 
     def _pending_of_all(self) -> int:
-        """What all processes have reserved and not written; removes the files of those that have ended."""
+        """Bytes that all processes have reserved and not written; removes the files of ended ones."""
         found = 0
         with contextlib.suppress(OSError), self.root.entered() as folder:
             for name in [entry.name for entry in folder.entries() if entry.name.startswith(PENDING_FILE)]:
@@ -316,7 +368,7 @@ class Usage:
             try:
                 yield fd
             finally:
-                # Closing is not enough: a child that was forked meanwhile may have the file open.
+                # Closing is not enough: a child forked in between may have the file open.
                 fcntl.flock(fd, fcntl.LOCK_UN)
 
 

@@ -1,8 +1,8 @@
 """The root folder: which owners are trusted in it, and how the folders below it are entered.
 
-In a world-writable folder such as /dev/shm another user may create the root first. So a folder that anybody could
-have created must belong to this process's user or to root. In a folder that only some may write to, the owner has
-chosen them, so entries of any user are trusted.
+In a world-writable folder such as /dev/shm another user may create the root first. So a folder that anybody could have
+created must belong to this process's user or to root. The owner of any other folder has chosen its writers, so all
+entries there are trusted.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Root:
 
     @classmethod
     def checked(cls, path: str | os.PathLike[str]) -> Self:
-        """The root folder that is there, by a path that none but trusted users could have changed.
+        """The existing root folder, by a path that only trusted users could have changed.
 
-        Raises `NotTrustedError`, whose message names the remedy, and `OSError`.
+        Raises `NotTrustedError` with the remedy, and `OSError`.
         """
         root = cls(os.path.abspath(os.fspath(path)))
         root._walk()
@@ -102,12 +102,12 @@ class Root:
     def check_owner(self, name: str, status: os.stat_result, folder: Folder) -> None:
         """Raise `NotTrustedError` when somebody who is not trusted may have put a file into an entered folder.
 
-        A second name (hard link) for a file of another user counts, too.
+        A second name (hard link) of another user's file counts as well.
         """
         path = f"{folder.path}/{name}"
         self._check_owner(path, status, folder.status)
         if status.st_nlink > 1:
-            raise NotTrustedError(f"{path} is a file that has other names, too: remove it")
+            raise NotTrustedError(f"{path} has other names (hard links) as well: remove it")
 
     def _check_owner(self, path: str, status: os.stat_result, above: os.stat_result) -> None:
         if status.st_uid in self.trusted:
@@ -119,7 +119,7 @@ class Root:
         self.trusted.add(status.st_uid)
 
     def _is_mine(self, path: str, status: os.stat_result) -> bool:
-        """Whether it is this user's, shown under another id by a file server that maps root or all users to one."""
+        """Whether this is our own file, shown under another id by a server that maps users (NFS root squash)."""
         with contextlib.suppress(OSError):
             fd = os.open(path, _FOLDER | os.O_NOFOLLOW)
             try:
@@ -138,8 +138,8 @@ class Root:
     def entered(self, *names: str) -> Iterator[Folder]:
         """The root folder, or the one with these names below it, opened without following links.
 
-        A root that has become another folder is checked as at first, with the way to it. Raises `NotTrustedError` for
-        one that others may have put there or may write to, `MediumError` for one on another medium, and `OSError`.
+        If the root has become another folder, checks it and the way to it again. Raises `NotTrustedError` if others may
+        have put it there or may write to it, `MediumError` on another medium, and `OSError`.
         """
         paths = [self._real]
         for name in names:
@@ -192,7 +192,7 @@ class Root:
 
 
 def _make_folders(path: str) -> None:
-    """Make a folder for this user alone where missing; nobody else may write to those that are made above it."""
+    """Make a missing folder for this user alone, and missing ones above it, writable for this user alone."""
     missing = []
     while not os.path.isdir(path):
         missing.append(path)

@@ -1,1 +1,1 @@
-"""Backends over a network: chunks as values of stores that other processes and machines use, too."""
+"""Backends over a network: chunks as values of stores shared with other processes and machines."""

@@ -38,19 +38,19 @@ class RemoteOptions:
     username, password
         Credentials for a URL that has none.
     renew_password
-        Reads the password again from where it came, if that may change; a store that is refused asks `password_now`.
+        Reads the password again from where it came, if that may change; see `password_now`.
     prefix
-        Every name in the store begins with it, as access rules may demand.
+        Beginning of every name in the store, for access rules.
     ttl
-        Seconds after which the store drops a value that was not written again; None: as it evicts.
+        Seconds after which the store drops a value; None: as it evicts.
     timeout
         Seconds to wait for a connection or an answer. A value has a second more for each 16 MiB.
     chunk_tokens
         Most token ids that a value records.
     name
-        Name of the tier in logs and statistics; by default that of the backend's module.
+        Name of the tier in logs and statistics; by default the backend's module.
     authentication_key
-        32 random bytes or more. Only values that were written with the same key are served.
+        32 random bytes or more. Serves only values written with the same key.
 
     Notes
     -----
@@ -107,17 +107,14 @@ class ValueCodec:
 
     format: ChunkFormat
 
-    def header_bytes(self, payload_bytes: int) -> int:
-        return self.format.header_bytes(payload_bytes)
-
     def value_bytes(self, payload_bytes: int) -> int:
         """Length of the whole value."""
-        return self.header_bytes(payload_bytes) + payload_bytes
+        return self.format.header_bytes(payload_bytes) + payload_bytes
 
     def header_of(self, chunk: Chunk) -> memoryview:
         """The header of a chunk's value."""
         payload = chunk.payload
-        packed = memoryview(bytearray(self.header_bytes(len(payload))))
+        packed = memoryview(bytearray(self.format.header_bytes(len(payload))))
         digests = SegmentDigests(chunk.key, self.format)
         digests.add(payload)
         self.format.pack(packed, digests, len(payload), chunk.parent, chunk.tokens)
@@ -135,7 +132,7 @@ class ValueCodec:
 
     def receive(self, key: ChunkKey, nbytes: int, fill: Fill, into: memoryview) -> None:
         """Fill `into` with the payload of a value of `nbytes`, which `fill` reads on. Raises as `parsed` does."""
-        header_bytes = self.header_bytes(len(into))
+        header_bytes = self.format.header_bytes(len(into))
         start = memoryview(bytearray(min(nbytes, header_bytes)))
         fill(start)
         header = self.parsed(key, start, len(into))
@@ -148,7 +145,7 @@ class ValueCodec:
         for index, at in enumerate(range(0, len(into), header.segment_bytes)):
             segment = into[at : at + header.segment_bytes]
             fill(segment)
-            # Verify now, while the bytes are in the processor's cache and more of them arrive.
+            # Verify now, while the bytes are in the processor's cache and others arrive.
             self.format.verify(header, segment, index)
 
     def unpack(self, key: ChunkKey, value: memoryview, into: memoryview) -> None:
@@ -282,7 +279,7 @@ class RemoteBackend(ABC):
         try:
             return HIT if self._get(key, name, flat) else MISS
         except FormatError as error:
-            # Corrupt, so that it is deleted: as long as it is there, its chunk is not written again.
+            # Corrupt, so that it is deleted: otherwise its chunk is never written again.
             return Read.failed(CorruptChunkError(self.name, "read", key.hex(), str(error)))
         except BaseException as error:
             return Read.failed(self._translated(error, "read", key))
@@ -306,7 +303,7 @@ class RemoteBackend(ABC):
             raise self._translated(error, "delete") from error
 
     def _listing(self, found: Iterator[list[Listed]]) -> Iterator[list[Listed]]:
-        """What a store lists, page by page, as long as that can be. Raises a `BackendError`."""
+        """The pages of a store's listing, up to plausible limits. Raises a `BackendError`."""
         self._check_open()
         count, until = 0, time.monotonic() + QUIET_SECONDS
         try:
@@ -368,11 +365,11 @@ class RemoteBackend(ABC):
 
     @abstractmethod
     def _disconnect(self) -> None:
-        """Let go of every connection."""
+        """Close every connection."""
 
     @abstractmethod
     def _is_unavailable(self, error: Exception) -> bool:
-        """Whether the store as a whole fails: it does not answer, or refuses us."""
+        """Whether the whole store fails: it does not answer, or refuses us."""
 
 
 class HostPortBackend(RemoteBackend):

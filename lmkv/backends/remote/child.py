@@ -2,7 +2,7 @@
 
 python -m lmkv.backends.remote.child MODULE CONNECTION MEMORY [MEMORY ...]
 
-`MODULE` has a class `StoreClient`, whose methods are the calls. CONNECTION and MEMORY are file descriptors. Messages
+The methods of the class `StoreClient` in `MODULE` are the calls. CONNECTION and MEMORY are file descriptors. Messages
 are JSON; the first one has the options of the client.
 """
 
@@ -50,10 +50,10 @@ def answer(client: Any, message: bytes) -> tuple[str, Any]:
         action, *arguments = json.loads(message)
         return "done", getattr(client, action)(*arguments)
     except BaseException as error:
-        # A panic of a client in Rust is no Exception; after a blank line come internals of such a client.
-        said = outside(f"{type(error).__name__}: {error}".partition("\n\n")[0])
+        # A panic of a Rust client is not an Exception. The client's internals follow a blank line.
+        reason = outside(f"{type(error).__name__}: {error}".partition("\n\n")[0])
         unavailable = isinstance(error, (OSError, *getattr(client, "unavailable", ())))
-        return "unavailable" if unavailable else "failed", said
+        return "unavailable" if unavailable else "failed", reason
 
 
 def serve(connection: socket, client: Any) -> None:

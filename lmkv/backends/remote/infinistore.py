@@ -1,11 +1,11 @@
 """`InfiniStoreBackend`: chunks as values of an InfiniStore server, over TCP.
 
-It implements the server's protocol, because InfiniStore's own client waits for ever for a missing value and crashes
-with its server. Bytes go from the caller's memory to the socket and from the socket into the caller's memory.
+It implements the server's protocol: InfiniStore's own client waits for ever for a missing value, and crashes with its
+server. Bytes go from the caller's memory to the socket and from the socket into the caller's memory.
 
 A chunk is two values: its payload under a random name, then an entry under the chunk's own name, with that random name
-and the header. The server reports a value as soon as its first byte arrives, and crashes when it is read or deleted
-before its last one. So nobody may know the payload's name before the payload is complete.
+and the header. The server reports a value as soon as its first byte arrives, and crashes if it is read or deleted
+before the last one. So the payload's name stays secret until the payload is complete.
 """
 
 from __future__ import annotations
@@ -159,11 +159,11 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         if received := self._socket.recv_into(view):
             return received
-        raise ConnectionError("the connection was closed within an answer")
+        raise ConnectionError("the connection was closed in the middle of an answer")
 
     def _send(self, parts: Sequence[bytes | memoryview]) -> None:
         if not self.in_step:
-            raise TimeoutError("the answer before has not come")
+            raise TimeoutError("the previous answer has not come")
         self.in_step = False
         self.asked_at = time.monotonic()
         left = [memoryview(part) for part in parts]
@@ -386,8 +386,8 @@ class InfiniStoreBackend(HostPortBackend):
     def _taken(self) -> Connection | None:
         """An idle connection that the server is ready for.
 
-        The server repeats its last answer for ever if a request comes right after a value. It has one thread, so
-        once it has answered a later request of another connection, it is ready again.
+        InfiniStore bug: after a request sent right behind a value, the server repeats its last answer for ever. It has
+        one thread: once it has answered another connection's later request, it is ready again.
         """
         if os.getpid() != self._pid:
             raise ConnectionError("it is another process's")

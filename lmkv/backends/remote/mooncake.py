@@ -229,8 +229,8 @@ _LIMIT = 1.0
 def drop_inbound() -> None:
     """Have the kernel drop all packets to the ports on which this process listens.
 
-    Connections that the client makes itself work as before. Raises ConnectionError when a caller stays connected whom
-    the client does not accept, because such a connection cannot be filtered. Linux only.
+    Connections that the client makes itself work as before. Raises ConnectionError while an unaccepted caller stays
+    connected, because such a connection cannot be filtered. Linux only.
     """
     deadline = time.monotonic() + _LIMIT
     while _drop_once():

@@ -11,7 +11,7 @@ import os
 import re
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
@@ -52,12 +52,12 @@ _MAX_REQUESTS = 32
 _BATCH_NAMES = 1000
 _LOOK_SECONDS = 0.1
 """How long a call waits for the next page of a listing."""
-_SAID = 10_000
-"""Characters of an error that are looked at."""
+_ERROR_CHARACTERS = 10_000
+"""Characters that are read of an error."""
 _NO_SPACE = ("(os error 28)", "(os error 122)")
 _UNCONDITIONAL = ("501 Not Implemented", "NotImplemented", "400 Bad Request")
 _MAX_BYTES = 4 << 30
-"""Memory of this process at most, whatever an answer promises."""
+"""Most memory of this process, whatever an answer promises."""
 
 
 class ObjectStoreBackend(SubprocessBackend):
@@ -137,7 +137,7 @@ class ObjectStoreBackend(SubprocessBackend):
                     self._lister.ask("end_listing", number)
 
     def _check_medium(self) -> None:
-        """Raise OSError where a folder is on another medium than at the start. One that was removed is made again."""
+        """Raise OSError if the folder has moved to another medium. Makes a removed folder again."""
         if self._medium is not None:
             try:
                 self._medium.check()
@@ -150,7 +150,7 @@ class ObjectStoreBackend(SubprocessBackend):
 
     def _client_for(self, names: Sequence[str]) -> ClientProcess:
         self._check_medium()
-        # Not behind a value that is being moved.
+        # Do not queue behind a value in transfer.
         return next((each for each in self._clients if not each.busy), None) or super()._client_for(names)
 
     def _disconnect(self) -> None:
@@ -162,7 +162,7 @@ class ObjectStoreBackend(SubprocessBackend):
 
 
 class StoreClient:
-    """A bucket, a container or a folder, by the URL of `ObjectStoreBackend`. Its calls are those of the parent."""
+    """A bucket, a container or a folder, by the URL of `ObjectStoreBackend`. The parent makes its calls."""
 
     unavailable: ClassVar[tuple[type[Exception], ...]] = (
         exceptions.GenericError,
@@ -180,12 +180,13 @@ class StoreClient:
         self._open = partial(opened, url=url, username=username, password=password)
         self._stores: dict[int, Any] = {}
         self._is_folder = bool(folder_of(url))
-        self._mode: Any = "overwrite" if unconditional(url) else "create"
+        unconditional = dict(parse_qsl(urlsplit(url).query)).get("conditional_put") == "disabled"
+        self._mode: Any = "overwrite" if unconditional else "create"
         self._threads = ThreadPoolExecutor(_MAX_REQUESTS)
         self._listings: dict[int, _Listing] = {}
 
     def _store(self, nbytes: int = 0) -> Any:
-        """A store of obstore whose timeout suits a value of `nbytes`."""
+        """A store of obstore with a timeout for a value of `nbytes`."""
         more = -(-nbytes // MIN_BYTES_PER_SECOND)
         if more not in self._stores:
             self._stores[more] = self._open(self._timeout + more)
@@ -199,7 +200,7 @@ class StoreClient:
         return [memoryview(self._memories[memory].view)[at : at + nbytes] for memory, at, nbytes in parts]
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Whether there is an object of each name. One whose question fails counts as absent, unless all fail."""
+        """Whether there is an object of each name. Failed questions count as absent, unless all fail."""
         store = self._store()
         asked = [self._threads.submit(_exists, store, name) for name in names]
         done, late = wait(asked, 2 * self._timeout)
@@ -208,7 +209,7 @@ class StoreClient:
         failed = [error for each in done if (error := each.exception())]
         if len(failed) + len(late) == len(asked):
             raise failed[0] if failed else TimeoutError("it does not answer")
-        return [_answered(each) for each in asked]
+        return [each.done() and not each.cancelled() and not each.exception() and each.result() for each in asked]
 
     def get(self, name: str, parts: Sequence[Part]) -> int | None:
         """Length of the object, which fills these parts if the length fits; None when it does not exist."""
@@ -235,7 +236,7 @@ class StoreClient:
         except exceptions.AlreadyExistsError:
             return "present"
         except exceptions.GenericError as error:
-            text = str(error)[:_SAID]
+            text = str(error)[:_ERROR_CHARACTERS]
             if self._is_folder and any(code in text for code in _NO_SPACE):
                 # After a blank line come internals of obstore.
                 return text.partition("\n\n")[0]
@@ -313,10 +314,6 @@ def _exists(store: Any, name: str) -> bool:
     return True
 
 
-def _answered(asked: Future[bool]) -> bool:
-    return asked.done() and not asked.cancelled() and not asked.exception() and asked.result()
-
-
 def _remove(store: Any, name: str) -> None:
     with suppress(FileNotFoundError):
         obstore.delete(store, name)
@@ -328,10 +325,6 @@ def folder_of(url: str) -> str:
     return unquote(parts.path) if parts.scheme == "file" else ""
 
 
-def unconditional(url: str) -> bool:
-    return dict(parse_qsl(urlsplit(url).query)).get("conditional_put") == "disabled"
-
-
 def _certificates(path: str) -> bytes:
     with Path(path).open("rb") as file:
         found = file.read(_MAX_CERTIFICATES + 1)
@@ -341,11 +334,11 @@ def _certificates(path: str) -> bytes:
 
 
 def check(root: str, *place: Any) -> None:
-    """Raise ValueError or OSError for a place that cannot be one, or a root that cannot be part of a name."""
+    """Raise ValueError or OSError for an impossible place, or a root that cannot be part of a name."""
     try:
         obstore.list(opened(*place, makes_folder=True), root)
     except exceptions.BaseError as error:
-        raise ValueError(str(error)[:_SAID].partition("\n\n")[0]) from None
+        raise ValueError(str(error)[:_ERROR_CHARACTERS].partition("\n\n")[0]) from None
 
 
 def _check_files(options: dict[str, str]) -> None:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 _BATCH_NAMES = 1000
 """Names in one round trip."""
 _PIECE = 1 << 20
-"""Bytes that are sent before the time is looked at again."""
+"""Bytes to send between two looks at the clock."""
 _REDIRECTIONS = 4
 _NOT_YOU = (
     exceptions.ReadOnlyError,
@@ -42,12 +42,12 @@ _NOT_YOU = (
     exceptions.BusyLoadingError,
     exceptions.AuthenticationError,
 )
-"""Answers of a server that may be no longer the right one at this address."""
+"""Errors of a server that has perhaps been replaced at this address."""
 _LAST_WORDS = 0.1
-"""Seconds to wait for what a server has said before it closed a connection."""
+"""Seconds to wait for a server's last answer before it closed a connection."""
 _TOO_LARGE = "invalid bulk length"
 _REFUSED_SECONDS = 4.0
-"""How long values of a size that the server has refused are not sent: its limit may change, or another server come."""
+"""How long to send no value of a refused size: the limit may change, or another server come."""
 
 
 class RedisBackend(RemoteBackend):
@@ -108,12 +108,12 @@ class RedisBackend(RemoteBackend):
                     yield self._sized(batch, before)
             before = {}
         finally:
-            # A listing that ends before has not seen all of them.
+            # An interrupted listing has not seen all.
             self._sizes |= before
 
     def _scan(self) -> Iterator[list[bytes]]:
         client: Any = self._connected()
-        pattern = f"{_escaped(self._root)}/*"
+        pattern = re.sub(r"([*?\[\]\\^-])", r"\\\1", self._root) + "/*"
         for node in client.get_primaries() if self._is_cluster else [None]:
             target = {} if node is None else {"target_nodes": node}
             cursor: Any = 0
@@ -127,18 +127,19 @@ class RedisBackend(RemoteBackend):
                 if not cursor:
                     break
                 if cursor in seen:
-                    raise exceptions.InvalidResponse("a listing that comes to the same place again")
+                    raise exceptions.InvalidResponse("a listing that repeats itself")
                 seen.add(cursor)
 
     def _sized(self, names: Sequence[str], known: dict[ChunkKey, int]) -> list[Listed]:
-        """The chunks of these names. Only what is not known is asked for, as that counts as a use of the value."""
+        """The chunks of these names. Asks for unknown lengths only, because asking counts as a use of the value."""
         # SCAN may give a name twice.
         names_of = {bytes.fromhex(name[-2 * KEY_BYTES :]): name for name in names}
         sizes = {key: known.get(key) or self._sizes.get(key, 0) for key in names_of}
         new = [key for key, size in sizes.items() if not size]
         if new:
             # A value that is no string gives an error instead of a length.
-            answers = self._for_each([names_of[key] for key in new], _ask_length, untouched=True)
+            wanted = [names_of[key] for key in new]
+            answers = self._for_each(wanted, lambda pipeline, name: pipeline.strlen(name), untouched=True)
             sizes |= {key: size if isinstance(size, int) else 0 for key, size in zip(new, answers, strict=True)}
         found = {key: size for key, size in sizes.items() if size}
         self._sizes |= found
@@ -296,11 +297,11 @@ class RedisBackend(RemoteBackend):
         `work` is one command, because ASKING holds for one only. `slow`: seconds more that its value may take.
         """
         with self._turns.turn(self.options.timeout + slow):
-            return self._routed_now(name, work)
+            return self._follow(self._connected(), name, work)
 
-    def _routed_now(self, name: str, work: Callable[[Any], T]) -> T:
-        client = self._connected()
-        pool, asking = self._pool_of(client, name), False
+    def _follow(self, client: Redis | RedisCluster, name: str, work: Callable[[Any], T]) -> T:
+        node = client.get_node_from_key(name) if isinstance(client, RedisCluster) else None
+        pool, asking = self._pool_at(client, node), False
         for _ in range(_REDIRECTIONS):
             try:
                 with within(self.options.timeout):
@@ -329,9 +330,6 @@ class RedisBackend(RemoteBackend):
         node = ClusterNode(error.host, error.port)
         return self._pool_at(client, manager.nodes_cache.setdefault(node.name, node))
 
-    def _pool_of(self, client: Redis | RedisCluster, name: str) -> Any:
-        return self._pool_at(client, client.get_node_from_key(name) if isinstance(client, RedisCluster) else None)
-
     @staticmethod
     def _pool_at(client: Redis | RedisCluster, node: Any) -> Any:
         return (client.get_redis_connection(node) if isinstance(client, RedisCluster) else client).connection_pool
@@ -358,7 +356,7 @@ open_url = RedisBackend
 
 
 class _Turns:
-    """At most so many calls at a time. The others wait, for as long as one after the other ends within the patience."""
+    """At most `most` calls at a time. Others wait while calls keep ending within `patience` seconds."""
 
     def __init__(self, most: int, patience: float) -> None:
         self._free, self._patience = most, patience
@@ -366,7 +364,7 @@ class _Turns:
 
     @contextmanager
     def turn(self, seconds: float = 0.0) -> Iterator[None]:
-        """`seconds`: how long this one may take; the longest of all is the patience."""
+        """`seconds`: how long this call may take. The longest one sets the patience."""
         with self._changed:
             self._patience = max(self._patience, seconds)
             while not self._free:
@@ -381,24 +379,20 @@ class _Turns:
                 self._changed.notify_all()
 
 
-def _ask_length(pipeline: Any, name: str) -> None:
-    pipeline.strlen(name)
-
-
 def _send(connection: Any, pieces: Iterable[bytes | memoryview]) -> None:
-    """Send a value. Raises what the server has answered before it closed the connection."""
+    """Send a value. If the server closes the connection, raises its last answer."""
     connection.check_health()
     try:
         for piece in pieces:
             connection._sock.sendall(piece)
     except OSError as error:
-        said = None if isinstance(error, TimeoutError) else _last_words(connection)
+        answer = None if isinstance(error, TimeoutError) else _last_words(connection)
         connection.disconnect()
-        raise said or exceptions.ConnectionError(f"while sending a value: {error}") from error
+        raise answer or exceptions.ConnectionError(f"while sending a value: {error}") from error
 
 
 def _last_words(connection: Any) -> Exception | None:
-    """The error that a server has answered before it closed the connection."""
+    """A server's last answer before it closed the connection, if it is an error."""
     with suppress(OSError, exceptions.RedisError), within(_LAST_WORDS):
         answer = connection._parser.read_response()
         return answer if isinstance(answer, exceptions.ResponseError) else None
@@ -406,21 +400,16 @@ def _last_words(connection: Any) -> Exception | None:
 
 
 def _number(answer: Any) -> int:
-    """An answer that must be a number. Raises the error that it is, and InvalidResponse."""
+    """The number in an answer. Raises the answer if it is an error, and InvalidResponse."""
     if isinstance(answer, Exception):
         raise answer
     if not isinstance(answer, int):
-        raise exceptions.InvalidResponse(f"{short_repr(answer)} is no number")
+        raise exceptions.InvalidResponse(f"{short_repr(answer)} is not a number")
     return answer
 
 
 def _in_time(pieces: Iterable[bytes | memoryview], deadline: float) -> Iterator[bytes | memoryview]:
     for piece in pieces:
         if time.monotonic() > deadline:
-            raise exceptions.TimeoutError("the value is taken too slowly")
+            raise exceptions.TimeoutError("the server takes the value too slowly")
         yield piece
-
-
-def _escaped(text: str) -> str:
-    """A pattern of Redis that matches exactly this text."""
-    return "".join(f"\\{char}" if char in "*?[]\\^-" else char for char in text)

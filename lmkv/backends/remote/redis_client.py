@@ -1,8 +1,8 @@
 """The client of Redis or Valkey: `RedisURL` checks a URL at the start, `Answers` is redis-py's parser with bounds.
 
-Whatever listens at the address, an answer ends in time, and in bytes. redis-py's own parsers make whatever an answer
-announces, and hiredis holds the GIL meanwhile. Here as many bytes as have come are looked at, between calls that let
-other threads run.
+Whatever listens at the address, answers are bounded in time and bytes. redis-py's own parsers allocate any announced
+size, and hiredis holds the GIL while it parses. This one parses the bytes that have come, and lets other threads run in
+between.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _READ_BYTES = 1 << 16
 
 @define
 class _Budget:
-    """What is left to the answers of a call. Values that are read into a caller's memory do not count."""
+    """Time, bytes and items left for the answers of a call. Values read into a caller's memory do not count."""
 
     deadline: float
     nbytes: int = _MAX_BYTES
     parts: int = _MAX_PARTS
 
-    def take(self, nbytes: int, parts: int = 0) -> None:
+    def spend(self, nbytes: int, parts: int = 0) -> None:
         self.nbytes -= nbytes
         self.parts -= parts
         if self.nbytes < 0 or self.parts < 0:
@@ -64,7 +64,7 @@ _limit = _Limit()
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Have all answers to this thread come within this time, and with one answer's bytes and items, together."""
+    """Bound all answers to this thread in a block: by this time, and by one budget of bytes and items."""
     before, _limit.budget = _limit.budget, _Budget(time.monotonic() + seconds)
     try:
         yield
@@ -73,7 +73,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 class Answers:
-    """The answers on one connection, for one thread at a time: what redis-py asks of a parser."""
+    """redis-py's interface of a parser: the answers on one connection, for one thread at a time."""
 
     EXCEPTION_CLASSES = _RESP2Parser.EXCEPTION_CLASSES
     parse_error = _RESP2Parser.parse_error
@@ -94,7 +94,7 @@ class Answers:
         self._ahead.clear()
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Whether there are bytes that nobody has asked for. Raises when the connection is closed."""
+        """Whether unasked bytes have come. Raises when the connection is closed."""
         if not self._ahead and self._sock is not None:
             self._sock.settimeout(timeout)
             try:
@@ -124,12 +124,12 @@ class Answers:
         if number == -1 and kind in (b"$", b"*"):
             return None
         if kind == b"$" and number >= 0:
-            self._budget.take(number)
+            self._budget.spend(number)
             value = bytearray(number + 2)
             self._fill(memoryview(value))
             return bytes(value[:-2])
         if kind == b"*" and number >= 0 and depth:
-            self._budget.take(0, number)
+            self._budget.spend(0, number)
             return [self._answer(depth - 1) for _ in range(number)]
         raise exceptions.InvalidResponse(f"an answer that begins with {bytes(kind + text[:40])!r}")
 
@@ -160,15 +160,12 @@ class Answers:
         while (end := self._ahead.find(b"\r\n", 0, _MAX_LINE_BYTES)) < 0:
             if len(self._ahead) >= _MAX_LINE_BYTES:
                 raise exceptions.InvalidResponse("a line without an end")
-            self._read_ahead()
-        self._budget.take(end + 2)
+            room = bytearray(_READ_BYTES)
+            self._ahead += room[: self._receive(memoryview(room))]
+        self._budget.spend(end + 2)
         line = bytes(self._ahead[:end])
         del self._ahead[: end + 2]
         return line[:1], line[1:]
-
-    def _read_ahead(self) -> None:
-        room = bytearray(_READ_BYTES)
-        self._ahead += room[: self._receive(memoryview(room))]
 
     def _fill(self, view: memoryview) -> None:
         known = min(len(self._ahead), len(view))
@@ -243,7 +240,7 @@ def _closed() -> NoReturn:
 def _number(text: bytes) -> int:
     digits = text.removeprefix(b"-")
     if not (digits.isdigit() and len(digits) <= 19):
-        raise exceptions.InvalidResponse(f"{text[:40]!r} is no number")
+        raise exceptions.InvalidResponse(f"{text[:40]!r} is not a number")
     return int(text)
 
 
@@ -267,7 +264,7 @@ _LONGEST = 1e6
 class RedisURL:
     """The connections that a URL and the settings of a backend describe.
 
-    Raises ConfigError for what cannot work, whatever the server says. `max_connections`: at a time.
+    Raises ConfigError for options that no server can make work. `max_connections`: at a time.
     """
 
     def __init__(self, url: str, options: RemoteOptions) -> None:
@@ -328,7 +325,7 @@ class RedisURL:
         raise ConfigError(f"{self._shown}: {reason}") from None
 
     def _read_sentinels(self, rest: str) -> str:
-        """Note the hosts and the service; the rest of a URL with the first host alone, and without the service."""
+        """Note the hosts and the service; returns the URL's rest with the first host alone, without the service."""
         place = re.split("[/?#]", rest, maxsplit=1)[0]
         user, at, hosts = place.rpartition("@")
         try:
@@ -350,7 +347,7 @@ class RedisURL:
             if not 0 < settings[name] < _LONGEST:
                 self._refuse(f"{name} must be above 0")
         if self.max_connections < 1:
-            self._refuse("max_connections must be 1 at least")
+            self._refuse("max_connections must be at least 1")
         if settings.get("db", 0) < 0:
             self._refuse("its database must be a number")
         if not re.fullmatch("[!-~]*", settings.get("client_name", "")):
@@ -392,13 +389,13 @@ class RedisURL:
         return sentinel
 
     def close(self) -> None:
-        """Let go of the connections to sentinels."""
+        """Close the connections to sentinels."""
         for client in self._clients:
             client.close()
 
 
 class _Renewed:
-    """Gives redis-py the credentials, with the password that the file has now."""
+    """Gives redis-py the credentials with the file's present password."""
 
     def __init__(self, options: RemoteOptions, username: str | None) -> None:
         self._options, self._username = options, username

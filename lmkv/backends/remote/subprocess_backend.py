@@ -1,4 +1,4 @@
-"""`SubprocessBackend`: base of stores whose client may hang, crash or hold the GIL, as those in C++ and Rust do.
+"""`SubprocessBackend`: base of stores with a client in C++ or Rust, which may hang, crash or hold the GIL.
 
 The client runs in child processes (`child`), which share memory with this one: a buffer, and the slab if it is
 registered. A late call or a failed read ends its process, so that it cannot write anywhere later. The next call starts
@@ -42,8 +42,8 @@ _MAX_ROOM_BYTES = 1 << 30
 class SubprocessBackend(RemoteBackend):
     """A store behind a client that a subclass names. Its URL may have the options `clients` and `zero_copy`.
 
-    All calls about a name go to the same process, one after the other, so that no other write of this backend comes
-    between looking up a name and storing its value.
+    All calls about a name go to one process, in turn: no write of this backend comes between the lookup of a name and
+    the store of its value.
     """
 
     module: ClassVar[str]
@@ -56,7 +56,7 @@ class SubprocessBackend(RemoteBackend):
     """The module of `StoreClient`, the client in the child process; by default the subclass's."""
 
     requests: ClassVar[int] = 1
-    """Requests that a call makes one after the other, at most, each of which may take the timeout."""
+    """Most requests that a call makes in turn; each may take the timeout."""
 
     def _set_up(self, options: dict[str, Any]) -> None:
         self._module = self.client_module or type(self).__module__
@@ -73,7 +73,7 @@ class SubprocessBackend(RemoteBackend):
         return ClientProcess(self._module, options, self.requests * self.options.timeout)
 
     def _renewed(self, options: dict[str, Any]) -> Mapping[str, Any] | Callable[[], Any]:
-        """These options, with what may have changed since."""
+        """These options, or a function that gives the present ones."""
         return options
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class SubprocessBackend(RemoteBackend):
         return [found for batch in asked for found in self._client_for(batch).ask("exist", batch)]
 
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
-        with self._client(name).value(name, self.codec.header_bytes(len(into)), into) as value:
+        with self._client(name).value(name, self.codec.format.header_bytes(len(into)), into) as value:
             if value is not None:
                 self.codec.receive(key, *value, into)
             return value is not None
@@ -137,7 +137,7 @@ def _batch_size(names: Sequence[str]) -> int:
 class ClientProcess:
     """A child process with a client, and the memory that it shares. It does one call at a time.
 
-    `options` may be a function: when a call fails after they have changed, the next one has another process with them.
+    `options` may be a function. If they have changed when a call fails, the next call starts another process with them.
 
     Raises
     ------
@@ -173,7 +173,7 @@ class ClientProcess:
 
     @contextmanager
     def value(self, name: str, header_bytes: int, into: memoryview) -> Iterator[tuple[int, Fill] | None]:
-        """Length of a value and a function that reads on in it, valid until the next call; None if it does not exist.
+        """Length of a value, and a function that reads its next bytes until the next call; None without a value.
 
         If `into` is registered memory, the payload is in it already.
         """

@@ -170,7 +170,7 @@ def test_forked_children_have_nothing_open_and_others_go_on(tmp_path: Path, fork
 
 
 def scribble(tell: Tell) -> None:
-    scratch = Scratch().take("header", 4096)
+    scratch = Scratch().borrow("header", 4096)
     scratch[:] = bytes([1]) * 4096
     if not (pid := os.fork()):
         scratch[:] = bytes([2]) * 4096

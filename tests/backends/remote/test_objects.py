@@ -720,7 +720,7 @@ def test_a_folder_whose_medium_is_gone_takes_nothing_until_it_is_back(tmp_path: 
             subprocess.run(leave, check=True)
             assert "its medium is no longer mounted" in assert_all_unavailable(backend, chunk)[0]
             (medium / "folder").mkdir()
-            assert "another medium is there" in assert_all_unavailable(backend, chunk)[0]
+            assert "it is on another medium" in assert_all_unavailable(backend, chunk)[0]
             assert not list((medium / "folder").iterdir())
             subprocess.run(bind, check=True)
             assert read_back(backend, chunk) == chunk.payload

@@ -29,8 +29,7 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
 from lmkv.memory.comparison import Part
-from lmkv.memory.device import Staging
-from lmkv.memory.device_copier import DeviceCopier
+from lmkv.memory.device import DeviceCopier, Staging
 from lmkv.memory.paged import PagedMemory
 from lmkv.policies import LRU
 from lmkv.protocols import Admission, Backend, Policy, Tier

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.policies import LRU, make_policy
-from lmkv.policies.shadow import Shadow
+from lmkv.policies.adaptive import Shadow
 from lmkv.protocols import ChunkKey, Policy, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock

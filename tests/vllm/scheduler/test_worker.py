@@ -19,8 +19,7 @@ from hypothesis import given, strategies as st
 
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.memory.copier import ChunkCopy, Run
-from lmkv.memory.device import DeviceError, Staging
-from lmkv.memory.device_copier import DeviceCopier
+from lmkv.memory.device import DeviceCopier, DeviceError, Staging
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name
 from lmkv.vllm.plan.metadata import CopyOrder, JobReport, StepPlan, WorkerReport

@@ -22,7 +22,7 @@ from hypothesis import event, given, settings, strategies as st
 from typer.testing import CliRunner
 
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.disk.namespaces import DESCRIPTION_FILE, description, digests
+from lmkv.backends.disk.folder import DESCRIPTION_FILE, description, digests
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli.app import app
 from lmkv.errors import LmkvError
