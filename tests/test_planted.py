@@ -106,15 +106,21 @@ def damaged(own: bytes, other: bytes) -> dict[str, bytes]:
     flipped = bytearray(own)
     flipped[header + 5] ^= 4
     return {
-        "nothing": b"", "cut in its header": own[:100], "cut in its payload": own[: header + 1],
-        "longer": own + bytes(4096), "a flipped bit": bytes(flipped), "another chunk": other,
-        "another header": other[:header] + own[header:], "another payload": own[:header] + other[header:],
-        "an older version": changed(own, 8, "<H", 0), "another namespace": changed(own, 36, "<Q", 0),
+        "nothing": b"",
+        "cut in its header": own[:100],
+        "cut in its payload": own[: header + 1],
+        "longer": own + bytes(4096),
+        "a flipped bit": bytes(flipped),
+        "another chunk": other,
+        "another header": other[:header] + own[header:],
+        "another payload": own[:header] + other[header:],
+        "an older version": changed(own, 8, "<H", 0),
+        "another namespace": changed(own, 36, "<Q", 0),
         "another length": changed(own, 16, "<Q", len(own) - header - 1),
         "an endless length": changed(own, 16, "<Q", (1 << 64) - 1),
         "endless tokens": changed(own, 32, "<I", (1 << 32) - 1),
         "an unknown flag": changed(own, 10, "<H", own[10] | 32),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("authenticated", [False, True], ids=["plain", "authenticated"])

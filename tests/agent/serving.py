@@ -64,10 +64,16 @@ def service_of(store: TieredStore, **options: Any) -> CacheService:
 def service_of_scheduler(scheduler: Scheduler, chunk_size: int) -> CacheService:
     requests = scheduler.observer.recent.snapshot
     return CacheService(
-        scheduler.store, scheduler.keys_of, tokenize, chunk_size=chunk_size, pin_ttl=60.0, requests=requests,
-        trace=scheduler.observer.recorder.since, deleted=scheduler.observer.explainer.evictions.forget,
+        scheduler.store,
+        scheduler.keys_of,
+        tokenize,
+        chunk_size=chunk_size,
+        pin_ttl=60.0,
+        requests=requests,
+        trace=scheduler.observer.recorder.since,
+        deleted=scheduler.observer.explainer.evictions.forget,
         value=lambda: scheduler.observer.value.report(scheduler.timing.cost.prefill_speed),
-    )  # fmt: skip
+    )
 
 
 def put(store: TieredStore, text: str, salt: str | None = None, **tags: str) -> list[ChunkKey]:

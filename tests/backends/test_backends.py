@@ -458,8 +458,7 @@ def test_latency_is_slept_and_only_for_the_chosen_verbs() -> None:
     assert slept == []
     faulty.read(new_key(), memoryview(bytearray(1)))
     assert slept == [0.5]
-    with pytest.raises(ValueError, match="raed"):
-        FaultyBackend(NullBackend(), verbs=frozenset({"raed"}))
+    raised(ValueError, "raed", lambda: FaultyBackend(NullBackend(), verbs=frozenset({"raed"})))
 
 
 def test_a_black_hole_holds_calls_until_it_is_released() -> None:

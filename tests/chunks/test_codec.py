@@ -26,10 +26,15 @@ SEGMENTS = st.sampled_from([4096, 8192, 65536, codec.DEFAULT_SEGMENT_BYTES])
 def header_of(chunk: Chunk, segment_bytes: int = 4096) -> Header:
     nbytes, sums = len(chunk.payload), codec.segment_checksums(chunk.payload, segment_bytes)
     return Header(
-        namespace=NAMESPACE, key=chunk.key, payload_bytes=nbytes, checksums=sums, segment_bytes=segment_bytes,
-        header_bytes=codec.header_bytes(nbytes, segment_bytes, len(chunk.tokens) // 4), parent=chunk.parent,
+        namespace=NAMESPACE,
+        key=chunk.key,
+        payload_bytes=nbytes,
+        checksums=sums,
+        segment_bytes=segment_bytes,
+        header_bytes=codec.header_bytes(nbytes, segment_bytes, len(chunk.tokens) // 4),
+        parent=chunk.parent,
         tokens=chunk.tokens,
-    )  # fmt: skip
+    )
 
 
 def packed(header: Header) -> bytearray:

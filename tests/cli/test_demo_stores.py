@@ -13,6 +13,7 @@ import pytest
 from lmkv.cli.demo import LOCAL, STARTS, Medium, answering
 from lmkv.errors import UsageError
 from tests.servers import free_port, needs_package, object_server, redis_server
+from tests.tables import raised
 
 STARTED = "starting vLLM"
 
@@ -54,10 +55,8 @@ def test_a_server_without_the_bucket_is_refused(tmp_path: Path) -> None:
         url = server.url("demo").replace("://", f"://{server.USER}:{quote(server.SECRET)}@", 1)
         answering(Medium.S3, url)
         assert not [path for path in server.bucket.rglob("*") if path.is_file()], "it is left as it was"
-        with pytest.raises(UsageError, match=r"(?i)bucket"):
-            answering(Medium.S3, url.replace("bucket/", "no-such-bucket/"))
-        with pytest.raises(UsageError, match="start one with"):
-            answering(Medium.S3, url.replace(quote(server.SECRET), "wrong"))
+        raised(UsageError, r"(?i)bucket", lambda: answering(Medium.S3, url.replace("bucket/", "no-such-bucket/")))
+        raised(UsageError, "start one with", lambda: answering(Medium.S3, url.replace(quote(server.SECRET), "wrong")))
 
 
 @pytest.mark.parametrize("kind", ["redis", "valkey"])

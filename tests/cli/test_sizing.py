@@ -146,9 +146,11 @@ class TestDoctor:
     def test_it_says_how_many_tokens_each_tier_holds(self, folder: Path) -> None:
         path = model(folder, QWEN3_8B)
         extra = {
-            "max_local_cpu_size": 0.5, "local_disk": str(folder / "kv"), "max_local_disk_size": 1,
+            "max_local_cpu_size": 0.5,
+            "local_disk": str(folder / "kv"),
+            "max_local_disk_size": 1,
             "disk_min_free": 0,
-        }  # fmt: skip
+        }
         result = doctor("--model", str(path), "--json", "--extra", json.dumps(extra))
         answer = json.loads(result.stdout)
         found = {row["name"]: row for row in answer["findings"] if row["area"] == "model"}

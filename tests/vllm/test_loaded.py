@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from lmkv.cli.small_model import SmallModel
 from lmkv.vllm import code, loaded
+from tests.tables import raised
 from tests.vllm.alone import Alone
 from tests.vllm.harness import Engine, engine, external_hits, generated, over_disk, prompt
 
@@ -582,8 +583,7 @@ def test_a_layer_that_calls_what_nobody_knows_has_no_identity(how: str, monkeypa
     monkeypatch.setattr(torch.nn.modules.module, "_global_forward_hooks", OrderedDict())
     identity_of(layer)
     HANGS[how](layer)
-    with pytest.raises(ValueError, match=r"model\.layer calls .*neither vLLM's nor its model's"):
-        identity_of(layer)
+    raised(ValueError, r"model\.layer calls .*neither vLLM's nor its model's", identity_of, layer)
 
 
 def of_a_library(source: str, **names: Any) -> Any:
@@ -634,8 +634,7 @@ def test_a_function_of_a_library_that_was_made_with_values_ends_the_identity(
         layer = torch.nn.Linear(2, 2)
         identity_of(layer)
         hang(layer, MADE_WITH[values]())
-        with pytest.raises(ValueError, match=r"model\.layer calls"):
-            identity_of(layer)
+        raised(ValueError, r"model\.layer calls", identity_of, layer)
 
 
 def test_hooks_and_replaced_methods_end_the_identity_whatever_they_were_made_with() -> None:
@@ -648,8 +647,7 @@ def test_hooks_and_replaced_methods_end_the_identity_whatever_they_were_made_wit
         if name == "act":
             identity_of(layer)
             continue
-        with pytest.raises(ValueError, match=r"model\.layer calls"):
-            identity_of(layer)
+        raised(ValueError, r"model\.layer calls", identity_of, layer)
 
 
 def test_a_method_of_another_layer_counts_by_its_place() -> None:
@@ -675,8 +673,7 @@ def test_an_object_that_answers_anything_ends_the_identity_and_not_the_engine() 
 
     layer = torch.nn.Linear(2, 2)
     layer.client = Proxy()
-    with pytest.raises(ValueError, match="without an end"):
-        identity_of(layer)
+    raised(ValueError, "without an end", identity_of, layer)
 
 
 def test_a_model_whose_layers_are_unknown_has_no_identity() -> None:
@@ -699,8 +696,7 @@ def test_code_in_no_file_has_no_identity(monkeypatch: pytest.MonkeyPatch) -> Non
     module: Any = type(sys)("notebook")
     module.Layer = type("Layer", (torch.nn.Module,), {"__module__": "notebook"})
     monkeypatch.setitem(sys.modules, "notebook", module)
-    with pytest.raises(ValueError, match="the code of notebook cannot be read"):
-        identity_of(module.Layer())
+    raised(ValueError, "the code of notebook cannot be read", lambda: identity_of(module.Layer()))
 
 
 def test_the_code_of_the_models_configuration_counts(plugged: Callable[[str, int], Any]) -> None:
@@ -753,11 +749,9 @@ def test_a_method_that_replaces_one_of_another_package_counts(monkeypatch: pytes
     assert identity_of(layer) != before
     factor = 2
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, given: given * factor)
-    with pytest.raises(ValueError, match="a method of Linear has values"):
-        identity_of(layer)
+    raised(ValueError, "a method of Linear has values", identity_of, layer)
     monkeypatch.setattr(torch.nn.Linear, "forward", eval("lambda self, given: given", {"__name__": "__main__"}))
-    with pytest.raises(ValueError, match="a method of Linear has values"):
-        identity_of(layer)
+    raised(ValueError, "a method of Linear has values", identity_of, layer)
 
 
 def test_after_a_call_that_hangs_a_hook_into_a_layer_nothing_is_cached(model: Path, tmp_path: Path) -> None:
@@ -784,8 +778,7 @@ def test_experts_over_several_engines_count_by_their_files(tmp_path: Path) -> No
             self.weight = torch.nn.Parameter(torch.full((2,), float(expert)))
 
     engines = config_of(tmp_path, engines=2)
-    with pytest.raises(ValueError, match="no file tells of the others"):
-        identity_of(FusedMoE(1), vllm_config=engines)
+    raised(ValueError, "no file tells of the others", lambda: identity_of(FusedMoE(1), vllm_config=engines))
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"1")
     before = identity_of(FusedMoE(1), vllm_config=engines)

@@ -17,7 +17,7 @@ import pytest
 from attrs import frozen
 
 from lmkv.backends.disk import folder as usage
-from tests.kit import LIMIT, eventually
+from tests.kit import LIMIT, eventually, raised
 from tests.servers import free_port, redis_server
 from tests.vllm.harness import prompt
 from tests.vllm.server import SERVED_NAME, Server, child_environment, complete, serving_together
@@ -141,8 +141,7 @@ def test_a_chat_streams_through_the_proxy(pair: Pair) -> None:
 def test_errors_come_from_the_decode_server(pair: Pair) -> None:
     from openai import BadRequestError
 
-    with pytest.raises(BadRequestError, match="2048"):
-        complete(pair.proxy, prompt(82, 3000))
+    raised(BadRequestError, "2048", lambda: complete(pair.proxy, prompt(82, 3000)))
 
 
 def test_without_the_prefill_server_the_decode_server_computes(pair: Pair) -> None:

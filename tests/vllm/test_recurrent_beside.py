@@ -17,7 +17,7 @@ from lmkv.agent.service import CacheService, Prompt
 from lmkv.chunks.hashing import state_keys
 from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.plan.cacheable import check_states
-from tests.kit import LIMIT, NEVER, eventually, listing_every
+from tests.kit import LIMIT, NEVER, eventually, listing_every, raised
 from tests.servers import redis_server
 from tests.vllm import mamba_cpu
 from tests.vllm.answers import answers_of, ask, off
@@ -151,8 +151,7 @@ def test_what_is_refused(changes: dict[str, Any], recurrent: tuple[bool, ...], r
         of = config if name == "speculative_config" else config.parallel_config if "parallel" in name else cache
         setattr(of, name, value)
     check_states(config, [False, False], replayed=replayed)
-    with pytest.raises(ValueError, match=reason):
-        check_states(config, recurrent, replayed=replayed)
+    raised(ValueError, reason, check_states, config, recurrent, replayed=replayed)
     if "speculative_config" in given:
         config.use_v2_model_runner = True
         check_states(config, recurrent, replayed=replayed)

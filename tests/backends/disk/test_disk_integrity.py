@@ -435,8 +435,7 @@ def test_a_folder_that_may_not_be_entered(tmp_path: Path) -> None:
     with as_nobody():
         written = backend.write(chunk_of(5000))
         read, _ = try_read(backend, chunk.key)
-        with pytest.raises(BackendUnavailable):
-            list(backend.list_keys())
+        raised(BackendUnavailable, "", lambda: list(backend.list_keys()))
         raised(BackendUnavailable, "", backend.delete, [chunk.key])
         raised(BackendUnavailable, "", LocalDiskBackend, tmp_path / "another", NAMESPACE)
     assert isinstance(written.error, BackendUnavailable)

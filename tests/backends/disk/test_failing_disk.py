@@ -172,8 +172,7 @@ def test_a_folder_that_cannot_be_asked_is_not_one_without_chunks(tmp_path: Path)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
         raised(BackendUnavailable, "", backend.contains, [chunk.key])
-        with pytest.raises(BackendUnavailable):
-            list(backend.list_all())
+        raised(BackendUnavailable, "", lambda: list(backend.list_all()))
         read = backend.read(chunk.key, memoryview(bytearray(5000)))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -87,13 +87,20 @@ def endlessly(start: bytes, piece: bytes, many: int = 4096) -> Answer:
 
 
 REDIS = {
-    "many items": endlessly(b"*2147483647\r\n", b":1\r\n"), "many items of many": endlessly(b"", b"*1000000\r\n"),
-    "deep": endlessly(b"", b"*1\r\n"), "a large value": endlessly(b"$9223372036854775807\r\n", b"x"),
-    "a value of gigabytes": endlessly(b"$2147483647\r\n", b"x"), "a line": endlessly(b"+", b"x"),
-    "zeros": endlessly(b"", b"\0"), "an error": endlessly(b"-ERR ", b"?a"),
-    "numbers of digits": endlessly(b":", b"9"), "words": endlessly(b"", b"+1\r\n"), "nothing": lambda _: [],
-    "lies": of_redis(b"*200000000\r\n"), "no value": of_redis(b"$-2\r\n"),
-}  # fmt: skip
+    "many items": endlessly(b"*2147483647\r\n", b":1\r\n"),
+    "many items of many": endlessly(b"", b"*1000000\r\n"),
+    "deep": endlessly(b"", b"*1\r\n"),
+    "a large value": endlessly(b"$9223372036854775807\r\n", b"x"),
+    "a value of gigabytes": endlessly(b"$2147483647\r\n", b"x"),
+    "a line": endlessly(b"+", b"x"),
+    "zeros": endlessly(b"", b"\0"),
+    "an error": endlessly(b"-ERR ", b"?a"),
+    "numbers of digits": endlessly(b":", b"9"),
+    "words": endlessly(b"", b"+1\r\n"),
+    "nothing": lambda _: [],
+    "lies": of_redis(b"*200000000\r\n"),
+    "no value": of_redis(b"$-2\r\n"),
+}
 
 
 @pytest.mark.parametrize("kind", REDIS)

@@ -48,10 +48,15 @@ LONG, LONG_SECONDS = ("redis", "s3", "infinistore", "mooncake"), 25.0
 QUIET = {"another one", "slow", "refuses deletions"}
 """States in which the log need not say anything: what is not there is a miss, what comes in time is a hit."""
 COUNTED: dict[str, set[str]] = {
-    "refuses writes": {"write_failures"}, "refuses reads": {"read_failures"}, "refuses deletions": {"write_rejects"},
-    "full": {"write_rejects"}, "another one": {"lost", "read_failures"}, "slow": set(), "gone": {"read_failures"},
+    "refuses writes": {"write_failures"},
+    "refuses reads": {"read_failures"},
+    "refuses deletions": {"write_rejects"},
+    "full": {"write_rejects"},
+    "another one": {"lost", "read_failures"},
+    "slow": set(),
+    "gone": {"read_failures"},
     "half open": {"read_failures"},
-}  # fmt: skip
+}
 """Counters of which one goes up."""
 VARIES = re.compile(r"\S*[0-9a-f]{64}\S*|[\d.]+ ?[nuµm]?s\b")
 

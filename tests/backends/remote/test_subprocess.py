@@ -51,10 +51,8 @@ class TestProcesses(ProcessSuite):
             print(*(client._process.pid for client in backend._clients), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         """
-        done = subprocess.run(
-            [sys.executable, "-c", program, f"{self.url}?folder={self.folder}"], check=False, capture_output=True,
-            text=True,
-        )  # fmt: skip
+        command = [sys.executable, "-c", program, f"{self.url}?folder={self.folder}"]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
         stored, pids = done.stdout.splitlines()
         assert set(stored.split()) == {"stored"}
         assert len(pids.split()) == 2
@@ -178,8 +176,7 @@ def test_a_call_that_is_interrupted_leaves_no_answer_to_the_next_one(backend: Fo
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            backend.read(chunk.key, slab.view(0)[:100])
+        raised(KeyboardInterrupt, "", lambda: backend.read(chunk.key, slab.view(0)[:100]))
     finally:
         signal.signal(signal.SIGALRM, before)
     assert process.poll() is not None

@@ -10,6 +10,7 @@ import pytest
 
 from lmkv.chunks.layout import LayerPages
 from lmkv.vllm.model import Ranks, describe
+from tests.tables import raised
 from tests.vllm.harness import kv_caches
 from tests.vllm.scheduler.test_scratch import BLOCK, CHUNK, latent, vllm_config, window
 
@@ -48,8 +49,7 @@ def test_every_stage_has_the_first_layers_of_the_longest() -> None:
 def test_a_stage_cannot_know_the_kv_of_the_others_where_layers_differ() -> None:
     with pytest.raises(ValueError, match="layers have different KV"):
         Ranks((2, 2), tensor=1).widest_stage([LayerPages(64, 2), LayerPages(16, 2)], stage=0)
-    with pytest.raises(ValueError, match="stage 0 has no layers"):
-        Ranks((0, 2), tensor=1).widest_stage([], stage=0)
+    raised(ValueError, "stage 0 has no layers", lambda: Ranks((0, 2), tensor=1).widest_stage([], stage=0))
 
 
 @pytest.mark.parametrize(
@@ -65,5 +65,4 @@ def test_stages_of_which_the_layers_are_not_known_are_refused(
     config = vllm_config(model)
     config.parallel_config.pipeline_parallel_size = 2
     config.speculative_config = SimpleNamespace(method=draft) if draft else None
-    with pytest.raises(ValueError, match=reason):
-        describe(config, kv_caches(*(make() for make in specs)), CHUNK)
+    raised(ValueError, reason, lambda: describe(config, kv_caches(*(make() for make in specs)), CHUNK))

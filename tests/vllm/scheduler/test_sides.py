@@ -21,6 +21,7 @@ from lmkv.vllm.model import Ranks, ServedModel
 from lmkv.vllm.plan.block_map import BlockMap, Group
 from lmkv.vllm.plan.options import RequestOptions
 from lmkv.vllm.scheduler.timing import LoadCost, LoadMode, LoadTime
+from tests.tables import raised
 
 MIB = 1 << 20
 NAMESPACE = Namespace(model="m", dtype="u8", chunk_size=8, block_size=4)
@@ -163,8 +164,7 @@ class TestCompat:
 
     @pytest.mark.parametrize("version", ["0.28.3", "0.9.1", "0.34.0", "1.0.0"])
     def test_unsupported_says_what_is(self, version: str) -> None:
-        with pytest.raises(ImportError, match=r"0\.29 up to.*0\.34.*" + version.replace(".", r"\.")):
-            compat.check_version(version)
+        raised(ImportError, r"0\.29 up to.*0\.34.*" + version.replace(".", r"\."), compat.check_version, version)
 
     def test_progress_leaves_drafts_out(self) -> None:
         output = SimpleNamespace(
@@ -256,5 +256,4 @@ class TestServedModel:
     @pytest.mark.parametrize("fused", [False, True])
     def test_anything_else_is_refused(self, fused: bool) -> None:
         apart = [torch.zeros((6, 64 if fused else 60), dtype=torch.uint8) for _ in range(3)]
-        with pytest.raises(ValueError, match="instead of"):
-            self._model(fused=fused).paged_memory(apart)
+        raised(ValueError, "instead of", lambda: self._model(fused=fused).paged_memory(apart))

@@ -24,7 +24,7 @@ from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name
 from lmkv.vllm.plan.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.worker import Worker
-from tests.kit import LIMIT, eventually
+from tests.kit import LIMIT, eventually, raised
 from tests.simulated_device import SimulatedDevice, SimulatedStream
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
@@ -204,8 +204,7 @@ def test_a_device_that_fails_fails_its_orders_and_the_worker_closes(bench: Bench
     served.worker.poll()
     assert not reported(served.worker).jobs[2].ok
     served.worker.close()
-    with pytest.raises(DeviceError):
-        served.device.synchronize()
+    raised(DeviceError, "", served.device.synchronize)
 
 
 @given(seed=st.integers(0, 2**32))
