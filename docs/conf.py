@@ -30,7 +30,7 @@ napoleon_use_rtype = False
 nitpick_ignore_regex = [
     (
         r"py:\w+",
-        r"(abc|collections|enum|httpx|os|torch)\..*|callable|optional|sequence|Copier|lmkv\.config\.\S*RemoteURL",
+        r"(abc|collections|enum|httpx|os|torch)\..*|callable|optional|sequence|Copier|lmkv\.(config|memory)\.\S+",
     )
 ]
 

@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 class AsyncBackend(Protocol):
     """The verbs of `Backend` as coroutines, with the same meaning, results and errors.
 
-    Notes ----- All run on the event loop of its `AsyncAdapter`, so between two `await`s none needs a lock. A coroutine
+    Notes
+    -----
+    All run on the event loop of its `AsyncAdapter`, so between two `await`s none needs a lock. A coroutine
     may be cancelled at any `await`, and nothing is called after `close`.
 
     Examples

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Protocol, Self
 from lmkv.errors import UsageError, short_repr
 
 KEY_BYTES: Final = 32
-"""Bytes of chunk keys, namespace digests and roots: all are SHA-256 digests."""
+"""Bytes of chunk keys, namespace digests and roots, which are SHA-256 digests."""
 
 _TOKEN_BYTES: Final = 4
 _UINT32: Final[Literal["I", "L"]] = "I" if array("I").itemsize == _TOKEN_BYTES else "L"

@@ -68,7 +68,9 @@ class PolicyBase(ABC):
     UsageError
         A key is inserted twice or with no size, or held or released without being known.
 
-    Notes ----- Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected),
+    Notes
+    -----
+    Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected),
     amortised, all else O(1) per key. All policies take hints; see `lmkv.protocols.TakesHints`. Keys with a priority
     have at most half of the tier to themselves: beyond that the lowest priority goes, the first spared key first.
 
@@ -90,7 +92,7 @@ class PolicyBase(ABC):
     """Bytes of all known keys. When `pop` is called, this is about the capacity of the tier."""
     held: set[ChunkKey] = field(init=False, factory=set)
     passed: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
-    """Keys passed over in their turn: they were held or had children. They are not in the order."""
+    """Keys passed over in their turn, because they were held or had children. They are not in the order."""
     _first: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     """Keys that a hint has given up. They are evicted before all others, and are not in the order."""
     _ended: dict[ChunkKey, int] = field(init=False, factory=dict)

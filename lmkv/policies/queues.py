@@ -64,7 +64,9 @@ class FIFO(QueuePolicy):
     UsageError
         A key is inserted twice or with no size, or held or released without being known.
 
-    Notes ----- A key keeps its place while it is held. If its turn comes while it is held, it is evicted first after
+    Notes
+    -----
+    A key keeps its place while it is held. If its turn comes while it is held, it is evicted first after
     its release.
 
     Examples
@@ -87,7 +89,9 @@ class LRU(QueuePolicy):
     UsageError
         A key is inserted twice or with no size, or held or released without being known.
 
-    Notes ----- `touch` makes a chain's head the most recent: its tail is evicted first, whatever the order of
+    Notes
+    -----
+    `touch` makes a chain's head the most recent: its tail is evicted first, whatever the order of
     insertion. A release counts as a use.
 
     Examples
