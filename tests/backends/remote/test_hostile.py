@@ -392,6 +392,7 @@ def test_a_closed_backend_leaves_no_connection(kind: str) -> None:
         gc.enable()
 
 
+@pytest.mark.slow("each example has a client of its own, and those of object stores processes")
 @given(answering())
 def test_any_answers(given: tuple[str, list[bytes], bool, bool]) -> None:
     """An outcome of lmkv's, in time, and never a byte that is not the chunk's."""
