@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from lmkv.vllm.plan.block_map import BlockMap, Group
+from lmkv.vllm.plan.request import Auditing, Storing
+from lmkv.vllm.scheduler.context import SchedulerOptions
 from lmkv.vllm.scheduler.stores import StateStores
 from tests.vllm.harness import ENVIRONMENT
 
@@ -74,7 +76,7 @@ class Planner(StateStores):
 
     def __init__(self) -> None:
         self._block_map = BlockMap(BLOCK, (Group(BLOCK), Group(BLOCK, state=1)))
-        self._chunk_size, self._interval, self._stores, self._save_decode = BLOCK, 1, True, True
+        self._chunk_size, self._interval, self._options = BLOCK, 1, SchedulerOptions()
         audit: Any = SimpleNamespace(compare_states=lambda *given: None)
         self._audit = audit
         self.copied: set[int] = set()
@@ -108,6 +110,7 @@ def test_a_block_that_is_another_requests_by_now_is_not_taken_for_a_state() -> N
     others = {block for table in manager.get_block_ids("b") for block in table if block}
     assert {block for _, block, _ in offers} & others, "no block was offered that is the other request's"
     options = SimpleNamespace(skip_save=False, max_offload_tokens=None)
-    state: Any = SimpleNamespace(request=one, options=options, kept=0, last_states=0)
-    planner.take(state, one.num_computed_tokens - DRAFTS, manager.get_block_ids("a"), offers)
+    request: Any = SimpleNamespace(vllm=one, options=options, storing=Storing(), auditing=Auditing())
+    request.num_tokens, request.prompt_tokens = one.num_tokens, one.num_prompt_tokens
+    planner.take(request, one.num_computed_tokens - DRAFTS, manager.get_block_ids("a"), offers)
     assert not planner.copied & others
