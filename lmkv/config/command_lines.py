@@ -10,10 +10,10 @@ from typing import Any, Final
 from attrs import define, field
 
 from lmkv.config import addresses, lmcache
+from lmkv.config.parsers import GIB
 from lmkv.config.reading import Reading
 from lmkv.errors import ConfigError, short_repr
 
-GIB: Final = 1 << 30
 TRANSFER: Final = "--kv-transfer-config"
 _SHARED: Final = "/dev/shm/"
 _OWN_MEMORY: Final = "each engine has max_local_cpu_size (5 GiB) of its own beside the memory that all of a node share"

@@ -144,12 +144,11 @@ def translate(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) 
     """Translate all given settings of LMCache. `read` gives the content of a YAML file."""
     given = _flat(_merged(env, extra, read))
     result = Translation()
-    _join_address(given, result)
+    # remote_url stays among the given, as other settings have no effect without it.
+    translated = _join_address(given, result)
     _drop_disk_without_room(given, result)
-    for key, entry in [(key, entry) for key, entry in table().items() if key in given]:
+    for key, entry in [(key, entry) for key, entry in table().items() if key in given and key not in translated]:
         value, source = given[key]
-        if any(reading.key in (key, f"LMCache's {key}") for reading in result.readings):
-            continue
         if entry.is_idle(value, given):
             result.readings.append(Reading(key, source, "without effect", why=entry.idle_because(given)))
         elif entry.kind == "refused":
@@ -158,37 +157,36 @@ def translate(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) 
             try:
                 result.settings.append(entry.convert(value, source))
             except ConfigError as error:
-                why = str(error).removeprefix(f"{source}: ")
-                result.readings.append(Reading(key, source, "refused", why=why))
+                result.readings.append(Reading(key, source, "refused", why=str(error).removeprefix(f"{source}: ")))
             else:
                 result.readings.append(Reading(key, source, "used", entry.setting))
     for key, (_, source) in given.items():
         if key not in table():
-            result.readings.append(Reading(short_repr(key), source, "unknown", why=_nearest(key)))
+            close = difflib.get_close_matches(str(key)[:100], table(), n=1)
+            why = f"did you mean {close[0]}?" if close else ""
+            result.readings.append(Reading(short_repr(key), source, "unknown", why=why))
     if sizes := [key for key in _PER_RANK if key in given]:
         text = "there for each rank, here for the node: with several ranks, multiply by their number"
         result.notes.append((logging.INFO, f"sizes of LMCache's that are {text}: {', '.join(sizes)}"))
     return result
 
 
-def _nearest(key: object) -> str:
-    close = difflib.get_close_matches(str(key)[:100], table(), n=1)
-    return f"did you mean {close[0]}?" if close else ""
+def _join_address(given: _Given, result: Translation) -> set[str]:
+    """Translate remote_url together with the keys of `extra_config` that LMCache reads for its kind of store.
 
-
-def _join_address(given: _Given, result: Translation) -> None:
-    """Translate remote_url together with the keys of `extra_config` that LMCache reads for its kind of store."""
+    Returns remote_url, if it is an address.
+    """
     for name in ("username", "password"):
         # Variables of the environment, which are weaker.
         if (value := given.pop(f"resp_{name}", None)) is not None:
             given.setdefault(f"{_INNER}{name}", value)
     joined = {key for key in given if key.removeprefix(_INNER) in addresses.ALL_KEYS and key.startswith(_INNER)}
     url, source = given.get("remote_url", (None, ""))
-    used = set[str]()
-    if isinstance(url, str) and not is_nothing(url) and "://" in url:
-        used = {key for key in joined if key.removeprefix(_INNER) in addresses.keys_of(url)}
+    address = url if isinstance(url, str) and "://" in url else ""
+    used = {key for key in joined if key.removeprefix(_INNER) in addresses.keys_of(address)}
+    if address:
         try:
-            found = addresses.translated(url, {key.removeprefix(_INNER): given[key][0] for key in used})
+            found = addresses.translated(address, {key.removeprefix(_INNER): given[key][0] for key in used})
         except addresses.RefusedError as error:
             result.readings.append(Reading("LMCache's remote_url", source, "refused", why=str(error)))
         else:
@@ -200,6 +198,7 @@ def _join_address(given: _Given, result: Translation) -> None:
         _, source = given.pop(key)
         if key not in used:
             result.readings.append(Reading(key, source, "without effect", why=table()[key].idle_because(given)))
+    return {"remote_url"} if address else set()
 
 
 def _drop_disk_without_room(given: _Given, result: Translation) -> None:

@@ -19,6 +19,8 @@ from lmkv import plugins
 from lmkv.chunks.namespace import salt_label
 from lmkv.errors import ConfigError, mask_secrets
 
+GIB: Final = 1 << 30
+"""Bytes in a GiB, the unit of sizes."""
 SCHEMES: Final = {
     **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "redis"),
     **dict.fromkeys(("redis+cluster", "rediss+cluster", "redis-cluster", "valkey+cluster", "valkeys+cluster"), "redis"),

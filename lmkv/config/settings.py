@@ -21,6 +21,7 @@ from lmkv.chunks.authentication import MIN_KEY_BYTES
 from lmkv.config import command_lines, lmcache
 from lmkv.config.command_lines import Command
 from lmkv.config.parsers import (
+    GIB,
     Parse,
     Quota,
     RemoteURL,
@@ -44,8 +45,6 @@ from lmkv.config.sources import ENV_FILE, KEYWORD, flat, given_settings, read_na
 from lmkv.errors import SECRET, ConfigError, short_repr
 from lmkv.policies import ADMISSIONS, POLICIES, policy_names
 
-GIB: Final = 1 << 30
-"""Bytes in a GiB, the unit of sizes."""
 DEFAULT: Final = "default"
 
 _T = TypeVar("_T")
@@ -493,7 +492,7 @@ class Answer:
             config = Config(**values, sources=sources)
         except ConfigError as error:
             # What follows from a setting that is refused is no problem of its own.
-            refused = {each.key for each in own if each.kind == "refused"}
+            refused = {each.key for each in own if each.kind == "refused"} & _OPTIONS.keys()
             problems += [line for line in str(error).splitlines() if not any(key in line for key in refused)]
         more = (
             [(logging.WARNING, _KEEPS_NOTHING)] if config is not None and not problems and config.keeps_nothing else []
