@@ -32,13 +32,12 @@ if TYPE_CHECKING:
         UsageError as UsageError,
     )
     from lmkv.memory.paged import PagedMemory as PagedMemory
-    from lmkv.outcomes import Presence as Presence
-    from lmkv.protocols import Tier as Tier
+    from lmkv.protocols import Presence as Presence, Tier as Tier
     from lmkv.store.catalog import Catalog as Catalog
-    from lmkv.store.guests import StoreObserver as StoreObserver
+    from lmkv.store.guards import StoreObserver as StoreObserver
+    from lmkv.store.health import StoreStats as StoreStats, TierStats as TierStats
     from lmkv.store.leases import Lease as Lease, Reservation as Reservation
     from lmkv.store.promotion import Promotion as Promotion, SharedLookup as SharedLookup
-    from lmkv.store.stats import StoreStats as StoreStats, TierStats as TierStats
     from lmkv.store.tiered import TieredStore as TieredStore
 
 __version__ = "0.1.0"
@@ -53,14 +52,13 @@ _HOMES = {
         *("LmkvError", "NoSpaceError", "UsageError"),
     ),
     "memory.paged": ("PagedMemory",),
-    "outcomes": ("Presence",),
-    "protocols": ("Tier",),
+    "protocols": ("Presence", "Tier"),
     "store.catalog": ("Catalog",),
+    "store.guards": ("StoreObserver",),
+    "store.health": ("StoreStats", "TierStats"),
     "store.leases": ("Lease", "Reservation"),
     "store.promotion": ("Promotion", "SharedLookup"),
     "store.tiered": ("TieredStore",),
-    "store.guests": ("StoreObserver",),
-    "store.stats": ("StoreStats", "TierStats"),
 }
 _HOME_OF = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
 

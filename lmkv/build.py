@@ -17,9 +17,8 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.folder import describe
 from lmkv.backends.remote.base import RemoteOptions
-from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import KVLayout
-from lmkv.chunks.namespace import Namespace
+from lmkv.chunks.namespace import Authenticator, Namespace
 from lmkv.config import Config
 from lmkv.config.parsers import RemoteURL
 from lmkv.config.settings import DEFAULT

@@ -1,7 +1,7 @@
 """The exceptions of lmkv.
 
 Exceptions are for misuse and for dead components. A miss, a rejected store and one key's failure inside a
-batch are values (`lmkv.outcomes`), never exceptions.
+batch are values (`lmkv.protocols`), never exceptions.
 """
 
 from __future__ import annotations

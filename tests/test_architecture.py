@@ -27,15 +27,14 @@ import lmkv.policies
 
 PACKAGE = Path(lmkv.errors.__file__).parent
 
-BASE = frozenset({"errors", "outcomes", "protocols", "chunks"})
+BASE = frozenset({"errors", "protocols", "chunks"})
 STORE = BASE | {"memory", "store"}
 BACKENDS_ROOMS = frozenset({"backends", "backends.disk", "backends.remote"})
 BUILT = STORE | BACKENDS_ROOMS | {"plugins", "policies", "config", "build"}
 
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
-    "outcomes": frozenset({"errors"}),
-    "protocols": frozenset({"errors", "outcomes"}),
+    "protocols": frozenset({"errors"}),
     "chunks": frozenset({"errors", ""}),
     "medium": frozenset(),
     "plugins": frozenset({"errors"}),
@@ -64,30 +63,29 @@ ALLOWED: dict[str, frozenset[str]] = {
 
 BUDGET = {
     "errors": 69,
-    "outcomes": 44,
-    "protocols": 108,
-    "chunks": 555,
+    "protocols": 148,
+    "chunks": 551,
     "medium": 55,
     "plugins": 33,
     "policies": 1005,
     "simulation": 418,
-    "config": 1357,
+    "config": 1356,
     "memory": 1322,
-    "store": 3598,
-    "backends": 377,
-    "backends.disk": 1070,
-    "backends.remote": 1855,
-    "build": 113,
+    "store": 3602,
+    "backends": 386,
+    "backends.disk": 1069,
+    "backends.remote": 1851,
+    "build": 112,
     "engine": 459,
-    "": 64,
-    "agent": 1242,
-    "vllm": 2193,
-    "vllm.plan": 826,
-    "vllm.scheduler": 2505,
+    "": 62,
+    "agent": 1241,
+    "vllm": 2187,
+    "vllm.plan": 821,
+    "vllm.scheduler": 2503,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19269
+WHOLE = 19251
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
@@ -95,7 +93,7 @@ FORBIDDEN: dict[str, frozenset[str]] = {
 }
 """Packages from outside that these rooms may not import."""
 
-STANDARD_LIBRARY_AND_ATTRS = frozenset({"errors", "outcomes", "protocols"})
+STANDARD_LIBRARY_AND_ATTRS = frozenset({"errors", "protocols"})
 STANDARD_LIBRARY = "lmkv.chunks.hashing"
 BACKENDS = ("lmkv.backends.cpu", "lmkv.backends.disk", "lmkv.backends.wrapper")
 NO_CODE = {*(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE), *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)}
@@ -230,7 +228,7 @@ FORBIDDEN_IMPORTS = {
     ],
     "lmkv.chunks.hashing": ["import numpy as np", "from attrs import define"],
     "lmkv.chunks.namespace": ["from lmkv.protocols import ChunkKey"],
-    "lmkv.outcomes": ["import numpy"],
+    "lmkv.protocols": ["import numpy"],
     "lmkv.backends.wrapper": ["from lmkv.backends.cpu import CPUPinnedBackend"],
     "lmkv.backends.disk.backend": ["from lmkv.policies import LRU"],
     "lmkv.engine": ["from lmkv.store.tiered import _close"],

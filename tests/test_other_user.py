@@ -31,7 +31,7 @@ from lmkv.cli.app import app
 from lmkv.errors import BackendUnavailable
 from lmkv.memory import slab_files
 from lmkv.memory.slab import Slab
-from lmkv.outcomes import ReadStatus, WriteStatus
+from lmkv.protocols import ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import chunk_of, listed, read_back
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, raised

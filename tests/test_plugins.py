@@ -19,9 +19,8 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.cli.app import app
 from lmkv.config import Config
 from lmkv.errors import ConfigError
-from lmkv.outcomes import ReadStatus
 from lmkv.policies import make_admission, make_policy
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, ReadStatus
 from lmkv.testing.backend_suite import BackendSuite
 from tests.kit import LIMIT, chain, raised
 from tests.pages import extracted

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from lmkv.agent.client import AsyncClient
 from lmkv.errors import LmkvError, printable
 from lmkv.protocols import Clock
-from lmkv.store.stats import TierStats
+from lmkv.store.health import TierStats
 
 # -- the answers ------------------------------------------------------------------------------------------
 

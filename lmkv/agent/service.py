@@ -16,8 +16,7 @@ from cachetools import TTLCache
 from lmkv.chunks.hashing import StateKey, TailKey, state_keys
 from lmkv.chunks.namespace import tenants_of
 from lmkv.errors import LmkvError, UsageError
-from lmkv.outcomes import miss_in_words
-from lmkv.protocols import ChunkKey
+from lmkv.protocols import ChunkKey, miss_in_words
 from lmkv.store.catalog import Boundaries
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore

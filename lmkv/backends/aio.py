@@ -20,8 +20,7 @@ from attrs import evolve
 
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError
 from lmkv.medium import Medium, MediumError
-from lmkv.outcomes import HIT, MISS, PRESENT, STORED, Read, ReadStatus, Written
-from lmkv.protocols import Chunk, ChunkKey, Listed
+from lmkv.protocols import HIT, MISS, PRESENT, STORED, Chunk, ChunkKey, Listed, Read, ReadStatus, Written
 
 T = TypeVar("T")
 
@@ -49,7 +48,7 @@ class AsyncBackend(Protocol):
     ...         return [key in self.values for key in keys]
     ...     async def close(self):
     ...         self.values.clear()
-    >>> from lmkv.outcomes import STORED
+    >>> from lmkv.protocols import STORED
     >>> backend = AsyncAdapter(Memory())
     >>> backend.write(Chunk(bytes(32), memoryview(b"payload"))).status
     <WriteStatus.STORED: 'stored'>

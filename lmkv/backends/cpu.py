@@ -10,8 +10,7 @@ from lmkv.errors import BackendError, ClosedError, UsageError
 from lmkv.memory import slab_files
 from lmkv.memory.machine import clamp_capacity
 from lmkv.memory.slab import Slab
-from lmkv.outcomes import HIT, MISS, PRESENT, STORED, Read, Written
-from lmkv.protocols import Chunk, ChunkKey
+from lmkv.protocols import HIT, MISS, PRESENT, STORED, Chunk, ChunkKey, Read, Written
 
 
 class CPUPinnedBackend:

@@ -8,8 +8,19 @@ from typing import TypeVar
 from attrs import define, field
 
 from lmkv.errors import ClosedError
-from lmkv.outcomes import MISS, Read, Written
-from lmkv.protocols import Backend, Chunk, ChunkKey, ListsKeys, RegistersMemory, Shared, SharesRoom, SizesChunks
+from lmkv.protocols import (
+    MISS,
+    Backend,
+    Chunk,
+    ChunkKey,
+    ListsKeys,
+    Read,
+    RegistersMemory,
+    Shared,
+    SharesRoom,
+    SizesChunks,
+    Written,
+)
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from hmac import compare_digest
 from attrs import define, field, frozen
 
 from lmkv import __version__
-from lmkv.chunks.authentication import HEADER_TAG_BYTES, SALT_BYTES, TAG_BYTES, Authenticator
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.chunks.layout import align_up
+from lmkv.chunks.namespace import HEADER_TAG_BYTES, SALT_BYTES, TAG_BYTES, Authenticator
 from lmkv.errors import LmkvError
 
 try:

@@ -38,9 +38,8 @@ from lmkv.chunks.hashing import chunk_keys
 from lmkv.cli.engines import SEVERAL_PROCESSES, SHARED_DEVICE, Answer, EngineProcess, EngineSpec, wait_until_settled
 from lmkv.cli.report import LESS_IS_BETTER, Row, compared, interleaved, measured_on, speeds
 from lmkv.cli.small_model import SmallModel
-from lmkv.outcomes import ReadStatus, WriteStatus
 from lmkv.policies import make_policy
-from lmkv.protocols import Chunk, Tier
+from lmkv.protocols import Chunk, ReadStatus, Tier, WriteStatus
 from lmkv.store.tiered import TieredStore
 
 BLOCK, CHUNK, MIB = 16, 256, 1 << 20

@@ -25,8 +25,8 @@ from rich.text import Text
 
 from lmkv import __version__, plugins
 from lmkv.chunks import codec
-from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.layout import ALIGNMENT
+from lmkv.chunks.namespace import Authenticator
 from lmkv.cli.server import give
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
 from lmkv.cli.stores import VERBS, refusals, remedy, try_folder

@@ -24,8 +24,7 @@ from lmkv.chunks.layout import ALIGNMENT
 from lmkv.config import Config
 from lmkv.config.parsers import RemoteURL
 from lmkv.errors import BackendError, BackendUnavailable, outside
-from lmkv.outcomes import MISS, STORED, Read, ReadStatus, WriteStatus, Written
-from lmkv.protocols import Backend, Chunk
+from lmkv.protocols import MISS, STORED, Backend, Chunk, Read, ReadStatus, WriteStatus, Written
 from lmkv.store.guards import attempt, close_all
 from lmkv.store.health import as_backend_error, checked
 

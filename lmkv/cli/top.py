@@ -19,7 +19,7 @@ from lmkv.cli.inspect import duration
 from lmkv.cli.server import TokenFile, clean, client_of, unavailable
 from lmkv.config import GIB
 from lmkv.errors import printable
-from lmkv.outcomes import miss_in_words
+from lmkv.protocols import miss_in_words
 
 if TYPE_CHECKING:
     from lmkv.agent.client import Client

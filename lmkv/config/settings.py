@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NoReturn, Self, TypeVar
 
 from attrs import Attribute, evolve, field, fields, frozen
 
-from lmkv.chunks.authentication import MIN_KEY_BYTES
+from lmkv.chunks.namespace import MIN_KEY_BYTES
 from lmkv.config import command_lines, lmcache
 from lmkv.config.command_lines import Command
 from lmkv.config.parsers import (

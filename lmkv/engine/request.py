@@ -16,9 +16,9 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.errors import UsageError, short_repr
 from lmkv.memory.copier import ChunkCopy, Run, block_ids
 from lmkv.protocols import ChunkKey
+from lmkv.store.health import StoreStats
 from lmkv.store.leases import Reservation
 from lmkv.store.promotion import Promotion
-from lmkv.store.stats import StoreStats
 from lmkv.store.tiered import TieredStore
 
 _FOREVER = 1e9

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from attrs import define, frozen
 
 from lmkv.chunks.hashing import state_keys
-from lmkv.outcomes import Presence
-from lmkv.protocols import ChunkKey, Policy
-from lmkv.store.guards import locked
-from lmkv.store.guests import GuardedObserver, StoreObserver
+from lmkv.protocols import ChunkKey, Policy, Presence
+from lmkv.store.guards import GuardedObserver, StoreObserver, locked
 from lmkv.store.promoter import Promoter
 from lmkv.store.tier import Operation, first_tier_with
 from lmkv.store.writes import Part

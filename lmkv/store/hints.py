@@ -13,8 +13,7 @@ from attrs import define, evolve, field, frozen
 
 from lmkv.protocols import ChunkKey, Clock, LabelsKeys, Policy, SeesPrompts, TakesHints
 from lmkv.store.entries import Chain
-from lmkv.store.guards import Changes, locked
-from lmkv.store.guests import Order
+from lmkv.store.guards import Changes, Order, locked
 from lmkv.store.wishes import Owners, Wishes
 
 DEFAULT_SECONDS: Final = 300.0

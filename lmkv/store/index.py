@@ -17,9 +17,8 @@ from attrs import define, field
 
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.protocols import ChunkKey, Listed, Policy
-from lmkv.store.guards import Freezer
-from lmkv.store.guests import Content, Order, StoreObserver
-from lmkv.store.stats import Stored
+from lmkv.store.guards import Content, Freezer, Order, StoreObserver
+from lmkv.store.health import Stored
 
 
 class Victims(dict[ChunkKey, int]):

@@ -18,9 +18,8 @@ from lmkv.errors import UsageError
 from lmkv.memory.slab import Slab
 from lmkv.protocols import ChunkKey, Policy, Tier
 from lmkv.store.entries import Entry, Payloads, PrefixIndex, Share, State, shares
-from lmkv.store.guards import Freezer
-from lmkv.store.guests import Content, Order, StoreObserver
-from lmkv.store.stats import TierCounters, TierStats
+from lmkv.store.guards import Content, Freezer, Order, StoreObserver
+from lmkv.store.health import TierCounters, TierStats
 
 # A member's lookup in its enum takes as long as all other work on it here.
 _WRITING, _LOADING, _READY = State.WRITING, State.LOADING, State.READY

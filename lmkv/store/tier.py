@@ -16,14 +16,34 @@ import attrs
 
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import BackendUnavailable, CorruptChunkError
-from lmkv.outcomes import Read, ReadStatus, WriteStatus, Written
-from lmkv.protocols import Chunk, ChunkKey, Clock, ListsKeys, Shared, SharesRoom, SizesChunks, Tier
-from lmkv.store.guards import Changes, attempt, locked
-from lmkv.store.guests import GuardedAdmission, StoreObserver
-from lmkv.store.health import Breaker, Complaints, as_backend_error, checked, is_full, read_works, write_works
+from lmkv.protocols import (
+    Chunk,
+    ChunkKey,
+    Clock,
+    ListsKeys,
+    Read,
+    ReadStatus,
+    Shared,
+    SharesRoom,
+    SizesChunks,
+    Tier,
+    WriteStatus,
+    Written,
+)
+from lmkv.store.guards import Changes, GuardedAdmission, StoreObserver, attempt, locked
+from lmkv.store.health import (
+    Breaker,
+    Complaints,
+    TierCounters,
+    TierStats,
+    as_backend_error,
+    checked,
+    is_full,
+    read_works,
+    write_works,
+)
 from lmkv.store.index import TierIndex, Victims
 from lmkv.store.iopool import Priority
-from lmkv.store.stats import TierCounters, TierStats
 
 Operation = Literal["read", "write"]
 T = TypeVar("T")

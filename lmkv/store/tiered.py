@@ -18,11 +18,19 @@ from copy import copy
 from functools import partial
 
 from lmkv.memory.slab import Slab
-from lmkv.outcomes import Presence
-from lmkv.protocols import Backend, ChunkKey, Clock, ListsKeys, Policy, RegistersMemory, Tier
+from lmkv.protocols import Backend, ChunkKey, Clock, ListsKeys, Policy, Presence, RegistersMemory, Tier
 from lmkv.store.catalog import Catalog
-from lmkv.store.guards import PATIENCE, Changes, attempt, close_after_fork, close_all, ends_in_time, locked
-from lmkv.store.guests import StoreObserver
+from lmkv.store.guards import (
+    PATIENCE,
+    Changes,
+    StoreObserver,
+    attempt,
+    close_after_fork,
+    close_all,
+    ends_in_time,
+    locked,
+)
+from lmkv.store.health import Snapshot, StoreStats
 from lmkv.store.hints import MAX_HINTED, Hints
 from lmkv.store.iopool import Deferred, IOPool, Job, Priority, deletion
 from lmkv.store.leases import Holders, Lease, Reservation
@@ -30,7 +38,6 @@ from lmkv.store.primary import PrimaryTier
 from lmkv.store.promoter import Promoter
 from lmkv.store.promotion import Promotion, SharedLookup
 from lmkv.store.scanner import TierScanner
-from lmkv.store.stats import Snapshot, StoreStats
 from lmkv.store.tier import LowerTier
 from lmkv.store.wishes import Pins
 from lmkv.store.writes import Part, SlotAllocator, Writes

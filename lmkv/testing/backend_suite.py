@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import pytest
 
 from lmkv.errors import BackendError, ClosedError
-from lmkv.outcomes import Read, ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, SizesChunks
+from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, Read, ReadStatus, SizesChunks, WriteStatus
 
 T = TypeVar("T")
 HIT, MISS, FAILED = ReadStatus.HIT, ReadStatus.MISS, ReadStatus.FAILED

@@ -17,8 +17,7 @@ from attrs import define, field
 from lmkv.backends.wrapper import WrapperBackend
 from lmkv.errors import BackendError, BackendUnavailable
 from lmkv.memory.copier import ChunkCopy, Copier, Event
-from lmkv.outcomes import Read, Written
-from lmkv.protocols import Backend, Chunk, ChunkKey
+from lmkv.protocols import Backend, Chunk, ChunkKey, Read, Written
 
 T = TypeVar("T")
 

@@ -1,25 +1,164 @@
-"""Builds the two sides of the connector from vLLM's configuration and lmkv's."""
+"""Builds the two sides of the connector and the agent API from vLLM's configuration and lmkv's."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lmkv.backends.disk import backend, folder
+from lmkv.build import stored_namespace
+from lmkv.config import Config
+from lmkv.errors import BackendError, ConfigError, UsageError
+from lmkv.vllm import compat
+from lmkv.vllm.model import ServedModel
+from lmkv.vllm.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from lmkv.agent.server import AgentServer
 from typing import TYPE_CHECKING, Literal
 
 from lmkv.build import build_store
-from lmkv.config import Config
 from lmkv.memory.slab import slab_name
-from lmkv.vllm import compat, kv_events
+from lmkv.vllm import kv_events
 from lmkv.vllm.loaded import Loaded
-from lmkv.vllm.model import ServedModel
 from lmkv.vllm.scheduler.context import SchedulerOptions
 from lmkv.vllm.scheduler.events import EventRecorder
-from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger("lmkv.vllm")
+_FOR_TEMPLATES = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
+"""Arguments of `apply_chat_template` that templates read. All others are for tokenization, which vLLM decides."""
+
+
+def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]:
+    """A function that tokenizes a text or a chat as vLLM does. Loads the tokenizer at its first call."""
+
+    def tokenize(prompt: Any, template: Mapping[str, Any]) -> list[int]:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        found: Any = cached_tokenizer_from_config(vllm_config.model_config)
+        if found is None:
+            raise UsageError("this engine has no tokenizer (skip_tokenizer_init): give tokens")
+        if isinstance(prompt, str):
+            return list(found.encode(prompt))
+        if theirs := sorted(_of_the_tokenizer(found) & template.keys()):
+            raise UsageError(f"chat_template_kwargs are for the template: {', '.join(theirs)} would be the tokenizer's")
+        given = {**template, "tokenize": True, "return_dict": False}
+        if template.get("tools"):
+            given["tools"] = _tools(template["tools"])
+        return list(found.apply_chat_template([_message(each) for each in prompt], **given))
+
+    return tokenize
+
+
+def _of_the_tokenizer(tokenizer: Any) -> set[str]:
+    """Names forbidden in a request's `chat_template_kwargs`: some make a prompt of any length."""
+    from transformers import PreTrainedTokenizerBase
+
+    # A tokenizer's own method may pass on arguments that it does not name.
+    methods = (PreTrainedTokenizerBase.apply_chat_template, type(tokenizer).apply_chat_template)
+    return {name for each in methods for name in inspect.signature(each).parameters} - _FOR_TEMPLATES
+
+
+def _tools(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools as vLLM gives them to a template: with its order of fields."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+
+    return [ChatCompletionToolsParam(**each).model_dump() for each in given]
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as vLLM gives it to a template: with a text, and with mappings as the arguments of its calls."""
+    message = {**given, "content": given.get("content") or ""}
+    calls = message.pop("tool_calls", None) or []
+    return {**message, "tool_calls": [_call(each) for each in calls]} if calls else message
+
+
+def _call(given: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = given["function"].get("arguments")
+    with suppress(ValueError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {**given, "function": {**given["function"], "arguments": arguments if isinstance(arguments, dict) else {}}}
+
+
+def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: ServedModel) -> AgentServer | None:
+    """Start the service. None if none is wanted, or if its address is taken, which is logged.
+
+    Raises ConfigError for an address outside this machine.
+    """
+    if config.agent_listen is None:
+        return None
+    try:
+        from lmkv.agent.http import application
+        from lmkv.agent.peers import Peers
+        from lmkv.agent.server import Address, AgentServer
+        from lmkv.agent.service import CacheService
+    except ImportError as error:
+        raise ConfigError(f'agent_listen needs fastapi and uvicorn: pip install "lmkv[agent]" ({error})') from error
+    stored = stored_namespace(model.namespace, config.authentication_bytes)
+    longest = vllm_config.model_config.max_model_len
+
+    evictions = scheduler.observer.explainer.evictions
+
+    def clear_own() -> int:
+        count = scheduler.store.clear()
+        evictions.forget()
+        return count
+
+    service = CacheService(
+        scheduler.store,
+        scheduler.keys_of,
+        tokenizer(vllm_config),
+        chunk_size=model.block_map.chunk_size,
+        pin_ttl=config.pin_ttl,
+        root_of=scheduler.root_of,
+        requests=scheduler.observer.recent.snapshot,
+        clear_namespace=partial(clear_namespace, clear_own, stored.digest, config.local_disk),
+        deleted=evictions.forget,
+        states=model.block_map.states,
+        longest=longest,
+        trace=scheduler.observer.recorder.since,
+        loads_off=lambda: scheduler.audit.loads_off,
+        value=lambda: scheduler.observer.value.report(scheduler.timing.cost.prefill_speed),
+    )
+    # Read once, because its file may be a pipe.
+    token = config.token
+    first, number = Address(config.agent_listen), compat.local_engine(vllm_config)
+    address = first.of_engine(number)
+    inside = first.private if first.is_known else None
+    peers = Peers(number, inside and (lambda other: first.private(other).url), token)
+    try:
+        server = AgentServer(
+            lambda: application(service, token, peers, longest), address, inside and partial(inside, number)
+        )
+    except (OSError, RuntimeError) as error:
+        # RuntimeError: there is no thread left.
+        logger.error("lmkv: the agent API cannot listen at %s: %s; going on without it", address.text, error)
+        return None
+    logger.info("lmkv: the agent API is at %s", server.url)
+    return server
+
+
+def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, beginning: str) -> int:
+    """Delete the chunks of the one namespace with this beginning: this engine's, or another one in its folder."""
+    try:
+        found = {own, *(folder.digests(root) if root else ())}
+    except OSError as error:
+        raise BackendError("disk", "a list of namespaces", reason=str(error)) from error
+    match [digest for digest in found if digest.hex().startswith(beginning.lower())]:
+        case [digest] if digest == own:
+            return clear_own()
+        case [digest] if root:
+            return backend.clear_namespace(root, digest)
+    raise UsageError(f"not one namespace begins with {beginning}, but none or several: see lmkv inspect FOLDER")
 
 
 def config_of(vllm_config: VllmConfig) -> Config:

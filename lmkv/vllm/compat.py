@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from attrs import field, frozen
 
-from lmkv.vllm.plan.cacheable import check_group, check_spec, has_draft_layers, has_runner_v2, is_scratch, is_state
+from lmkv.vllm.plan.options import check_group, check_spec, has_draft_layers, has_runner_v2, is_scratch, is_state
 
 SUPPORTED = ((0, 29), (0, 34))
 """vLLM versions, from the first up to but not including the second."""

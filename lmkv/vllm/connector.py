@@ -27,7 +27,7 @@ from lmkv.errors import UsageError
 from lmkv.memory.copiers import check_device
 from lmkv.memory.paged import block_rows
 from lmkv.vllm import assemble, compat, kv_events
-from lmkv.vllm.agent import start_agent
+from lmkv.vllm.assemble import start_agent
 from lmkv.vllm.model import ServedModel, describe
 from lmkv.vllm.plan.metadata import StepPlan, WorkerReport
 from lmkv.vllm.prometheus import LMKVPromMetrics, LMKVStats

@@ -19,7 +19,7 @@ from lmkv.memory.paged import PagedMemory, padded
 from lmkv.vllm.code import as_json, described
 from lmkv.vllm.compat import KVGroup, Numbers, block_sizes, draft_modules, kv_groups, numbers, vllm_version
 from lmkv.vllm.plan.block_map import BlockMap, Group
-from lmkv.vllm.plan.cacheable import check_model, check_parallel, check_states, has_draft_layers, is_replayed
+from lmkv.vllm.plan.options import check_model, check_parallel, check_states, has_draft_layers, is_replayed
 
 if TYPE_CHECKING:
     import torch

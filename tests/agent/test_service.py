@@ -41,7 +41,7 @@ from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.backend_suite import in_threads
 from lmkv.testing.clocks import ManualClock
-from lmkv.vllm.agent import clear_namespace
+from lmkv.vllm.assemble import clear_namespace
 from lmkv.vllm.plan.request import Report
 from lmkv.vllm.scheduler.observer import TraceRecorder
 from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, serving, short_socket, store_over, tokenize

@@ -25,11 +25,10 @@ from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.chunks import codec
-from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.codec import ChunkFormat, FormatError, SegmentDigests
+from lmkv.chunks.namespace import Authenticator
 from lmkv.errors import ConfigError, CorruptChunkError
-from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk, ChunkKey
+from lmkv.protocols import Backend, Chunk, ChunkKey, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, new_key, read_back, statuses
 from tests.kit import LIMIT, raised
 from tests.servers import redis_server

@@ -24,8 +24,22 @@ from lmkv.backends.wrapper import NullBackend, WrapperBackend
 from lmkv.cli.report import interleaved
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, UsageError
 from lmkv.medium import NAME as MARK
-from lmkv.outcomes import MISS, STORED, Read, ReadStatus, WriteStatus, Written
-from lmkv.protocols import Backend, Chunk, ChunkKey, Listed, ListsKeys, RegistersMemory, Shared, SizesChunks
+from lmkv.protocols import (
+    MISS,
+    STORED,
+    Backend,
+    Chunk,
+    ChunkKey,
+    Listed,
+    ListsKeys,
+    Read,
+    ReadStatus,
+    RegistersMemory,
+    Shared,
+    SizesChunks,
+    WriteStatus,
+    Written,
+)
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, read_back, statuses
 from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend

@@ -28,8 +28,7 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.cli.app import app
 from lmkv.cli.inspect import Content, Totals, contents, least_recently_used, show
 from lmkv.config import Config
-from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Chunk, Listed
+from lmkv.protocols import Chunk, Listed, ReadStatus, WriteStatus
 
 SMALL = Namespace(model="small", dtype="float32", chunk_size=16, block_size=16, extra={"weights": "1"})
 LARGE = Namespace(model="large-with-a-name-that-is-folded", dtype="bfloat16", chunk_size=16, block_size=16)

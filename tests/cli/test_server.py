@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from lmkv.agent.server import AgentServer
 from lmkv.cli.app import app
 from lmkv.store.tiered import TieredStore
-from lmkv.vllm.agent import clear_namespace
+from lmkv.vllm.assemble import clear_namespace
 from tests.agent.rude import RudePeer, as_http, as_json
 from tests.agent.serving import (
     NAMESPACE,

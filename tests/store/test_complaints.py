@@ -7,7 +7,7 @@ import time
 import pytest
 
 from lmkv.errors import BackendError, CorruptChunkError
-from lmkv.outcomes import Written
+from lmkv.protocols import Written
 from lmkv.store.health import Complaints
 from lmkv.testing.clocks import ManualClock
 

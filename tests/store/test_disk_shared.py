@@ -16,8 +16,7 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.folder import PENDING_FILE, USAGE_FILE, Usage
 from lmkv.backends.disk.root import Root
 from lmkv.medium import NAME as MARK
-from lmkv.outcomes import WriteStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, WriteStatus
 from tests.forked import Child, Tell, barrier
 from tests.kit import LIMIT, mounted_tmpfs
 from tests.servers import stop

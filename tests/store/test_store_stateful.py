@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.outcomes import HIT, Presence
 from lmkv.policies import LRU, AdmitNone, SecondTouch
-from lmkv.protocols import ChunkKey
+from lmkv.protocols import HIT, ChunkKey, Presence
 from lmkv.store.entries import State
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.promotion import Promotion

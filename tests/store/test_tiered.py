@@ -13,9 +13,8 @@ from attrs import evolve
 
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.errors import BackendUnavailable, ClosedError
-from lmkv.outcomes import MISS, Presence
 from lmkv.policies import LRU
-from lmkv.protocols import Backend, Chunk, ChunkKey, Tier
+from lmkv.protocols import MISS, Backend, Chunk, ChunkKey, Presence, Tier
 from lmkv.store import guards as closing
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock

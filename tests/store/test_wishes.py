@@ -467,7 +467,7 @@ def test_what_is_given_up_on_its_way_to_a_tier_goes_first_there(make: Callable[[
 
 def test_hints_about_keys_that_never_come_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     store = small_store(8)
-    monkeypatch.setattr("lmkv.store.guests.MAX_GIVEN_UP", 10)
+    monkeypatch.setattr("lmkv.store.guards.MAX_GIVEN_UP", 10)
     for number in range(1000):
         store.hints.set_priority(chain(f"{number}", 1), -1)
     assert len(store._primary.order._given_up) == 10

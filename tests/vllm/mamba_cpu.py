@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmkv.vllm.plan import cacheable
+from lmkv.vllm.plan import options
 
 
 @contextlib.contextmanager
@@ -122,7 +122,7 @@ def drafted() -> Iterator[None]:
     from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cacheable, "STATES_WITH_DRAFTS_ON_V1", True)
+        patch.setattr(options, "STATES_WITH_DRAFTS_ON_V1", True)
         if not HAS_TRITON:
             patch.setattr(MambaSpecDecodeGPUContext, "run_fused_precopy", _before_a_step)
             patch.setattr(MambaSpecDecodeGPUContext, "run_fused_postprocess", _after_a_step)

@@ -16,7 +16,7 @@ from tests.vllm.harness import Engine, engine, generated, parameters, prompt
 
 @pytest.mark.parametrize("runner", ["as it is", "corrected"])
 def test_vllm_alone_goes_on_from_a_wrong_state(runner: str, tmp_path: Path) -> None:
-    """Why drafts are refused on V1: once vLLM is right here, `cacheable.STATES_WITH_DRAFTS_ON_V1` may become True."""
+    """Why drafts are refused on V1: once vLLM is right here, `options.STATES_WITH_DRAFTS_ON_V1` may become True."""
     family = RECURRENT["Mamba-2 in each layer, Falcon-H1"]
     folder, ids = family.write(tmp_path / "model"), prompt(1, 180)
     boundary = (len(ids) // family.unit + 1) * family.unit

@@ -189,7 +189,7 @@ KNOWN_REFUSALS = {
         "validate_mamba_cached_kernel",
     },
 }
-"""Functions of vLLM's configuration that raise because of a KV connector, by file: each was read for `cacheable`."""
+"""Functions of vLLM's configuration that raise because of a KV connector, by file. `plan.options` follows each."""
 
 
 def test_what_vllm_refuses_beside_connectors_is_known() -> None:

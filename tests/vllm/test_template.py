@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmkv.errors import UsageError
-from lmkv.vllm.agent import tokenizer
+from lmkv.vllm.assemble import tokenizer
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

@@ -21,9 +21,9 @@ from lmkv.backends.disk.fileio import Folder, FreeSpace, ShortReadError, probe_d
 from lmkv.backends.disk.folder import ChunkFolder, Usage
 from lmkv.backends.disk.root import NotTrustedError, Root
 from lmkv.chunks import codec
-from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.codec import ChunkFormat, FormatError
 from lmkv.chunks.hashing import KEY_BYTES
+from lmkv.chunks.namespace import Authenticator
 from lmkv.errors import (
     BackendError,
     BackendUnavailable,
@@ -33,8 +33,7 @@ from lmkv.errors import (
     NoSpaceError,
     UsageError,
 )
-from lmkv.outcomes import HIT, MISS, PRESENT, STORED, Read, Written
-from lmkv.protocols import Chunk, ChunkKey, Clock, Listed
+from lmkv.protocols import HIT, MISS, PRESENT, STORED, Chunk, ChunkKey, Clock, Listed, Read, Written
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from attrs import field, frozen
 
-from lmkv.chunks.authentication import Authenticator
 from lmkv.chunks.codec import ChunkFormat, FormatError, Header, SegmentDigests
 from lmkv.chunks.hashing import KEY_BYTES
+from lmkv.chunks.namespace import Authenticator
 from lmkv.errors import (
     BackendError,
     BackendUnavailable,
@@ -23,8 +23,7 @@ from lmkv.errors import (
     UsageError,
     mask_secrets,
 )
-from lmkv.outcomes import HIT, MISS, Read, Written
-from lmkv.protocols import Chunk, ChunkKey, Listed
+from lmkv.protocols import HIT, MISS, Chunk, ChunkKey, Listed, Read, Written
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +204,7 @@ class RemoteBackend(ABC):
 
     Examples
     --------
-    >>> from lmkv.outcomes import PRESENT, STORED
+    >>> from lmkv.protocols import PRESENT, STORED
     >>> class DictBackend(RemoteBackend):
     ...     values = {}
     ...     def _exist(self, names):

@@ -25,8 +25,7 @@ from attrs import frozen
 
 from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, HostPortBackend, batches
 from lmkv.chunks.codec import FormatError
-from lmkv.outcomes import PRESENT, STORED, Written
-from lmkv.protocols import Chunk, ChunkKey
+from lmkv.protocols import PRESENT, STORED, Chunk, ChunkKey, Written
 
 # -- the protocol -----------------------------------------------------------------------------------------
 

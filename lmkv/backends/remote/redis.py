@@ -18,8 +18,7 @@ from lmkv.backends.remote.base import DEFAULTS, MIN_BYTES_PER_SECOND, RemoteBack
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.errors import BackendError, ConfigError, outside, short_repr
-from lmkv.outcomes import PRESENT, STORED, Written
-from lmkv.protocols import Chunk, ChunkKey, Listed
+from lmkv.protocols import PRESENT, STORED, Chunk, ChunkKey, Listed, Written
 
 try:
     from redis import Redis, RedisCluster, exceptions

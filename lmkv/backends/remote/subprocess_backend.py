@@ -27,8 +27,7 @@ from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, Fill, RemoteBackend,
 from lmkv.backends.remote.child import MAX_MESSAGE_BYTES, ROOM, SLAB, Part
 from lmkv.chunks.codec import FormatError
 from lmkv.errors import ConfigError, UsageError
-from lmkv.outcomes import PRESENT, STORED, Written
-from lmkv.protocols import Chunk, ChunkKey
+from lmkv.protocols import PRESENT, STORED, Chunk, ChunkKey, Written
 
 START_LIMIT = 10.0
 """Seconds for a process to start and import its client."""

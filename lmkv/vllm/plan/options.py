@@ -1,21 +1,30 @@
-"""The options of one request: its `kv_transfer_params` and its `agent_hint`."""
+"""Which models and requests are cached, and the options of a request: `kv_transfer_params` and `agent_hint`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import platform
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
 from attrs import define, field
 
-from lmkv.vllm.plan.cacheable import has_tokens, must_be_computed
+_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
+"""KV cache kinds with one block after the other for the tokens of a prefix, and no other state."""
 
+_NOT_BATCH_INVARIANT = ("FLASHINFER", "TRITON_MLA")
+"""Attention backends whose batch-invariant form vLLM does not combine with cached prefixes."""
+
+STATES_WITH_DRAFTS_ON_V1 = False
+"""Whether recurrent layers are cached with drafts on the V1 runner; tests set it.
+
+vLLM 0.32's V1 runner goes on from a wrong state when a request is preempted a few tokens behind a boundary within its
+answer, with or without lmkv, which would store the states that follow. The V2 runner is right there.
+"""
 _DEFAULT_TTL = 300.0
 _MAX_PRIORITY = 9
 _MAX_EDITS = 64
 _MAX_SESSION = 1024
 """Edits, and characters of a session's id, at most."""
-
-
 MAX_TOKENS: Final = 1 << 20
 """Tokens of the longest prompt, if a server does not say."""
 MAX_TAGS: Final = 64
@@ -25,6 +34,155 @@ _MAX_KEYS: Final = 256
 _MAX_NUMBER: Final = 1 << 32
 _TAGS: Final = ("lmkv.tag.", "lmcache.tag.")
 _NUMBERS: Final = (int, float, bool, type(None))
+
+
+def check_model(vllm_config: Any) -> None:
+    """Raise ValueError, with vLLM's reason, if no prefix of this model may be cached, or no prefill be partial."""
+    from vllm import envs
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if not (model.is_prefix_caching_supported and model.is_chunked_prefill_supported):
+        pooler = getattr(model, "pooler_config", None)
+        kinds = [str(getattr(pooler, name, None)) for name in ("seq_pooling_type", "tok_pooling_type")]
+        pooling = f" with {'/'.join(kinds)} pooling" if pooler is not None else ""
+        raise ValueError(f"vLLM computes each prompt of a model of type {model.attn_type!r}{pooling} whole")
+    if getattr(model, "rswa_window", None) is not None:
+        raise ValueError("the KV of a generated token depends on where the prompt ended (rswa_window)")
+    if returns_routed_experts(vllm_config):
+        raise ValueError(
+            "vLLM returns the routed experts of tokens that it computes (--enable-return-routed-experts), and has none "
+            "of a token whose KV is loaded"
+        )
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    named = getattr(backend, "name", None)
+    if envs.VLLM_BATCH_INVARIANT and (named in _NOT_BATCH_INVARIANT or (named is None and model.use_mla)):
+        raise ValueError(
+            f"vLLM caches no prefix with VLLM_BATCH_INVARIANT and the attention backend {named or 'of MLA models'}"
+        )
+    if getattr(envs, "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""):
+        raise ValueError("VLLM_MOE_ROUTING_SIMULATION_STRATEGY routes tokens to experts at random")
+    if getattr(model, "is_diffusion", False):
+        raise ValueError("vLLM computes the tokens of a diffusion model several times")
+    if getattr(model, "is_mm_prefix_lm", False) and not vllm_config.scheduler_config.disable_chunked_mm_input:
+        raise ValueError("the tokens of an image attend to each other: set --disable-chunked-mm-input")
+    encoders = getattr(vllm_config, "ec_transfer_config", None)
+    if encoders is not None and encoders.is_ec_consumer:
+        raise ValueError("embeddings come from another engine (--ec-transfer-config), whose weights are unknown")
+    if platform.machine().startswith("riscv") and not cache.enable_prefix_caching:
+        raise ValueError("vLLM caches no prefix on RISC-V")
+
+
+def returns_routed_experts(vllm_config: Any) -> bool:
+    """Whether answers include each prompt token's routed experts, which a hit lacks."""
+    places = (vllm_config.model_config, getattr(vllm_config, "aux_output_config", None))
+    return any(getattr(place, "enable_return_routed_experts", False) for place in places)
+
+
+def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise ValueError, with the reason, if a worker's part of a chunk cannot be told from the configuration."""
+    parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise ValueError(
+            "each rank has an engine of its own (external_launcher), which hears of no other rank's copies"
+        )
+    # Ray chooses machines later: a rank that cannot map the slab says so.
+    if getattr(parallel, "nnodes_within_dp", 1) > 1:
+        raise ValueError("ranks on other machines cannot map host memory, which is not supported yet")
+    if parallel.pipeline_parallel_size > 1:
+        if len(kv_cache_config.kv_cache_groups) > 1:
+            raise ValueError("pipeline parallel ranks of a model with several block tables are not supported yet")
+        if speculative is not None and has_draft_layers(speculative):
+            raise ValueError("a draft model beside pipeline parallel ranks is not supported yet")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        spread = getattr(parallel, name, 1) > 1
+        if spread and not all(hasattr(group.kv_cache_spec, "dcp_sharded") for group in kv_cache_config.kv_cache_groups):
+            raise ValueError(f"{name} > 1 is supported from vLLM 0.32 on")
+
+
+def has_draft_layers(speculative: Any) -> bool:
+    """Whether drafts come from layers with KV of their own, rather than from the prompt's tokens."""
+    return speculative.method not in ("ngram", "ngram_gpu", "suffix")
+
+
+def is_scratch(group: Any) -> bool:
+    """Whether the blocks of a group hold no prefix: vLLM fills them again for each request, even after a hit."""
+    return not getattr(group.kv_cache_spec, "prefix_cacheable", True)
+
+
+def is_replayed(group: Any) -> bool:
+    """Whether vLLM recomputes the last tokens of each hit, to fill the blocks of a group."""
+    return getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) > 0
+
+
+def check_group(group: Any) -> None:
+    """Raise ValueError, with the layers' names, if a KV cache group is outside the device's block tables."""
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        raise ValueError(f"the blocks of {', '.join(group.layer_names)} are kept outside the device's block tables")
+
+
+def is_state(spec: Any) -> bool:
+    """Whether these layers keep a state instead of KV for each token: Mamba, gated delta nets, short convolutions."""
+    return type(spec).__name__ == "MambaSpec"
+
+
+def has_runner_v2(vllm_config: Any) -> bool:
+    """Whether vLLM uses its Model Runner V2, as it does wherever it has Triton."""
+    return getattr(vllm_config, "use_v2_model_runner", False)
+
+
+def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool) -> None:
+    """Raise ValueError, with the reason, if states of recurrent layers cannot be stored and restored.
+
+    `recurrent`: for each KV cache group with prefixes whether it has such layers. `replayed`: see `is_replayed`, of any
+    other group.
+    """
+    from vllm.v1.core.sched.output import KVConnectorBlockState
+
+    if not any(recurrent):
+        return
+    if replayed:
+        raise ValueError("vLLM computes the last tokens of a hit again, and a recurrent layer's state cannot go back")
+    if all(recurrent):
+        raise ValueError("all its layers are recurrent, not supported yet")
+    mode = getattr(vllm_config.cache_config, "mamba_cache_mode", "none")
+    if mode != "align":
+        raise ValueError(
+            f"vLLM keeps states at no boundary between blocks (mamba_cache_mode {mode!r}): start it with "
+            "--enable-prefix-caching"
+        )
+    if "boundary_state_offloads" not in getattr(KVConnectorBlockState, "__annotations__", {}):
+        raise ValueError("this vLLM does not say which blocks have a recurrent layer's state; use vLLM 0.32 or later")
+    parallel = vllm_config.parallel_config
+    sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    if spread := [name for name in sizes if getattr(parallel, name, 1) > 1]:
+        raise ValueError(f"recurrent layers with {' and '.join(spread)} > 1 are not supported yet")
+    if getattr(vllm_config.cache_config, "use_replayssm", False):
+        raise ValueError("with --use-replayssm a block has not the whole state")
+    drafted = getattr(vllm_config, "speculative_config", None) is not None
+    if drafted and not (STATES_WITH_DRAFTS_ON_V1 or has_runner_v2(vllm_config)):
+        raise ValueError(
+            "with speculative decoding vLLM's V1 runner may go on from a wrong state, which would be stored; its Model "
+            "Runner V2 is right (VLLM_USE_V2_MODEL_RUNNER=1)"
+        )
+
+
+def check_spec(spec: Any) -> None:
+    """Raise ValueError, with the reason, if the KV of these layers depends on more than the tokens of a prefix."""
+    kind = type(spec).__name__
+    if (kind not in _KINDS and not is_state(spec)) or not getattr(spec, "prefix_cacheable", True):
+        raise ValueError(f"{kind} layers keep state that is not part of a prefix's chunks")
+    if getattr(spec, "non_causal", False):
+        raise ValueError("tokens of a prompt attend to later ones, so that a prefix's KV depends on them")
+
+
+def has_tokens(request: Any) -> bool:
+    """Whether tokens name the request's prompt. They do not name one given as embeddings."""
+    return getattr(request, "prompt_embeds", None) is None
+
+
+def must_be_computed(request: Any) -> bool:
+    """Whether vLLM needs an output of every token of the prompt: log probabilities, or an embedding of each."""
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
 @define

@@ -15,8 +15,7 @@ from attrs import define, field, frozen
 from lmkv.chunks.hashing import KeyChain, StateKey, TailKey, hash_prompt, state_keys
 from lmkv.chunks.namespace import Namespace, tenants_of
 from lmkv.errors import printable
-from lmkv.outcomes import miss_in_words
-from lmkv.protocols import ChunkKey
+from lmkv.protocols import ChunkKey, miss_in_words
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion, SharedLookup
 from lmkv.vllm.plan.identity import Adapters, Media, UnnamedMediaError, request_root

@@ -15,8 +15,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from lmkv.chunks.hashing import KEY_BYTES, token_bytes
-from lmkv.outcomes import Presence
-from lmkv.protocols import ChunkKey, Clock
+from lmkv.protocols import ChunkKey, Clock, Presence
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.plan.metadata import JobReport
 from lmkv.vllm.plan.request import Miss, Request

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from attrs import frozen
 
 from lmkv.protocols import Clock
-from lmkv.store.stats import TierCounters, TierStats
+from lmkv.store.health import TierCounters, TierStats
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.plan.metadata import JobReport
 from lmkv.vllm.plan.request import Miss

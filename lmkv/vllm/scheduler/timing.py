@@ -10,8 +10,7 @@ from typing import Literal
 
 from attrs import define, field
 
-from lmkv.outcomes import Presence
-from lmkv.protocols import ChunkKey
+from lmkv.protocols import ChunkKey, Presence
 from lmkv.store.promotion import Promotion
 from lmkv.vllm.scheduler.context import PlanContext, Planner
 

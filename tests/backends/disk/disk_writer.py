@@ -15,8 +15,7 @@ import pytest
 
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, ReadStatus, WriteStatus
 from tests.forked import Tell
 from tests.kit import LIMIT
 

@@ -17,8 +17,7 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.fileio import Scratch
 from lmkv.backends.disk.folder import Usage
 from lmkv.backends.disk.root import Root
-from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import chunk_of, listed, statuses
 from tests.forked import Child, Tell, files_open_in
 

@@ -21,8 +21,7 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.fileio import HUGE
 from lmkv.errors import BackendUnavailable, CorruptChunkError, NoSpaceError
 from lmkv.medium import NAME as MARK
-from lmkv.outcomes import Read, ReadStatus, WriteStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, Read, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import chunk_of, listed, new_key, read_back, statuses
 from tests.kit import mounted_tmpfs, raised
 

@@ -13,8 +13,7 @@ import pytest
 
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.medium import NAME as MARK
-from lmkv.outcomes import WriteStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, WriteStatus
 from lmkv.testing.backend_suite import listed, read_back, statuses
 from tests.backends.disk.disk_writer import NAMESPACE, PAYLOADS, churn, stop_halfway, write_until_killed
 from tests.forked import Child, barrier

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.outcomes import WriteStatus
+from lmkv.protocols import WriteStatus
 from lmkv.testing.backend_suite import chunk_of, read_back, statuses
 from tests.forked import Child, Tell
 from tests.store.shared_store import CHUNK, KEYS, get, open_store, put

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.folder import SUFFIX
-from lmkv.outcomes import ReadStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, ReadStatus
 from tests.forked import Child, Tell
 
 KEY = bytes(32)

@@ -21,7 +21,7 @@ import pytest
 
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.errors import BackendUnavailable
-from lmkv.outcomes import ReadStatus
+from lmkv.protocols import ReadStatus
 from lmkv.testing.backend_suite import chunk_of, new_key
 from lmkv.testing.clocks import ManualClock
 from tests.backends.disk.failing_disk import CALLS, CHUNKS, ERRORS

@@ -22,7 +22,7 @@ from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
 from lmkv.memory.paged import PagedMemory
-from lmkv.store.stats import TierStats
+from lmkv.store.health import TierStats
 from lmkv.vllm.plan.block_map import BlockMap, Group
 from lmkv.vllm.scheduler.context import SchedulerOptions
 from lmkv.vllm.scheduler.scheduler import Scheduler

@@ -14,8 +14,7 @@ import pytest
 
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.errors import BackendUnavailable, ConfigError, CorruptChunkError
-from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk
+from lmkv.protocols import Backend, Chunk, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, in_threads, new_key, read_back, statuses
 from tests.backends.remote.own_network import Server
 from tests.kit import eventually, raised

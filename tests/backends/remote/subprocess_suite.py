@@ -14,8 +14,7 @@ from attrs import evolve
 from lmkv.backends.remote.subprocess_backend import ClientProcess, SubprocessBackend
 from lmkv.errors import BackendUnavailable
 from lmkv.memory.slab import Slab
-from lmkv.outcomes import ReadStatus, Written
-from lmkv.protocols import Chunk, ChunkKey
+from lmkv.protocols import Chunk, ChunkKey, ReadStatus, Written
 from lmkv.testing.backend_suite import chunk_of, read_back, statuses
 from tests.backends.remote.server_suite import PRESENT, STORED, ServerSuite, StoreSuite
 from tests.kit import eventually

@@ -26,8 +26,7 @@ from lmkv.backends.remote.objects import ObjectStoreBackend
 from lmkv.backends.remote.redis import RedisBackend
 from lmkv.chunks.codec import ChunkFormat
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError
-from lmkv.outcomes import HIT, ReadStatus, WriteStatus
-from lmkv.protocols import Chunk, Listed
+from lmkv.protocols import HIT, Chunk, Listed, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import chunk_of, new_key
 from tests.backends.remote.hostile import Answer, Endpoint, longest_pause, of_http, of_redis
 from tests.backends.remote.server_suite import GIVEN_UP

@@ -20,8 +20,7 @@ import pytest
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.backends.remote.infinistore import Connection, InfiniStoreBackend
 from lmkv.errors import BackendUnavailable, CorruptChunkError
-from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk
+from lmkv.protocols import Backend, Chunk, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import chunk_of, in_threads, new_key, read_back, statuses
 from tests.backends.remote.own_network import INFINISTORE, Server, infinistore_server
 from tests.backends.remote.server_suite import (

@@ -18,8 +18,7 @@ import pytest
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.backends.remote.mooncake import MooncakeBackend
 from lmkv.errors import BackendUnavailable
-from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
 from tests.backends.remote.own_network import MOONCAKE, Mooncake, mooncake_servers
 from tests.backends.remote.server_suite import GIVEN_UP, NAMESPACE, PRESENT, STORED

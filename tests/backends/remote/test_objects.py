@@ -35,8 +35,7 @@ from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
 from lmkv.errors import BackendUnavailable, ConfigError, CorruptChunkError
-from lmkv.outcomes import Read, ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk, ChunkKey
+from lmkv.protocols import Backend, Chunk, ChunkKey, Read, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import (
     BackendSuite,
     chunk_of,

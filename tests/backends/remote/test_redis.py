@@ -27,8 +27,7 @@ from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
 from lmkv.config import Config
 from lmkv.errors import BackendUnavailable, ConfigError
-from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk
+from lmkv.protocols import Backend, Chunk, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import (
     BackendSuite,
     chunk_of,

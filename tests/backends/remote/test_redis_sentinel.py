@@ -21,8 +21,7 @@ from redis.exceptions import ResponseError
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.backends.remote.redis import RedisBackend
 from lmkv.errors import BackendUnavailable, ConfigError
-from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import chunk_of, listed, read_back, sizes_of, statuses
 from tests.kit import LIMIT, eventually
 from tests.servers import PROGRAMS, RedisServer, Server, free_port, missing, redis_server

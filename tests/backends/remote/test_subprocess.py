@@ -18,9 +18,8 @@ from lmkv.backends import CPUPinnedBackend, WrapperBackend
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.errors import ConfigError, UsageError
 from lmkv.memory.slab import Slab
-from lmkv.outcomes import Presence, ReadStatus
 from lmkv.policies import LRU
-from lmkv.protocols import Chunk, Tier
+from lmkv.protocols import Chunk, Presence, ReadStatus, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.backend_suite import chunk_of, new_key, read_back, statuses
 from tests.backends.remote.folder_store import UNREADABLE, FolderBackend, NoClientBackend

@@ -14,8 +14,7 @@ from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.remote.base import ValueCodec
 from lmkv.chunks.codec import ChunkFormat, FormatError
 from lmkv.errors import BackendError
-from lmkv.outcomes import ReadStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, ReadStatus
 from tests.tables import raised
 
 NAMESPACE = bytes(range(32))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lmkv.chunks.hashing import state_keys
-from lmkv.outcomes import Presence
-from lmkv.protocols import ChunkKey
+from lmkv.protocols import ChunkKey, Presence
 from lmkv.vllm.plan.block_map import Group
 from lmkv.vllm.scheduler.audit import Sampler
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, Table, request_for

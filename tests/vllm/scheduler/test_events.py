@@ -14,8 +14,7 @@ from attrs import define, field
 from hypothesis import given, settings, strategies as st
 
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.outcomes import Presence
-from lmkv.protocols import ChunkKey
+from lmkv.protocols import ChunkKey, Presence
 from lmkv.vllm.plan.block_map import Group
 from lmkv.vllm.plan.request import Request
 from lmkv.vllm.scheduler.events import Blocks, BlocksStored, Event, EventRecorder, Place, place_of

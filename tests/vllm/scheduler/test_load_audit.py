@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lmkv.memory.copier import ChunkCopy, Run
-from lmkv.outcomes import Presence
+from lmkv.protocols import Presence
 from lmkv.vllm import compat
 from lmkv.vllm.plan.block_map import Group
 from lmkv.vllm.plan.metadata import JobReport, ReadOrder, WorkerReport

@@ -26,8 +26,7 @@ from lmkv.backends.disk.folder import DESCRIPTION_FILE, description, digests
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli.app import app
 from lmkv.errors import LmkvError
-from lmkv.outcomes import ReadStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, ReadStatus
 from tests.backends.disk.attacks.test_attacks import FILES, KEY, NAMESPACE, PAYLOAD
 
 OTHER, SECRET = bytes([0xEE]) * 32, b"secret" * 2000

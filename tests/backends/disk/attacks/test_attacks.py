@@ -16,8 +16,7 @@ import pytest
 
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.errors import BackendError, CorruptChunkError
-from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, ReadStatus, WriteStatus
 from tests.tables import every
 
 
