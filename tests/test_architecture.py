@@ -79,13 +79,13 @@ BUDGET = {
     "engine": 459,
     "": 62,
     "agent": 1241,
-    "vllm": 2187,
+    "vllm": 2184,
     "vllm.plan": 821,
-    "vllm.scheduler": 2503,
+    "vllm.scheduler": 2541,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19251
+WHOLE = 19286
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

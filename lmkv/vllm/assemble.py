@@ -218,7 +218,7 @@ def make_scheduler(
         events = None if describe_blocks is None else EventRecorder(store, model.block_map, describe_blocks)
         loaded = Loaded(compat.calling_core())
         scheduler = Scheduler(store, model.namespace, model.block_map, options, events, loaded, loaded.adapter)
-        loaded.watch(scheduler)
+        loaded.watch(scheduler.changes)
         scheduler.matcher.stop_at = compat.stop_at
     except BaseException:
         store.close()

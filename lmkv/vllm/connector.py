@@ -233,7 +233,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.watch_blocks(pool.get_num_free_blocks, pool.evict_blocks, pool.num_gpu_blocks)
             self._vllm_scheduler = theirs = compat.calling_scheduler()
             if theirs is not None and self._model is not None and not self._model.block_map.one_full_table:
-                self._scheduler.on_failed_load(functools.partial(compat.recompute, theirs))
+                self._scheduler.loads.on_failed_load = functools.partial(compat.recompute, theirs)
         if self._describe_blocks is not None:
             self._describe_blocks.block_pool = gpu_block_pool
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from operator import itemgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 from lmkv.errors import printable, safe_repr
@@ -25,6 +25,7 @@ from lmkv.vllm import code
 from lmkv.vllm.code import as_json
 from lmkv.vllm.model import config_digest, source_of
 from lmkv.vllm.plan.identity import Adapter, folder_of, stamps
+from lmkv.vllm.scheduler.changes import WeightChanges
 
 if TYPE_CHECKING:
     import torch
@@ -438,7 +439,7 @@ class Loaded:
             return None
         return " ".join(sorted({digest for digest, _ in known})), known[0][1]
 
-    def watch(self, scheduler: Watcher) -> None:
+    def watch(self, changes: WeightChanges) -> None:
         """Notify the scheduler side of every call of the engine that may change its results."""
         core = self._core()
         if core is None:
@@ -463,7 +464,7 @@ class Loaded:
                     told(*args, **kwargs)
                 except Exception:
                     logger.exception("lmkv: %s was called in a way that is not known", name)
-                    scheduler.suspect()
+                    changes.suspect()
 
             setattr(core, name, call)
 
@@ -477,26 +478,16 @@ class Loaded:
 
         def after_rpc(method: Any = None, *_: Any, **__: Any) -> None:
             if not keeps_weights(method):
-                scheduler.suspect()
+                changes.suspect()
                 core.model_executor.collective_rpc(fold_constants)
 
         def after_reset(running: bool = False, connector: bool = False, **given: Any) -> None:
             # The connector's own reset reports itself.
             if not given.get("reset_connector", connector):
-                scheduler.suspect()
+                changes.suspect()
 
         around("collective_rpc", after_rpc, before_rpc)
         around("reset_prefix_cache", after_reset)
-        around("reset_encoder_cache", scheduler.forget_media)
-        around("add_lora", lambda lora_request: scheduler.forget_adapter(lora_request.lora_int_id))
-        around("remove_lora", scheduler.forget_adapter)
-
-
-class Watcher(Protocol):
-    """The scheduler side, as the receiver of changes."""
-
-    def suspect(self) -> None: ...
-
-    def forget_media(self) -> None: ...
-
-    def forget_adapter(self, number: int) -> None: ...
+        around("reset_encoder_cache", changes.forget_media)
+        around("add_lora", lambda lora_request: changes.forget_adapter(lora_request.lora_int_id))
+        around("remove_lora", changes.forget_adapter)

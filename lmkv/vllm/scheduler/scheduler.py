@@ -7,16 +7,13 @@ be simulated. Nothing here waits for the I/O of tiers.
 from __future__ import annotations
 
 import logging
-import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from attrs import evolve
-from cachetools import LRUCache
 
-from lmkv.chunks.hashing import TailKey, hash_prompt
+from lmkv.chunks.hashing import hash_prompt
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import ChunkKey
 from lmkv.store.catalog import Boundaries
@@ -26,30 +23,24 @@ from lmkv.vllm.plan.identity import Adapter, Adapters, Media, tagged_root
 from lmkv.vllm.plan.metadata import StepPlan, StepPlanBuilder, WorkerReport
 from lmkv.vllm.plan.request import BlockTables, Miss, Naming, Request, VLLMRequest
 from lmkv.vllm.scheduler.audit import HitAudits, LoadAudits
+from lmkv.vllm.scheduler.changes import WeightChanges
 from lmkv.vllm.scheduler.context import Jobs, PlanContext, SchedulerOptions
 from lmkv.vllm.scheduler.events import Event, EventRecorder
 from lmkv.vllm.scheduler.loads import Loads
 from lmkv.vllm.scheduler.match import WAIT, Hit, Match, Matcher, Wait
 from lmkv.vllm.scheduler.observer import SchedulerObserver
-from lmkv.vllm.scheduler.stores import ChunkStores, Offer, StateStores
+from lmkv.vllm.scheduler.stores import ChunkStores, Endings, Offer, StateStores
 from lmkv.vllm.scheduler.telemetry import Values
 from lmkv.vllm.scheduler.timing import Timing
 
 logger = logging.getLogger("lmkv.vllm")
 
 
-def _identities() -> Iterator[str]:
-    """For engines that cannot be asked: a new one after each call of `Scheduler.suspect`."""
-    yield ""
-    while True:
-        yield secrets.token_hex(16)
-
-
 class Scheduler:
     """Tracks requests and their chunks.
 
     `Matcher` and `Loads` decide about loads, `ChunkStores` and `StateStores` about stores, `HitAudits` and `LoadAudits`
-    about audits.
+    about audits. `WeightChanges` names KV by its weights; `Endings` carries out the wishes of ended requests.
 
     `namespace`: root of every chunk key. `block_map`: how block tables map to chunks. All calls come from
     vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request, `plan_step`,
@@ -95,25 +86,14 @@ class Scheduler:
         self.loads = Loads(context, self.timing, self.load_audits)
         self.matcher = Matcher(context, self.timing, self.loads, self.audit)
         self._chunks, self._states = ChunkStores(context), StateStores(context, self.audit)
-        self._evict: Callable[[], None] = lambda: None
-        self._evictions = 0
         self._requests: dict[str, Request] = {}
         self._mapped: set[int] = set()
         self._refused = False
-        self._ask_workers = identify or partial(next, _identities())
-        self._identity = self._ask_workers()
-        self._suspicions = 0
-        """Calls of `suspect` since the last answer of the workers."""
-        self._put_off: set[str] = set()
-        """Requests that have arrived since then."""
-        self._loading_across: set[str] = set()
-        """Requests in `_across` that were loading between steps, and have not computed since."""
-        self._across: dict[str, set[int]] = {}
-        """Requests with KV from before a change of weights or adapter, and their blocks, which no other may get."""
         names = Media(self._options.media_by_name), Adapters(load_adapter), self._options.save_unfull_chunk
         self._naming = Naming(namespace, self._chunk_size, *names, block_map.states, self._options.longest)
-        self._served: LRUCache[str, str] = LRUCache(1024)
-        """The identity of the last adapter of each name."""
+        audits = self.audit, self.load_audits
+        self.changes = WeightChanges(context, self._naming, self._requests, self.loads, audits, identify)
+        self._endings = Endings(context, self._chunks)
 
     def __repr__(self) -> str:
         return f"<Scheduler: {len(self._requests)} requests{', copying' if self.busy else ''}>"
@@ -142,18 +122,14 @@ class Scheduler:
 
     def root_of(self, cache_salt: str | None, tags: Mapping[str, str]) -> bytes | None:
         """The root of the keys of such prompts, as of the last lookup; None if the weights are unknown. Thread-safe."""
-        identity = self._identity
+        identity = self.changes.identity
         return None if identity is None else tagged_root(self._naming.namespace, tags.items(), identity, cache_salt)
 
     def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None], count: int = 0) -> None:
         """Take over vLLM's `free()`, how many of `count` blocks are left, and `evict(blocks)` from its prefix cache."""
         self.loads.admission.free_blocks = free
         self.loads.evict_blocks = evict
-        self._evict = lambda: evict(set(range(count)))
-
-    def on_failed_load(self, call: Callable[[str], None]) -> None:
-        """Call `call(request_id)` after a failed load, before vLLM continues that request."""
-        self.loads.on_failed_load = call
+        self.changes.evict = lambda: evict(set(range(count)))
 
     # -- requests -----------------------------------------------------------------------------------------
 
@@ -162,10 +138,8 @@ class Scheduler:
 
         If the weights may have changed, this waits for the first lookup: until then the engine may sleep.
         """
-        if self._suspicions:
-            self._put_off.add(vllm_request.request_id)
+        if self.changes.puts_off(vllm_request.request_id):
             return
-        self._put_off.discard(vllm_request.request_id)
         request = self._request_of(vllm_request)
         keys = request.keys_with_tail(vllm_request.num_tokens // self._chunk_size)
         self._store.hints.label(keys, request.tenants)
@@ -189,43 +163,12 @@ class Scheduler:
         # Clients choose ids, and may reuse the id of an aborted request.
         if request is None or request.vllm is not vllm_request:
             self._forget(vllm_request.request_id)
-            self._identify()
-            request = Request.of(vllm_request, self._naming, self._identity, self.matcher.new_patience())
+            self.changes.identify()
+            request = Request.of(vllm_request, self._naming, self.changes.identity, self.matcher.new_patience())
             self._requests[vllm_request.request_id] = request
-            self._follow_adapter(request)
+            self.changes.follow_adapter(request)
         request.follow()
         return request
-
-    def _follow_adapter(self, request: Request) -> None:
-        """Evict vLLM's prefix cache if another adapter had this name: that cache knows adapters by name only."""
-        name, identity = request.lora_name, request.adapter[1]
-        if name is None or self._served.setdefault(name, identity) == identity:
-            return
-        self._served[name] = identity
-        self._evict_all()
-        for other in self._requests.values():
-            if other.lora_name == name and other.adapter[1] != identity:
-                self._leave_out_across(other)
-
-    def _evict_all(self) -> None:
-        self._evictions += 1
-        self._evict()
-
-    def _identify(self) -> None:
-        """Ask the workers for the identity of their weights, if these may have changed."""
-        if not self._suspicions:
-            return
-        before, self._identity = self._identity, self._ask_workers()
-        # With several changes, requests may have run with other weights in between.
-        unchanged = self._identity is not None and (before, self._suspicions) == (self._identity, 1)
-        self._suspicions = 0
-        if unchanged:
-            # Except requests whose adapter may have changed.
-            with_adapter = {name for name, request in self._requests.items() if request.lora_name is not None}
-            self._across = {name: blocks for name, blocks in self._across.items() if name in with_adapter}
-        else:
-            # vLLM may have kept its own prefix cache: KV computed on top of it has no name.
-            self._evict_all()
 
     def _may_load(self, request: Request) -> bool:
         switched_on = self._options.loads and not self._refused and not self.audit.loads_off
@@ -233,65 +176,18 @@ class Scheduler:
 
     def _forget(self, request_id: str) -> Request | None:
         request = self._requests.pop(request_id, None)
-        self._put_off.discard(request_id)
         if request is not None:
             self.matcher.forget(request)
             self.loads.forget(request)
             self.load_audits.give_up(request)
             self._end_deferral(request)
-        self._loading_across.discard(request_id)
-        if request_id in self._across:
-            self.loads.evict_blocks(self._across.pop(request_id))
+        self.changes.forget(request_id)
         return request
 
     def request_finished(self, vllm_request: VLLMRequest) -> dict[str, Any] | None:
         """Forget the request; once its last store has ended, its chunks count as used. Returns its report if wanted."""
         request = self._forget(vllm_request.request_id)
-        if request is None:
-            return None
-        keys = request.keys_with_tail(len(request.chain.keys))
-        self._observer.finished(request, keys)
-        request.storing.once_stored(partial(self._once_all_stored, request, keys))
-        return self._answer(request) or None
-
-    def _once_all_stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Carry out its wishes once no other request, such as one with the same prompt, stores its chunks."""
-        other = self._chunks.storing(keys)
-        if other is not None:
-            other.storing.once_stored(partial(self._once_all_stored, request, keys))
-        else:
-            self._carry_out(request, keys)
-
-    def _carry_out(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Carry out an ended request's wishes for its chunks, which are all stored by now."""
-        wanted, hint = self.boundaries.keys_to_promote(keys), request.options.hint
-        # States are evicted before the chunks that they need.
-        self._store.touch([*wanted, *keys[self.boundaries.without_states(len(wanted)) :]])
-        if self._options.stores and not request.options.skip_save:
-            self._store.write_lost(wanted)
-        if request.options.pin_seconds:
-            self._store.pin(wanted, request.options.pin_seconds, request.root)
-        if hint.session or hint.ended:
-            self._store.hints.session(request.root, hint.session, wanted, ended=hint.ended)
-        if not hint.ended and (hint.priority or hint.waits or hint.ttl):
-            seconds = hint.waits or hint.ttl or self._options.pin_ttl
-            self._store.hints.set_priority(wanted, hint.priority or 1, seconds, request.root, hint.session)
-
-    def _answer(self, request: Request) -> dict[str, Any]:
-        """The answer to the request's `kv_transfer_params`."""
-        answer: dict[str, Any] = {"lmkv": request.answer} if request.options.report else {}
-        hands_over = request.options.remote_decode and not self._options.loads and not request.options.skip_save
-        shared = self._share(request) if hands_over else 0
-        return {**answer, "lmkv.wait_for": shared} if shared else answer
-
-    def _share(self, request: Request) -> int:
-        """Write the prompt's chunks to shared tiers for other servers. Returns their number of tokens."""
-        keys = self.boundaries.keys_to_promote(request.keys_with_tail(request.prompt_tokens // self._chunk_size))
-        count = self._store.write_to_shared(keys)
-        if self.boundaries.states:
-            return self.boundaries.without_states(count) * self._chunk_size if count == len(keys) else 0
-        last = keys[count - 1] if count else None
-        return (count - 1) * self._chunk_size + last.tokens if isinstance(last, TailKey) else count * self._chunk_size
+        return None if request is None else self._endings.finished(request)
 
     # -- one step -----------------------------------------------------------------------------------------
 
@@ -299,12 +195,12 @@ class Scheduler:
         self, vllm_request: VLLMRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """`(tokens, asynchronous)` that can be loaded beyond those computed; None instead of tokens: ask again."""
-        started, evictions = self._clock(), self._evictions
-        self._identify()
-        if vllm_request.request_id in self._put_off:
+        started, evictions = self._clock(), self.changes.evictions
+        self.changes.identify()
+        if vllm_request.request_id in self.changes.put_off:
             self.on_new_request(vllm_request)
         request = self._request_of(vllm_request)
-        changed = self._evictions > evictions or self._loading_across - {vllm_request.request_id}
+        changed = self.changes.evictions > evictions or self.changes.loads_across(request.request_id)
         if changed and num_computed_tokens:
             # vLLM asks again, without a hit of its own by then. That also rules out blocks of a load from before the
             # change, which vLLM shares from the step on in which their request continues.
@@ -386,24 +282,11 @@ class Scheduler:
         self.load_audits.order(overwritten)
         self.loads.end_step(scheduled_tokens, len(progress))
         self.matcher.end_step()
-        if self._across:
-            self._keep_apart(progress, blocks_of)
+        self.changes.keep_apart(progress, blocks_of)
         if (self._options.stores or self.audit.on) and not self._refused:
             for request_id, computed in progress.items():
                 self._store_completed(request_id, computed, blocks_of, offers.get(request_id, ()))
         self._observer.value.step()
-
-    def _keep_apart(self, progress: Iterable[str], blocks_of: Callable[[str], BlockTables | None]) -> None:
-        """Keep others from the blocks of requests that run across a change, and those that have some from storing."""
-        tables = {name: {block for table in blocks_of(name) or () for block in table} for name in progress}
-        self._across |= {request_id: blocks for request_id, blocks in tables.items() if request_id in self._across}
-        earlier = set().union(*self._across.values()) - {0}
-        for request_id, blocks in tables.items():
-            if request_id not in self._across and blocks & earlier and request_id in self._requests:
-                self._requests[request_id].leave_out()
-                self._across[request_id] = blocks
-        self.loads.evict_blocks(earlier)
-        self._loading_across.difference_update(progress)
 
     def take_plan(self) -> StepPlan:
         """The orders since the last call, for every worker."""
@@ -462,8 +345,7 @@ class Scheduler:
         for step in report.steps:
             self.loads.step_ended(step)
         for number, digest in report.adapters:
-            self._naming.adapters.loaded(number, digest)
-            self._leave_out_adapter(number, digest)
+            self.changes.adapter_loaded(number, digest)
         # Before any store is published, and without the other ranks' answers: a store reported together with a
         # failed load may contain KV computed from unfilled blocks.
         if any(not part.ok and self.loads.may_have_been_read(job) for job, part in report.jobs.items()):
@@ -472,7 +354,7 @@ class Scheduler:
     def _on_wrong(self, request: Request, chunk: int, own_kv_is_right: bool) -> None:
         """After a wrong chunk of a request: store nothing computed from it, and evict it from vLLM's cache."""
         self._jobs.distrust()
-        self._evict_all()
+        self.changes.evict_all()
         keys = request.chain.keys[: chunk + 1][-1:]
         for other in self._requests.values():
             if other is request or not set(keys).isdisjoint(other.chain.keys):
@@ -498,49 +380,11 @@ class Scheduler:
 
     def reset(self) -> None:
         """Empty host memory. Lower tiers keep their chunks, which are found again if the weights are unchanged."""
-        self.suspect()
+        self.changes.suspect()
         # Running copies may belong to ended requests.
         self._jobs.distrust()
         self._store.clear(lower=False)
         self._observer.reset()
-
-    def suspect(self) -> None:
-        """Ask for the identity of the weights before the next lookup: they may have changed.
-
-        Running requests were computed with earlier weights, at least in part: they store and load nothing more. Stores
-        under way were computed with the earlier weights, and keep their names.
-        """
-        self._suspicions += 1
-        self.load_audits.forget()
-        for request in self._requests.values():
-            self._leave_out_across(request)
-
-    def _leave_out_across(self, request: Request) -> None:
-        """Let the request run on, but share none of its blocks."""
-        request.waiting.release_lease()
-        request.leave_out()
-        self.audit.end(request)
-        blocks = self.loads.stop(request)
-        self._across.setdefault(request.request_id, blocks)
-        if blocks:
-            self._loading_across.add(request.request_id)
-
-    def forget_adapter(self, number: int) -> None:
-        """Ask again for the adapter of this number, which may have changed."""
-        self._naming.adapters.forget(number)
-        self._leave_out_adapter(number)
-
-    def _leave_out_adapter(self, number: int, loaded: str = "") -> None:
-        """Requests with this adapter store and load nothing more, unless it is the one just loaded."""
-        for request in self._requests.values():
-            if request.adapter[0] == number and request.adapter[1] != loaded and not request.unidentified:
-                self._leave_out_across(request)
-                # Also the stores of the step that the adapter was loaded for.
-                self._jobs.distrust()
-
-    def forget_media(self) -> None:
-        """Forget the names of images, sounds and videos: vLLM has cleared its encoder cache."""
-        self._naming.media.clear()
 
     def take_samples(self) -> Values:
         """Values counted since the last call."""

@@ -1,13 +1,18 @@
-"""Orders the copies of chunks, and of recurrent layers' states, into host memory, in the step that completes them."""
+"""Orders the copies of chunks, and of recurrent layers' states, into host memory, in the step that completes them.
+
+`Endings` follows when a request has ended, and its last store with it.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from attrs import define
 
-from lmkv.chunks.hashing import token_bytes
+from lmkv.chunks.hashing import TailKey, token_bytes
 from lmkv.memory.copier import ChunkCopy
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Reservation
@@ -289,3 +294,57 @@ class StateStores(Planner):
             self._observer.explainer.evictions.forget(replaced)
         tokens = job.chunks * self._chunk_size
         logger.info("lmkv: request %s: stored its state after %d tokens", request.name, tokens)
+
+
+class Endings(Planner):
+    """Carries out the wishes of requests that have ended. `stores`: their chunks may still be on their way."""
+
+    def __init__(self, context: PlanContext, stores: ChunkStores) -> None:
+        super().__init__(context)
+        self._stores = stores
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """Count the request's chunks as used once its last store has ended. Returns its report if wanted."""
+        keys = request.keys_with_tail(len(request.chain.keys))
+        self._observer.finished(request, keys)
+        request.storing.once_stored(partial(self._once_all_stored, request, keys))
+        return self._answer(request) or None
+
+    def _once_all_stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
+        """Carry out its wishes once no other request, such as one with the same prompt, stores its chunks."""
+        other = self._stores.storing(keys)
+        if other is not None:
+            other.storing.once_stored(partial(self._once_all_stored, request, keys))
+        else:
+            self._carry_out(request, keys)
+
+    def _carry_out(self, request: Request, keys: Sequence[ChunkKey]) -> None:
+        """Carry out an ended request's wishes for its chunks, which are all stored by now."""
+        wanted, hint = self._boundaries.keys_to_promote(keys), request.options.hint
+        # States are evicted before the chunks that they need.
+        self._store.touch([*wanted, *keys[self._boundaries.without_states(len(wanted)) :]])
+        if self._options.stores and not request.options.skip_save:
+            self._store.write_lost(wanted)
+        if request.options.pin_seconds:
+            self._store.pin(wanted, request.options.pin_seconds, request.root)
+        if hint.session or hint.ended:
+            self._store.hints.session(request.root, hint.session, wanted, ended=hint.ended)
+        if not hint.ended and (hint.priority or hint.waits or hint.ttl):
+            seconds = hint.waits or hint.ttl or self._options.pin_ttl
+            self._store.hints.set_priority(wanted, hint.priority or 1, seconds, request.root, hint.session)
+
+    def _answer(self, request: Request) -> dict[str, Any]:
+        """The answer to the request's `kv_transfer_params`."""
+        answer: dict[str, Any] = {"lmkv": request.answer} if request.options.report else {}
+        hands_over = request.options.remote_decode and not self._options.loads and not request.options.skip_save
+        shared = self._share(request) if hands_over else 0
+        return {**answer, "lmkv.wait_for": shared} if shared else answer
+
+    def _share(self, request: Request) -> int:
+        """Write the prompt's chunks to shared tiers for other servers. Returns their number of tokens."""
+        keys = self._boundaries.keys_to_promote(request.keys_with_tail(request.prompt_tokens // self._chunk_size))
+        count = self._store.write_to_shared(keys)
+        if self._boundaries.states:
+            return self._boundaries.without_states(count) * self._chunk_size if count == len(keys) else 0
+        last = keys[count - 1] if count else None
+        return (count - 1) * self._chunk_size + last.tokens if isinstance(last, TailKey) else count * self._chunk_size

@@ -207,7 +207,7 @@ def test_blocks_of_an_answer_of_one_token_are_read_again(
 def test_what_was_lost_with_a_reset_raises_no_alarm(how: str) -> None:
     with filled() as running:
         request = loading(running, "loads")
-        getattr(running.scheduler, how)()
+        running.scheduler.reset() if how == "reset" else running.scheduler.changes.suspect()
         running.wrong = Whatever()
         for block in request.blocks[0]:
             running.write(0, running.memories[0][1], [((block, slice(None)), 0)])

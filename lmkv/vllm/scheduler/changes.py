@@ -1,0 +1,176 @@
+"""`WeightChanges`: names KV by the weights that computed it, and keeps KV of earlier weights apart.
+
+vLLM and trainers change weights and adapters while requests run. A running request then has KV of both.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
+from cachetools import LRUCache
+
+from lmkv.vllm.plan.request import BlockTables, Naming, Request
+from lmkv.vllm.scheduler.audit import HitAudits, LoadAudits
+from lmkv.vllm.scheduler.context import PlanContext, Planner
+from lmkv.vllm.scheduler.loads import Loads
+
+
+def _identities() -> Iterator[str]:
+    """For engines that cannot be asked: a new one after each call of `WeightChanges.suspect`."""
+    yield ""
+    while True:
+        yield secrets.token_hex(16)
+
+
+class WeightChanges(Planner):
+    """Asks the workers for the identity of their weights, and leaves requests out that run across a change.
+
+    A request that is left out runs on, stores and loads nothing more, and shares none of its blocks.
+
+    `requests`: the scheduler's, by id. `identify()`: the identity of the workers' model, called now and after each call
+    of `suspect`; if None, nothing is cached. `evict()`: empties vLLM's prefix cache.
+    """
+
+    def __init__(
+        self,
+        context: PlanContext,
+        naming: Naming,
+        requests: Mapping[str, Request],
+        loads: Loads,
+        audits: tuple[HitAudits, LoadAudits],
+        identify: Callable[[], str | None] | None,
+    ) -> None:
+        super().__init__(context)
+        self._naming, self._requests, self._loads = naming, requests, loads
+        self._audit, self._load_audits = audits
+        self._ask_workers = identify or partial(next, _identities())
+        self.identity = self._ask_workers()
+        self._suspicions = 0
+        """Calls of `suspect` since the last answer of the workers."""
+        self.put_off: set[str] = set()
+        """Requests that have arrived since then."""
+        self._across: dict[str, set[int]] = {}
+        """Requests with KV from before a change, and their blocks, which no other may get."""
+        self._loading_across: set[str] = set()
+        """Those of them that were loading between steps, and have not computed since."""
+        self._served: LRUCache[str, str] = LRUCache(1024)
+        """The identity of the last adapter of each name."""
+        self.evict: Callable[[], None] = lambda: None
+        self.evictions = 0
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    def puts_off(self, request_id: str) -> bool:
+        """Whether the weights may have changed: then a new request is hashed at its first lookup.
+
+        The engine may sleep until then.
+        """
+        if self._suspicions:
+            self.put_off.add(request_id)
+        else:
+            self.put_off.discard(request_id)
+        return bool(self._suspicions)
+
+    def follow_adapter(self, request: Request) -> None:
+        """Evict vLLM's prefix cache if another adapter had this name: that cache knows adapters by name only."""
+        name, identity = request.lora_name, request.adapter[1]
+        if name is None or self._served.setdefault(name, identity) == identity:
+            return
+        self._served[name] = identity
+        self.evict_all()
+        for other in self._requests.values():
+            if other.lora_name == name and other.adapter[1] != identity:
+                self.leave_out(other)
+
+    def evict_all(self) -> None:
+        """Empty vLLM's prefix cache."""
+        self.evictions += 1
+        self.evict()
+
+    def loads_across(self, request_id: str) -> bool:
+        """Whether other requests load KV from before a change. vLLM shares their blocks once they compute."""
+        return bool(self._loading_across - {request_id})
+
+    def forget(self, request_id: str) -> None:
+        """Forget an ended request, and take its blocks out of vLLM's prefix cache if it ran across a change."""
+        self.put_off.discard(request_id)
+        self._loading_across.discard(request_id)
+        if request_id in self._across:
+            self._loads.evict_blocks(self._across.pop(request_id))
+
+    def keep_apart(self, progress: Iterable[str], blocks_of: Callable[[str], BlockTables | None]) -> None:
+        """Keep others from the blocks of requests that run across a change, and those that have some from storing."""
+        if not self._across:
+            return
+        tables = {name: {block for table in blocks_of(name) or () for block in table} for name in progress}
+        self._across |= {request_id: blocks for request_id, blocks in tables.items() if request_id in self._across}
+        earlier = set().union(*self._across.values()) - {0}
+        for request_id, blocks in tables.items():
+            if request_id not in self._across and blocks & earlier and request_id in self._requests:
+                self._requests[request_id].leave_out()
+                self._across[request_id] = blocks
+        self._loads.evict_blocks(earlier)
+        self._loading_across.difference_update(progress)
+
+    # -- changes ------------------------------------------------------------------------------------------
+
+    def suspect(self) -> None:
+        """Ask for the identity of the weights before the next lookup: they may have changed.
+
+        Running requests were computed with earlier weights, at least in part, so they are left out. Stores under way
+        were computed with the earlier weights, and keep their names.
+        """
+        self._suspicions += 1
+        self._load_audits.forget()
+        for request in self._requests.values():
+            self.leave_out(request)
+
+    def identify(self) -> None:
+        """Ask the workers for the identity of their weights, if these may have changed."""
+        if not self._suspicions:
+            return
+        before, self.identity = self.identity, self._ask_workers()
+        # With several changes, requests may have run with other weights in between.
+        unchanged = self.identity is not None and (before, self._suspicions) == (self.identity, 1)
+        self._suspicions = 0
+        if unchanged:
+            # Except requests whose adapter may have changed.
+            with_adapter = {name for name, request in self._requests.items() if request.lora_name is not None}
+            self._across = {name: blocks for name, blocks in self._across.items() if name in with_adapter}
+        else:
+            # vLLM may have kept its own prefix cache: KV computed on top of it has no name.
+            self.evict_all()
+
+    def leave_out(self, request: Request) -> None:
+        """Let the request run on, but share none of its blocks."""
+        request.waiting.release_lease()
+        request.leave_out()
+        self._audit.end(request)
+        blocks = self._loads.stop(request)
+        self._across.setdefault(request.request_id, blocks)
+        if blocks:
+            self._loading_across.add(request.request_id)
+
+    def adapter_loaded(self, number: int, digest: str) -> None:
+        """Note which adapter the workers have loaded as this number."""
+        self._naming.adapters.loaded(number, digest)
+        self._leave_out_adapter(number, digest)
+
+    def forget_adapter(self, number: int) -> None:
+        """Ask again for the adapter of this number, which may have changed."""
+        self._naming.adapters.forget(number)
+        self._leave_out_adapter(number)
+
+    def _leave_out_adapter(self, number: int, loaded: str = "") -> None:
+        """Leave out requests with this adapter, unless it is the one just loaded."""
+        for request in self._requests.values():
+            if request.adapter[0] == number and request.adapter[1] != loaded and not request.unidentified:
+                self.leave_out(request)
+                # Also the stores of the step that the adapter was loaded for.
+                self._jobs.distrust()
+
+    def forget_media(self) -> None:
+        """Forget the names of images, sounds and videos: vLLM has cleared its encoder cache."""
+        self._naming.media.clear()
