@@ -135,7 +135,7 @@ class History:
                 pass
             except Exception as error:
                 if not self._failed:
-                    logger.warning("lmkv: the history of the agent API lacks samples: %s", safe_repr(error))
+                    logger.warning("lmkv: the agent API's history has a gap: %s", safe_repr(error))
                 self._failed = True
             await asyncio.sleep(self._interval)
 
@@ -293,7 +293,7 @@ class PromptBody(BaseModel):
         if template and self.messages is None:
             raise UsageError("tools and chat_template_kwargs belong to messages")
         if "chat_template" in template:
-            raise UsageError("chat_template is the server's, and not for a caller to give")
+            raise UsageError("chat_template cannot be given: the server's is used")
         return Prompt(self.text, self.messages, self.tokens, self.cache_salt, self.tags, template)
 
 
@@ -429,7 +429,7 @@ def application(
     async def clear(body: ClearBody) -> dict[str, Any]:
         """Delete a prompt's chunks, or everything, from every tier; or another namespace of the folder."""
         if (body.everything or body.namespace) and len(body.model_fields_set - {"engine"}) > 1:
-            raise UsageError("this cannot be narrowed down: chunks do not say whose they are; give a prompt")
+            raise UsageError("clear cannot be limited to a salt or tags: chunks do not record them; give a prompt")
         return await each(lambda: cleared(body), "/v1/clear", body)
 
     def cleared(body: ClearBody) -> dict[str, Any]:

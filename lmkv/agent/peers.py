@@ -117,7 +117,7 @@ def checked(method: str, path: str, data: bytes) -> dict[str, Any]:
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False, include_context=False)[0]
         reason = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
-        raise NoAnswerError(f"no answer of this version of lmkv: {printable(reason)}") from None
+        raise NoAnswerError(f"the answer is not one of this version of lmkv: {printable(reason)}") from None
     return answer.model_dump(exclude_unset=True)
 
 

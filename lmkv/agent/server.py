@@ -417,7 +417,7 @@ class AgentServer:
                 runner.run(self._serve())
         except (Exception, SystemExit):
             # uvicorn means to end the process.
-            logger.exception("lmkv: the agent API at %s has ended; the engine goes on without it", self.url)
+            logger.exception("lmkv: the agent API at %s has stopped; the engine continues without it", self.url)
         finally:
             uvicorn_logger.removeFilter(matters)
             # Or callers would wait where nobody answers.

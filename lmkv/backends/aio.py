@@ -202,7 +202,7 @@ class AsyncAdapter:
             try:
                 self._loop.run_forever()
             except BaseException as error:
-                logger.exception("lmkv: the event loop of %r goes on after %s", self.inner, type(error).__name__)
+                logger.exception("lmkv: backend %r: its event loop continues after an exception in %s", self.inner, type(error).__name__)
         self._loop.close()
 
     async def _cancel_and_close(self) -> None:

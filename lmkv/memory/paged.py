@@ -24,7 +24,7 @@ def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
     expected = 1
     for stride, size in inner:
         if size != 1 and stride != expected:
-            raise UsageError(f"{name}: a block of shape {tuple(plane.shape[1:])} is not dense in memory")
+            raise UsageError(f"{name}: a block of shape {tuple(plane.shape[1:])} is not contiguous in memory")
         expected *= size
     if plane.shape[0] > 1 and plane.stride(0) < expected:
         raise UsageError(f"{name}: blocks overlap in memory")

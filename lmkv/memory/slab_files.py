@@ -88,13 +88,13 @@ def one_at_a_time() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             if not _in_this_process.acquire(timeout=_PATIENCE):
-                raise TimeoutError("another thread is making a slab")
+                raise TimeoutError("another thread is creating a slab")
             stack.callback(_in_this_process.release)
             fd = os.open(_lock_file(), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
             stack.callback(os.close, fd)
             _lock(fd, deadline)
         except OSError as error:
-            logger.warning("lmkv: slabs that are made at the same time may be given the same memory: %s", error)
+            logger.warning("lmkv: slabs created at the same time may be promised the same memory: %s", error)
         yield
 
 

@@ -124,7 +124,7 @@ class Changes:
         """Locked. Repair now."""
         self.cut_short = True
         self.lost.clear()
-        attempt(self.repair, lambda error: logger.error("lmkv: a store cannot be put right: %s", safe_repr(error)))
+        attempt(self.repair, lambda error: logger.error("lmkv: the store could not recover from an interrupted call: %s", safe_repr(error)))
 
 
 def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
@@ -133,7 +133,7 @@ def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
     closing = [(name, _begin(partial(_close, name, backend), name)) for name, backend in backends]
     for name, thread in closing:
         if not _ended(thread, deadline - time.monotonic()):
-            logger.warning("lmkv: tier %r does not close; its thread is left behind", name)
+            logger.warning("lmkv: tier %r does not close; its thread keeps running", name)
 
 
 def ends_in_time(work: Callable[[], None]) -> bool:
@@ -209,7 +209,7 @@ def close_after_fork(instance: ClosesAfterFork) -> None:
 def _after_fork() -> None:
     for instance in list(_objects):
         # One object in a bad state must not keep the others from closing.
-        attempt(instance.after_fork, lambda error: logger.warning("lmkv: a store after a fork: %r", error))
+        attempt(instance.after_fork, lambda error: logger.warning("lmkv: closing a store in a forked process failed: %r", error))
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -361,7 +361,7 @@ class Order:
     def _evicted(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey]) -> list[ChunkKey] | None:
         victims = self.policy.evict(nbytes, protect)
         if victims is not None and (self._freed(victims) < nbytes or len(set(victims)) < len(victims)):
-            raise ValueError("it has evicted too little, or what is in use or not there")
+            raise ValueError("it evicted too few bytes, or chunks that are in use or absent")
         return victims
 
     def part_of(self, key: ChunkKey, parent: ChunkKey) -> tuple[str, float]:
@@ -416,7 +416,7 @@ class Order:
 
     def _replace(self, error: Exception) -> Policy:
         name, self._new = type(self.policy).__name__, None
-        logger.error("lmkv: tier %r goes on with LRU: its policy %s failed: %s", self._name, name, safe_repr(error))
+        logger.error("lmkv: tier %r continues with LRU: its policy %s failed: %s", self._name, name, safe_repr(error))
         self.policy = self._filled(Plain())
         return self.policy
 
@@ -447,7 +447,7 @@ class GuardedAdmission:
     def _tell(self, error: Exception) -> None:
         if not self._told:
             self._told = True
-            logger.warning("lmkv: tier %r: its admission failed: %s", self._tier, safe_repr(error))
+            logger.warning("lmkv: tier %r: its admission filter failed: %s", self._tier, safe_repr(error))
 
 
 @define(eq=False)
@@ -467,4 +467,4 @@ class GuardedObserver:
 
     def _end(self, error: Exception) -> None:
         self._ended = True
-        logger.error("lmkv: an observer of a store is told nothing more: it failed: %s", safe_repr(error))
+        logger.error("lmkv: an observer of the store failed and is not called again: %s", safe_repr(error))

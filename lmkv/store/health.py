@@ -244,7 +244,7 @@ class Complaints:
         """Log a failed or refused write. `until_deleted`: the consequence if a deletion failed."""
         if result.status is WriteStatus.REJECTED:
             reason = _with_names(result.reason, 1)
-            self._say("refused", lambda: f"tier {self.name!r} refuses what is written to it: {reason}")
+            self._say("refused", lambda: f"tier {self.name!r} refuses writes: {reason}")
         self.failed(result.error, then=until_deleted if result.error and result.error.action == "delete" else "")
 
     def _say(self, topic: str, line: Callable[[], str]) -> None:
@@ -258,7 +258,7 @@ class Complaints:
                 if len(self._said) > _MOST:
                     del self._said[next(iter(self._said))]
         if not suppressed:
-            logger.warning("lmkv: %s%s", line(), f" ({more:,} more like it since it was last said)" if more else "")
+            logger.warning("lmkv: %s%s", line(), f" ({more:,} more since the last such line)" if more else "")
 
 
 def _with_names(text: str, most: int) -> str:

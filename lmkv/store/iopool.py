@@ -178,7 +178,7 @@ class IOPool:
             try:
                 thread.start()
             except RuntimeError as error:
-                logger.warning("lmkv: no thread for I/O: %s", error)
+                logger.warning("lmkv: cannot start an I/O thread: %s", error)
                 return
             self._threads.append(thread)
             lane.threads += 1

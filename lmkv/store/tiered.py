@@ -418,10 +418,10 @@ class TieredStore(Part):
         for scanner in self._scanners:
             scanner.stop(max(0.0, deadline - time.monotonic()))
         if not self._pool.close(max(0.0, deadline - time.monotonic())):
-            logger.warning("lmkv: a backend hangs; its I/O thread is left behind")
+            logger.warning("lmkv: a backend hangs; its I/O thread keeps running")
         ended = ends_in_time(self._empty)
         if not ended:
-            logger.error("lmkv: a policy, filter or observer hangs; the store's host memory is left behind")
+            logger.error("lmkv: a policy, filter or observer hangs; the store's host memory is not released")
         # Host memory last: backends may work on it.
         close_all((tier.name, tier.backend) for tier in self._tiers)
         if ended:
@@ -480,6 +480,6 @@ class TieredStore(Part):
 
 def _run(planned: Deferred, cut_short: bool, after: Deferred) -> None:
     if cut_short:
-        logger.warning("lmkv: an exception has cut a change of the store short; slots and indexes were counted anew")
+        logger.warning("lmkv: an exception interrupted a change of the store; its slots and indexes were counted again")
     after.jobs += planned.jobs
     after.callbacks += planned.callbacks

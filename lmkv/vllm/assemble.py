@@ -46,7 +46,7 @@ def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]
 
         found: Any = cached_tokenizer_from_config(vllm_config.model_config)
         if found is None:
-            raise UsageError("this engine has no tokenizer (skip_tokenizer_init): give tokens")
+            raise UsageError("this engine has no tokenizer (skip_tokenizer_init): send tokens")
         if isinstance(prompt, str):
             return list(found.encode(prompt))
         if theirs := sorted(_of_the_tokenizer(found) & template.keys()):
@@ -141,7 +141,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
         )
     except (OSError, RuntimeError) as error:
         # RuntimeError: there is no thread left.
-        logger.error("lmkv: the agent API cannot listen at %s: %s; going on without it", address.text, error)
+        logger.error("lmkv: the agent API cannot listen at %s: %s; the engine starts without it", address.text, error)
         return None
     logger.info("lmkv: the agent API is at %s", server.url)
     return server
@@ -158,7 +158,7 @@ def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, 
             return clear_own()
         case [digest] if root:
             return backend.clear_namespace(root, digest)
-    raise UsageError(f"not one namespace begins with {beginning}, but none or several: see lmkv inspect FOLDER")
+    raise UsageError(f"no namespace begins with {beginning}, or several do: see lmkv inspect FOLDER")
 
 
 def config_of(vllm_config: VllmConfig) -> Config:
@@ -180,10 +180,10 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
     if config.audit_rate and compat.draft_lookahead(vllm_config):
         logger.warning("lmkv: only loads are audited: the KV of draft layers differs between equal chunks")
     elif config.audit_rate and not all(model.numbers):
-        logger.warning("lmkv: only loads are audited of layers whose KV has scales between its numbers")
+        logger.warning("lmkv: only loads are audited: this KV cache stores scales between its numbers")
     if model.block_map.states:
         size = model.block_map.chunk_size
-        logger.info("lmkv: with recurrent layers a chunk is vLLM's block of %d tokens, whatever chunk_size says", size)
+        logger.info("lmkv: the model has recurrent layers: chunks are vLLM's blocks of %d tokens, and chunk_size is ignored", size)
     elif model.block_map.chunk_size != config.chunk_size:
         sizes = config.chunk_size, model.block_map.chunk_size
         logger.warning("lmkv: chunk_size %d is not a multiple of vLLM's block size, using %d", *sizes)

@@ -189,7 +189,7 @@ def _calls_of(value: Any) -> Iterator[object]:
         yield value
         fields = getattr(value, "__dict__", {})
         value = getattr(value, "__func__", None) or getattr(value, "func", None) or fields.get("__wrapped__")
-    raise ValueError("a layer has a callable that wraps others without an end")
+    raise ValueError("a layer has a callable that wraps others endlessly")
 
 
 def _has_values(call: Any, parts: Sequence[object] = ()) -> bool:

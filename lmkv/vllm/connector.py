@@ -97,7 +97,7 @@ def _never_raises(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
             try:
                 return method(self, *args, **kwargs)
             except Exception:
-                logger.exception("lmkv: %s failed; going on without the cache", method.__name__)
+                logger.exception("lmkv: %s failed; continuing without the cache", method.__name__)
                 return fallback()
 
         return cast(_Method, guarded)
@@ -150,7 +150,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self._place = role, id(vllm_config.model_config)
             if _CONNECTORS.setdefault(self._place, self) is not self:
-                raise ValueError("another LMKVConnector of the same engine caches it; leave one of them out")
+                raise ValueError("another LMKVConnector of this engine caches it already: configure only one")
             check_device(vllm_config.device_config.device_type)
             pipelined = role is KVConnectorRole.WORKER and vllm_config.parallel_config.pipeline_parallel_size > 1
             stage = compat.worker_ranks()[0] if pipelined else 0
@@ -272,7 +272,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self._plan_stores(self._scheduler, scheduler_output)
         except Exception:
-            logger.exception("lmkv: this step could not be planned; loads between steps are given up")
+            logger.exception("lmkv: this step could not be planned; loads between steps are cancelled")
             # vLLM keeps a request that loads until the load is reported as ended.
             self._scheduler.loads.cancel()
         # Also after an error: vLLM counts on the loads that were promised.

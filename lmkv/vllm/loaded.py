@@ -148,7 +148,7 @@ def adapter(worker: Any, lora: Any) -> Adapter | None:
         return _adapter_digest(manager.lmkv_load(lora)), before
     except Exception as error:
         names = printable(str(lora.lora_path)), safe_repr(error)
-        logger.warning("lmkv: a worker does not tell what it has loaded of the adapter %s: %s", *names)
+        logger.warning("lmkv: a worker cannot identify the adapter %s: %s", *names)
         return None
 
 
@@ -218,7 +218,7 @@ def _identity(vllm_config: Any, layers: Iterable[tuple[str, nn.Module]], workers
     scattered = experts_are_scattered(vllm_config)
     files = stamps(folder_of(source_of(vllm_config.model_config), "config.json")) if scattered else ()
     if scattered and not files:
-        raise ValueError("each data parallel engine has some of the experts, and no file tells of the others")
+        raise ValueError("each data parallel engine has only some of the experts, and no file identifies the others")
     config = vllm_config.model_config.hf_config
     digest = hashlib.sha256(config_digest(vllm_config.model_config).encode())
     seen, source, methods = dict[Any, str](), functools.cache(code.digest), functools.cache(code.foreign_methods)
@@ -334,7 +334,7 @@ def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
         if not tensor.numel():
             emptied = _emptied.get(module, {})
             if name in module._parameters and name not in emptied:
-                raise ValueError(f"{type(module).__name__}.{name} is empty, and nobody has seen what was in it")
+                raise ValueError(f"{type(module).__name__}.{name} is empty, and its former content is unknown")
             yield f"{name} {emptied.get(name, '')}"
             continue
         yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {_digest_once(tensor, seen)}"
@@ -420,10 +420,10 @@ class Loaded:
         try:
             found = [] if core is None else core.model_executor.collective_rpc(identity)
         except Exception as error:
-            logger.warning("lmkv: the workers do not tell what they have loaded: %r", error)
+            logger.warning("lmkv: the workers cannot identify their weights: %r", error)
             found = []
         if core is None or not found or not all(found):
-            logger.warning("lmkv: nothing is cached, because it is unknown what the workers have loaded")
+            logger.warning("lmkv: nothing is cached: the weights of the workers are unknown")
             return None
         if again and experts_are_scattered(core.vllm_config):
             found.append(secrets.token_hex(16))
@@ -463,7 +463,7 @@ class Loaded:
                 try:
                     told(*args, **kwargs)
                 except Exception:
-                    logger.exception("lmkv: %s was called in a way that is not known", name)
+                    logger.exception("lmkv: %s was called with unknown arguments", name)
                     changes.suspect()
 
             setattr(core, name, call)

@@ -85,10 +85,10 @@ class Ranks:
             return tuple(layers)
         hidden = self.stages[stage]
         if not hidden:
-            raise ValueError(f"pipeline stage {stage} has no layers, so that it does not know those of the others")
+            raise ValueError(f"pipeline stage {stage} has no layers, and cannot know those of the others")
         pattern = tuple(layers[: len(layers) // hidden])
         if pattern * hidden != tuple(layers):
-            raise ValueError("its layers have different KV, so that a pipeline stage does not know that of the others")
+            raise ValueError("its layers have different KV, and a pipeline stage cannot know that of the others")
         return pattern * max(self.stages)
 
 

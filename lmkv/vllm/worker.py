@@ -162,7 +162,7 @@ class Worker:
             try:
                 self._staging.free()
             except Exception:
-                logger.exception("lmkv: the device has failed while the engine fell asleep")
+                logger.exception("lmkv: the device failed when the engine went to sleep")
 
     def resume(self) -> None:
         """Resume copying: the paged memory has pages again, at its address. Idempotent."""
@@ -171,7 +171,7 @@ class Worker:
                 self._staging.allocate()
             self._suspended = False
         except Exception as error:
-            logger.exception("lmkv: no staging memory after the engine's sleep")
+            logger.exception("lmkv: no staging memory after the engine woke up")
             self.refuse(f"the device has no staging memory left after the engine's sleep: {error}")
 
     def begin(self, plan: StepPlan) -> None:

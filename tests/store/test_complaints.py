@@ -34,7 +34,7 @@ def test_what_is_not_said_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     complaints.failed(CorruptChunkError("redis", "read", "0" * 64, "it is cut"))
     cut = [each for each in caplog.messages if "it is cut" in each]
     assert len(cut) == 2
-    assert cut[1].endswith("(299 more like it since it was last said)")
+    assert cut[1].endswith("(299 more since the last such line)")
 
 
 def test_a_refusal_says_nothing_that_could_be_a_line_of_its_own() -> None:

@@ -662,7 +662,7 @@ def test_a_guest_that_hangs_under_the_lock_keeps_no_store_from_closing(
     assert guest.began.wait(LIMIT)
     store.close(0.1)
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
-        "lmkv: a policy, filter or observer hangs; the store's host memory is left behind"
+        "lmkv: a policy, filter or observer hangs; the store's host memory is not released"
     ]
     raised(ClosedError, "", backend.contains, [])
     store.close(0.1)
@@ -836,7 +836,7 @@ def test_a_backend_that_never_closes_is_left_behind_and_named(
     put_below(store, chain("a", 2))
     store.close()
     assert [record.message for record in caplog.records] == [
-        "lmkv: tier 'low' does not close; its thread is left behind"
+        "lmkv: tier 'low' does not close; its thread keeps running"
     ]
     all_closed(other, store.backends[0])
     store.close()

@@ -151,7 +151,7 @@ class Root:
                 if self._found is None or not os.path.samestat(folder.status, self._found):
                     self._check_way(folder.status)
                 if folder.status.st_uid not in self.trusted:
-                    raise NotTrustedError(f"{self.path} has become user {folder.status.st_uid}'s")
+                    raise NotTrustedError(f"{self.path} now belongs to user {folder.status.st_uid}")
                 for name in names:
                     inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
                     os.close(fd)
@@ -181,7 +181,7 @@ class Root:
         if folder.status.st_mode & stat.S_IWOTH and self._keeps_modes:
             self._keeps_modes = not self._as_shown(folder).st_mode & stat.S_IWOTH
             if self._keeps_modes:
-                raise NotTrustedError(f"anybody may write to {folder.path}: remove it, or forbid that with chmod o-w")
+                raise NotTrustedError(f"every user may write to {folder.path}: remove it, or run chmod o-w")
         return folder
 
     def make(self, *names: str) -> None:

@@ -162,7 +162,7 @@ class Connection:
 
     def _send(self, parts: Sequence[bytes | memoryview]) -> None:
         if not self.in_step:
-            raise TimeoutError("the previous answer has not come")
+            raise TimeoutError("the previous request has no answer yet")
         self.in_step = False
         self.asked_at = time.monotonic()
         left = [memoryview(part) for part in parts]
@@ -263,7 +263,7 @@ class InfiniStoreBackend(HostPortBackend):
 
     def _set_up(self, options: dict[str, Any]) -> None:
         if options.get("device"):
-            logger.warning("lmkv: %s: device is not used: lmkv speaks TCP with InfiniStore", self._safe_url)
+            logger.warning("lmkv: %s: ignores device: lmkv speaks TCP with InfiniStore", self._safe_url)
         self._address = (options["host"], options["port"])
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
@@ -389,7 +389,7 @@ class InfiniStoreBackend(HostPortBackend):
         one thread: once it has answered another connection's later request, it is ready again.
         """
         if os.getpid() != self._pid:
-            raise ConnectionError("it is another process's")
+            raise ConnectionError("the connection belongs to another process")
         if late := self._pick(lambda each: each.is_behind):
             late.deadline = time.monotonic() + _GRACE_SECONDS
             self._release(late)

@@ -106,7 +106,7 @@ class ObjectStoreBackend(SubprocessBackend):
         # Listings of obstore have no leading slash.
         self._root = self._root.lstrip("/")
         if options.ttl:
-            raise ConfigError(f"{self._safe_url}: no ttl here; a lifecycle rule of the bucket expires its objects")
+            raise ConfigError(f"{self._safe_url}: ttl is not supported: set a lifecycle rule on the bucket")
         place = {"url": url, "username": options.username, "password": options.password}
         try:
             check(self._root, options.timeout, *place.values())
@@ -370,7 +370,7 @@ def opened(
     if not re.fullmatch(r"[\w.$-]+", bucket):
         raise ValueError(f"it names no bucket: {parts.scheme}://bucket/path")
     if (parts.username or parts.password) and not names:
-        raise ValueError("credentials cannot be in its URL; GOOGLE_APPLICATION_CREDENTIALS names a file with them")
+        raise ValueError("the URL cannot contain credentials: set GOOGLE_APPLICATION_CREDENTIALS to a file with them")
     limits = {"timeout": f"{timeout * 1000:.0f}ms", "connect_timeout": f"{timeout * 1000:.0f}ms"}
     given = (unquote(parts.username or "") or username, unquote(parts.password or "") or password)
     authorities = options.get("ssl_ca_certs")
@@ -382,7 +382,7 @@ def opened(
     if not all(_ENDPOINT.fullmatch(place) and (urlsplit(place).port or 1) > 0 for place in places):
         raise ValueError("an endpoint must be http://host:port or https://host:port, without a password")
     if any(char.isspace() for value in options.values() for char in value):
-        raise ValueError("an option has a blank")
+        raise ValueError("an option contains a space")
     return kind(
         bucket,
         prefix=unquote(parts.path).strip("/") or None,

@@ -410,5 +410,5 @@ def _number(answer: Any) -> int:
 def _in_time(pieces: Iterable[bytes | memoryview], deadline: float) -> Iterator[bytes | memoryview]:
     for piece in pieces:
         if time.monotonic() > deadline:
-            raise exceptions.TimeoutError("the server takes the value too slowly")
+            raise exceptions.TimeoutError("the server accepts the value too slowly")
         yield piece

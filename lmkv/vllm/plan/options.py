@@ -83,7 +83,7 @@ def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ValueError(
-            "each rank has an engine of its own (external_launcher), which hears of no other rank's copies"
+            "each rank runs its own engine (external_launcher), which does not see the copies of other ranks"
         )
     # Ray chooses machines later: a rank that cannot map the slab says so.
     if getattr(parallel, "nnodes_within_dp", 1) > 1:
@@ -92,7 +92,7 @@ def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
         if len(kv_cache_config.kv_cache_groups) > 1:
             raise ValueError("pipeline parallel ranks of a model with several block tables are not supported yet")
         if speculative is not None and has_draft_layers(speculative):
-            raise ValueError("a draft model beside pipeline parallel ranks is not supported yet")
+            raise ValueError("a draft model with pipeline parallel ranks is not supported yet")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         spread = getattr(parallel, name, 1) > 1
         if spread and not all(hasattr(group.kv_cache_spec, "dcp_sharded") for group in kv_cache_config.kv_cache_groups):
@@ -143,11 +143,11 @@ def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool)
     if replayed:
         raise ValueError("vLLM computes the last tokens of a hit again, and a recurrent layer's state cannot go back")
     if all(recurrent):
-        raise ValueError("all its layers are recurrent, not supported yet")
+        raise ValueError("all its layers are recurrent, which is not supported yet")
     mode = getattr(vllm_config.cache_config, "mamba_cache_mode", "none")
     if mode != "align":
         raise ValueError(
-            f"vLLM keeps states at no boundary between blocks (mamba_cache_mode {mode!r}): start it with "
+            f"vLLM keeps no states at the ends of blocks (mamba_cache_mode {mode!r}): start it with "
             "--enable-prefix-caching"
         )
     if "boundary_state_offloads" not in getattr(KVConnectorBlockState, "__annotations__", {}):
@@ -157,12 +157,12 @@ def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool)
     if spread := [name for name in sizes if getattr(parallel, name, 1) > 1]:
         raise ValueError(f"recurrent layers with {' and '.join(spread)} > 1 are not supported yet")
     if getattr(vllm_config.cache_config, "use_replayssm", False):
-        raise ValueError("with --use-replayssm a block has not the whole state")
+        raise ValueError("with --use-replayssm a block does not contain the whole state")
     drafted = getattr(vllm_config, "speculative_config", None) is not None
     if drafted and not (STATES_WITH_DRAFTS_ON_V1 or has_runner_v2(vllm_config)):
         raise ValueError(
-            "with speculative decoding vLLM's V1 runner may go on from a wrong state, which would be stored; its Model "
-            "Runner V2 is right (VLLM_USE_V2_MODEL_RUNNER=1)"
+            "with speculative decoding vLLM's V1 runner may continue from a wrong state, which would be stored; use "
+            "Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)"
         )
 
 

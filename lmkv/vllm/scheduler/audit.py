@@ -260,7 +260,7 @@ class HitAudits(Planner):
     def accuse(self, text: str, *then: str) -> None:
         """Log a finding, with its consequences, and switch loads off if `audit_action` says so."""
         self._telemetry.loads_off |= self._disables
-        off = ", and nothing is loaded any more" if self._disables else ""
+        off = "; loads are switched off" if self._disables else ""
         logger.error("lmkv: audit: %s%s", "; ".join([text, *filter(None, then)]), off)
 
     def _log(self, job: _Comparison, differences: Sequence[Difference], chunk: int) -> str:
@@ -278,7 +278,7 @@ class HitAudits(Planner):
             f"deviation {max(each.deviation for each in found):.3g}"
         )
         origin = f"it follows from {cause}" if cause else f"it was {behind}" if behind else ""
-        self.accuse(text, origin, "it and all that depends on it is deleted")
+        self.accuse(text, origin, "it and all chunks that depend on it are deleted")
         return text
 
 
@@ -343,7 +343,7 @@ class LoadAudits(Planner):
 
     def _wrong(self, load: AuditedLoad, differences: Sequence[Difference], what: str, *, spread: bool) -> None:
         chunk, text = load.first + differences[0].copy, self._described(load, differences)
-        self._audit.accuse(f"wrong {what}: {text}", "it goes on" if spread else "it is computed instead")
+        self._audit.accuse(f"wrong {what}: {text}", "the request continues" if spread else "its tokens are computed instead")
         if spread:
             request, after = load.request, load.end // self._block_map.chunk_size
             known = request.keys_with_tail(len(request.chain.keys))[after:]
@@ -418,7 +418,7 @@ class LoadAudits(Planner):
         assert isinstance(job, _ReadAgain)
         if report.ok and report.differences and job.load is not None:
             self._telemetry.audited_load(wrong=True, again=True)
-            self._wrong(job.load, report.differences, "block after a load that was right", spread=True)
+            self._wrong(job.load, report.differences, "block after a correct load", spread=True)
 
 
 def _tiers(request: Request) -> str:

@@ -508,7 +508,7 @@ REFUSED: dict[str, str] = {
     "s3://bucket?endpoint=http://id:hunter2@minio:9000": "without a password",
     "gs://bucket?base_url=http%3A%2F%2Fid%3Ahunter2%40host": "without a password",
     "gs://bucket?google_base_url=http://host:99999": "range",
-    "s3://bucket?clients=65": "1 to 64", "s3://bucket?region=us%20east": "blank", "s3://bucket?colour=red": "colour",
+    "s3://bucket?clients=65": "1 to 64", "s3://bucket?region=us%20east": "space", "s3://bucket?colour=red": "colour",
     "s3://bucket?pool_idle_timeout=soon": "soon", "s3://bucket?ssl_ca_certs=/nowhere/ca.pem": "ca.pem",
     "s3://id:hunter2/x@bucket": "in a password / is %2F", "gs://user:hunter2@bucket": "GOOGLE_APPLICATION_CREDENTIALS",
     "gs://bucket?service_account_key=hunter2": "gs://bucket", "file://host/folder": "file:///path",
@@ -523,7 +523,7 @@ def test_what_cannot_work_is_refused_at_once() -> None:
         assert "hunter2" not in told
 
     every(REFUSED.items(), check)
-    check("s3://bucket", "lifecycle rule of the bucket", ttl=60)
+    check("s3://bucket", "lifecycle rule on the bucket", ttl=60)
     check("s3://bucket", "empty path segment", prefix="a//b")
     check("file:///tmp/lmkv-nothing", r"\.\.", prefix="../")
 

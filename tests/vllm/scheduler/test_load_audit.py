@@ -93,7 +93,7 @@ def test_a_wrong_copy_is_found_by_the_first_audited_load(
         assert " on ranks [1]" in line
         assert f"copied {mode}" in line
         late = device and mode != "between steps"
-        assert "it is computed instead" in line or (late and "it goes on" in line)
+        assert "its tokens are computed instead" in line or (late and "the request continues" in line)
         copier.fault = lambda copies, _: copies
         assert ask(running, "loads it again").loaded >= len(TOKENS) - 4, "the stored chunk is right, and stays"
         assert counted(running, "lmkv_wrong_loads") == 1
@@ -146,7 +146,7 @@ def test_a_later_write_into_its_blocks_is_found(
             running.finish()
         assert counted(running, "lmkv_wrong_loads") == 1
         [line] = [record.getMessage() for record in caplog.records if "audit" in record.getMessage()]
-        assert "wrong block after a load that was right: request victim, tokens 8 to 11" in line
+        assert "wrong block after a correct load: request victim, tokens 8 to 11" in line
         assert "1 layers (layer 1)" in line
         assert counted(running, "lmkv_wrong_chunks") == 0
 
@@ -166,7 +166,7 @@ def test_a_load_that_writes_into_another_requests_block_is_found(
         copier.fault = lambda copies, _: copies
         running.finish()
         line = alarm(caplog)
-        assert "wrong block after a load that was right: request victim, tokens 20 to 23" in line
+        assert "wrong block after a correct load: request victim, tokens 20 to 23" in line
 
 
 def test_blocks_that_vllm_writes_into_before_it_hands_the_plan_over_are_not_read_again() -> None:
