@@ -20,8 +20,8 @@ import pytest
 from attrs import define, field
 
 import lmkv.store.tiered
+from lmkv.backends.adapters import WrapperBackend
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.backends.wrapper import WrapperBackend
 from lmkv.policies import make_policy
 from lmkv.protocols import Backend, ChunkKey, Listed, Tier
 from lmkv.store.leases import Lease

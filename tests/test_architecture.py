@@ -71,21 +71,21 @@ BUDGET = {
     "simulation": 418,
     "config": 1356,
     "memory": 1322,
-    "store": 3602,
-    "backends": 386,
+    "store": 3610,
+    "backends": 389,
     "backends.disk": 1069,
     "backends.remote": 1851,
     "build": 112,
     "engine": 459,
     "": 62,
     "agent": 1241,
-    "vllm": 2184,
+    "vllm": 2185,
     "vllm.plan": 821,
-    "vllm.scheduler": 2541,
+    "vllm.scheduler": 2543,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19286
+WHOLE = 19300
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
@@ -95,7 +95,7 @@ FORBIDDEN: dict[str, frozenset[str]] = {
 
 STANDARD_LIBRARY_AND_ATTRS = frozenset({"errors", "protocols"})
 STANDARD_LIBRARY = "lmkv.chunks.hashing"
-BACKENDS = ("lmkv.backends.cpu", "lmkv.backends.disk", "lmkv.backends.wrapper")
+BACKENDS = ("lmkv.backends.cpu", "lmkv.backends.disk", "lmkv.backends.adapters")
 NO_CODE = {*(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE), *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)}
 
 
@@ -229,7 +229,7 @@ FORBIDDEN_IMPORTS = {
     "lmkv.chunks.hashing": ["import numpy as np", "from attrs import define"],
     "lmkv.chunks.namespace": ["from lmkv.protocols import ChunkKey"],
     "lmkv.protocols": ["import numpy"],
-    "lmkv.backends.wrapper": ["from lmkv.backends.cpu import CPUPinnedBackend"],
+    "lmkv.backends.adapters": ["from lmkv.backends.cpu import CPUPinnedBackend"],
     "lmkv.backends.disk.backend": ["from lmkv.policies import LRU"],
     "lmkv.engine": ["from lmkv.store.tiered import _close"],
     "lmkv.cli.doctor": ["import vllm"],

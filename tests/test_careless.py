@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from lmkv import Config, Engine, Variant
+from lmkv.backends.adapters import NullBackend
 from lmkv.backends.remote.base import RemoteOptions
-from lmkv.backends.wrapper import NullBackend
 from lmkv.errors import BackendUnavailable, ClosedError, ConfigError, UsageError
 from lmkv.memory import slab_files
 from lmkv.protocols import Backend

@@ -6,10 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lmkv.backends.aio import (
+    from lmkv.backends.adapters import (
         AsyncAdapter as AsyncAdapter,
         AsyncBackend as AsyncBackend,
         AsyncFileBackend as AsyncFileBackend,
+        NullBackend as NullBackend,
+        WrapperBackend as WrapperBackend,
     )
     from lmkv.backends.cpu import CPUPinnedBackend as CPUPinnedBackend
     from lmkv.backends.disk import LocalDiskBackend as LocalDiskBackend
@@ -18,22 +20,21 @@ if TYPE_CHECKING:
     from lmkv.backends.remote.mooncake import MooncakeBackend as MooncakeBackend
     from lmkv.backends.remote.objects import ObjectStoreBackend as ObjectStoreBackend
     from lmkv.backends.remote.redis import RedisBackend as RedisBackend
-    from lmkv.backends.wrapper import NullBackend as NullBackend, WrapperBackend as WrapperBackend
 
 _HOMES = {
-    "AsyncAdapter": "aio",
-    "AsyncBackend": "aio",
-    "AsyncFileBackend": "aio",
+    "AsyncAdapter": "adapters",
+    "AsyncBackend": "adapters",
+    "AsyncFileBackend": "adapters",
     "CPUPinnedBackend": "cpu",
     "InfiniStoreBackend": "remote.infinistore",
     "LocalDiskBackend": "disk",
     "MooncakeBackend": "remote.mooncake",
-    "NullBackend": "wrapper",
+    "NullBackend": "adapters",
     "ObjectStoreBackend": "remote.objects",
     "RedisBackend": "remote.redis",
     "RemoteBackend": "remote.base",
     "RemoteOptions": "remote.base",
-    "WrapperBackend": "wrapper",
+    "WrapperBackend": "adapters",
 }
 
 __all__ = [*_HOMES]  # noqa: PLE0604

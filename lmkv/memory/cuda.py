@@ -98,8 +98,8 @@ class CUDADevice:
             # Single copies work, or raise with a reason. They repeat the part of the batch in the queue.
             self._batched = None
             logger.warning(
-                "lmkv: the driver refuses batched copies (CUDA error %d): each copy is a call from now on, which delays "
-                "the model's thread",
+                "lmkv: the driver refuses batched copies (CUDA error %d): each copy is a call from now on, which "
+                "delays the model's thread",
                 status,
             )
         copies = (transfers.targets.tolist(), transfers.sources.tolist(), transfers.sizes.tolist())

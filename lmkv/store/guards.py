@@ -124,7 +124,12 @@ class Changes:
         """Locked. Repair now."""
         self.cut_short = True
         self.lost.clear()
-        attempt(self.repair, lambda error: logger.error("lmkv: the store could not recover from an interrupted call: %s", safe_repr(error)))
+        attempt(
+            self.repair,
+            lambda error: logger.error(
+                "lmkv: the store could not recover from an interrupted call: %s", safe_repr(error)
+            ),
+        )
 
 
 def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
@@ -209,7 +214,10 @@ def close_after_fork(instance: ClosesAfterFork) -> None:
 def _after_fork() -> None:
     for instance in list(_objects):
         # One object in a bad state must not keep the others from closing.
-        attempt(instance.after_fork, lambda error: logger.warning("lmkv: closing a store in a forked process failed: %r", error))
+        attempt(
+            instance.after_fork,
+            lambda error: logger.warning("lmkv: closing a store in a forked process failed: %r", error),
+        )
 
 
 os.register_at_fork(after_in_child=_after_fork)

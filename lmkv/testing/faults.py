@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from attrs import define, field
 
-from lmkv.backends.wrapper import WrapperBackend
+from lmkv.backends.adapters import WrapperBackend
 from lmkv.errors import BackendError, BackendUnavailable
 from lmkv.memory.copier import ChunkCopy, Copier, Event
 from lmkv.protocols import Backend, Chunk, ChunkKey, Read, Written
@@ -68,7 +68,7 @@ class FaultyBackend(WrapperBackend):
 
     Examples
     --------
-    >>> from lmkv.backends.wrapper import NullBackend
+    >>> from lmkv.backends.adapters import NullBackend
     >>> backend = FaultyBackend(NullBackend())
     >>> backend.fail_call()
     >>> backend.read(bytes(32), memoryview(bytearray(4))).status, backend.faults

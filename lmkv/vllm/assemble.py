@@ -16,6 +16,7 @@ from lmkv.config import Config
 from lmkv.errors import BackendError, ConfigError, UsageError
 from lmkv.vllm import compat
 from lmkv.vllm.model import ServedModel
+from lmkv.vllm.publishing import BlockDescriber
 from lmkv.vllm.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ from typing import TYPE_CHECKING, Literal
 
 from lmkv.build import build_store
 from lmkv.memory.slab import slab_name
-from lmkv.vllm import kv_events
 from lmkv.vllm.loaded import Loaded
 from lmkv.vllm.scheduler.context import SchedulerOptions
 from lmkv.vllm.scheduler.events import EventRecorder
@@ -183,14 +183,17 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
         logger.warning("lmkv: only loads are audited: this KV cache stores scales between its numbers")
     if model.block_map.states:
         size = model.block_map.chunk_size
-        logger.info("lmkv: the model has recurrent layers: chunks are vLLM's blocks of %d tokens, and chunk_size is ignored", size)
+        logger.info(
+            "lmkv: the model has recurrent layers: chunks are vLLM's blocks of %d tokens, and chunk_size is ignored",
+            size,
+        )
     elif model.block_map.chunk_size != config.chunk_size:
         sizes = config.chunk_size, model.block_map.chunk_size
         logger.warning("lmkv: chunk_size %d is not a multiple of vLLM's block size, using %d", *sizes)
 
 
 def make_scheduler(
-    vllm_config: VllmConfig, config: Config, model: ServedModel, describe_blocks: kv_events.BlockDescriber | None
+    vllm_config: VllmConfig, config: Config, model: ServedModel, describe_blocks: BlockDescriber | None
 ) -> Scheduler:
     """The scheduler side, with a store of its own. `describe_blocks`: for KV events; None, vLLM publishes none."""
     transfer = vllm_config.kv_transfer_config

@@ -26,11 +26,11 @@ from lmkv.config import Config
 from lmkv.errors import UsageError
 from lmkv.memory.copiers import check_device
 from lmkv.memory.paged import block_rows
-from lmkv.vllm import assemble, compat, kv_events
+from lmkv.vllm import assemble, compat
 from lmkv.vllm.assemble import start_agent
 from lmkv.vllm.model import ServedModel, describe
 from lmkv.vllm.plan.metadata import StepPlan, WorkerReport
-from lmkv.vllm.prometheus import LMKVPromMetrics, LMKVStats
+from lmkv.vllm.publishing import BlockDescriber, LMKVPromMetrics, LMKVStats, wants_kv_events
 from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
 
@@ -146,7 +146,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._model: ServedModel | None = None
         self._layer_numbers: dict[str, int] = {}
         self._vllm_scheduler: Any | None = None
-        self._describe_blocks: kv_events.BlockDescriber | None = None
+        self._describe_blocks: BlockDescriber | None = None
         try:
             self._place = role, id(vllm_config.model_config)
             if _CONNECTORS.setdefault(self._place, self) is not self:
@@ -166,8 +166,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if role is KVConnectorRole.SCHEDULER:
             assemble.warn(vllm_config, config, self._model)
-            if kv_events.are_wanted(vllm_config):
-                self._describe_blocks = kv_events.BlockDescriber.of(kv_cache_config, self._model.block_map)
+            if wants_kv_events(vllm_config):
+                self._describe_blocks = BlockDescriber.of(kv_cache_config, self._model.block_map)
             self._scheduler = assemble.make_scheduler(vllm_config, config, self._model, self._describe_blocks)
             try:
                 self._agent = start_agent(config, vllm_config, self._scheduler, self._model)

@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lmkv.backends.aio import AsyncAdapter, AsyncFileBackend
+from lmkv.backends.adapters import AsyncAdapter, AsyncFileBackend, NullBackend, WrapperBackend
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.wrapper import NullBackend, WrapperBackend
 from lmkv.cli.report import interleaved
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, UsageError
 from lmkv.medium import NAME as MARK

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 
 import lmkv.store.tiered
-from lmkv.backends.wrapper import WrapperBackend
+from lmkv.backends.adapters import WrapperBackend
 from lmkv.store.iopool import Deferred, Job, Priority
 from tests.kit import LIMIT
 

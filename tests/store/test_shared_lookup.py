@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lmkv import Config, Engine
+from lmkv.backends.adapters import WrapperBackend
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.backends.wrapper import WrapperBackend
 from lmkv.policies import LRU
 from lmkv.protocols import Chunk, ChunkKey, Tier
 from lmkv.store.promotion import Promotion, SharedLookup

@@ -24,7 +24,7 @@ LABELS = ["model_name", "engine"]
 
 
 def stats(**counters: int) -> Any:
-    from lmkv.vllm.prometheus import LMKVStats
+    from lmkv.vllm.publishing import LMKVStats
 
     return LMKVStats({f"lmkv_{name}": {(): value} for name, value in counters.items()})
 

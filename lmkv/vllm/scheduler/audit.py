@@ -343,7 +343,9 @@ class LoadAudits(Planner):
 
     def _wrong(self, load: AuditedLoad, differences: Sequence[Difference], what: str, *, spread: bool) -> None:
         chunk, text = load.first + differences[0].copy, self._described(load, differences)
-        self._audit.accuse(f"wrong {what}: {text}", "the request continues" if spread else "its tokens are computed instead")
+        self._audit.accuse(
+            f"wrong {what}: {text}", "the request continues" if spread else "its tokens are computed instead"
+        )
         if spread:
             request, after = load.request, load.end // self._block_map.chunk_size
             known = request.keys_with_tail(len(request.chain.keys))[after:]

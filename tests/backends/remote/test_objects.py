@@ -27,9 +27,9 @@ pytest.importorskip("obstore")
 import obstore
 from obstore.store import AzureStore, GCSStore, S3Store
 
+from lmkv.backends.adapters import WrapperBackend
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.backends.remote.objects import ObjectStoreBackend
-from lmkv.backends.wrapper import WrapperBackend
 from lmkv.build import build_store
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace

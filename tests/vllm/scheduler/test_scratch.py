@@ -110,7 +110,7 @@ def test_a_model_of_scratch_alone_is_not_cached(model: Path) -> None:
 
 
 def test_events_name_vllms_own_groups(model: Path) -> None:
-    from lmkv.vllm.kv_events import BlockDescriber
+    from lmkv.vllm.publishing import BlockDescriber
 
     config = kv_caches(ring(8), latent())
     describer = BlockDescriber.of(config, describe(vllm_config(model), config, CHUNK).block_map)
