@@ -1,4 +1,4 @@
-"""What lmkv is measured beside: plain reads of what a tier stores, Redis on loopback, LMCache's server."""
+"""The engines and servers that lmkv is compared with: plain reads of a tier's data, Redis on loopback, LMCache's server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lmkv.cli.engines import END_TIMEOUT, EngineSpec, end, wait_until_settled
 PROMPTS = 2
 """Prompts of the same length that a measured engine has stored."""
 ROUTES = {"LMCache": "auto", "LMCache, shared memory": "lmcache_driven"}
-"""By engine, who moves the bytes: `auto` is vLLM's worker, which pickles them, where there is no GPU."""
+"""Who moves the bytes, by engine: `auto` is vLLM's worker, which pickles them, where there is no GPU."""
 START_TIMEOUT = 120.0
 ENVIRONMENT = {
     # In place of a path that belongs to another environment.
@@ -116,7 +116,7 @@ def whole_database(url: str | None) -> Iterator[None]:
 def keep_freed_memory() -> None:
     """Have this process keep the memory that it frees, from now on.
 
-    By default the kernel maps memory anew for each large value: it takes longer to map it than to receive the value.
+    The kernel's default maps new memory for each large value, which takes longer than to receive the value.
     """
     with suppress(AttributeError):  # not every C library has it
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):

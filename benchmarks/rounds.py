@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, turns of engines, and rows that are written with what they were measured on."""
+"""Shared by the benchmarks: options, turns of engines, and rows that are written with the machine and the versions."""
 
 from __future__ import annotations
 

@@ -35,14 +35,13 @@ from typing import Any
 
 from benchmarks.calls import BARE, BEYOND, HASHING, LIMIT, LONG, P99_TARGET, Recorder, Request, Side, beyond, size
 from benchmarks.rounds import ROOT, Row, arguments, compared, finish, percentile, reached
+from lmkv.backends.adapters import NullBackend
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.backends.wrapper import NullBackend
 from lmkv.cli.bench import CHUNK
 from lmkv.cli.report import interval
-from lmkv.outcomes import STORED, Written
 from lmkv.policies import make_policy
-from lmkv.protocols import Chunk, ChunkKey, Listed, Tier
+from lmkv.protocols import STORED, Chunk, ChunkKey, Listed, Tier, Written
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.scheduler.telemetry import Telemetry
 
@@ -215,7 +214,7 @@ def command(*arguments: str) -> float:
 
 
 def calls_meanwhile(count: int, requests: int) -> dict[str, list[float]]:
-    """By call, length, kind and time, the p99 and what it is beside: that of `LIMIT` while nothing is found."""
+    """The p99 by call, length, kind and time, and its reference: the p99 of `LIMIT` while nothing is found."""
     below = MadeUp(count)
     side = Side.make(Tier(below, make_policy("LRU")))
     store = side.store

@@ -9,7 +9,7 @@
     python -m benchmarks.talk --decoded [--users 6]
 
 Each user sends a prompt, waits for the answer, thinks, and sends it all again with the next question behind it. Four
-requests are in flight at any time. Who speaks next follows from random thinking times, longer for some users: nobody
+requests are in flight at any time. The next speaker follows from random thinking times, longer for some users: nobody
 talks in a fixed circle, and with one LRU would have nothing for anyone. vLLM's own prefix cache is on in every engine,
 and its KV space takes three conversations of full length. `--over`: how many times more memory all conversations take
 at full length than lmkv has, and LMCache's server; with `--disk` another engine has a disk below that. With

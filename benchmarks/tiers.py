@@ -10,7 +10,7 @@ reads are cold, for the page cache drops the files first. A store's client puts 
 shows it, and reads into nothing; Mooncake's puts from memory and gets into memory that is registered with it. lmkv
 computes and checks checksums of every byte, asks before it puts, and puts from and reads into slots of a slab. This
 process keeps the memory that it frees, without which redis-py takes three times as long. Wall time: a ratio below 1 is
-slower than the bound. What is written is deleted again.
+slower than the bound. The benchmark deletes the chunks it writes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ from lmkv.cli.bench import MIB, READ_TARGET, WRITE_TARGET, check, drop_caches
 from lmkv.config import Config
 from lmkv.config.parsers import SCHEMES, RemoteURL
 from lmkv.memory.slab import Slab
-from lmkv.outcomes import ReadStatus, WriteStatus
-from lmkv.protocols import Backend, Chunk, RegistersMemory
+from lmkv.protocols import Backend, Chunk, ReadStatus, RegistersMemory, WriteStatus
 
 COUNT = 8
 """Values that are moved in a round."""

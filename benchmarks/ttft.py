@@ -13,7 +13,7 @@ a disk with O_DIRECT, from shared memory with their checksums; of as many values
 an engine that has ended has stored the chunks. Lower tiers are always loaded from, however slow they are.
 
 With --within-vllm more engines are asked in turn: theirs have a request wait until one plain thread has read the disk's
-or Redis's part, and take the rest from vLLM's prefix cache. What the read takes so is a second bound. `--only` names
+or Redis's part, and take the rest from vLLM's prefix cache. This read's time is a second bound. `--only` names
 lower tiers that take part, since engines that wait for their turn disturb the others. With --lmcache, the interpreter
 of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector takes its turns too, by its default
 route and by its fastest.
@@ -57,7 +57,7 @@ Seconds = Mapping[str, Sequence[float]]
 
 
 def engine_specs(folder: Path, tokens: int, redis: str | None) -> dict[str, EngineSpec]:
-    """By name. `folder`: where a disk tier, or one in shared memory, stores its chunks.
+    """The configurations by name. `folder`: where a disk tier, or one in shared memory, stores its chunks.
 
     Host memory above a lower tier keeps what is prefetched, and nothing else.
     """

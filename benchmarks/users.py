@@ -64,7 +64,7 @@ class Load:
         return self.users * sum(self.question + turn * each for turn in range(self.turns))
 
     def order(self, number: int) -> list[int]:
-        """Who speaks, in the round of this number.
+        """The user who speaks in the round of this number.
 
         Before each turn a user thinks for a random, exponentially distributed time; some users think longer.
         """
@@ -192,7 +192,7 @@ def clocks() -> dict[str, Clock]:
     """The connector's methods; of them, copies; and what metrics take on vLLM's thread."""
     from lmkv.memory.copiers import CPUCopier
     from lmkv.vllm.connector import LMKVConnector
-    from lmkv.vllm.prometheus import LMKVPromMetrics, LMKVStats
+    from lmkv.vllm.publishing import LMKVPromMetrics, LMKVStats
     from lmkv.vllm.scheduler.telemetry import Samples, Telemetry
 
     metrics = Clock(Samples, Telemetry, LMKVStats, LMKVPromMetrics)

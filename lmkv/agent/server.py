@@ -389,7 +389,7 @@ class AgentServer:
             except OSError as error:
                 logger.warning("lmkv: the engines of one server cannot find each other: %s", error)
             for door in self._doors:
-                # What comes with one read is parsed without a pause.
+                # The bytes of one read are parsed without a pause.
                 door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _READ_BYTES)
             self._pace = Pace()
             app = make()

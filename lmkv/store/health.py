@@ -99,7 +99,7 @@ class StoreStats:
 
 @frozen
 class Stored:
-    """What a lower tier's index knows. `sizes`: bytes of each stored chunk.
+    """The content of a lower tier's index. `sizes`: bytes of each stored chunk.
 
     `rewriting`: those of `writing` that are stored as well. `tombstones`: never served again, `reclaiming`: being
     deleted.

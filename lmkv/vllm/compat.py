@@ -303,7 +303,7 @@ def written_early(scheduler_output: Any, *, every: bool) -> set[int]:
 
 
 def state_offers(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-    """By request, `(group, block, tokens)` of each state that vLLM retains and that this step completes."""
+    """`(group, block, tokens)` of each state that vLLM retains and that this step completes, by request."""
     source = scheduler_output.kv_connector_block_state
     return getattr(source, "boundary_state_offloads", None) or {}
 

@@ -151,7 +151,7 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def state_blocks(self, block_ids: Sequence[list[int]], tokens: int) -> dict[int, int]:
-        """By group, the block for the state behind `tokens` tokens, as vLLM has just allocated or filled it.
+        """The block for the state behind `tokens` tokens, as vLLM has just allocated or filled it, by group.
 
         `tokens`: where a load ends, or a step that has computed no drafts.
         """

@@ -253,7 +253,7 @@ class Search:
         """Leave the last quarter of the time to repeats."""
         started, whole = time.monotonic(), self.last
         end, enough = started + self._seconds, started + _TO_SHRINK * self._seconds
-        # What never comes takes all patience in each trial: most of them get less.
+        # A hang takes all patience in each trial: most trials get less.
         waits = self._found.problem is not None and self._found.problem.kind in {"leak", "hang"}
         less = patience / _IMPATIENT if waits else patience
 

@@ -1,4 +1,4 @@
-"""What is checked: answers, reported hits, and what is left over."""
+"""The checks: answers, reported hits, and leaks."""
 
 from __future__ import annotations
 

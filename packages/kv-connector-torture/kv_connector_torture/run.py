@@ -28,7 +28,7 @@ class _Asked:
 
 
 class Hooks:
-    """What a context manager of `--around` may give, to have a part in a trial. These do nothing.
+    """The hooks that a context manager of `--around` may return, to take part in a trial. These do nothing.
 
     `counts`: added to the trial's. One that is 0 at the end of all trials is a failure: nothing was tested.
     """
@@ -54,11 +54,11 @@ class Hooks:
         return ()
 
     def alarm(self) -> str:
-        """What a check of its own has found, or "". Called after each step."""
+        """The finding of its own check, or "". Called after each step."""
         return ""
 
     def left(self) -> str:
-        """What is left over where no request is, or "". Called until it is "", with steps in between."""
+        """What has leaked once no request is left, or "". Called until it is "", with steps in between."""
         return ""
 
     def ended(self) -> str:

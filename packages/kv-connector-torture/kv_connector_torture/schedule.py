@@ -171,7 +171,7 @@ def make(
 ) -> Schedule:
     """A random schedule of so many requests. The same arguments make the same one."""
     rng = random.Random(f"{seed} {kind}")
-    # Of its own, so that schedules of older versions stay what they are.
+    # A generator of its own, so that schedules of older versions stay the same.
     deep = random.Random(f"{seed} {kind} resets")
     maker, operations = _Maker(rng, adapters), list[Operation]()
     lives = sorted(rng.randint(requests // 4, requests) for _ in range(2))

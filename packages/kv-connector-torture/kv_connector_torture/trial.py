@@ -41,7 +41,7 @@ PRELOADED = [
     *("vllm.lora.request", "vllm.v1.engine.llm_engine"),
     "kv_connector_torture.trial",
 ]
-"""What takes long to import. It starts no thread and touches no device."""
+"""Import the slow modules. Starts no thread and touches no device."""
 
 _REFERENCE = {
     "enable_prefix_caching": False,
