@@ -1,4 +1,4 @@
-"""The engines and servers that lmkv is compared with: plain reads of a tier's data, Redis on loopback, LMCache's server."""
+"""Engines and servers that lmkv is compared with: plain reads of a tier's data, Redis, LMCache's server."""
 
 from __future__ import annotations
 

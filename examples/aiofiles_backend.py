@@ -2,7 +2,7 @@
 
     python examples/aiofiles_backend.py
 
-`lmkv/backends/aio.py` is the backend: read it before you write one of your own as coroutines.
+`lmkv/backends/adapters.py` is the backend: read it before you write one of your own as coroutines.
 """
 
 from __future__ import annotations

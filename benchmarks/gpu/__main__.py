@@ -8,10 +8,10 @@ connectors for host memory; with LMCache in its process (`lmcache`) and by its s
 its name in vLLM, with what `--settings` has for it: `--settings '{"MyConnector": {"cpu_gib": 8}}'`.
 
 Engines that fit the GPU are started together and answer in turns, in shuffled order; a ratio is the median over rounds
-of one engine divided by another in the same round. Finished steps are in DIR/gpu.json: the same command goes on where the
-box, in seconds, of the last one ended. Models have Qwen3's shape and random weights that make every answer depend on
-every layer's KV. `alike` is the share of answers that are those of the same prompts, computed: by the same engine
-before, and, in other steps, by vLLM alone. In bfloat16 batches of other shapes round otherwise.
+of one engine divided by another in the same round. A run ends after `--box` seconds. Finished steps are in
+DIR/gpu.json, and the same command continues with the next one. Models have Qwen3's shape and random weights that make
+every answer depend on every layer's KV. `alike` is the share of answers that equal those of the same prompts computed:
+by the same engine before, and, in other steps, by vLLM alone. In bfloat16, batches of other shapes round differently.
 
   facts     the device, its bus, versions
   tests     lmkv's tests for GPUs
