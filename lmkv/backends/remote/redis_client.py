@@ -81,12 +81,14 @@ class Answers:
     def __init__(self, socket_read_size: int) -> None:
         self._buffer = None  # redis-py looks for its own
         self._sock: socket.socket | None = None
+        self._host = ""
         self._ahead = bytearray()
         self._timeout = 0.0
         self._budget = _Budget(0.0)
 
     def on_connect(self, connection: Any) -> None:
         self._sock, self._timeout = connection._sock, connection.socket_timeout
+        self._host = getattr(connection, "host", "")
         self._ahead.clear()
 
     def on_disconnect(self) -> None:
@@ -114,7 +116,7 @@ class Answers:
         if kind == b"+":
             return text
         if kind == b"-":
-            error = self.parse_error(text.decode("utf-8", "replace"))
+            error = self._error(text)
             if isinstance(error, exceptions.ConnectionError):
                 raise error
             return error
@@ -133,12 +135,19 @@ class Answers:
             return [self._answer(depth - 1) for _ in range(number)]
         raise exceptions.InvalidResponse(f"an answer that begins with {bytes(kind + text[:40])!r}")
 
+    def _error(self, text: bytes) -> Any:
+        error: Any = self.parse_error(text.decode("utf-8", "replace"))
+        if isinstance(error, exceptions.AskError):
+            # A redirection without a host is one to another port of this one.
+            error.host = error.host or self._host
+        return error
+
     def length(self) -> int | None:
         """Length of a value that `fill` reads; None when there is none. Raises the error that the server answers."""
         with self._bounded():
             kind, text = self._line()
         if kind == b"-":
-            raise self.parse_error(text.decode("utf-8", "replace"))
+            raise self._error(text)
         number = _number(text)
         if kind != b"$" or number < -1:
             raise exceptions.InvalidResponse(f"{bytes(kind + text[:40])!r} instead of a value")
@@ -205,6 +214,19 @@ class SentinelAnswers(Answers):
             return super().read_response()
 
 
+class OneSentinel(Redis):
+    """A client of one sentinel. Any failure is a `ConnectionError`, after which redis-py asks the next sentinel."""
+
+    def sentinel_masters(self) -> dict[str, dict[str, Any]]:
+        try:
+            masters: Any = super().sentinel_masters()
+            return {name: state for name, state in masters.items() if _ADDRESS <= state.keys()}
+        except exceptions.ConnectionError:
+            raise
+        except Exception as error:
+            raise exceptions.ConnectionError(f"{type(error).__name__}: {error}") from error
+
+
 class Cluster(RedisCluster):
     """redis-py's client of a cluster, which takes no parser as an option.
 
@@ -249,6 +271,7 @@ def _number(text: bytes) -> int:
 
 _PLAIN = {"valkey": "redis", "valkeys": "rediss"}
 _SENTINEL_PORT = 26379
+_ADDRESS = {"ip", "port"}
 _SERVICE_VARIABLE = "REDIS_SERVICE_NAME"
 """Where LMCache has the name of the service, which its URLs do not have."""
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
@@ -364,7 +387,9 @@ class RedisURL:
             return Redis.from_pool(self._pool())
         own = ("host", "port", "connection_class", "parser_class")
         settings = {name: value for name, value in self._settings.items() if name not in own}
-        return Cluster.from_url(self._node, **settings)
+        host = urlsplit(self._node).hostname or ""
+        # Nodes that name no host are at the one that was asked; redis-py would go to this machine.
+        return Cluster.from_url(self._node, address_remap=lambda place: (place[0] or host, place[1]), **settings)
 
     def _pool(self) -> ConnectionPool:
         if not self._service:
@@ -385,7 +410,7 @@ class RedisURL:
             settings["credential_provider"] = UsernamePasswordCredentialProvider(user, password)
         sentinel = Sentinel([])
         pools = (ConnectionPool(host=host, port=port, **settings) for host, port in self._sentinels)
-        self._clients = sentinel.sentinels = [Redis.from_pool(pool) for pool in pools]
+        self._clients = sentinel.sentinels = [OneSentinel.from_pool(pool) for pool in pools]
         return sentinel
 
     def close(self) -> None:

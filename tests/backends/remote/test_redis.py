@@ -691,6 +691,30 @@ def test_chunks_are_found_while_a_cluster_moves_their_slot(cluster: list[RedisSe
         node.close()
 
 
+def test_nodes_that_name_no_host_are_where_the_cluster_was_asked(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with nodes_of_a_cluster(tmp_path_factory, 3) as servers, ExitStack() as stack:
+        form_cluster(servers)
+        nodes = [stack.enter_context(closing(Redis(port=each.port, decode_responses=True))) for each in servers]
+        for node in nodes:
+            eventually(lambda node=node: all(node_id(each) in str(node.cluster("NODES")) for each in nodes))  # type: ignore[misc]
+            node.config_set("cluster-preferred-endpoint-type", "unknown-endpoint")
+        # Not localhost: that is where a client goes that has no host.
+        backend = stack.enter_context(closing(backend_of(f"redis+cluster://127.0.0.1:{servers[0].port}")))
+        chunk = chunk_of(1000)
+        assert backend.write(chunk).status is WriteStatus.STORED
+        client: Any = backend._connected()
+        assert {node.host for node in client.get_nodes()} == {"127.0.0.1"}
+        name = backend.name_of(chunk.key)
+        owner, slot = owner_and_slot(nodes, name)
+        target = (owner + 1) % 3
+        begin_to_move(slot, nodes[owner], nodes[target])
+        nodes[owner].execute_command("MIGRATE", "127.0.0.1", servers[target].port, name, 0, 5000)
+        assert read_back(backend, chunk) == chunk.payload
+        end_to_move(slot, nodes[target], nodes[owner], nodes[3 - owner - target])
+        assert read_back(backend, chunk) == chunk.payload
+        assert {node.host for node in client.get_nodes()} == {"127.0.0.1"}
+
+
 def owner_and_slot(nodes: list[Redis], name: str) -> tuple[int, int]:
     """Which of three has a name, and its slot."""
     slot = int(nodes[0].execute_command("CLUSTER KEYSLOT", name))

@@ -23,6 +23,7 @@ from lmkv.backends.remote.redis import RedisBackend
 from lmkv.errors import BackendUnavailable, ConfigError
 from lmkv.protocols import Chunk, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import chunk_of, listed, read_back, sizes_of, statuses
+from tests.backends.remote.hostile import Endpoint, of_redis
 from tests.kit import LIMIT, eventually
 from tests.servers import PROGRAMS, RedisServer, Server, free_port, missing, redis_server
 
@@ -154,6 +155,30 @@ def test_a_sentinel_that_does_not_answer_leaves_time_for_the_others(kind: str, t
     ):
         url = f"redis+sentinel://127.0.0.1:{deaf.getsockname()[1]},127.0.0.1:{watching.port}/{SERVICE}"
         with closing(backend_of(url, timeout=2.0)) as backend:
+            chunk = chunk_of(100)
+            assert backend.write(chunk).status is WriteStatus.STORED
+            assert read_back(backend, chunk) == chunk.payload
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"-ERR unknown command 'SENTINEL'\r\n",
+        b"-NOPERM no permissions\r\n",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b":1\r\n",
+        b"*1\r\n*2\r\n$4\r\nname\r\n$8\r\nmymaster\r\n",
+        b"*1\r\n*4\r\n$4\r\nname\r\n$8\r\nmymaster\r\n$5\r\nflags\r\n$6\r\nmaster\r\n",
+    ],
+)
+def test_after_a_sentinel_that_is_none_the_next_one_is_asked(kind: str, tmp_path: Path, answer: bytes) -> None:
+    with (
+        redis_server(kind, tmp_path) as master,
+        Endpoint(of_redis(answer)) as other,
+        sentinel(kind, tmp_path, master, 1) as watching,
+    ):
+        url = f"redis+sentinel://127.0.0.1:{other.port},127.0.0.1:{watching.port}/{SERVICE}"
+        with closing(backend_of(url)) as backend:
             chunk = chunk_of(100)
             assert backend.write(chunk).status is WriteStatus.STORED
             assert read_back(backend, chunk) == chunk.payload
