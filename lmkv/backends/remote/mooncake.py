@@ -194,12 +194,13 @@ class StoreClient:
         _checked(self._store.batch_put_session_end([name])[0], "put_session_end")
         return "stored"
 
-    def remove(self, names: Sequence[str]) -> None:
-        """Delete values, also while others read them: readers verify every byte."""
+    def remove(self, names: Sequence[str]) -> int:
+        """Delete values, also while others read them: readers verify every byte. Returns how many."""
         self.connect()
         for code in self._store.batch_remove(names, True):
             if code not in _ABSENT:
                 _checked(code, "remove")
+        return len(names)
 
     def close(self) -> None:
         # Otherwise the master offers the segment's values for ten more seconds.

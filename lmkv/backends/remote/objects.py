@@ -10,6 +10,7 @@ import asyncio
 import os
 import re
 import resource
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -180,6 +181,8 @@ class StoreClient:
         self._open = partial(opened, url=url, username=username, password=password)
         self._stores: dict[int, Any] = {}
         self._is_folder = bool(folder_of(url))
+        # obstore deletes ten at a time elsewhere.
+        self._deletes_many = split_url(url).scheme in ("s3", "az")
         unconditional = dict(parse_qsl(urlsplit(url).query)).get("conditional_put") == "disabled"
         self._mode: Any = "overwrite" if unconditional else "create"
         self._threads = ThreadPoolExecutor(_MAX_REQUESTS)
@@ -245,19 +248,25 @@ class StoreClient:
             raise
         return "stored"
 
-    def remove(self, names: Sequence[str]) -> None:
-        """Delete objects; absent ones are fine."""
-        names, store = list(dict.fromkeys(names)), self._store()
-        try:
-            obstore.delete(store, names)
-        except FileNotFoundError:
-            pass  # stores other than S3 fail at the first missing object
-        except self.unavailable:
-            # Some refuse to delete many at a time. One that refuses each is not asked for all.
-            _remove(self._deletes_each, names.pop())
-        else:
-            return
-        list(self._threads.map(partial(_remove, self._deletes_each), names))
+    def remove(self, names: Sequence[str]) -> int:
+        """Delete objects; absent ones are fine. Returns how many leading ones there was time for."""
+        until = time.monotonic() + self._timeout
+        if self._deletes_many:
+            try:
+                obstore.delete(self._store(), list(dict.fromkeys(names)))
+            except FileNotFoundError:
+                pass  # Azure fails at the first missing object
+            except self.unavailable:
+                # Some refuse to delete many at a time. One that refuses each is not asked for all.
+                _remove(self._deletes_each, names[0])
+            else:
+                return len(names)
+        done = 0
+        while done < len(names) and (not done or time.monotonic() < until):
+            several = names[done : done + _MAX_REQUESTS]
+            list(self._threads.map(partial(_remove, self._deletes_each), several))
+            done += len(several)
+        return done
 
     def begin_listing(self, number: int, root: str) -> None:
         self._listings[number] = _Listing(self._store(), root)

@@ -114,7 +114,9 @@ class SubprocessBackend(RemoteBackend):
 
     def _remove(self, names: Sequence[str]) -> None:
         for batch in batches(names, _batch_size(names)):
-            self._client_for(batch).ask("remove", batch)
+            while batch:
+                # A call has a limit, however long the store takes for all of them.
+                batch = batch[self._client_for(batch).ask("remove", batch) :]
 
     def _disconnect(self) -> None:
         for client in self._clients:

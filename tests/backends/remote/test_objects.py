@@ -232,6 +232,18 @@ def test_long_listings_come_in_pages_and_many_are_deleted_at_once(tmp_path: Path
         assert listed(backend) == {keys[-1]: 0}
 
 
+def test_many_are_deleted_however_late_each_answer_is(server: ObjectServer, proxy: Proxy, tmp_path: Path) -> None:
+    """Google's client deletes each by itself, a few at a time."""
+    with closing(backend_of(server.url(tmp_path.name, port=proxy.port), timeout=0.5)) as backend:
+        chunks = [chunk_of(100) for _ in range(300)]
+        with closing(backend_of(server.url(tmp_path.name))) as other:
+            assert set(statuses(other, chunks)) == {STORED}
+            proxy.latency = 0.05
+            backend.delete([chunk.key for chunk in chunks])
+            proxy.latency = 0.0
+            assert listed(other) == {}
+
+
 def test_what_is_there_is_not_sent_again(behind: ObjectStoreBackend, proxy: Proxy) -> None:
     chunk = chunk_of(1 << 20)
     eventually(lambda: behind.write(chunk).status is STORED)
