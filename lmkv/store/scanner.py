@@ -7,7 +7,6 @@ cannot list are forgotten after one or two intervals, and asked for again when a
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
@@ -15,12 +14,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from lmkv.errors import safe_repr
 from lmkv.protocols import ListsKeys, SharesRoom
 from lmkv.store.guards import Bell, attempt
 from lmkv.store.tier import LowerTier
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -47,7 +43,6 @@ class TierScanner:
         self._lock = lock
         self._interval = interval
         self._stop = threading.Event()
-        self._failures = 0
         self.listed, self.bell = False, Bell()
         self._thread = threading.Thread(target=self._run, name=f"lmkv-index-{tier.name}", daemon=True)
         self._thread.start()
@@ -86,9 +81,7 @@ class TierScanner:
     def _failed(self, error: Exception) -> bool:
         with self._lock:
             self._tier.index.end_listing()
-        self._failures += 1
-        level = logging.WARNING if self._failures == 1 else logging.DEBUG
-        logger.log(level, "lmkv: tier %r could not be listed, it is tried again: %s", self._tier.name, safe_repr(error))
+        self._tier.note_unlisted(error)
         return False
 
     def _list(self) -> bool:

@@ -233,6 +233,10 @@ class LowerTier:
                 self._reads.close()
             self._silent = not answers
 
+    def note_unlisted(self, error: Exception) -> None:
+        """Log a failed listing."""
+        self._complaints.failed(as_backend_error(self.name, "list", b"", error))
+
     # -- reading ------------------------------------------------------------------------------------------
 
     def read(self, key: ChunkKey, into: memoryview) -> bool:

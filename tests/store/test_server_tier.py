@@ -210,3 +210,23 @@ def test_a_damaged_value_that_cannot_be_deleted_keeps_no_other_chunk_out(
         put_below(store, keys[:1], version=1)
         store.drop(keys)
         assert get(store, keys) == [1, 0, 0]
+
+
+def test_each_listing_that_is_refused_is_said_once_a_minute(
+    server: RedisServer, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> int:
+        return sum("list failed" in line and "scan" in line for line in caplog.messages)
+
+    clock = ManualClock()
+    tier = lower(RedisBackend(server.url, NAMESPACE))
+    with listing_every(0.01), closing(TieredStore(Tier(memory(16), LRU()), [tier], clock=clock)) as store:
+        for count in (1, 2):
+            client.execute_command("ACL SETUSER", "default", "-scan")
+            eventually(lambda count=count: said() == count, "it is said")  # type: ignore[misc]
+            client.execute_command("ACL SETUSER", "default", "+scan")
+            key = chain(f"listed {count}", 1)
+            put_through(store, key)
+            client.flushall()
+            eventually(lambda: store.stats().tiers[1].chunks == 0, "it is listed again")
+            clock.advance(61)

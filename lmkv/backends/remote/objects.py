@@ -268,8 +268,12 @@ class StoreClient:
             done += len(several)
         return done
 
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.new_event_loop()
+
     def begin_listing(self, number: int, root: str) -> None:
-        self._listings[number] = _Listing(self._store(), root)
+        self._listings[number] = _Listing(self._store(), root, self._loop)
 
     def next_page(self, number: int) -> list[tuple[str, int]] | None:
         """Keys of the next chunks, in hexadecimal, and lengths; empty if they are late, None at the end."""
@@ -285,14 +289,11 @@ class StoreClient:
 class _Listing:
     """The chunks below a root, page by page."""
 
-    def __init__(self, store: Any, root: str) -> None:
+    def __init__(self, store: Any, root: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._pages, self._last = obstore.list(store, root, chunk_size=_BATCH_NAMES), ""
         self._chunk = re.compile(rf"{re.escape(root)}/([0-9a-f]{{{2 * KEY_BYTES}}})")
         self._page: asyncio.Future[Any] | None = None
-
-    @cached_property
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        return asyncio.new_event_loop()
 
     def next_page(self) -> list[tuple[str, int]] | None:
         # As a coroutine, because obstore skips empty pages for ever.

@@ -220,7 +220,7 @@ class OneSentinel(Redis):
     def sentinel_masters(self) -> dict[str, dict[str, Any]]:
         try:
             masters: Any = super().sentinel_masters()
-            return {name: state for name, state in masters.items() if _ADDRESS <= state.keys()}
+            return {name: state for name, state in masters.items() if state.keys() >= _ADDRESS}
         except exceptions.ConnectionError:
             raise
         except Exception as error:
