@@ -10,6 +10,7 @@ import asyncio
 import os
 import re
 import resource
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -119,7 +120,8 @@ class ObjectStoreBackend(SubprocessBackend):
         self._lister, self._listings = self._process(self._renewed({"timeout": options.timeout, **place})), count()
 
     def _renewed(self, options: dict[str, Any]) -> Callable[[], Any]:
-        return lambda: {**options, "password": self.options.password_now()}
+        given = dict(parse_qsl(urlsplit(options["url"]).query))
+        return lambda: {**options, "password": self.options.password_now(), "files": _versions(given)}
 
     def list_keys(self) -> Iterator[list[Listed]]:
         """List the chunks of this namespace in batches, in no order."""
@@ -172,15 +174,23 @@ class StoreClient:
     )
 
     def __init__(
-        self, memories: Sequence[Memory], *, timeout: float, url: str, username: str | None, password: str | None
+        self,
+        memories: Sequence[Memory],
+        *,
+        timeout: float,
+        url: str,
+        username: str | None,
+        password: str | None,
+        files: object = None,
     ) -> None:
+        # obstore reads files of keys and certificates when it opens a store: other `files` are another process.
         resource.setrlimit(resource.RLIMIT_DATA, (_MAX_BYTES, _MAX_BYTES))
         # The end of this process is no fault to look into.
         os.environ |= {"TOKIO_WORKER_THREADS": "2", "RUST_BACKTRACE": "0"}
         self._memories, self._timeout = memories, timeout
         self._open = partial(opened, url=url, username=username, password=password)
         self._stores: dict[int, Any] = {}
-        self._is_folder = bool(folder_of(url))
+        self._folder = folder_of(url)
         # obstore deletes ten at a time elsewhere.
         self._deletes_many = split_url(url).scheme in ("s3", "az")
         unconditional = dict(parse_qsl(urlsplit(url).query)).get("conditional_put") == "disabled"
@@ -202,10 +212,26 @@ class StoreClient:
     def _views(self, parts: Sequence[Part]) -> list[memoryview]:
         return [memoryview(self._memories[memory].view)[at : at + nbytes] for memory, at, nbytes in parts]
 
+    def _is_other(self, name: str) -> bool:
+        """Whether something else than a file has this name in the folder. Whoever opens a pipe waits for its writer."""
+        with suppress(OSError):
+            return bool(self._folder) and not stat.S_ISREG(os.lstat(os.path.join(self._folder, name)).st_mode)
+        return False
+
+    def _exists(self, store: Any, name: str) -> bool:
+        # What is no file is there, so that it is read, found damaged and deleted.
+        if self._is_other(name):
+            return True
+        try:
+            obstore.head(store, name)
+        except FileNotFoundError:
+            return False
+        return True
+
     def exist(self, names: Sequence[str]) -> list[bool]:
         """Whether there is an object of each name. Failed questions count as absent, unless all fail."""
         store = self._store()
-        asked = [self._threads.submit(_exists, store, name) for name in names]
+        asked = [self._threads.submit(self._exists, store, name) for name in names]
         done, late = wait(asked, 2 * self._timeout)
         for each in late:
             each.cancel()
@@ -217,6 +243,8 @@ class StoreClient:
     def get(self, name: str, parts: Sequence[Part]) -> int | None:
         """Length of the object, which fills these parts if the length fits; None when it does not exist."""
         nbytes = sum(part[2] for part in parts)
+        if self._is_other(name):
+            return 0
         try:
             found = obstore.get(self._store(nbytes), name)
         except FileNotFoundError:
@@ -231,7 +259,7 @@ class StoreClient:
     def put(self, name: str, parts: Sequence[Part]) -> str:
         """Store these parts as one object."""
         # Look it up first, so that an existing object is not sent.
-        if _exists(self._store(), name):
+        if self._exists(self._store(), name):
             return "present"
         store = self._store(sum(part[2] for part in parts))
         try:
@@ -240,7 +268,7 @@ class StoreClient:
             return "present"
         except exceptions.GenericError as error:
             text = str(error)[:_ERROR_CHARACTERS]
-            if self._is_folder and any(code in text for code in _NO_SPACE):
+            if self._folder and any(code in text for code in _NO_SPACE):
                 # After a blank line come internals of obstore.
                 return text.partition("\n\n")[0]
             if self._mode == "create" and any(code in text for code in _UNCONDITIONAL):
@@ -316,14 +344,6 @@ class _Listing:
 UNCONDITIONAL_HINT = "a store that refuses If-None-Match needs conditional_put=disabled in its URL"
 
 
-def _exists(store: Any, name: str) -> bool:
-    try:
-        obstore.head(store, name)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def _remove(store: Any, name: str) -> None:
     with suppress(FileNotFoundError):
         obstore.delete(store, name)
@@ -351,12 +371,28 @@ def check(root: str, *place: Any) -> None:
         raise ValueError(str(error)[:_ERROR_CHARACTERS].partition("\n\n")[0]) from None
 
 
-def _check_files(options: dict[str, str]) -> None:
-    """Refuse places that are no files: obstore reads them without an end, and lets no other thread run."""
+def _places(options: Mapping[str, str]) -> dict[str, str]:
+    """The options, and variables of the environment, that name what exists."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))}
-    for name, value in {**variables, **options}.items():
-        if "/" in value and "://" not in value and os.path.exists(value) and not os.path.isfile(value):
+    named = {**variables, **options}.items()
+    return {name: each for name, each in named if "/" in each and "://" not in each and os.path.exists(each)}
+
+
+def _check_files(options: Mapping[str, str]) -> None:
+    """Refuse places that are no files: obstore reads them without an end, and lets no other thread run."""
+    for name, place in _places(options).items():
+        if not os.path.isfile(place):
             raise ValueError(f"{name} names no file")
+
+
+def _versions(options: Mapping[str, str]) -> list[tuple[str, int, int]]:
+    """What tells apart the versions of each file that the options or the environment name."""
+    found = []
+    for place in _places(options).values():
+        with suppress(OSError):
+            status = os.stat(place)
+            found.append((place, status.st_ino, status.st_mtime_ns))
+    return found
 
 
 def opened(

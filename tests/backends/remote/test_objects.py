@@ -169,6 +169,24 @@ def test_a_value_that_is_not_the_chunk_fails_and_can_be_replaced(backend: Object
     )
 
 
+def test_what_is_no_file_is_not_opened_and_is_replaced(folder: ObjectStoreBackend, tmp_path: Path) -> None:
+    chunk = chunk_of(100)
+    for put in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to(path.name)):
+        assert folder.write(chunk).status is STORED
+        [path] = tmp_path.rglob(chunk.key.hex())
+        path.unlink()
+        put(path)
+        started = time.monotonic()
+        assert folder.contains([chunk.key]) == [True]
+        assert folder.write(chunk).status is PRESENT
+        read = folder.read(chunk.key, memoryview(bytearray(100)))
+        assert isinstance(read.error, CorruptChunkError)
+        folder.delete([chunk.key])
+        assert time.monotonic() - started < folder.options.timeout
+    assert folder.write(chunk).status is STORED
+    assert read_back(folder, chunk) == chunk.payload
+
+
 def test_of_a_huge_foreign_file_only_the_beginning_is_read(folder: ObjectStoreBackend, tmp_path: Path) -> None:
     chunk = chunk_of(9000)
     assert folder.write(chunk).status is STORED
@@ -495,12 +513,34 @@ def test_a_shared_access_signature_is_shown_nowhere(tmp_path: Path, caplog: pyte
     assert not [text for text in [*texts, caplog.text] if "aHVudGVyMg" in text]
 
 
-def test_tls(tmp_path: Path) -> None:
+def certified(folder: Path) -> tuple[str, ...]:
+    """Options of a server with a new certificate, `cert` in the folder."""
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
     # Self-signed, and no authority: a server's certificate must not be one.
     make += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"]
-    subprocess.run([*make, "-keyout", tmp_path / "key", "-out", tmp_path / "cert"], check=True, capture_output=True)
-    options = ("--cert", str(tmp_path / "cert"), "--key", str(tmp_path / "key"))
+    subprocess.run([*make, "-keyout", folder / "key", "-out", folder / "cert"], check=True, capture_output=True)
+    return "--cert", str(folder / "cert"), "--key", str(folder / "key")
+
+
+def test_a_certificate_that_was_replaced_is_read_again(tmp_path: Path) -> None:
+    certificate = f"ssl_ca_certs={tmp_path / 'cert'}"
+    with (
+        object_server("rclone", tmp_path, *certified(tmp_path)) as server,
+        closing(backend_of(f"{server.url(scheme='https')}&{certificate}")) as backend,
+    ):
+        first, second = chunk_of(100), chunk_of(100)
+        assert backend.write(first).status is STORED
+        server.kill()
+        certified(tmp_path)
+        server.start()
+        # Each process notices it with a call of its own.
+        eventually(lambda: backend.write(second).status in (STORED, PRESENT))
+        eventually(lambda: backend.read(first.key, memoryview(bytearray(100))).status is ReadStatus.HIT)
+        assert read_back(backend, first) == first.payload
+
+
+def test_tls(tmp_path: Path) -> None:
+    options = certified(tmp_path)
     with object_server("rclone", tmp_path, *options) as server:
         url, chunk = server.url(scheme="https"), chunk_of(3 << 20)
         with closing(backend_of(f"{url}&ssl_ca_certs={tmp_path / 'cert'}")) as backend:
