@@ -360,7 +360,8 @@ class AsyncFileBackend:
         for path in self.folder.glob(f"*{_SUFFIX}"):
             # It is no chunk's name, or somebody deletes the file.
             with contextlib.suppress(ValueError, FileNotFoundError):
-                status = path.stat()
+                # Of a link itself, which may lead nowhere.
+                status = path.lstat()
                 yield Listed(bytes.fromhex(path.stem), status.st_size, status.st_mtime)
 
     def _path(self, key: ChunkKey) -> Path:

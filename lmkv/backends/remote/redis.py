@@ -24,7 +24,7 @@ try:
     from redis import Redis, RedisCluster, exceptions
     from redis.cluster import ClusterNode
 
-    from lmkv.backends.remote.redis_client import Answers, RedisURL, within
+    from lmkv.backends.remote.redis_client import MAX_NODES, Answers, RedisURL, within
 except ImportError as error:
     raise ConfigError("Redis and Valkey need redis-py: pip install 'lmkv[redis]'") from error
 
@@ -322,6 +322,9 @@ class RedisBackend(RemoteBackend):
 
     def _redirected(self, client: RedisCluster, error: Any) -> Any:
         manager: Any = client.nodes_manager
+        if len(manager.nodes_cache) > MAX_NODES:
+            # The redirections are nonsense.
+            manager.initialize()
         if isinstance(error, exceptions.MovedError):
             # Older versions of redis-py have the second method.
             (getattr(manager, "move_slot", None) or manager.update_moved_exception)(error)

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ssl import SSLWantReadError
 from typing import Any, NoReturn
@@ -38,6 +38,9 @@ _MAX_PARTS = 1 << 19
 """Bytes and items of all answers to a call, at most: a cluster's slots are the largest."""
 _MAX_DEPTH = 8
 _READ_BYTES = 1 << 16
+_SLOTS = 1 << 14
+MAX_NODES = 1024
+"""Most nodes of a cluster: Redis advises against more than a thousand."""
 
 
 @define
@@ -227,6 +230,29 @@ class OneSentinel(Redis):
             raise exceptions.ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
+class NodeAnswers(Answers):
+    """The answers of a cluster's node. redis-py visits each slot, and makes a client for each node, that one names."""
+
+    def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
+        answer = super().read_response()
+        if isinstance(answer, list):
+            _check_slots(answer)
+        return answer
+
+
+def _check_slots(answer: Sequence[Any]) -> None:
+    """Raise InvalidResponse if these are ranges of slots that no cluster has."""
+    slots, nodes = 0, set[str]()
+    for each in answer:
+        # As redis-py reads them: numbers may be texts. Other lists begin with other things.
+        with suppress(ValueError, TypeError, IndexError):
+            first, last = int(each[0]), int(each[1])
+            nodes.update(str(node[:2]) for node in each[2:])
+            slots += last - first + 1
+            if not (0 <= first <= last < _SLOTS and slots <= _SLOTS and len(nodes) <= MAX_NODES):
+                raise exceptions.InvalidResponse("slots or nodes that no cluster has")
+
+
 class Cluster(RedisCluster):
     """redis-py's client of a cluster, which takes no parser as an option.
 
@@ -244,7 +270,7 @@ class Cluster(RedisCluster):
     def on_connect(self, connection: Any) -> None:
         with self._noting:
             self._connections.add(connection)
-        connection.set_parser(Answers)
+        connection.set_parser(NodeAnswers)
         super().on_connect(connection)
 
     def close(self) -> None:

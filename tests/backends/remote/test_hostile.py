@@ -9,7 +9,7 @@ import threading
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -224,6 +224,64 @@ def test_a_scan_that_never_ends_is_given_up(places: Iterator[int], says: str, mo
         raised(BackendError, says, lambda: list(backend.list_keys()))
         monkeypatch.setattr(base, "QUIET_SECONDS", 0.0)
         raised(BackendError, "it lists no chunk for 0 s", lambda: list(backend.list_keys()))
+
+
+def of_cluster(ranges: Sequence[tuple[int, int]], hosts: Sequence[str], port: int, otherwise: bytes) -> Answer:
+    """A node that says these are the cluster's slots, each range at the next host."""
+
+    def text(value: str) -> bytes:
+        return b"$%d\r\n%b\r\n" % (len(value), value.encode())
+
+    parts = [
+        b"*3\r\n:%d\r\n:%d\r\n*3\r\n%b:%d\r\n%b" % (first, last, text(host), port, text(f"{number:040x}"))
+        for number, ((first, last), host) in enumerate(zip(ranges, hosts, strict=True))
+    ]
+    slots, others = b"*%d\r\n%b" % (len(parts), b"".join(parts)), of_redis(otherwise)
+
+    def answers(received: bytes) -> Iterable[bytes]:
+        if b"SLOTS\r\n" in received:
+            return [slots]
+        return [b"*0\r\n"] if b"COMMAND\r\n" in received else others(received)
+
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("ranges", "hosts"),
+    [
+        ([(0, (1 << 63) - 2)], ["127.0.0.1"]),
+        ([(0, 16383)] * 5000, ["127.0.0.1"] * 5000),
+        ([(-(1 << 62), 16383)], ["127.0.0.1"]),
+        ([(slot, slot) for slot in range(16384)], [f"127.1.{slot // 250}.{slot % 250}" for slot in range(16384)]),
+    ],
+    ids=["endless range", "the same again and again", "negative", "many nodes"],
+)
+def test_slots_that_no_cluster_has_are_not_visited(ranges: list[tuple[int, int]], hosts: list[str]) -> None:
+    with (
+        Endpoint(of_cluster(ranges, hosts, 1, b":1\r\n")) as endpoint,
+        redis_at(endpoint, timeout=LIMIT, scheme="redis+cluster") as backend,
+    ):
+        started = time.thread_time()
+        raised(BackendUnavailable, "slots or nodes that no cluster has", backend.contains, [chunk_of(10).key])
+        assert time.thread_time() - started < 5.0
+
+
+def test_redirections_to_ever_new_nodes_make_no_clients_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkv.backends.remote.redis.MAX_NODES", 8)
+    hosts = (f"0x{127:0{2 + high}x}.0.0.0x{1:0{1 + low}x}" for high in range(40) for low in range(40))
+    port = 0
+
+    def answer(received: bytes) -> Iterable[bytes]:
+        moved = f"-MOVED 0 {next(hosts)}:{port}\r\n".encode()
+        return of_cluster([(0, 16383)], ["127.0.0.1"], port, moved)(received)
+
+    with Endpoint(answer) as endpoint:
+        port = endpoint.port
+        with redis_at(endpoint, timeout=LIMIT, scheme="redis+cluster") as backend:
+            for _ in range(10):
+                chunk = chunk_of(10)
+                assert backend.read(chunk.key, memoryview(bytearray(10))).error is not None
+                assert len(backend._connected().get_nodes()) <= 16
 
 
 def s3_page(*names: str) -> bytes:
