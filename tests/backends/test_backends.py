@@ -661,6 +661,15 @@ def test_what_the_medium_refuses_is_told(files: Any, tmp_path: Path) -> None:
     files.delete([chunk.key])
 
 
+def test_a_link_that_leads_to_itself_ends_no_listing(files: Any, tmp_path: Path) -> None:
+    chunk, other = chunk_of(100), chunk_of(100)
+    assert files.write(chunk).status is WriteStatus.STORED
+    link = tmp_path / "chunks" / f"{other.key.hex()}.chunk"
+    link.symlink_to(link.name)
+    assert chunk.key in listed(files)
+    assert files.read(other.key, memoryview(bytearray(100))).status is ReadStatus.FAILED
+
+
 def test_files_are_listed_in_the_order_of_their_writing(files: Any, tmp_path: Path) -> None:
     chunks = [chunk_of(100) for _ in range(3)]
     statuses(files, chunks)
