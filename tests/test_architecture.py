@@ -71,10 +71,10 @@ BUDGET = {
     "simulation": 418,
     "config": 1356,
     "memory": 1322,
-    "store": 3610,
+    "store": 3606,
     "backends": 389,
     "backends.disk": 1069,
-    "backends.remote": 1851,
+    "backends.remote": 1924,
     "build": 112,
     "engine": 459,
     "": 62,
@@ -85,7 +85,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19300
+WHOLE = 19369
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -224,8 +224,6 @@ class OneSentinel(Redis):
         try:
             masters: Any = super().sentinel_masters()
             return {name: state for name, state in masters.items() if state.keys() >= _ADDRESS}
-        except exceptions.ConnectionError:
-            raise
         except Exception as error:
             raise exceptions.ConnectionError(f"{type(error).__name__}: {error}") from error
 
