@@ -402,7 +402,7 @@ def test_nor_by_the_lock_file_itself(
     monkeypatch.setattr(slab_files, "_lock_file", lambda: lock)
     with Another(squat, lock), open_engine(tmp_path):
         assert lock in caplog.text
-        assert "may be given the same memory" in caplog.text
+        assert "may be promised the same memory" in caplog.text
 
 
 def huge_slab(name: str) -> None:

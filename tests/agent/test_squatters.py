@@ -239,7 +239,7 @@ def test_who_answers_nonsense_is_asked_again_once_it_announces_itself(store: Tie
             before = len(other.asked)
             for _ in range(3):
                 why = engines_of(client.stats())[1]["unavailable"]
-                assert "no answer of this version of lmkv" in why
+                assert "not one of this version of lmkv" in why
                 assert client.requests()["unavailable"] == {"1": why}
             assert len(other.asked) == before + 1
         other.bytes = as_json(STATS)

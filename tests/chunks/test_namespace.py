@@ -73,8 +73,9 @@ def test_the_order_of_extra_does_not_matter() -> None:
 
 
 def test_the_format_version_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = PLAIN.digest
     monkeypatch.setattr("lmkv.chunks.namespace.FORMAT_VERSION", FORMAT_VERSION + 1)
-    assert evolve(PLAIN).digest != PLAIN.digest
+    assert evolve(PLAIN).digest != before
 
 
 def test_a_namespace_is_a_frozen_value() -> None:
@@ -113,7 +114,7 @@ def test_no_two_requests_share_a_root() -> None:
 
 def test_what_has_no_canonical_encoding_is_refused() -> None:
     for value in (1.0, True, ["a"], object(), {"a": {1.5}}, ("a", [])):
-        raised(UsageError, "a key cannot be made of", canonical, value)
+        raised(UsageError, "cannot make a key from", canonical, value)
 
 
 # -- any values, requests and namespaces -----------------------------------------------------------------------

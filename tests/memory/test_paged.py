@@ -53,7 +53,7 @@ def test_dimensions_of_one_may_have_any_stride() -> None:
     ids=["every second value", "every second row", "cut rows", "expanded"],
 )
 def test_blocks_with_holes_are_refused(tensor: torch.Tensor) -> None:
-    raised(UsageError, r"layer 7: .*not dense", block_rows, tensor, "layer 7")
+    raised(UsageError, r"layer 7: .*not contiguous", block_rows, tensor, "layer 7")
 
 
 @pytest.mark.parametrize("stride", [0, 4])

@@ -470,7 +470,7 @@ def test_a_policy_that_fails_costs_no_slot_and_no_call(
     assert store.slab.free_slots == 6
     told = [record.message for record in caplog.records if record.levelname == "ERROR"]
     assert len(told) == 1
-    assert "goes on with LRU" in told[0]
+    assert "continues with LRU" in told[0]
     store.close()
 
 
