@@ -11,7 +11,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -22,8 +22,8 @@ from rich.text import Text
 
 from lmkv.cli.doctor import json_object
 from lmkv.cli.server import fail
-from lmkv.config import Answer, Config, Setting, lmcache, read_yaml
-from lmkv.config.command_lines import TRANSFER
+from lmkv.config import Answer, Config, Setting, command_lines, lmcache, read_named, read_yaml
+from lmkv.config.command_lines import TRANSFER, Command
 from lmkv.config.parsers import Secret
 from lmkv.errors import ConfigError
 
@@ -34,15 +34,20 @@ Content = Mapping[Any, object]
 """Content of a YAML file."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+Ranks = Annotated[
+    int | None, typer.Option("--tensor-parallel-size", min=1, help="As for vLLM: LMCache's sizes are for each rank.")
+]
 
 
 @app.command("show")
 def show(
-    extra: Annotated[str, typer.Option(help="kv_connector_extra_config, as JSON.")] = "{}", as_json: AsJson = False
+    extra: Annotated[str, typer.Option(help="kv_connector_extra_config, as JSON.")] = "{}",
+    tensor_parallel_size: Ranks = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show every setting with its value and source: default, file, variable, or kv_connector_extra_config."""
     try:
-        answer = Answer.to(env=os.environ, extra=json_object(extra))
+        answer = Answer.to(env=os.environ, extra=json_object(extra), ranks=tensor_parallel_size)
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
     config = answer.config
@@ -87,11 +92,13 @@ def show_table(settings: list[Setting], remarks: list[str]) -> None:
 
 @app.command("check")
 def check(
-    file: Annotated[Path, typer.Argument(help="A YAML file, lmkv's or LMCache's.")], as_json: AsJson = False
+    file: Annotated[Path, typer.Argument(help="A YAML file, lmkv's or LMCache's, or a list of LMCache's variables.")],
+    tensor_parallel_size: Ranks = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check a file: say of each setting whether it is used, without effect, refused or unknown."""
     try:
-        answer = answer_to(file, read_yaml(file))
+        answer = read_file(file, tensor_parallel_size)[0]
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
     if as_json:
@@ -110,11 +117,27 @@ def check(
     end(answer, as_json=as_json)
 
 
-def answer_to(file: Path, content: Content) -> Answer:
-    """What a file's settings mean. Its content is passed on, because a pipe can be read only once."""
-    if is_lmcache(content):
-        return Answer.to(env={lmcache.ENV_FILE: str(file)}, read=lambda _: content)
-    return Answer.to(file=file, env={}, read=lambda _: content)
+def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
+    """What a file's settings mean, and its command if it stands for one. `migrate`: they have to be LMCache's."""
+    if file.suffix in (".env", ".sh") or file.name == ".env":
+        try:
+            env = command_lines.of_variables(read_named(file).decode())
+        except (ConfigError, OSError, ValueError) as error:
+            raise ConfigError(f"file {file}: {error}") from None
+        return Answer.to(env=env, ranks=ranks), None
+    content = read_yaml(file)
+    try:
+        words = command_lines.of_file(content)
+    except ConfigError as error:
+        raise ConfigError(f"file {file}: {error}") from None
+    if words:
+        return Answer.to_command(words)
+    if own := set(content) & (own_keys() - set(lmcache.table())) if migrate else ():
+        raise ConfigError(f"file {file}: is lmkv's already: LMCache has no {', '.join(sorted(own))}")
+    # The content is passed on, because a pipe can be read only once.
+    if migrate or is_lmcache(content):
+        return Answer.to(env={lmcache.ENV_FILE: str(file)}, read=lambda _: content, ranks=ranks), None
+    return Answer.to(file=file, env={}, read=lambda _: content), None
 
 
 def is_lmcache(content: Content) -> bool:
@@ -129,55 +152,45 @@ def own_keys() -> set[str]:
 
 @app.command("migrate")
 def migrate(
-    words: Annotated[list[str], typer.Argument(help="LMCache's YAML file, or -- and a command line.", metavar="FILE")],
+    words: Annotated[list[str], typer.Argument(help="LMCache's file, or -- and a command line.", metavar="FILE")],
+    tensor_parallel_size: Ranks = None,
     as_json: AsJson = False,
 ) -> None:
     """Print lmkv's YAML for a file of LMCache's, with a comment on each setting that is left out.
 
     Or its command for one: `lmkv config migrate -- lmcache server --l1-size-gb 100`, or `-- vllm serve ...`.
     """
-    if len(words) > 1:
-        migrate_command(words, as_json=as_json)
-    file = Path(words[0])
+    command: Command | None
     try:
-        content = read_yaml(file)
-        if own := set(content) & (own_keys() - set(lmcache.table())):
-            why = f"file {file}: is lmkv's already: LMCache has no {', '.join(sorted(own))}"
-            fail(why, as_json=as_json, status=2)
-        answer = Answer.to(env={lmcache.ENV_FILE: str(file)}, read=lambda _: content)
+        if len(words) > 1:
+            answer, command = Answer.to_command(words)
+        else:
+            answer, command = read_file(Path(words[0]), tensor_parallel_size, migrate=True)
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
     settings = {name: written(value) for name, value in answer.values.items()}
+    line = "" if command is None else command_line(command, settings)
     if as_json:
-        typer.echo(json.dumps({**as_dict(answer), "settings": settings, "left_out": list(left_out(answer))}))
+        found = {"settings": settings, "left_out": list(left_out(answer))} | ({"command": line} if line else {})
+        typer.echo(json.dumps({**as_dict(answer), **found}))
         raise typer.Exit(answer.status)
-    typer.echo(f"# From {file.name!r}, settings of LMCache's.")
-    for name, value in settings.items():
-        typer.echo(yaml.safe_dump({name: value}), nl=False)
-    for line in (*left_out(answer), *remarks(answer)):
-        typer.echo(f"# {line}")
+    if line:
+        typer.echo(line)
+    else:
+        typer.echo(f"# From {Path(words[0]).name!r}, settings of LMCache's.")
+        for name, value in settings.items():
+            typer.echo(yaml.safe_dump({name: value}), nl=False)
+    for comment in (*left_out(answer), *remarks(answer)):
+        typer.echo(f"# {comment}")
     end(answer, as_json=as_json)
 
 
-def migrate_command(words: list[str], *, as_json: bool) -> NoReturn:
-    """Print lmkv's command for one of LMCache's server, or of `vllm serve` with another connector."""
-    try:
-        answer, command = Answer.to_command(words)
-    except ConfigError as error:
-        fail(error, as_json=as_json, status=2)
-    settings = {name: written(value) for name, value in answer.values.items()}
-    transfer = {"kv_connector": "LMKVConnector", "kv_role": command.role, "kv_connector_extra_config": settings}
-    line = shlex.join(["vllm", "serve", *(command.kept or ["MODEL"]), TRANSFER, json.dumps(transfer)])
-    if as_json:
-        found = {"settings": settings, "command": line, "left_out": list(left_out(answer))}
-        typer.echo(json.dumps({**as_dict(answer), **found}))
-        raise typer.Exit(answer.status)
-    typer.echo(line)
-    for comment in (*left_out(answer), *remarks(answer)):
-        typer.echo(f"# {comment}")
-    if answer.problems:
-        fail("\n".join(answer.problems), status=2)
-    raise typer.Exit(answer.status)
+def command_line(command: Command, settings: Mapping[str, object]) -> str:
+    transfer: dict[str, object] = {"kv_connector": "LMKVConnector", "kv_role": command.role}
+    transfer["kv_load_failure_policy"] = "recompute"
+    if settings:
+        transfer["kv_connector_extra_config"] = settings
+    return shlex.join([*command.before, *(command.kept or ["MODEL"]), TRANSFER, json.dumps(transfer)])
 
 
 def written(value: object) -> object:

@@ -102,8 +102,9 @@ def _resp(url: str, extra: Given) -> Found:
 
 
 def _folder(url: str, extra: Given) -> Found:
-    path = urlsplit(url).path
-    if not path.strip("/") or "," in path:
+    place, _, rest = url.partition("://")[2].partition("/")
+    path = f"/{rest}"
+    if not rest.strip("/") or "," in path or place.endswith("."):
         raise RefusedError("one folder is a tier: file:///FOLDER")
     return {"remote_url": f"file://{quote(path)}"}
 
@@ -114,10 +115,18 @@ def _mooncake(url: str, extra: Given) -> Found:
     if size := _text(extra, "global_segment_size"):
         options["segment_size"] = size
     base, _, query = url.partition("?")
+    query = re.sub(r"(^|&)device=", r"\1device_name=", query)
     given = {part.partition("=")[0] for part in query.split("&")}
     more = urlencode({name: value for name, value in options.items() if name not in given}, safe=":/")
     joined = "&".join(filter(None, [query, more]))
     return {"remote_url": f"{base}?{joined}" if joined else base}
+
+
+def _infinistore(url: str, extra: Given) -> Found:
+    # Values go over TCP, which needs no device.
+    base, _, query = url.partition("?")
+    kept = "&".join(part for part in query.split("&") if not part.startswith("device="))
+    return {"remote_url": f"{base}?{kept}" if kept else base}
 
 
 def _azure(url: str, extra: Given) -> Found:
@@ -152,6 +161,7 @@ _FORMS: Final[dict[str, Callable[[str, Given], Any]]] = {
     "resp": _resp,
     "fs": _folder,
     **dict.fromkeys(("mooncake", "mooncakestore"), _mooncake),
+    "infinistore": _infinistore,
     "azure": _azure,
 }
 _KEYS: Final[dict[str, frozenset[str]]] = {

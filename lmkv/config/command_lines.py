@@ -4,43 +4,65 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from attrs import define, field
 
 from lmkv.config import addresses, lmcache
 from lmkv.config.parsers import GIB
-from lmkv.config.reading import Reading
+from lmkv.config.reading import Kind, Reading
+from lmkv.config.sources import flat, read_yaml
 from lmkv.errors import ConfigError, short_repr
 
 TRANSFER: Final = "--kv-transfer-config"
+_SOURCE: Final = "command line"
 _SHARED: Final = "/dev/shm/"
 _OWN_MEMORY: Final = "each engine has max_local_cpu_size (5 GiB) of its own beside the memory that all of a node share"
-_NO_SERVER: Final = "there is no cache server: the engines of a node share memory (shared_memory)"
 
 Setting = tuple[str, object, str]
+Env = Mapping[str, str]
 
 
 @define
 class Command:
-    """What a command line becomes. `kept`: the words of `vllm serve` that stay; `role`: of its connector."""
+    """What a command line becomes.
 
+    `before`: the words up to its options; `kept`: options that stay; `role`: its connector's; `ranks`: of an engine.
+    """
+
+    before: list[str] = field(factory=lambda: ["vllm", "serve"])
     kept: list[str] = field(factory=list)
     role: str = "kv_both"
+    ranks: int | None = None
     settings: list[Setting] = field(factory=list)
     readings: list[Reading] = field(factory=list)
     notes: list[tuple[int, str]] = field(factory=list)
 
     def use(self, given: str, name: str, value: object) -> None:
         self.settings.append((name, value, given))
-        self.readings.append(Reading(given, "command line", "used", name))
+        self._read(given, "used", here=name)
 
     def leave(self, given: str, why: str) -> None:
-        self.readings.append(Reading(given, "command line", "without effect", why=why))
+        self._read(given, "without effect", why=why)
 
     def refuse(self, given: str, why: str) -> None:
-        self.readings.append(Reading(given, "command line", "refused", why=why))
+        self._read(given, "refused", why=why)
+
+    def unused(self, group: str, given: str, value: object = True) -> None:
+        """Read an option that is no setting here."""
+        entry = lmcache.commands()[group].get(given)
+        if entry is None:
+            self._read(given, "unknown")
+        elif entry.is_idle(value, {}):
+            self.leave(given, entry.idle_because({}))
+        else:
+            self.refuse(given, entry.why)
+
+    def _read(self, given: str, kind: Kind, *, here: str = "", why: str = "") -> None:
+        self.readings.append(Reading(given, _SOURCE, kind, here, why))
 
     def take(self, translation: lmcache.Translation) -> None:
         """Take over what LMCache's own settings become."""
@@ -51,100 +73,92 @@ class Command:
 
 def translated(words: Sequence[str]) -> Command:
     """lmkv's command for this one. Raises ConfigError if it is no such command."""
-    program = " ".join(words[:2]) if words else ""
-    if program.endswith("lmcache server"):
-        return _of_server(list(_flags(words[2:])))
-    if program.endswith("vllm serve"):
-        return _of_vllm(words[2:])
-    raise ConfigError(
-        f"{short_repr(program)} is no command that is known: give `lmcache server ...` or `vllm serve ...`"
-    )
+    server, at = _program(words)
+    env, before = _variables(words[:at])
+    if server:
+        return _of_server(_flags(words[at:]), env)
+    command = _of_vllm(words[at:], env)
+    command.before = before
+    if any(map(_IMAGE.fullmatch, before)):
+        command.notes.append((logging.INFO, "the image must have lmkv in it: see Containerfile"))
+    return command
 
 
-def _flags(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+_SERVERS: Final = ("lmcache.v1.multiprocess.server", "lmcache.v1.multiprocess.http_server")
+_ENGINES: Final = ("vllm.entrypoints.openai.api_server", "dynamo.vllm")
+_IMAGE: Final = re.compile(r"[\w./-]*/vllm-openai[\w.-]*([:@].*)?")
+
+
+def _program(words: Sequence[str]) -> tuple[bool, int]:
+    """Whether LMCache's server is started, and where its or vLLM's options begin."""
+    for at, (word, following) in enumerate(zip(words, [*words[1:], ""], strict=True)):
+        name = word.rpartition("/")[2]
+        if (name, following) == ("lmcache", "server") or (word == "-m" and following in _SERVERS):
+            return True, at + 2
+        if (name, following) == ("vllm", "serve") or (word == "-m" and following in _ENGINES):
+            return False, at + 2
+    for at, word in enumerate(words):
+        if _IMAGE.fullmatch(word):
+            return False, at + 1
+    what = "starts none of these" if len(words) > 1 else "is no command"
+    why = f"lmkv is a connector of vLLM: give `lmcache server ...` or `vllm serve ...`; {short_repr(words[0])} {what}"
+    raise ConfigError(why)
+
+
+def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """LMCache's variables before a program, as a shell or `docker run -e` sets them, and the other words."""
+    env: dict[str, str] = {}
+    others: list[str] = []
+    for word in words:
+        found = re.fullmatch(r"(?:-e|--env=)?(LMCACHE_\w+)=(.*)", word, re.DOTALL)
+        if found is None:
+            others.append(word)
+            continue
+        env[found[1]] = found[2]
+        if others and others[-1] in ("-e", "--env"):
+            others.pop()
+    return env, others
+
+
+def _flags(words: Sequence[str]) -> list[tuple[str, str]]:
     """Flags and their values, "" of those that stand alone."""
-    at = 0
+    found, at = [], 0
     while at < len(words):
         name, equals, value = words[at].partition("=")
         at += 1
         if not equals and at < len(words) and not words[at].startswith("--"):
             value, at = words[at], at + 1
-        yield name, value
+        found.append((name, value))
+    return found
 
 
 # -- LMCache's server -------------------------------------------------------------------------------------
 
 
-def _of_server(flags: list[tuple[str, str]]) -> Command:
+def _of_server(flags: list[tuple[str, str]], env: Env) -> Command:
     command = Command()
-    folder = next((value for name, value in flags if name == "--shm-name"), "lmkv").strip("/") or "lmkv"
+    folder = _SHARED + (next((value for name, value in flags if name == "--shm-name"), "").strip("/") or "lmkv")
     for name, value in flags:
         if name == "--l1-size-gb":
             command.use(name, "max_shared_memory_size", value)
-            command.use(name, "shared_memory", f"{_SHARED}{folder}")
+            command.use(name, "shared_memory", folder)
             command.notes.append((logging.INFO, _OWN_MEMORY))
+        elif name == "--shm-name":
+            command.use(name, "shared_memory", folder)
         elif name == "--chunk-size":
             command.use(name, "chunk_size", value)
         elif name == "--eviction-policy" and value in ("LRU", "ARC"):
             command.use(name, "cache_policy", value)
+        elif name == "--eviction-policy":
+            command.refuse(name, "LRU and ARC are the same here; there are others, and quotas keep tenants apart")
         elif name == "--l2-adapter":
-            _use_adapter(command, value)
-        elif name == "--shm-name":
-            command.use(name, "shared_memory", f"{_SHARED}{folder}")
-        elif name in _REFUSED_FLAGS:
-            command.refuse(name, _REFUSED_FLAGS[name])
-        elif name in _IDLE_FLAGS:
-            command.leave(name, _IDLE_FLAGS[name])
+            _use_adapter(command, value, env)
         else:
-            command.readings.append(Reading(name, "command line", "unknown"))
+            command.unused("server", name)
     return command
 
 
-_REFUSED_FLAGS: Final = {
-    "--eviction-policy": "there are LRU, ARC and others: docs/policies.md; quotas keep tenants apart",
-    **dict.fromkeys(
-        ("--gds-l1-path", "--l1-devdax-path", "--l1-manager"), "host memory, a folder and remote stores are the tiers"
-    ),
-    **dict.fromkeys(("--p2p-advertise-url", "--p2p-listen-url"), "servers do not load from each other"),
-    "--coordinator-url": "there is no coordinator that could find or move KV",
-    **dict.fromkeys(("--runtime-plugin-locations", "--server-module"), "LMCache's plugins are not loaded"),
-    "--enable-segmented-prefix": "KV is reused for prefixes only, so that the output is what vLLM would compute",
-}
-_IDLE_FLAGS: Final = {
-    **dict.fromkeys(
-        (
-            *("--host", "--port", "--http-host", "--http-port", "--transport", "--max-workers", "--max-gpu-workers"),
-            *("--max-cpu-workers", "--grpc-server-workers", "--instance-id", "--isolated-ipc", "--engine-type"),
-            *("--supported-transfer-mode", "--worker-reap-timeout-seconds", "--worker-registration-grace-seconds"),
-            *("--run-script-api-enabled", "--script-allowed-imports", "--session-ttl-seconds", "--null-block-id"),
-            "--periodic-notifier-interval-ms",
-        ),
-        _NO_SERVER,
-    ),
-    **dict.fromkeys(
-        (
-            *("--l1-use-lazy", "--l1-init-size-gb", "--l1-align-bytes", "--l1-use-hugepages", "--l1-read-ttl-seconds"),
-            *("--l1-write-ttl-seconds", "--eviction-trigger-watermark", "--eviction-ratio"),
-        ),
-        "memory is mapped in the background, and freed as it is needed",
-    ),
-    **dict.fromkeys(
-        ("--l2-store-policy", "--l2-prefetch-policy", "--l2-prefetch-max-in-flight"),
-        "every chunk is in all tiers that are configured, and comes from the fastest",
-    ),
-    **dict.fromkeys(("--hash-algorithm",), "always sha256 over the tokens, the same in every process"),
-    **dict.fromkeys(
-        (
-            *("--disable-observability", "--disable-metrics", "--disable-grpc-metrics", "--disable-logging"),
-            *("--prometheus-port", "--otlp-endpoint", "--enable-tracing", "--trace-level", "--trace-output"),
-            *("--metrics-sample-rate", "--event-bus-queue-size", "--kv-event-log-size", "--enable-gc-monitor"),
-        ),
-        "vLLM's own metrics have lmkv's",
-    ),
-}
-
-
-def _use_adapter(command: Command, text: str) -> None:
+def _use_adapter(command: Command, text: str, env: Env) -> None:
     """A lower tier of LMCache's server, as JSON."""
     try:
         adapter = json.loads(text)
@@ -152,93 +166,173 @@ def _use_adapter(command: Command, text: str) -> None:
     except (ValueError, TypeError, KeyError, RecursionError):
         command.refuse("--l2-adapter", "it is no JSON object with a type")
         return
-    if kind not in _ADAPTERS:
+    if adapter.get("serde"):
+        command.refuse(f"{given}: serde", "KV is stored as it is, without a codec: leave it out")
+    if kind in ("fs", "fs_native") and adapter.get("max_capacity_gb"):
+        command.use(given, "local_disk", adapter.get("base_path"))
+        command.use(given, "max_local_disk_size", adapter["max_capacity_gb"])
+    elif kind not in _ADAPTERS:
         command.refuse(given, "there is no such tier here: a folder, Redis, Valkey, S3 or Mooncake can be one")
-        return
+    else:
+        _use_store(command, given, lambda: (_ADAPTERS[kind](adapter, env), _renamed(kind, adapter, env)))
+        if "max_capacity_gb" in adapter or "eviction" in adapter:
+            command.leave(f"{given}: its capacity and eviction", "a remote store evicts by itself")
+
+
+def _use_store(command: Command, given: str, described: Callable[[], tuple[str, Mapping[str, Any]]]) -> None:
+    """A remote store, by its address in LMCache's form and the keys that belong to it."""
     try:
-        found = addresses.translated(_ADAPTERS[kind](adapter), _renamed(kind, adapter))
-    except (addresses.RefusedError, KeyError) as error:
-        command.refuse(given, str(error) if isinstance(error, addresses.RefusedError) else f"it has no {error}")
-        return
-    for name, value in found.items():
-        command.settings.append((name, value, given))
-    command.readings.append(Reading(given, "command line", "used", "remote_url"))
-    if "max_capacity_gb" in adapter or "eviction" in adapter:
-        command.leave(f"{given}: its capacity and eviction", "a remote store evicts by itself")
+        found = addresses.translated(*described())
+    except addresses.RefusedError as error:
+        command.refuse(given, str(error))
+    except KeyError as error:
+        command.refuse(given, f"it has no {error}")
+    else:
+        command.settings += [(name, value, given) for name, value in found.items()]
+        command.readings.append(Reading(given, _SOURCE, "used", "remote_url"))
 
 
-def _renamed(kind: str, adapter: Mapping[str, Any]) -> dict[str, object]:
+def _renamed(kind: str, adapter: Mapping[str, Any], env: Env) -> dict[str, Any]:
     """Keys of an adapter as `extra_config` has them."""
+    if kind == "resp":
+        return {name: adapter.get(name) or env.get(f"LMCACHE_RESP_{name.upper()}") for name in ("username", "password")}
     if kind == "valkey":
         names = {"username": "valkey_username", "password": "valkey_password", "database_id": "valkey_database"}
         mode = {"valkey_mode": "cluster"} if adapter.get("cluster_mode") else {}
-        return {names.get(key, key): value for key, value in adapter.items()} | mode
+        ttl = {"valkey_enable_ttl": True, "valkey_ttl_sec": adapter["ttl_seconds"]} if "ttl_seconds" in adapter else {}
+        return {names.get(key, key): value for key, value in adapter.items()} | mode | ttl
     return dict(adapter)
 
 
-_ADAPTERS: Final[dict[str, Callable[[Mapping[str, Any]], str]]] = {
-    **dict.fromkeys(("fs", "fs_native"), lambda adapter: f"fs://host:0{adapter['base_path']}"),
-    "resp": lambda adapter: f"resp://{adapter['host']}:{adapter['port']}",
-    "s3": lambda adapter: "s3://" + str(adapter["s3_endpoint"]).removeprefix("s3://"),
-    "valkey": lambda adapter: f"valkey://{adapter['startup_nodes']}",
-    "mooncake_store": lambda adapter: f"mooncakestore://{adapter['master_server_address']}/",
+def _resp_address(adapter: Mapping[str, Any], env: Env) -> str:
+    host, port = (
+        adapter.get("host") or env.get("LMCACHE_RESP_HOST"),
+        adapter.get("port") or env.get("LMCACHE_RESP_PORT"),
+    )
+    if not host:
+        raise KeyError("host")
+    return f"resp://{host}{f':{port}' if port else ''}"
+
+
+_ADAPTERS: Final[dict[str, Callable[[Mapping[str, Any], Env], str]]] = {
+    **dict.fromkeys(("fs", "fs_native"), lambda adapter, _: f"fs://host:0{adapter['base_path']}"),
+    "resp": _resp_address,
+    "s3": lambda adapter, _: "s3://" + str(adapter["s3_endpoint"]).removeprefix("s3://"),
+    "valkey": lambda adapter, _: f"valkey://{adapter['startup_nodes']}",
+    "mooncake_store": lambda adapter, _: f"mooncakestore://{adapter['master_server_address']}/",
 }
 
 
 # -- vllm serve -------------------------------------------------------------------------------------------
 
 
-def _of_vllm(words: Sequence[str]) -> Command:
+def _of_vllm(words: Sequence[str], env: Env) -> Command:
     command, at = Command(), 0
+    transfers: dict[str, Any] = {}
+    ranks = {"tensor": 1, "pipeline": 1}
     while at < len(words):
-        name, equals, value = words[at].partition("=")
-        own = name in (TRANSFER, "--kv-offloading-size", "--kv-offloading-backend")
-        if own and not equals and at + 1 < len(words):
-            at += 1
-            value = words[at]
+        given, equals, value = words[at].partition("=")
+        name = given.replace("_", "-")
+        own = name.startswith((TRANSFER, "--kv-offloading-"))
+        if not equals and at + 1 < len(words):
+            value = words[at + 1]
+        if own:
+            at += not equals
+        else:
+            command.kept.append(words[at])
         at += 1
-        if name == TRANSFER:
-            _use_transfer(command, value)
+        if (kind := _RANKS.get(name)) and value.isdecimal():
+            ranks[kind] = int(value)
+        elif name == TRANSFER:
+            transfers |= _object(command, value)
+        elif own and "." in name:
+            _put(transfers, given.split(".")[1:], value)
         elif name == "--kv-offloading-size":
             command.use(name, "max_local_cpu_size", value)
-        elif name == "--kv-offloading-backend":
-            command.leave(name, "lmkv is the backend")
-        else:
-            command.kept.append(words[at - 1])
+        elif own:
+            command.unused("offloading", name)
+    command.ranks = ranks["tensor"] * ranks["pipeline"]
+    _use_transfer(command, transfers, env)
     return command
 
 
-def _use_transfer(command: Command, text: str) -> None:
+_RANKS: Final = {
+    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tensor"),
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pipeline"),
+}
+
+
+def _object(command: Command, text: str) -> dict[str, Any]:
     try:
-        transfer = json.loads(text)
-        connector, extra = transfer["kv_connector"], transfer.get("kv_connector_extra_config") or {}
-        items = dict(extra)
+        found = json.loads(text)
+        if isinstance(found["kv_connector"], str):
+            return dict(found)
     except (ValueError, TypeError, KeyError, RecursionError):
-        command.refuse(TRANSFER, "it is no JSON object with a kv_connector")
-        return
+        pass
+    command.refuse(TRANSFER, "it is no JSON object with a kv_connector")
+    return {}
+
+
+def _put(found: dict[str, Any], path: Sequence[str], text: str) -> None:
+    """Set a value as vLLM reads dotted arguments."""
+    for name in path[:-1]:
+        found = found.setdefault(name, {})
+    try:
+        found[path[-1]] = json.loads(text)
+    except (ValueError, RecursionError):
+        found[path[-1]] = text
+
+
+def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> None:
+    connector, items = transfer.get("kv_connector"), flat(transfer.get("kv_connector_extra_config") or {})
     command.role = transfer.get("kv_role") or "kv_both"
-    if connector not in _CONNECTORS:
-        command.refuse(f"{TRANSFER} {connector}", f"only {', '.join(_CONNECTORS)} can be migrated")
+    if connector not in (None, *_CONNECTORS):
+        command.refuse(f"{TRANSFER} {connector}", _OTHERS.get(str(connector), _OTHER))
         return
-    own = {key: items.pop(key) for key in list(items) if key in _OFFLOADING}
-    idle = {key: items.pop(key) for key in list(items) if str(key).startswith("lmcache.mp.")}
-    for key in idle:
-        command.leave(str(key), _NO_SERVER)
+    if "kv_connector_module_path" in transfer:
+        command.leave("kv_connector_module_path", "LMKVConnector is found by its name")
+    for key in transfer.keys() - _READ_KEYS:
+        command.leave(key, "lmkv does not read it")
+    for key in [key for key in items if connector == "LMCacheMPConnector" and str(key).startswith("lmcache.mp.")]:
+        command.leave(key, _NO_SERVER)
+        del items[key]
+    own = {key: value for key, value in items.items() if key in lmcache.commands()["offloading"]}
     for key, value in own.items():
-        _OFFLOADING[key](command, value)
-    command.take(lmcache.translate({}, items, lambda path: {}))
-    command.readings += [Reading(str(key), "command line", "unknown") for key in items if not lmcache.owns(key)]
+        if key in _OFFLOADING:
+            _OFFLOADING[key](command, value)
+        else:
+            command.unused("offloading", str(key), value)
+    theirs = {key: value for key, value in items.items() if lmcache.owns(key)}
+    if connector is not None:
+        command.take(lmcache.translate(env, theirs, read_yaml, command.ranks))
+    command.readings += [
+        Reading(str(key), _SOURCE, "unknown") for key in items if key not in own and not lmcache.owns(key)
+    ]
 
 
+_READ_KEYS: Final = {
+    *("kv_connector", "kv_role", "kv_connector_extra_config", "kv_connector_module_path", "kv_load_failure_policy")
+}
+_NO_SERVER: Final = "there is no cache server: give LMCache's server's command line, too, for its sizes and tiers"
 _CONNECTORS: Final = (
     *("LMCacheConnectorV1", "LMCacheMPConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"),
-    "LMCacheConnectorV1Dynamic",
+    *("LMCacheConnectorV1Dynamic", "LMKVConnector", "LMCacheConnector"),
 )
+_OTHER: Final = (
+    f"only {', '.join(_CONNECTORS[:4])} can be migrated; another connector can stay beside lmkv, in a MultiConnector"
+)
+_OTHERS: Final = {
+    "MultiConnector": "give each of its connectors as a command line of its own, and put what they become into it"
+}
 
 
-def _bytes(command: Command, value: object, given: str) -> None:
-    if isinstance(value, int | float) and value > 0:
-        command.use(given, "max_local_cpu_size", value / GIB)
+def _bytes(command: Command, given: str, name: str, value: object, times: int = 1) -> None:
+    try:
+        nbytes = float(str(value)) * times
+    except ValueError:
+        nbytes = 0.0
+    if nbytes > 0:
+        command.use(given, name, nbytes / GIB)
     else:
         command.refuse(given, "it is no number of bytes")
 
@@ -247,23 +341,85 @@ def _secondary(command: Command, tiers: object) -> None:
     """vLLM's tiers below host memory."""
     for each in tiers if isinstance(tiers, list) else [tiers]:
         tier: Mapping[str, Any] = each if isinstance(each, Mapping) else {}
-        kind = tier.get("type")
-        given = f"secondary_tiers: {kind}"
-        if kind == "fs" and tier.get("root_dir"):
-            command.use(given, "local_disk", tier["root_dir"])
-            if "max_disk_gib" in tier:
-                command.use(given, "max_local_disk_size", tier["max_disk_gib"])
-            else:
-                command.refuse(given, "a folder needs a capacity: max_local_disk_size, in GiB")
-        else:
+        given = f"secondary_tiers: {tier.get('type')}"
+        if tier.get("type") == "obj":
+            _use_store(command, given, partial(_object_store, tier.get("store_config") or tier))
+        elif tier.get("type") != "fs" or not tier.get("root_dir"):
             command.refuse(given, "local_disk and remote_url make such tiers: docs/tiers.md")
+        elif "max_disk_gib" in tier:
+            command.use(given, "local_disk", tier["root_dir"])
+            command.use(given, "max_local_disk_size", tier["max_disk_gib"])
+        else:
+            command.use(given, "local_disk", tier["root_dir"])
+            command.refuse(given, "a folder needs a capacity: max_local_disk_size, in GiB")
+
+
+def _object_store(tier: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    endpoint = str(tier.get("endpoint_override") or "")
+    if endpoint and "://" not in endpoint:
+        endpoint = f"{tier.get('scheme') or 'http'}://{endpoint}"
+    names = {"region": "s3_region", "access_key": "aws_access_key_id", "secret_key": "aws_secret_access_key"}
+    query = f"?endpoint={endpoint}" if endpoint else ""
+    return f"s3://{tier['bucket']}{query}", {names[key]: tier[key] for key in names if tier.get(key)}
 
 
 _OFFLOADING: Final[dict[str, Callable[[Command, Any], None]]] = {
-    "cpu_bytes_to_use": lambda command, value: _bytes(command, value, "cpu_bytes_to_use"),
+    "cpu_bytes_to_use": lambda command, value: _bytes(command, "cpu_bytes_to_use", "max_local_cpu_size", value),
+    "cpu_bytes_to_use_per_rank": lambda command, value: _bytes(
+        command, "cpu_bytes_to_use_per_rank", "max_local_cpu_size", value, command.ranks or 1
+    ),
+    "disk_capacity_bytes": lambda command, value: _bytes(command, "disk_capacity_bytes", "max_local_disk_size", value),
+    "disk_path": lambda command, value: command.use("disk_path", "local_disk", value),
     "block_size": lambda command, value: command.use("block_size", "chunk_size", value),
+    "eviction_policy": lambda command, value: command.use("eviction_policy", "cache_policy", value),
+    "offload_prompt_only": lambda command, value: command.use(
+        "offload_prompt_only", "save_decode_cache", not value if isinstance(value, bool) else value
+    ),
     "secondary_tiers": _secondary,
-    "spec_name": lambda command, value: command.leave("spec_name", "lmkv has one way of offloading"),
-    "spec_module_path": lambda command, value: command.leave("spec_module_path", "lmkv has one way of offloading"),
-    "lazy_offload": lambda command, value: command.leave("lazy_offload", "chunks are stored as they are computed"),
 }
+
+
+# -- files that stand for a command line ------------------------------------------------------------------
+
+
+def of_file(content: Mapping[Any, object]) -> list[str] | None:
+    """The command line that a file stands for: a connector's JSON, or the file of `vllm serve --config`.
+
+    Raises ConfigError for a file that starts servers, such as a manifest of Kubernetes.
+    """
+    for keys, kind in _MANIFESTS.items():
+        if keys <= content.keys():
+            raise ConfigError(f"is a file {kind}, of which no settings are read: {_GIVE_COMMAND}")
+    if "kv_connector" in content:
+        return ["vllm", "serve", "MODEL", TRANSFER, json.dumps(content)]
+    names = {str(key).replace("_", "-"): key for key in content}
+    if not names.keys() & {TRANSFER[2:], "kv-offloading-size"}:
+        return None
+    words = ["vllm", "serve"]
+    for name, key in names.items():
+        value = content[key]
+        words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    return words
+
+
+_MANIFESTS: Final = {
+    frozenset({"apiVersion", "kind"}): "of Kubernetes",
+    frozenset({"services"}): "of Docker Compose",
+    frozenset({"servingEngineSpec"}): "of values for a Helm chart",
+}
+_GIVE_COMMAND: Final = (
+    "give its container's variables and command, as lmkv config migrate -- LMCACHE_CHUNK_SIZE=256 vllm serve ..., or "
+    "the settings inside it as a file of their own"
+)
+
+
+def of_variables(text: str) -> dict[str, str]:
+    """The variables of an env file. Raises ConfigError for a line that is no NAME=VALUE."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+        if line and not line.startswith("#"):
+            match = re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", line)
+            if match is None:
+                raise ConfigError(f"line {number} is no NAME=VALUE")
+            found[match[1]] = match[2]
+    return found

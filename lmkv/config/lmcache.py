@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +37,7 @@ SERVICE_LINK: Final = re.compile(
 _INNER: Final = "extra_config."
 _PER_RANK: Final = ("max_local_cpu_size", "max_local_disk_size")
 _OFF: Final = NOTHING | {"[]", "{}"}
-_MAX_NAMES: Final = 20
+MAX_NAMES: Final = 20
 """Names in one message."""
 
 _Read = Callable[[Path], Mapping[Any, object]]
@@ -121,7 +121,20 @@ class Translation:
 @functools.cache
 def table() -> Mapping[str, KnownSetting]:
     """All known settings of LMCache, by key."""
-    groups = tomllib.loads((files("lmkv.config") / "lmcache.toml").read_text("utf-8"))
+    return _entries(_read_table("lmcache.toml"))
+
+
+@functools.cache
+def commands() -> Mapping[str, Mapping[str, KnownSetting]]:
+    """All known options of LMCache's server (`server`), and of vLLM's own offloading (`offloading`), by name."""
+    return MappingProxyType({name: _entries(groups) for name, groups in _read_table("commands.toml").items()})
+
+
+def _read_table(name: str) -> dict[str, Any]:
+    return tomllib.loads((files("lmkv.config") / name).read_text("utf-8"))
+
+
+def _entries(groups: dict[str, Any]) -> Mapping[str, KnownSetting]:
     entries = [KnownSetting(key=key, kind="mapped", **row) for key, row in groups.pop("mapped").items()]
     for kind, rows in groups.items():
         entries += [KnownSetting(kind=kind, key=key, **row) for row in rows for key in row.pop("keys")]
@@ -140,13 +153,16 @@ def named(env: Mapping[str, str], extra: Mapping[Any, object]) -> list[str]:
     return known + [name for name in extra if owns(name)]
 
 
-def translate(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) -> Translation:
-    """Translate all given settings of LMCache. `read` gives the content of a YAML file."""
+def translate(
+    env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, ranks: int | None = None
+) -> Translation:
+    """Translate all given settings of LMCache. `read`: gives the content of a YAML file; `ranks`: of an engine."""
     given = _flat(_merged(env, extra, read))
     result = Translation()
     # remote_url stays among the given, as other settings have no effect without it.
     translated = _join_address(given, result)
     _drop_disk_without_room(given, result)
+    _multiply_sizes(given, result, ranks)
     for key, entry in [(key, entry) for key, entry in table().items() if key in given and key not in translated]:
         value, source = given[key]
         if entry.is_idle(value, given):
@@ -160,15 +176,17 @@ def translate(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) 
                 result.readings.append(Reading(key, source, "refused", why=str(error).removeprefix(f"{source}: ")))
             else:
                 result.readings.append(Reading(key, source, "used", entry.setting))
-    for key, (_, source) in given.items():
-        if key not in table():
-            close = difflib.get_close_matches(str(key)[:100], table(), n=1)
-            why = f"did you mean {close[0]}?" if close else ""
-            result.readings.append(Reading(short_repr(key), source, "unknown", why=why))
-    if sizes := [key for key in _PER_RANK if key in given]:
-        text = "there for each rank, here for the node: with several ranks, multiply by their number"
-        result.notes.append((logging.INFO, f"sizes of LMCache's that are {text}: {', '.join(sizes)}"))
+    unknown = [key for key in given if key not in table()]
+    for number, key in enumerate(unknown):
+        close = nearest(key, table()) if number < MAX_NAMES else ""
+        why = f"did you mean {close}?" if close else ""
+        result.readings.append(Reading(short_repr(key), given[key][1], "unknown", why=why))
     return result
+
+
+def nearest(name: object, names: Iterable[str]) -> str:
+    """The most similar name, or "". It takes milliseconds."""
+    return next(iter(difflib.get_close_matches(str(name)[:100], names, n=1)), "")
 
 
 def _join_address(given: _Given, result: Translation) -> set[str]:
@@ -180,6 +198,7 @@ def _join_address(given: _Given, result: Translation) -> set[str]:
         # Variables of the environment, which are weaker.
         if (value := given.pop(f"resp_{name}", None)) is not None:
             given.setdefault(f"{_INNER}{name}", value)
+    _complete_resp(given)
     joined = {key for key in given if key.removeprefix(_INNER) in addresses.ALL_KEYS and key.startswith(_INNER)}
     url, source = given.get("remote_url", (None, ""))
     address = url if isinstance(url, str) and "://" in url else ""
@@ -201,6 +220,14 @@ def _join_address(given: _Given, result: Translation) -> set[str]:
     return {"remote_url"} if address else set()
 
 
+def _complete_resp(given: _Given) -> None:
+    """Add host and port from the environment to an address that names none, as LMCache does."""
+    url, source = given.get("remote_url", (None, ""))
+    host, port = (given.get(f"resp_{name}", ("",))[0] for name in ("host", "port"))
+    if isinstance(url, str) and url.lower().startswith("resp://") and host and url[7:].strip("/") == "":
+        given["remote_url"] = f"resp://{host}{f':{port}' if port else ''}", source
+
+
 def _drop_disk_without_room(given: _Given, result: Translation) -> None:
     """A folder of 0 GiB is no tier there."""
     size, folder = given.get("max_local_disk_size"), given.get("local_disk")
@@ -208,6 +235,25 @@ def _drop_disk_without_room(given: _Given, result: Translation) -> None:
         for key in ("local_disk", "max_local_disk_size"):
             result.readings.append(Reading(key, given.pop(key)[1], "without effect", why="0 GiB are no disk tier"))
         result.notes.append((logging.WARNING, "local_disk is not used: its max_local_disk_size is 0, as in LMCache"))
+
+
+def _multiply_sizes(given: _Given, result: Translation, ranks: int | None) -> None:
+    """Make sizes of each rank, as LMCache has them, those of all `ranks`."""
+    for key in [key for key in _PER_RANK if key in given and ranks != 1]:
+        value, source = given[key]
+        try:
+            each = float(str(value))
+        except ValueError:
+            # The parser says what is wrong with it.
+            continue
+        if ranks is None:
+            words = "each rank has so much in LMCache; here it is for all of an engine's: multiply by their number"
+        elif each > 0:
+            given[key] = each * ranks, source
+            words = f"each of {ranks} ranks has {each:g} GiB in LMCache; here all have {each * ranks:g} GiB together"
+        else:
+            continue
+        result.notes.append((logging.INFO, f"{key}: {words}"))
 
 
 def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) -> _Given:
@@ -247,5 +293,5 @@ def _word(value: object) -> str:
 
 
 def join_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
@@ -85,12 +84,17 @@ def _parsed(attribute: Attribute[Any], value: object, source: str) -> _Parsed:
 
 
 def _in_unit(unit: str, value: object) -> str:
-    """The unit of a refused value; if it is in bytes, how many units these are."""
+    """The unit of a refused value, and the number to write where the value has a unit or is in bytes."""
     if not unit.isalpha():
         return ""
     digits = short_repr(value).strip("' ")
-    nbytes = int(digits) if unit == "GiB" and re.fullmatch(r"[0-9]{7,18}", digits) else 0
-    return f", in {unit}{f': so many bytes are {nbytes / GIB:g}' if nbytes else ''}"
+    if unit != "GiB":
+        return f", in {unit}"
+    if re.fullmatch(r"[0-9]{7,18}", digits):
+        return f", in GiB: so many bytes are {int(digits) / GIB:g}"
+    if found := re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([kKMGT])i?B?", digits):
+        return f", in GiB, without a unit: {float(found[1]) * 1024.0 ** ('KMGT'.index(found[2].upper()) - 2):g}"
+    return ", in GiB"
 
 
 @frozen
@@ -293,6 +297,7 @@ class Config:
         file: str | os.PathLike[str] | None = None,
         env: Mapping[str, str] = os.environ,
         extra: Mapping[str, object] | None = None,
+        ranks: int | None = None,
         **overrides: object,
     ) -> Config:
         """Merge the sources, the later the stronger: keywords, file, environment, connector's extra config.
@@ -300,9 +305,10 @@ class Config:
         `file` may also be named by LMKV_CONFIG_FILE. `env`: LMKV_CHUNK_SIZE and so on. `extra`: vLLM's
         `kv_connector_extra_config`, its keys plain or as `lmkv.chunk_size`. An unknown key or bad value in
         any of them, even one that a stronger source replaces, is a `ConfigError`. Where none of all these is
-        given, LMCache's are read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`.
+        given, LMCache's are read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`. `ranks`: those of
+        the engine, by which LMCache's sizes are multiplied.
         """
-        return Answer.to(file=file, env=env, extra=extra, overrides=overrides).checked()
+        return Answer.to(file=file, env=env, extra=extra, overrides=overrides, ranks=ranks).checked()
 
     @property
     def remotes(self) -> tuple[RemoteURL, ...]:
@@ -446,6 +452,7 @@ class Answer:
         extra: Mapping[str, object] | None = None,
         overrides: Mapping[str, object] = MappingProxyType({}),
         read: Callable[[Path], Mapping[Any, object]] = read_yaml,
+        ranks: int | None = None,
     ) -> Self:
         """See `Config.load`. `read` gives a file's content. Raises ConfigError for a source that cannot be read."""
         extra, file = flat(extra or {}), file or env.get(ENV_FILE)
@@ -454,7 +461,7 @@ class Answer:
         if not theirs or settings or file:
             ignored = f"settings of lmkv's own are given, so LMCache's are not read: {lmcache.join_names(theirs)}"
             return cls._of(settings, [], [(logging.WARNING, ignored)] if theirs else [])
-        translation = lmcache.translate(env, extra, read)
+        translation = lmcache.translate(env, extra, read, ranks)
         remarks, notes = translation.remarks(), translation.notes
         return cls._of(translation.settings, translation.readings, notes, remarks=remarks, of_lmcache=True)
 
@@ -478,7 +485,11 @@ class Answer:
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
         own, problems = list[Reading](), [str(each) for each in readings if each.kind == "refused"]
+        unknown = 0
         for key, value, source in settings:
+            unknown += key not in _OPTIONS
+            if unknown > lmcache.MAX_NAMES and key not in _OPTIONS:
+                continue
             try:
                 parsed = _parsed(_known(key, value, source), value, source)
             except ConfigError as error:
@@ -487,6 +498,8 @@ class Answer:
                 continue
             values[key], sources[key] = parsed, source
             own.append(Reading(key, source, "used", f"{key} = {readable(parsed.value)}"))
+        if unknown > lmcache.MAX_NAMES:
+            problems.append(f"{unknown - lmcache.MAX_NAMES} more keys are unknown")
         config = None
         try:
             config = Config(**values, sources=sources)
@@ -540,17 +553,6 @@ def _too_short(key: bytes) -> str:
     return f"has {len(key)} bytes, fewer than {MIN_KEY_BYTES}: make one with openssl rand -hex 32"
 
 
-_OF_VLLM: Final = {
-    "cpu_bytes_to_use": "here it is 'max_local_cpu_size', in GiB",
-    "cpu_bytes_to_use_per_rank": "here it is 'max_local_cpu_size', in GiB, for all ranks together",
-    "num_cpu_blocks": "here it is 'max_local_cpu_size', in GiB",
-    "secondary_tiers": "here 'local_disk' and 'max_local_disk_size' (GiB) make a tier, or 'remote_url'",
-    "block_size": "here it is 'chunk_size', in tokens",
-    "eviction_policy": "here it is 'cache_policy'",
-    **dict.fromkeys(("spec_name", "spec_module_path", "lazy_offload", "store_threshold"), "leave it out"),
-}
-
-
 def _known(key: Any, value: object, source: str) -> Attribute[Any]:
     if key in _OPTIONS:
         return _OPTIONS[key]
@@ -565,7 +567,9 @@ def _hint(key: object) -> str:
     theirs = lmcache.table().get(name) or lmcache.table().get(f"extra_config.{name}")
     if theirs and (name != key or name not in _OPTIONS):
         return f"; it is LMCache's, {f'here it is {theirs.setting!r}' if theirs.setting else theirs.why}"
-    if name in _OF_VLLM:
-        return f"; it is an option of vLLM's own offloading: {_OF_VLLM[name]}"
-    close = difflib.get_close_matches(name, _OPTIONS, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    if entry := lmcache.commands()["offloading"].get(name):
+        unit = ", in GiB" if entry.setting.endswith("_size") else ""
+        here = f"here it is {entry.setting!r}{unit}" if entry.setting else "leave it out"
+        return f"; it is an option of vLLM's own offloading: {here}"
+    close = lmcache.nearest(name, _OPTIONS)
+    return f"; did you mean {close!r}?" if close else ""

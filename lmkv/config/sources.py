@@ -114,11 +114,10 @@ def given_settings(
 def flat(extra: Mapping[Any, object]) -> dict[Any, object]:
     """The same keys, where vLLM's dotted arguments have made mappings of them: {"lmkv": {"chunk_size": 64}}."""
     found = dict(extra)
-    for name in ("lmkv", "lmcache"):
-        inner = found.get(name)
-        if isinstance(inner, Mapping):
+    for name in [name for name in found if name in ("lmkv", "lmcache", "lmcache.mp")]:
+        if isinstance(inner := found[name], Mapping):
             del found[name]
-            found |= {f"{name}.{key}": value for key, value in inner.items()}
+            found |= flat({f"{name}.{key}": value for key, value in inner.items()})
     return found
 
 
@@ -179,6 +178,12 @@ def _yaml_reason(error: Exception) -> str:
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if problem is None or mark is None:
         return outside(str(error))
-    problem = re.sub(r"(['\"]).{2,}\1", "...", problem)
     place = f"line {mark.line + 1}, column {mark.column + 1}"
+    if problem == "but found another document":
+        return f"{place}: has several documents: name a file that has the settings alone"
+    # A quoted sign or `<name>` is YAML's, any other text the file's.
+    ours = re.compile(r"""(['"])(?:.|<[\w ]+>)\1""")
+    problem = re.sub(
+        r"""(['"])(?:\\.|(?!\1).)*\1""", lambda found: found[0] if ours.fullmatch(found[0]) else "...", problem
+    )
     return f"{place}: {problem}; a value with : # or a sign before it needs quotes"

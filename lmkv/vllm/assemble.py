@@ -165,7 +165,10 @@ def config_of(vllm_config: VllmConfig) -> Config:
     """lmkv's settings from the environment, its file, and `kv_connector_extra_config`."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    return Config.load(extra=transfer.kv_connector_extra_config)
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    # Of a latent that all tensor ranks have alike, LMCache keeps the first rank's alone.
+    ranks = parallel.pipeline_parallel_size if model is not None and model.use_mla else parallel.world_size
+    return Config.load(extra=transfer.kv_connector_extra_config, ranks=ranks)
 
 
 def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:

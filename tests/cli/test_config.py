@@ -164,8 +164,9 @@ class TestMigrate:
             "# Left out: enable_pd has no effect: it is switched off",
             next(line for line in comments if "lookup_timeout_ms has no effect: lookups are in the" in line),
             "# Left out: 'bar' is unknown",
-            next(
-                line for line in comments if "multiply by their number: max_local_cpu_size, max_local_disk_size" in line
+            *(
+                next(line for line in comments if line.startswith(f"# max_local_{kind}_size: each rank"))
+                for kind in ("cpu", "disk")
             ),
         ]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
+import tomllib
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 from lmkv import Config
 from lmkv.cli.app import app
 from lmkv.cli.doctor import examine
-from lmkv.config import Answer
+from lmkv.config import Answer, lmcache
 from lmkv.errors import ConfigError
 
 HERE = Path(__file__).parents[1] / "moving"
@@ -31,7 +33,7 @@ class Right(NamedTuple):
     says: tuple[str, ...] = ()
 
 
-PER_RANK = "multiply by their number"
+EACH = "each rank has so much in LMCache; here it is for all of an engine's: multiply by their number"
 FILES = {
     "s3_host_style.yaml": Right(
         0,
@@ -64,14 +66,14 @@ FILES = {
     "unset_variable.yaml": Right(2, {}, ("has a variable that nothing replaces: write the value of ${CACHE_DIR}",)),
     "bytes.yaml": Right(2, {}, ("must be at most 1e+09, in GiB: so many bytes are 10",)),
     "codec_without_store.yaml": Right(
-        0, {"local_disk": "/tmp/kv"}, ("remote_serde has no effect: there is no remote_url", PER_RANK)
+        0, {"local_disk": "/tmp/kv"}, ("remote_serde has no effect: there is no remote_url", EACH)
     ),
 }
 VARIABLES = {
     "per_rank.env": Right(
         0,
         {"local_disk": "/kv-store", "max_local_disk_size": 640.0},
-        (f"{PER_RANK}: max_local_cpu_size, max_local_disk_size",),
+        (f"max_local_cpu_size: {EACH}", f"max_local_disk_size: {EACH}"),
     ),
     "disk_true.env": Right(2, {}, ("local_disk = 'True' must be a path or file:///path, no switch",)),
     "disk_size_zero.env": Right(
@@ -246,10 +248,73 @@ def test_a_command_becomes_lmkvs(name: str) -> None:
     words = shlex.split(done.stdout.splitlines()[0])
     transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
     assert (transfer["kv_connector"], transfer["kv_role"]) == ("LMKVConnector", "kv_both")
-    found = transfer["kv_connector_extra_config"]
+    found = transfer.get("kv_connector_extra_config", {})
     assert {key: found.get(key) for key in right.settings} == dict(right.settings)
     if right.status < 2:
         assert set(found) == set(right.settings)
         assert Config.load(env={}, extra=found).sources.keys() == found.keys(), "a server takes it"
     as_json = json.loads(run("config", "migrate", "--json", "--", *shlex.split(line)).stdout)
     assert as_json["settings"] == found
+
+
+PUBLISHED = tomllib.loads((HERE / "published.toml").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_people_publish_is_used_as_meant_or_refused_with_a_way_out(name: str, tmp_path: Path) -> None:
+    case = PUBLISHED[name]
+    words = ["--", *shlex.split(case.get("command", ""))]
+    if "file" in case:
+        words = [str(tmp_path / case["file"])]
+        Path(words[0]).write_text(case["text"])
+    if "ranks" in case:
+        words = ["--tensor-parallel-size", str(case["ranks"]), *words]
+    done = run("config", "migrate", *words)
+    found = json.loads(run("config", "migrate", "--json", *words).stdout)
+    assert (done.exit_code, [text for text in case.get("says", ()) if text not in done.output]) == (case["status"], [])
+    settings = found.get("settings", {})
+    assert {key: settings.get(key) for key in case.get("settings", {})} == case.get("settings", {})
+    if case["status"] < 2:
+        assert Config.load(env={}, extra=settings).sources.keys() == settings.keys(), "a server takes it"
+    elif "file" in case:
+        checked = run("config", "check", *words)
+        assert (checked.exit_code, checked.stderr) == (2, done.stderr), "the same reasons"
+
+
+def test_ten_thousand_unknown_keys_are_answered_at_once() -> None:
+    keys = {f"max_local_gpu_size_{number}": 1 for number in range(10_000)}
+    for extra in (keys, {f"lmcache.{key}": value for key, value in keys.items()}):
+        start = time.process_time()
+        answer = Answer.to(env={}, extra=extra)
+        said = "\n".join(answer.problems or map(str, answer.readings))
+        assert time.process_time() - start < 1.0
+        assert said.count("did you mean") == 20
+    assert len(Answer.to(env={}, extra=keys).problems) == 21
+    assert Answer.to(env={}, extra=keys).problems[-1] == "9980 more keys are unknown"
+
+
+@pytest.mark.parametrize(("url", "here"), [("resp://", "redis://cache:6380"), ("resp://other:1", "redis://other:1")])
+def test_the_environment_completes_an_address_without_a_host(url: str, here: str) -> None:
+    env = {"LMCACHE_REMOTE_URL": url, "LMCACHE_RESP_HOST": "cache", "LMCACHE_RESP_PORT": "6380"}
+    assert [each.text for each in Config.load(env=env).remotes] == [here]
+
+
+@pytest.mark.parametrize(("ranks", "cpu", "disk"), [(None, 20.0, 80.0), (1, 20.0, 80.0), (8, 160.0, 640.0)])
+def test_sizes_of_each_rank_become_those_of_all(ranks: int | None, cpu: float, disk: float) -> None:
+    env = {"LMCACHE_MAX_LOCAL_CPU_SIZE": "20", "LMCACHE_LOCAL_DISK": "/kv", "LMCACHE_MAX_LOCAL_DISK_SIZE": "80"}
+    config = Config.load(env=env, ranks=ranks)
+    assert (config.max_local_cpu_size, config.max_local_disk_size) == (cpu, disk)
+    own = {"LMKV_MAX_LOCAL_CPU_SIZE": "20", "LMKV_LOCAL_DISK": "/kv", "LMKV_MAX_LOCAL_DISK_SIZE": "80"}
+    assert Config.load(env=own, ranks=ranks).max_local_cpu_size == 20.0, "lmkv's own are for all ranks"
+
+
+FLAGS = (HERE / "lmcache-server-flags.txt").read_text().split()
+"""All options of `lmcache server`, of 0.5.6 and of 0.5.7rc2."""
+
+
+def test_every_option_of_lmcaches_server_is_in_one_class() -> None:
+    known = lmcache.commands()["server"]
+    assert sorted(set(FLAGS) - known.keys()) == []
+    for flag in FLAGS:
+        readings = Answer.to_command(["lmcache", "server", flag, "1"])[0].readings
+        assert {each.kind for each in readings} <= {"used", "without effect", "refused"}, flag

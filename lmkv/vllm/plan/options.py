@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import platform
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
@@ -243,7 +245,7 @@ class RequestOptions:
     of leading tokens is found: another server is just storing them.
 
     A request with other tags, too many or too long ones, or more than 256 keys has no options and is not cached: it is
-    unclear which requests it shares with.
+    unclear which requests it shares with. Nor is one with `lmcache.token_drop`: KV is that of all tokens here.
 
     `max_load_tokens`, `max_offload_tokens`, which are vLLM's: most tokens that are loaded beyond vLLM's own
     hit, and most leading tokens that are stored. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.
@@ -271,13 +273,16 @@ class RequestOptions:
         params = getattr(request, "kv_transfer_params", None)
         params = params if isinstance(params, Mapping) else {}
         tags = _tags(params)
+        if params.get("lmcache.token_drop"):
+            _say_that_none_is_dropped()
+            tags = None
         if tags is None:
             return cls(skip_save=True, skip_load=True, report=_is_true(params.get("lmkv.report")))
         nameless, whole = not has_tokens(request), must_be_computed(request)
         hint = AgentHint.of(getattr(request, "agent_hint", None) or params.get("agent_hint"))
         return cls(
             skip_save=nameless or any(map(_is_true, map(params.get, ("lmkv.skip_save", "lmcache.skip_save")))),
-            skip_load=nameless or whole or _is_true(params.get("lmkv.skip_load")),
+            skip_load=nameless or whole or any(map(_is_true, map(params.get, ("lmkv.skip_load", "lmcache.skip_load")))),
             report=_is_true(params.get("lmkv.report")),
             prefetch=_is_true(params.get("lmkv.prefetch")) or hint.prefetch,
             prefetch_tokens=_token_ids(params.get("lmkv.prefetch_tokens"), longest),
@@ -289,6 +294,13 @@ class RequestOptions:
             remote_decode=_is_true(params.get("do_remote_decode")),
             tags=tags,
         )
+
+
+@functools.cache
+def _say_that_none_is_dropped() -> None:
+    logging.getLogger("lmkv.vllm").warning(
+        "lmkv: no tokens are dropped: a request with lmcache.token_drop is computed, and neither stored nor loaded"
+    )
 
 
 def _tags(params: Mapping[Any, Any]) -> tuple[tuple[str, str], ...] | None:

@@ -146,6 +146,14 @@ NO_TAGS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_tokens_are_never_dropped_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    whole = RequestOptions(skip_save=True, skip_load=True)
+    assert of_params({"lmcache.token_drop": {"algorithm": "a", "config": {}}}) == whole
+    assert of_params({"lmcache.token_drop": None}) == RequestOptions()
+    assert of_params({"lmcache.skip_load": True}) == RequestOptions(skip_load=True)
+    assert "a request with lmcache.token_drop is computed, and neither stored nor loaded" in caplog.text, "once"
+
+
 @pytest.mark.parametrize("params", NO_TAGS.values(), ids=NO_TAGS)
 def test_a_request_whose_tags_are_unclear_shares_with_nobody(engine: SimulatedVLLM, params: dict[str, Any]) -> None:
     wishes = {"lmkv.report": True, "lmkv.pin": 60, "agent_hint": {"session_id": "1", "session_ended": True}}
