@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lmkv.config import Config, Setting
-from lmkv.config.lmcache import table
+from lmkv.config.lmcache import KnownSetting, commands, table
 from lmkv.vllm.code import DRAFT_KEY, ENVIRONMENT, KEY
 
 HERE = Path(__file__).parent
@@ -58,39 +58,47 @@ def named(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-# -- LMCache's settings --------------------------------------------------------------------------------
+# -- settings of others ---------------------------------------------------------------------------------
 
 
-def lmcache() -> Iterator[str]:
-    yield from ("### Used", "", "| LMCache | default there | here | default here | |", "|---|---|---|---|---|")
-    yield from used()
-    yield from ("", "### Part of an address", "", "| keys | of |", "|---|---|", *by_reason("joined"))
-    yield from ("", "### Refused", "", "| keys | why |", "|---|---|", *by_reason("refused"))
-    yield from ("", "### Without effect", "", "| keys | why |", "|---|---|", *by_reason("without_effect"))
+def moving() -> Iterator[str]:
+    """A table for each source: its settings, what they are here, and why."""
+    sources = {
+        "LMCache in the engine's process": table(),
+        "LMCache's server": commands()["server"],
+        "vLLM's own offloading": commands()["offloading"],
+    }
+    for title, entries in sources.items():
+        yield from (f"### {title}", "", "| there | here | |", "|---|---|---|", *mapped(entries))
+        for kind, here in {"joined": "`remote_url`", "refused": "refused", "without_effect": "without effect"}.items():
+            yield from by_reason(entries, kind, here)
+        yield ""
 
 
-def used() -> Iterator[str]:
+def mapped(entries: Mapping[str, KnownSetting]) -> Iterator[str]:
     ours = {setting.name: setting for setting in Config().describe()}
-    for entry in table().values():
+    for entry in entries.values():
         if entry.kind == "mapped":
             here = ours[entry.setting]
             there = f"{entry.default}{unit(here)}"
-            yield f"| `{entry.key}` | {there} | `{here.name}` | {default(here)} | {entry.note} |"
+            same = not entry.default or there == default(here)
+            defaults = "" if same else f"default there {there}, here {default(here)}"
+            yield f"| `{entry.key}` | `{here.name}` | {'; '.join(filter(None, [defaults, entry.note]))} |"
 
 
-def by_reason(kind: str) -> Iterator[str]:
+def by_reason(entries: Mapping[str, KnownSetting], kind: str, here: str) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
-    for entry in table().values():
+    for entry in entries.values():
         if entry.kind == kind:
             reasons.setdefault(entry.why, []).append(f"`{entry.key}`")
     for why, keys in reasons.items():
-        yield f"| {', '.join(keys)} | {why} |"
+        yield f"| {', '.join(keys)} | {here} | {why} |"
 
 
 # -- commands ------------------------------------------------------------------------------------------
 
 
-def commands() -> Iterator[str]:
+def options() -> Iterator[str]:
     import typer
 
     from lmkv.cli.app import app
@@ -116,9 +124,9 @@ def cell(text: str) -> str:
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
-    "command-options.md": commands,
+    "command-options.md": options,
     "configuration.md": settings,
-    "moving-from-lmcache.md": lmcache,
+    "moving-from-lmcache.md": moving,
     "vllm.md": fields,
 }
 

@@ -298,7 +298,7 @@ class RequestOptions:
 
 @functools.cache
 def _say_that_none_is_dropped() -> None:
-    logging.getLogger("lmkv.vllm").warning(
+    logging.getLogger(__name__).warning(
         "lmkv: no tokens are dropped: a request with lmcache.token_drop is computed, and neither stored nor loaded"
     )
 
