@@ -329,10 +329,9 @@ def examine_servers() -> Iterator[Finding]:
                 continue
             arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
             serves = any(each.startswith("vllm.entrypoints") or Path(each).name == "vllm" for each in arguments)
-            if serves and plugin.replaces_connector(arguments, process / "cwd"):
-                problem = (
-                    f"process {process.name}: --kv-offloading-size replaces lmkv by vLLM's own connector: leave it out"
-                )
+            transfer, offloads = plugin.of_command_line(arguments, process / "cwd") if serves else ({}, False)
+            for obstacle in plugin.obstacles(transfer, offloads=offloads):
+                problem = f"process {process.name}: {obstacle}"
                 yield Finding("vllm", "server", f"process {process.name}", problem=problem)
     if others:
         yield Finding("vllm", "not examined", f"{others} processes", note="of other users: ask as vLLM's user, too")

@@ -227,9 +227,32 @@ _ADAPTERS: Final[dict[str, Callable[[Mapping[str, Any], Env], str]]] = {
 
 
 def _of_vllm(words: Sequence[str], env: Env) -> Command:
-    command, at = Command(), 0
-    transfers: dict[str, Any] = {}
+    command = Command()
+    options, command.kept = _options(words)
     ranks = {"tensor": 1, "pipeline": 1}
+    for name, value in options:
+        if (kind := _RANKS.get(name)) and value.isdecimal():
+            ranks[kind] = int(value)
+        elif name == "--kv-offloading-size":
+            command.use(name, "max_local_cpu_size", value)
+        elif name.startswith("--kv-offloading-"):
+            command.unused("offloading", name)
+    command.ranks = ranks["tensor"] * ranks["pipeline"]
+    try:
+        _use_transfer(command, _transfer(options), env)
+    except ValueError as error:
+        command.refuse(TRANSFER, str(error))
+    return command
+
+
+def connector_of(words: Sequence[str]) -> dict[str, Any]:
+    """The `kv_transfer_config` of a command line of vLLM. Raises ValueError if it is invalid."""
+    return _transfer(_options(words)[0])
+
+
+def _options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Options with their values, as vLLM writes their names, and the words that are not about offloading."""
+    options, kept, at = [], list[str](), 0
     while at < len(words):
         given, equals, value = words[at].partition("=")
         name = given.replace("_", "-")
@@ -237,40 +260,36 @@ def _of_vllm(words: Sequence[str], env: Env) -> Command:
         if not equals and at + 1 < len(words):
             value = words[at + 1]
         if own:
+            # Keys in dotted names stay as they are.
+            options.append((name.partition(".")[0] + given[len(name.partition(".")[0]) :], value))
             at += not equals
         else:
-            command.kept.append(words[at])
+            options.append((name, value))
+            kept.append(words[at])
         at += 1
-        if (kind := _RANKS.get(name)) and value.isdecimal():
-            ranks[kind] = int(value)
-        elif name == TRANSFER:
-            transfers |= _object(command, value)
-        elif own and "." in name:
-            _put(transfers, given.split(".")[1:], value)
-        elif name == "--kv-offloading-size":
-            command.use(name, "max_local_cpu_size", value)
-        elif own:
-            command.unused("offloading", name)
-    command.ranks = ranks["tensor"] * ranks["pipeline"]
-    _use_transfer(command, transfers, env)
-    return command
+    return options, kept
+
+
+def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in options:
+        if name == TRANSFER:
+            try:
+                given = json.loads(value)
+            except (ValueError, RecursionError):
+                given = None
+            if not isinstance(given, dict) or not isinstance(given.get("kv_connector"), str):
+                raise ValueError("it is no JSON object with a kv_connector")
+            found |= given
+        elif name.startswith(f"{TRANSFER}."):
+            _put(found, name.split(".")[1:], value)
+    return found
 
 
 _RANKS: Final = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tensor"),
     **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pipeline"),
 }
-
-
-def _object(command: Command, text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-        if isinstance(found["kv_connector"], str):
-            return dict(found)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        pass
-    command.refuse(TRANSFER, "it is no JSON object with a kv_connector")
-    return {}
 
 
 def _put(found: dict[str, Any], path: Sequence[str], text: str) -> None:

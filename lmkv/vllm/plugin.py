@@ -5,19 +5,26 @@ from __future__ import annotations
 import inspect
 import logging
 import multiprocessing
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from lmkv.config import Answer, command_lines, read_yaml
+from lmkv.errors import ConfigError
 
 NAME = "LMKVConnector"
 MODULE = "lmkv.vllm.connector"
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, perhaps several times. Never raises, because that would end vLLM."""
+    """Called by vLLM in each of its processes, perhaps several times.
+
+    Ends a server, or a program's engine, whose settings are refused; raises nothing else, because that would end vLLM.
+    """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -27,40 +34,75 @@ def register() -> None:
         from lmkv.vllm.loaded import watch_packing
 
         watch_packing()
-        if _is_replaced():
-            logging.getLogger("lmkv.vllm").warning(
-                "lmkv: --kv-offloading-size has vLLM use a connector of its own instead of %s; leave it out", NAME
-            )
+        here = _started_here()
+        problems = [] if here is None else _problems(here[0])
+        for obstacle in () if here is None or problems else obstacles(here[0], offloads=here[1]):
+            logging.getLogger("lmkv.vllm").warning("lmkv: %s", obstacle)
     except Exception as error:
         logging.getLogger(__name__).warning(
             "lmkv: could not register %s with vLLM (%r); set kv_connector_module_path=%r", NAME, error, MODULE
         )
+        return
+    if problems:
+        rule = "=" * 80
+        sys.exit("\n".join([rule, "lmkv: this server cannot start with its settings:", *problems, rule]))
 
 
-def replaces_connector(arguments: Sequence[str], folder: Path = Path()) -> bool:
-    """Whether a command line, or its `--config` file, makes vLLM replace lmkv by its own connector.
+def obstacles(transfer: Mapping[str, Any], *, offloads: bool) -> Iterator[str]:
+    """What keeps vLLM from using lmkv. `offloads`: vLLM was given `kv_offloading_size`, too."""
+    if NAME not in repr(transfer):
+        return
+    if offloads:
+        yield f"--kv-offloading-size has vLLM use a connector of its own instead of {NAME}: leave it out"
+    yield from _other_module(transfer)
+
+
+def _other_module(transfer: Mapping[str, Any]) -> Iterator[str]:
+    module = transfer.get("kv_connector_module_path")
+    if transfer.get("kv_connector") == NAME and module not in (None, MODULE):
+        yield f"kv_connector_module_path is {module!r}, which has no {NAME}: delete it, {NAME} is found by its name"
+
+
+def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[dict[str, Any], bool]:
+    """The `kv_transfer_config` of a command line or its `--config` file, and whether it has `--kv-offloading-size`.
 
     `folder`: where relative paths in it start.
     """
-    given = " ".join(arguments).replace("_", "-")
-    options = re.search(r"--config[ =](\S+)", " ".join(arguments))
+    words = list(arguments)
+    options = re.search(r"--config[ =](\S+)", " ".join(words))
     if options is not None:
-        from lmkv.config import read_yaml
-
         # Not from a pipe, whose content is for vLLM.
         with suppress(ValueError):
-            found = read_yaml(folder / options[1], pipes=False)
-            given += " " + " ".join(f"--{name} {value}" for name, value in found.items()).replace("_", "-")
-    return NAME in given and "--kv-offloading-size" in given
+            words += command_lines.of_file(read_yaml(folder / options[1], pipes=False)) or []
+    with suppress(ValueError):
+        return command_lines.connector_of(words), any(
+            word.replace("_", "-").startswith("--kv-offloading-size") for word in words
+        )
+    return {}, False
 
 
-def _is_replaced() -> bool:
-    """Whether vLLM was also given `kv_offloading_size`, which silently replaces any connector.
+def _problems(transfer: Mapping[str, Any]) -> list[str]:
+    """What vLLM will fail for: another module, and settings of lmkv's that are refused."""
+    if transfer.get("kv_connector") != NAME:
+        return []
+    try:
+        refused = Answer.to(env=os.environ, extra=transfer.get("kv_connector_extra_config")).problems
+    except ConfigError as error:
+        refused = (str(error),)
+    return [*_other_module(transfer), *refused]
+
+
+def _started_here() -> tuple[dict[str, Any], bool] | None:
+    """As `of_command_line`, of the server or engine that this process starts.
 
     A server has only its command line by now. A program's arguments are in the calling frames.
     """
-    if replaces_connector(sys.argv):
-        return multiprocessing.parent_process() is None
+    if multiprocessing.parent_process() is not None:
+        return None
     callers: list[Any] = [frame.frame.f_locals.get("self") for frame in inspect.stack(0)]
-    arguments = [each for each in callers if "EngineArgs" in {kind.__name__ for kind in type(each).__mro__}]
-    return any(each.kv_offloading_size is not None and NAME in repr(each.kv_transfer_config) for each in arguments)
+    for each in callers:
+        if "EngineArgs" in {kind.__name__ for kind in type(each).__mro__}:
+            transfer = each.kv_transfer_config
+            found = transfer if isinstance(transfer, dict) else {} if transfer is None else vars(transfer)
+            return dict(found), each.kv_offloading_size is not None
+    return of_command_line(sys.argv)

@@ -12,7 +12,6 @@ from attrs import frozen
 from tests.pages import ROOT
 from tests.vllm.server import child_environment
 
-TRANSFER = '{"kv_connector": "LMKVConnector", "kv_role": "kv_both"}'
 SERVER = """
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -44,25 +43,55 @@ for number, (program, arguments) in enumerate(json.load(sys.stdin)):
 """Imports vLLM once, without its plugins, and runs each program in a child of its own."""
 
 
+REPLACED = "--kv-offloading-size has vLLM use a connector of its own instead of LMKVConnector: leave it out"
+REFUSED = "lmkv: this server cannot start with its settings:\n"
+
+
 @frozen
 class Start:
-    """A start of vLLM, and whether lmkv warns."""
+    """A start of vLLM: what lmkv says, if anything, and the exit code."""
 
     program: str
     arguments: list[str]
-    warns: bool
+    says: str = ""
+    code: int = 0
+
+
+def transfer(**more: object) -> str:
+    return json.dumps({"kv_connector": "LMKVConnector", "kv_role": "kv_both", **more})
 
 
 STARTS = [
-    Start(SERVER, ["--kv-transfer-config", TRANSFER, "--kv-offloading-size", "4"], True),
-    Start(SERVER, ["--kv-transfer-config", TRANSFER, "--kv_offloading_size=4"], True),
-    Start(SERVER, ["--config", "both.yaml"], True),
-    Start(SERVER, ["--kv-transfer-config", TRANSFER, "--config", "size.yaml"], True),
-    Start(SERVER, ["--config", "transfer.yaml"], False),
-    Start(SERVER, ["--kv-transfer-config", TRANSFER], False),
-    Start(SERVER, ["--kv-offloading-size", "4"], False),
-    Start(PROGRAM, ["4"], True),
-    Start(PROGRAM, ["0"], False),
+    Start(SERVER, ["--kv-transfer-config", transfer(), "--kv-offloading-size", "4"], REPLACED),
+    Start(SERVER, ["--kv-transfer-config", transfer(), "--kv_offloading_size=4"], REPLACED),
+    Start(SERVER, ["--config", "both.yaml"], REPLACED),
+    Start(SERVER, ["--kv-transfer-config", transfer(), "--config", "size.yaml"], REPLACED),
+    Start(SERVER, ["--config", "transfer.yaml"]),
+    Start(SERVER, ["--kv-transfer-config", transfer()]),
+    Start(SERVER, ["--kv-offloading-size", "4"]),
+    Start(PROGRAM, ["4"], REPLACED),
+    Start(PROGRAM, ["0"]),
+    Start(
+        SERVER,
+        ["--kv-transfer-config", transfer(kv_connector_extra_config={"chunk_size": "x", "pin_share": 2})],
+        f"{REFUSED}kv_connector_extra_config: chunk_size = 'x' must be a whole number, in digits alone, in tokens\n"
+        "kv_connector_extra_config: pin_share = 2 must be at most 1\n=====",
+        1,
+    ),
+    Start(
+        SERVER,
+        ["--kv-transfer-config", transfer(kv_connector_module_path="lmcache.integration.vllm.lmcache_connector_v1")],
+        f"{REFUSED}kv_connector_module_path is 'lmcache.integration.vllm.lmcache_connector_v1', which has no",
+        1,
+    ),
+    Start(
+        SERVER,
+        "--kv-transfer-config.kv_connector LMKVConnector --kv-transfer-config.kv_role kv_both "
+        "--kv-transfer-config.kv_connector_extra_config.lmkv.chunk_size x".split(),
+        f"{REFUSED}kv_connector_extra_config: chunk_size = 'x' must be",
+        1,
+    ),
+    Start(SERVER, ["--kv-transfer-config", transfer(kv_connector_extra_config={"chunk_size": 64})]),
 ]
 
 
@@ -70,8 +99,8 @@ STARTS = [
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The output of each start."""
     folder = tmp_path_factory.mktemp("starts")
-    transfer, size = f"kv-transfer-config: '{TRANSFER}'\n", "kv_offloading_size: 4\n"
-    for name, text in {"both": transfer + size, "transfer": transfer, "size": size}.items():
+    connector, size = f"kv-transfer-config: '{transfer()}'\n", "kv_offloading_size: 4\n"
+    for name, text in {"both": connector + size, "transfer": connector, "size": size}.items():
         (folder / f"{name}.yaml").write_text(text)
     done = subprocess.run(
         [sys.executable, "-c", FORKS],
@@ -84,11 +113,12 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         cwd=folder,
     )
     logs = [(folder / f"{number}.log").read_text() for number in range(len(STARTS))]
-    assert done.stdout.split() == ["0"] * len(STARTS), [done.stderr, *logs]
+    assert done.stdout.split() == [str(start.code) for start in STARTS], [done.stderr, *logs]
     return logs
 
 
 @pytest.mark.parametrize("number", range(len(STARTS)), ids=lambda number: " ".join(STARTS[number].arguments))
-def test_a_setting_that_takes_the_connectors_place_is_warned_of(number: int, printed: list[str]) -> None:
-    said = "--kv-offloading-size has vLLM use a connector of its own" in printed[number]
-    assert said is STARTS[number].warns, printed[number]
+def test_what_keeps_lmkv_from_being_used_is_said_at_the_start(number: int, printed: list[str]) -> None:
+    start = STARTS[number]
+    assert start.says in printed[number]
+    assert ("lmkv:" in printed[number]) is bool(start.says), printed[number]
