@@ -6,6 +6,7 @@ batch are values (`lmkv.protocols`), never exceptions.
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 from urllib.parse import unquote
@@ -111,6 +112,25 @@ def safe_repr(error: BaseException) -> str:
         return outside(repr(error))
     except Exception:
         return type(error).__name__
+
+
+def how_to_install(extra: str) -> str:
+    """How to install an extra of lmkv, from where lmkv itself was installed."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        origin = json.loads(distribution("lmkv").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        origin = {}
+    url, folder = str(origin.get("url", "")), origin.get("dir_info") is not None
+    path = unquote(url.removeprefix("file://")) if url.startswith("file://") else ""
+    if path:
+        return f"pip install {'-e ' * bool(folder and origin['dir_info'].get('editable'))}'{path}[{extra}]'"
+    if vcs := origin.get("vcs_info"):
+        return f"pip install 'lmkv[{extra}] @ {vcs['vcs']}+{url}@{vcs['commit_id']}'"
+    if url:
+        return f"pip install 'lmkv[{extra}] @ {url}'"
+    return f"install the extra {extra!r} of lmkv as you installed lmkv, for example pip install '.[{extra}]'"
 
 
 class LmkvError(Exception):

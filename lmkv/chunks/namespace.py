@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from attrs import Attribute, asdict, field, frozen
 
-from lmkv.errors import ConfigError, UsageError, short_repr
+from lmkv.errors import ConfigError, UsageError, how_to_install, short_repr
 
 FORMAT_VERSION = 1
 """Version of the keys: raised whenever the same tokens and description get other keys than before."""
@@ -212,7 +212,7 @@ class Authenticator:
         try:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as error:
-            raise ConfigError("an authentication key needs cryptography: pip install 'lmkv[auth]'") from error
+            raise ConfigError(f"an authentication key needs cryptography: {how_to_install('auth')}") from error
         return AESGCM
 
     @classmethod

@@ -6,6 +6,8 @@ import os
 import sys
 from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC, EPIPE
 
+from lmkv.errors import how_to_install
+
 
 def main() -> None:
     """Run the `lmkv` command, or name the extra to install when its dependencies are missing."""
@@ -14,7 +16,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich"}:
             raise
-        sys.exit('The lmkv command needs its extra: pip install "lmkv[cli]"')
+        sys.exit(f"The lmkv command needs its extra: {how_to_install('cli')}")
     try:
         try:
             app()

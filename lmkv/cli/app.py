@@ -1,78 +1,93 @@
-"""The `lmkv` command's application: its subcommands by name, and `lmkv model`."""
+"""The `lmkv` command's application: its subcommands by name, each imported when it is run."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from attrs import asdict
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from lmkv import __version__
-from lmkv.cli import bench, config, demo, doctor, inspect, server, simulate, top
-from lmkv.cli.small_model import BYTES_PER_VALUE, SmallModel
+
+TRY, CONFIGURE, FOLDERS, SERVERS = "Try", "Configure", "Folders of chunks", "Running servers"
+COMMANDS = {
+    "demo": ("demo", TRY, "Send long prompts to real vLLM cold, then again once its own cache has evicted them."),
+    "bench": ("bench", TRY, "Benchmark this machine: copies, lookups, the disk, and a hit on real vLLM."),
+    "simulate": ("simulate", TRY, "Compare eviction policies on a request trace."),
+    "model": ("model", TRY, "Write a small Qwen3-like model with random weights and a tokenizer for text."),
+    "doctor": ("doctor", CONFIGURE, "Check the configuration, this machine and the remote stores before a start."),
+    "config": ("config", CONFIGURE, "Show, check and convert settings, lmkv's own and those of other connectors."),
+    "inspect": ("inspect", FOLDERS, "Show the content of a folder: models, chunks, tokens, bytes, ages."),
+    "prune": ("inspect", FOLDERS, "Delete the chunks that were used least recently."),
+    "clear": ("inspect", FOLDERS, "Delete all chunks of a folder, or with --url of a running server."),
+    "top": ("top", SERVERS, "Watch a running server's tiers and requests."),
+    "lookup": ("server", SERVERS, "Show how much of a prompt a server would not compute, and which tiers have it."),
+    "prefetch": ("server", SERVERS, "Load a prompt's chunks into a server's host memory, ahead of its request."),
+    "pin": ("server", SERVERS, "Keep a prompt's chunks in a server's host memory for a while."),
+    "unpin": ("server", SERVERS, "End the pins of a prompt's chunks."),
+    "record": ("server", SERVERS, "Record chunk accesses for `lmkv simulate`: no text, no tokens."),
+}
+"""Name -> module of `lmkv.cli`, and its heading and line in the help."""
+
+EXAMPLES = (
+    "Examples:",
+    'lmkv doctor --extra \'{"local_disk": "/nvme/kv", "max_local_disk_size": 100}\'',
+    "lmkv config migrate -- vllm serve Qwen/Qwen3-8B --kv-offloading-size 64",
+    "lmkv top --url 127.0.0.1:8377",
+)
+
+
+class Commands(TyperGroup):
+    """The subcommands by name. Help needs their lines alone; one that is run is imported."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, (_, panel, line) in COMMANDS.items():
+            self.add_command(TyperCommand(name, help=line, rich_help_panel=panel))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in COMMANDS:
+            self.load(args[0])
+        return super().resolve_command(ctx, args)
+
+    def load(self, name: str) -> None:
+        """Import a command, with all its options."""
+        module, panel, _ = COMMANDS[name]
+        found = getattr(import_module(f"lmkv.cli.{module}"), "app" if name == "config" else name)
+        if not isinstance(found, typer.Typer):
+            own = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+            own.command(name, rich_help_panel=panel)(found)
+            found = own
+        command = get_command(found)
+        self.add_command(command, name)
+        for each in (command, *getattr(command, "commands", {}).values()):
+            for flag in (option for option in each.params if getattr(option, "is_flag", False)):
+                # A flag takes no value.
+                flag.metavar = ""
+
 
 app = typer.Typer(
     name="lmkv",
+    cls=Commands,
     help="Store the KV cache of long prompts outside the device, and load it instead of computing it again.",
+    epilog="\n\n".join(EXAMPLES),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.add_typer(config.app, name="config")
-for command in (
-    *(bench.bench, demo.demo, doctor.doctor, inspect.inspect, inspect.prune, inspect.clear, server.record),
-    *(simulate.simulate, top.top, server.lookup, server.prefetch, server.pin, server.unpin),
-):
-    app.command()(command)
 
 
-@app.command("version")
-def version(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
-    """Print the version of lmkv."""
-    server.give({"version": __version__}, lambda: typer.echo(__version__), as_json=as_json)
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
 
 
-@app.command("model")
-def model(
-    folder: Annotated[Path, typer.Argument(file_okay=False, help="Where to write it; made if missing.")],
-    layers: Annotated[int, typer.Option(min=1)] = 8,
-    hidden: Annotated[int, typer.Option(callback=demo.whole_heads, help="Hidden size, in heads of 64.")] = 512,
-    dtype: Annotated[str, typer.Option(help=" | ".join(BYTES_PER_VALUE))] = "float32",
-    seed: int = 0,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="Make tokens of its frequent byte pairs.", show_default="a token per byte"
-        ),
-    ] = None,
-    vocab: Annotated[
-        int | None, typer.Option(min=512, help="Tokens of the vocabulary.", show_default="1024; 8192 with --text")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+@app.callback()
+def lmkv(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
 ) -> None:
-    """Write a small Qwen3-like model with random weights and a tokenizer for text, with a chat template."""
-    if text and text.is_char_device():
-        sys.exit(f"{text} is not a file")  # it may have no end
-    size = vocab or (8192 if text else 1024)
-    made = SmallModel(layers=layers, hidden=hidden, dtype=dtype, seed=seed, vocab=size)
-    try:
-        for needed in ("transformers", "safetensors", "tokenizers"):
-            import_module(needed)  # before anything is written
-        made.write(folder)
-        made.write_tokenizer(folder, lines_of(text) if text else ())
-    except ImportError as error:
-        sys.exit(f'lmkv model needs transformers and safetensors: pip install "lmkv[cli]" ({error})')
-    except OSError as error:
-        sys.exit(f"the model cannot be written: {error}")
-    answer = {"path": str(folder), **asdict(made), "kv_bytes_per_token": made.kv_bytes_per_token}
-    words = f"{folder}: {layers} layers, {made.kv_bytes_per_token:,} bytes of KV per token ({dtype})"
-    server.give(answer, lambda: typer.echo(words), as_json=as_json)
-
-
-def lines_of(text: Path) -> Iterator[str]:
-    """The file's lines, one by one, because it may be large."""
-    with text.open(encoding="utf-8", errors="replace") as file:
-        yield from file
+    pass

@@ -20,14 +20,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lmkv.cli.doctor import json_object
-from lmkv.cli.server import fail
+from lmkv.cli.server import fail, json_object
 from lmkv.config import Answer, Config, Setting, command_lines, lmcache, read_named, read_yaml
 from lmkv.config.command_lines import TRANSFER, Command
 from lmkv.config.parsers import Secret
 from lmkv.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Show, check and convert settings, lmkv's own and LMCache's.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Show, check and convert settings, lmkv's own and those of other connectors.",
+)
 
 
 Content = Mapping[Any, object]

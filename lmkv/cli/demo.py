@@ -23,11 +23,12 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from lmkv.cli.engines import Answer, ChildFailedError, EngineProcess, EngineSpec
+from lmkv.cli.model import whole_heads
 from lmkv.cli.server import give
-from lmkv.cli.small_model import HEAD_DIM, SmallModel
+from lmkv.cli.small_model import SmallModel
 from lmkv.cli.stores import FolderFacts, refusals, try_folder
 from lmkv.config import Config
-from lmkv.errors import LmkvError, NoSpaceError, UsageError, mask_secrets
+from lmkv.errors import LmkvError, NoSpaceError, UsageError, how_to_install, mask_secrets
 
 CHUNK_TOKENS = 256
 ANSWER_TOKENS = 16
@@ -74,12 +75,6 @@ STARTS = {
 """Command that starts a local store of each kind."""
 
 
-def whole_heads(hidden: int) -> int:
-    if hidden < HEAD_DIM or hidden % HEAD_DIM:
-        raise typer.BadParameter(f"{hidden} is not a multiple of {HEAD_DIM}")
-    return hidden
-
-
 def demo(
     tokens: Annotated[int, typer.Option(min=512, help="Length of the prompt.")] = 8000,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 8,
@@ -103,7 +98,7 @@ def demo(
 ) -> None:
     """Send long prompts to real vLLM cold, then again once its own cache has evicted them."""
     if find_spec("vllm") is None:
-        sys.exit('lmkv demo runs real vLLM, which is not installed: pip install "lmkv[vllm]"')
+        sys.exit(f"lmkv demo runs real vLLM, which is not installed: {how_to_install('vllm')}")
     model = SmallModel(layers=layers, hidden=hidden, max_position=2 * tokens)
     try:
         measured = measure(Plan(tokens=tokens, model=model), tier, disk, url, keep=keep)

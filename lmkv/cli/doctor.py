@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -27,11 +26,11 @@ from lmkv import __version__, plugins
 from lmkv.chunks import codec
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.chunks.namespace import Authenticator
-from lmkv.cli.server import give
+from lmkv.cli.server import give, json_object
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
 from lmkv.cli.stores import VERBS, refusals, remedy, try_folder
 from lmkv.config import GIB, Answer, Config
-from lmkv.errors import ConfigError, LmkvError
+from lmkv.errors import ConfigError, LmkvError, how_to_install
 from lmkv.memory import machine
 from lmkv.vllm import compat, plugin
 
@@ -70,18 +69,6 @@ def doctor(
         answer["model"] = {**asdict(size), "token_bytes": size.token_bytes}
     give(answer, lambda: show(findings, problems), as_json=as_json)
     sys.exit(1 if problems else 0)
-
-
-def json_object(text: str) -> dict[str, object]:
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise typer.BadParameter("is nested too deeply", param_hint="--extra") from None
-    except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}", param_hint="--extra") from None
-    if not isinstance(value, dict):
-        raise typer.BadParameter("must be a JSON object", param_hint="--extra")
-    return value
 
 
 def size_of(model: Path, dtype: KVDtype, ranks: int) -> KVSize:
@@ -277,7 +264,7 @@ def examine_versions() -> Iterator[Finding]:
     yield Finding("versions", "lmkv", __version__)
     yield Finding("versions", "torch", version("torch"))
     checksums = codec.CHECKSUMS
-    slow = 'a third of the time with: pip install "lmkv[disk]"' if checksums == "zlib" else ""
+    slow = f"a third of the time with: {how_to_install('disk')}" if checksums == "zlib" else ""
     yield Finding("versions", "checksums", checksums, note=slow)
 
 

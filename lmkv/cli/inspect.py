@@ -33,7 +33,7 @@ from lmkv.chunks import codec
 from lmkv.chunks.codec import ChunkFormat, Header
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli import server
-from lmkv.cli.server import fail, give
+from lmkv.cli.server import SECONDS, duration, fail, give
 from lmkv.config import GIB
 from lmkv.errors import BackendError
 from lmkv.protocols import Listed
@@ -141,7 +141,6 @@ def least_recently_used(found: list[Content], before: float, max_bytes: float) -
 # -- the commands -----------------------------------------------------------------------------------------
 
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _SHOWN_DIGITS = 12
 
 _FOLDER = "The folder that local_disk names."
@@ -246,7 +245,7 @@ def seconds_of(duration: str) -> float:
         raise typer.BadParameter(
             f"{duration!r} is not a duration such as 30m, 12h, 7d or 2w", param_hint="--older-than"
         )
-    return float(match[1]) * _SECONDS[match[2]]
+    return float(match[1]) * SECONDS[match[2]]
 
 
 @contextmanager
@@ -317,8 +316,3 @@ def ages(uses: list[float]) -> str:
     now = time.time()
     latest, oldest = duration(now - uses[-1]), duration(now - uses[0])
     return f"{latest} ago" if latest == oldest else f"{latest} to {oldest} ago"
-
-
-def duration(seconds: float) -> str:
-    unit = max((name for name, length in _SECONDS.items() if seconds >= length), key=_SECONDS.__getitem__, default="s")
-    return f"{max(0.0, seconds) / _SECONDS[unit]:.0f}{unit}"

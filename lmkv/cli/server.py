@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 import typer
 
 from lmkv.config import Config, read_named
-from lmkv.errors import ConfigError, printable
+from lmkv.errors import ConfigError, how_to_install, printable
 
 if TYPE_CHECKING:
     from lmkv.agent.client import Client
@@ -151,7 +151,7 @@ def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
 
         from lmkv.agent.client import Client
     except ImportError:
-        fail('this command needs httpx: pip install "lmkv[cli,agent]"')
+        fail(f"this command needs httpx: {how_to_install('client')}")
     url, token = address_of(url, token_file)
     try:
         with Client(url, token) as client:
@@ -204,6 +204,26 @@ def clean(answer: Any) -> Any:
         case int() | float() if not abs(answer) < 1 << 63:
             raise ValueError("a number without bounds")
     return answer
+
+
+def json_object(text: str) -> dict[str, object]:
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise typer.BadParameter("is nested too deeply", param_hint="--extra") from None
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}", param_hint="--extra") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter("must be a JSON object", param_hint="--extra")
+    return value
+
+
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+def duration(seconds: float) -> str:
+    unit = max((name for name, length in SECONDS.items() if seconds >= length), key=SECONDS.__getitem__, default="s")
+    return f"{max(0.0, seconds) / SECONDS[unit]:.0f}{unit}"
 
 
 def fail(reason: object, *, as_json: bool = False, status: int = 1) -> NoReturn:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from lmkv.cli.server import give
 from lmkv.cli.sizing import kv_size
-from lmkv.errors import LmkvError, UsageError, outside, short_repr
+from lmkv.errors import LmkvError, UsageError, how_to_install, outside, short_repr
 from lmkv.policies import Shadow, make_admission, make_policy
 from lmkv.simulation.replay import EndHints, clairvoyant, replay, replay_tiers
 from lmkv.simulation.trace import Trace, read_trace
@@ -206,7 +206,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise typer.BadParameter('--plot needs matplotlib: pip install "lmkv[plot]"') from error
+        raise typer.BadParameter(f"--plot needs matplotlib: {how_to_install('plot')}") from error
     traces = list(dict.fromkeys(row.trace for row in rows))
     figure = Figure(figsize=(5.5 * len(traces), 4), layout="constrained")
     FigureCanvasAgg(figure)

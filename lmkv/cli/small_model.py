@@ -43,6 +43,7 @@ class SmallModel:
         """Write configuration and weights into `folder`, in the format of transformers and vLLM."""
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
         config = Qwen3Config(
             num_hidden_layers=self.layers,
@@ -60,6 +61,7 @@ class SmallModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = Qwen3ForCausalLM(config)
+        disable_progress_bar()
         model.to(getattr(torch, self.dtype)).save_pretrained(folder)
 
     def write_tokenizer(self, folder: Path, texts: Iterable[str] = ()) -> None:

@@ -15,8 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lmkv.cli.inspect import duration
-from lmkv.cli.server import TokenFile, clean, client_of, unavailable
+from lmkv.cli.server import TokenFile, clean, client_of, duration, unavailable
 from lmkv.config import GIB
 from lmkv.errors import printable
 from lmkv.protocols import miss_in_words

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from attrs import define, field
 
-from lmkv.errors import UsageError, outside, short_repr
+from lmkv.errors import UsageError, how_to_install, outside, short_repr
 from lmkv.protocols import ChunkKey
 
 _KEY_BYTES: Final = 16
@@ -356,4 +356,4 @@ def _zstd(path: Path) -> Any:
     for name in ("compression.zstd", "zstandard"):  # the first is Python 3.14's
         with suppress(ImportError):
             return import_module(name)
-    raise UsageError(f'{path} is compressed: pip install "lmkv[traces]", or decompress it')
+    raise UsageError(f"{path} is compressed: {how_to_install('traces')}, or decompress it")

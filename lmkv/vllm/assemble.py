@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lmkv.backends.disk import backend, folder
 from lmkv.build import stored_namespace
 from lmkv.config import Config
-from lmkv.errors import BackendError, ConfigError, UsageError
+from lmkv.errors import BackendError, ConfigError, UsageError, how_to_install
 from lmkv.vllm import compat
 from lmkv.vllm.model import ServedModel
 from lmkv.vllm.publishing import BlockDescriber
@@ -102,7 +102,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
         from lmkv.agent.server import Address, AgentServer
         from lmkv.agent.service import CacheService
     except ImportError as error:
-        raise ConfigError(f'agent_listen needs fastapi and uvicorn: pip install "lmkv[agent]" ({error})') from error
+        raise ConfigError(f"agent_listen needs fastapi and uvicorn: {how_to_install('agent')} ({error})") from error
     stored = stored_namespace(model.namespace, config.authentication_bytes)
     longest = vllm_config.model_config.max_model_len
 

@@ -86,8 +86,10 @@ STARTS = [
     ),
     Start(
         SERVER,
-        "--kv-transfer-config.kv_connector LMKVConnector --kv-transfer-config.kv_role kv_both "
-        "--kv-transfer-config.kv_connector_extra_config.lmkv.chunk_size x".split(),
+        [
+            *("--kv-transfer-config.kv_connector", "LMKVConnector", "--kv-transfer-config.kv_role", "kv_both"),
+            *("--kv-transfer-config.kv_connector_extra_config.lmkv.chunk_size", "x"),
+        ],
         f"{REFUSED}kv_connector_extra_config: chunk_size = 'x' must be",
         1,
     ),

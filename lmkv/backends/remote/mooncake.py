@@ -67,7 +67,7 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
     """
 
     module = "mooncake"
-    install = "pip install 'lmkv[mooncake]', or mooncake-transfer-engine-non-cuda on a machine without CUDA"
+    extra = "mooncake"
     known: ClassVar[dict[str, type[str] | type[int]]] = {
         **dict.fromkeys(("clients", "zero_copy", "segment_size", "global_segment_size", "local_buffer_size"), int),
         **dict.fromkeys(("local_hostname", "protocol", "device_name", "metadata_server"), str),

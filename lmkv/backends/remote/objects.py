@@ -26,7 +26,7 @@ from lmkv.backends.remote.base import DEFAULTS, MIN_BYTES_PER_SECOND, RemoteOpti
 from lmkv.backends.remote.child import Memory, Part
 from lmkv.backends.remote.subprocess_backend import ClientProcess, SubprocessBackend
 from lmkv.chunks.hashing import KEY_BYTES
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, how_to_install
 from lmkv.medium import Medium
 from lmkv.protocols import Listed
 
@@ -35,7 +35,7 @@ try:
     from obstore import exceptions
     from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 except ImportError as error:
-    raise ConfigError("object stores need obstore: pip install 'lmkv[s3]'") from error
+    raise ConfigError(f"object stores need obstore: {how_to_install('s3')}") from error
 
 _STORES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     "s3": (S3Store, ("access_key_id", "secret_access_key")),
@@ -100,7 +100,7 @@ class ObjectStoreBackend(SubprocessBackend):
 
     module = "obstore"
     client_module = __name__
-    install = "pip install 'lmkv[s3]'"
+    extra = "s3"
     requests = 4
 
     def __init__(self, url: str, namespace: bytes, options: RemoteOptions = DEFAULTS) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 from lmkv.backends.remote.base import DEFAULTS, MIN_BYTES_PER_SECOND, RemoteBackend, RemoteOptions, batches
 from lmkv.chunks.codec import FormatError
 from lmkv.chunks.hashing import KEY_BYTES
-from lmkv.errors import BackendError, ConfigError, outside, short_repr
+from lmkv.errors import BackendError, ConfigError, how_to_install, outside, short_repr
 from lmkv.protocols import PRESENT, STORED, Chunk, ChunkKey, Listed, Written
 
 try:
@@ -26,7 +26,7 @@ try:
 
     from lmkv.backends.remote.redis_client import MAX_NODES, Answers, RedisURL, within
 except ImportError as error:
-    raise ConfigError("Redis and Valkey need redis-py: pip install 'lmkv[redis]'") from error
+    raise ConfigError(f"Redis and Valkey need redis-py: {how_to_install('redis')}") from error
 
 T = TypeVar("T")
 

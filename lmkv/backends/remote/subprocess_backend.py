@@ -26,7 +26,7 @@ from zlib import crc32
 from lmkv.backends.remote.base import MIN_BYTES_PER_SECOND, Fill, RemoteBackend, batches, filler
 from lmkv.backends.remote.child import MAX_MESSAGE_BYTES, ROOM, SLAB, Part
 from lmkv.chunks.codec import FormatError
-from lmkv.errors import ConfigError, UsageError
+from lmkv.errors import ConfigError, UsageError, how_to_install
 from lmkv.protocols import PRESENT, STORED, Chunk, ChunkKey, Written
 
 START_LIMIT = 10.0
@@ -48,8 +48,8 @@ class SubprocessBackend(RemoteBackend):
     module: ClassVar[str]
     """The module that the client is imported from."""
 
-    install: ClassVar[str]
-    """The command that installs it."""
+    extra: ClassVar[str]
+    """The extra of lmkv that installs it."""
 
     client_module: ClassVar[str] = ""
     """The module of `StoreClient`, the client in the child process; by default the subclass's."""
@@ -63,7 +63,7 @@ class SubprocessBackend(RemoteBackend):
         if not 1 <= clients <= _MAX_CLIENTS:
             raise ConfigError(f"{self._safe_url}: clients must be 1 to {_MAX_CLIENTS}")
         if find_spec(self.module) is None:
-            raise ConfigError(f"{self._safe_url} needs {self.module}: {self.install}")
+            raise ConfigError(f"{self._safe_url} needs {self.module}: {how_to_install(self.extra)}")
         self._zero_copy = options.pop("zero_copy", 1)
         options = self._prepared(options)
         self._clients = [self._process(self._renewed(options)) for _ in range(clients)]
