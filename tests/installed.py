@@ -17,14 +17,14 @@ def main(checkout: Path) -> None:
     installed = Path(lmkv.__file__).parent
     assert "site-packages" in installed.parts, installed
     assert content(installed) == content(checkout / "lmkv")
-    assert {"py.typed", "config/lmcache.toml"} <= content(installed)
+    assert {"py.typed", "config/lmcache.toml", "config/commands.toml", "agent/page.html"} <= content(installed)
 
     ours = distribution("lmkv")
     assert any(file.match("licenses/LICENSE") for file in ours.files or []), ours.files
     assert {file.parts[0] for file in ours.files or []} <= {"lmkv", f"lmkv-{ours.version}.dist-info", ".."}
 
     printed = subprocess.run(
-        [Path(sys.executable).with_name("lmkv"), "version"], capture_output=True, text=True, check=True
+        [Path(sys.executable).with_name("lmkv"), "--version"], capture_output=True, text=True, check=True
     )
     assert printed.stdout.strip() == lmkv.__version__ == ours.version
     [plugin] = entry_points(group="vllm.general_plugins", name="lmkv")

@@ -81,7 +81,10 @@ def terminal(*words: str, **environment: str) -> Iterator[Terminal]:
 
 def assert_top_follows(url: str, token: str, change: Callable[[], object]) -> None:
     """`lmkv top` shows what the server's stats say, before and after a change, until Ctrl+C."""
-    with Client(url, token) as client, terminal("top", url, "--interval", "0.5", LMKV_AGENT_TOKEN=token) as top:
+    with (
+        Client(url, token) as client,
+        terminal("top", "--url", url, "--interval", "0.5", LMKV_AGENT_TOKEN=token) as top,
+    ):
         eventually(lambda: shows(top.screen(), client.stats()), "what there is", seen=top.screen)
         before = client.stats()
         change()

@@ -288,7 +288,10 @@ def test_a_bad_value_is_one_short_error_by_its_source() -> None:
             refused(f"^environment LMCACHE_{key.upper()}: ", env={f"LMCACHE_{key.upper()}": bad})
 
     every([(key, bad) for key, values in BAD.items() for bad in values], check)
-    refused(r"must be above 0 .*by: environment LMCACHE_LOCAL_DISK", env={"LMCACHE_LOCAL_DISK": "file:///x/"})
+    refused(
+        r"environment LMCACHE_LOCAL_DISK: local_disk needs max_local_disk_size \(GiB\), for example",
+        env={"LMCACHE_LOCAL_DISK": "file:///x/"},
+    )
 
 
 def test_a_file_that_is_no_configuration_is_one_short_error(file: Path) -> None:

@@ -59,14 +59,14 @@ def bench(
     host_gib: Annotated[
         float, typer.Option(help="Host memory of lmkv's tier then, in GiB; at most 1 without --model.")
     ] = 4.0,
-    engine: Annotated[bool, typer.Option("--engine/--no-engine", help="Whether to measure vLLM, if installed.")] = True,
+    engine: Annotated[bool, typer.Option("--engine/--no-engine", help="Measure vLLM, if it is installed.")] = True,
     disk: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder on the disk to measure.", show_default="TMPDIR")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Rough figures in a fraction of the time.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON too, in the last line.")] = False,
 ) -> None:
-    """Measure lmkv's copies, lookups and disk beside their limits, and a hit on real vLLM beside vLLM alone.
+    """Benchmark this machine: lmkv's copies, lookups and disk with their limits, and a hit on real vLLM.
 
     Its settings in the environment and in a file do not count.
     """

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from attrs import asdict, frozen
@@ -30,8 +33,10 @@ from lmkv.cli.server import give, json_object
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
 from lmkv.cli.stores import VERBS, refusals, remedy, try_folder
 from lmkv.config import GIB, Answer, Config
+from lmkv.config.settings import DEFAULT
 from lmkv.errors import ConfigError, LmkvError, how_to_install
 from lmkv.memory import machine
+from lmkv.policies import make_admission, make_policy
 from lmkv.vllm import compat, plugin
 
 IMPORT_TIMEOUT = 300.0
@@ -41,34 +46,47 @@ PROCESSES = Path("/proc")
 
 @frozen
 class Finding:
-    """One fact. `problem`: why something will not work, with the remedy; empty if it works."""
+    """One fact. `problem`: why something will not work, with the remedy; `warning`: what works otherwise than given."""
 
     area: str
     name: str
     value: str
     note: str = ""
     problem: str = ""
+    warning: str = ""
+
+    @property
+    def level(self) -> str:
+        return "error" if self.problem else "warning" if self.warning else "ok"
+
+
+MARKS = {"error": ("✗ ", "red"), "warning": ("! ", "yellow"), "ok": ("✓ ", "green")}
 
 
 def doctor(
-    extra: Annotated[str, typer.Option(help="kv_connector_extra_config, as JSON.")] = "{}",
+    extra: Annotated[str, typer.Option(metavar="JSON", help="kv_connector_extra_config.")] = "{}",
     model: Annotated[
-        Path | None, typer.Option(help="A model's folder or config.json: how many tokens each tier holds.")
+        Path | None,
+        typer.Option(metavar="MODEL", help="A model's folder, config.json or name: how many tokens each tier holds."),
     ] = None,
     kv_cache_dtype: Annotated[KVDtype, typer.Option(help="As for vLLM; with --model.")] = KVDtype.AUTO,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="As for vLLM; with --model.")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="As for vLLM.")] = 1,
+    show_all: Annotated[bool, typer.Option("--all", help="Show settings that have their defaults, too.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no table.")] = False,
 ) -> None:
-    """Show the effective configuration, the limits of this machine, and problems (exit code 1)."""
+    """Check the configuration, this machine and the remote stores before a start. Exit code 1 for an error."""
     logging.getLogger("lmkv").setLevel(logging.ERROR)
     size = size_of(model, kv_cache_dtype, tensor_parallel_size) if model else None
-    findings = list(examine(os.environ, json_object(extra), size))
+    findings = list(examine(os.environ, json_object(extra), size, tensor_parallel_size))
     problems = [found.problem for found in findings if found.problem]
-    answer = {"ok": not problems, "problems": problems, "findings": [asdict(found) for found in findings]}
+    warnings = [found.warning for found in findings if found.warning]
+    answer: dict[str, Any] = {"ok": not problems, "problems": problems, "warnings": warnings}
+    answer["findings"] = [{**asdict(found), "level": found.level} for found in findings]
     if size:
         answer["model"] = {**asdict(size), "token_bytes": size.token_bytes}
-    give(answer, lambda: show(findings, problems), as_json=as_json)
-    sys.exit(1 if problems else 0)
+    give(answer, lambda: show(findings, show_all=show_all), as_json=as_json)
+    sys.exit(1 if problems or (strict and warnings) else 0)
 
 
 def size_of(model: Path, dtype: KVDtype, ranks: int) -> KVSize:
@@ -78,9 +96,11 @@ def size_of(model: Path, dtype: KVDtype, ranks: int) -> KVSize:
         raise typer.BadParameter(str(error), param_hint="--model") from None
 
 
-def examine(env: Mapping[str, str], extra: Mapping[str, object], size: KVSize | None = None) -> Iterator[Finding]:
+def examine(
+    env: Mapping[str, str], extra: Mapping[str, object], size: KVSize | None = None, ranks: int | None = None
+) -> Iterator[Finding]:
     try:
-        answer = Answer.to(env=env, extra=extra)
+        answer = Answer.to(env=env, extra=extra, ranks=ranks)
     except ConfigError as error:
         config, problems = None, [str(error)]
     else:
@@ -91,6 +111,7 @@ def examine(env: Mapping[str, str], extra: Mapping[str, object], size: KVSize | 
     if config is not None:
         yield from examine_configuration(config)
         yield from examine_secrets(config)
+        yield from examine_extras(config)
         yield from examine_memory(config)
         yield from examine_shared_memory(config)
         yield from examine_disk(config)
@@ -100,6 +121,7 @@ def examine(env: Mapping[str, str], extra: Mapping[str, object], size: KVSize | 
             yield from examine_room(size, config)
     yield from examine_plugins()
     yield from examine_versions()
+    yield from examine_device()
     yield from examine_vllm(env)
 
 
@@ -107,9 +129,11 @@ def examine_readings(answer: Answer) -> Iterator[Finding]:
     """What was given and is not used, and what else there is to say."""
     for each in answer.readings:
         if each.kind not in ("used", "refused"):
-            yield Finding("configuration", each.key, each.kind, note=": ".join(filter(None, [each.source, each.why])))
-    for _, remark in answer.notes:
-        yield Finding("configuration", "remark", remark)
+            note = ": ".join(filter(None, [each.source, each.why]))
+            warning = str(each) if each.kind == "unknown" else ""
+            yield Finding("configuration", each.key, each.kind, note=note, warning=warning)
+    for level, remark in answer.notes:
+        yield Finding("configuration", "remark", remark, warning=remark if level >= logging.WARNING else "")
 
 
 def examine_configuration(config: Config) -> Iterator[Finding]:
@@ -135,6 +159,28 @@ def examine_secrets(config: Config) -> Iterator[Finding]:
             yield Finding("secrets", "authentication key", f"{name[:12]}...", note="its public identifier")
 
 
+EXTRAS = {
+    "agent_listen": ("agent", ("fastapi", "uvicorn")),
+    "authentication_key": ("auth", ("cryptography",)),
+    "authentication_key_file": ("auth", ("cryptography",)),
+}
+"""Settings that need an extra, and the modules of that extra. Remote stores are opened instead."""
+
+
+def examine_extras(config: Config) -> Iterator[Finding]:
+    """Whether what the settings name can be imported."""
+    for name, (extra, modules) in EXTRAS.items():
+        missing = [module for module in modules if getattr(config, name) and find_spec(module) is None]
+        if missing:
+            problem = f"{name} needs {' and '.join(missing)}: {how_to_install(extra)}"
+            yield Finding("extras", extra, "not installed", problem=problem)
+    for name, make in (("cache_policy", make_policy), ("disk_admission", make_admission)):
+        try:
+            make(getattr(config, name))
+        except ConfigError as error:
+            yield Finding("extras", name, "not found", problem=str(error))
+
+
 def examine_memory(config: Config) -> Iterator[Finding]:
     """The limits of this machine, and the size of host memory within them."""
     yield Finding("memory", "available", gibibytes(machine.available_ram()))
@@ -148,7 +194,16 @@ def examine_memory(config: Config) -> Iterator[Finding]:
         return
     cut = given // ALIGNMENT < wanted // ALIGNMENT
     note = f"cut from {gibibytes(wanted)}" if cut else "as configured"
-    yield Finding("memory", "host memory", gibibytes(given), note=note)
+    yield Finding(
+        "memory", "host memory", gibibytes(given), note, warning=cut_down("max_local_cpu_size", wanted, given)
+    )
+
+
+def cut_down(setting: str, wanted: int, given: int) -> str:
+    """A warning of a size that there is no room for."""
+    if given // ALIGNMENT >= wanted // ALIGNMENT:
+        return ""
+    return f"{setting} is {gibibytes(wanted)}, and there is room for {gibibytes(given)}: that much will be used"
 
 
 def examine_shared_memory(config: Config) -> Iterator[Finding]:
@@ -166,7 +221,8 @@ def examine_shared_memory(config: Config) -> Iterator[Finding]:
         yield Finding("memory", "shared memory", "none", problem=f"shared_memory {folder}: {error}")
         return
     note = f"of {gibibytes(wanted)} in {folder}, on {kind or 'an unknown file system'}"
-    yield Finding("memory", "shared memory", gibibytes(given), note=note)
+    warning = cut_down("max_shared_memory_size", wanted, given)
+    yield Finding("memory", "shared memory", gibibytes(given), note=note, warning=warning)
 
 
 def examine_disk(config: Config) -> Iterator[Finding]:
@@ -180,14 +236,25 @@ def examine_disk(config: Config) -> Iterator[Finding]:
         yield Finding("disk", "folder", config.local_disk, problem=f"local_disk {config.local_disk}: {error}")
         return
     made = "" if facts.tried == config.local_disk else f"will be created; tried in {facts.tried}"
-    yield Finding("disk", "folder", config.local_disk, note=made)
+    yield Finding("disk", "folder", config.local_disk, note=made, warning=odd_folder(config.local_disk))
     way = "O_DIRECT" if facts.direct_io else "through the page cache"
     yield Finding("disk", "reads and writes", way, note=f"disk_direct = {config.disk_direct}")
-    room = facts.free_bytes - config.disk_min_free_bytes
+    room, wanted = facts.free_bytes - config.disk_min_free_bytes, config.max_local_disk_bytes
     problem = f"local_disk {config.local_disk}: less than disk_min_free is free, so no chunk will be stored"
-    enough = "" if room >= config.max_local_disk_bytes else "less than max_local_disk_size"
+    enough = "" if room >= wanted else "less than max_local_disk_size"
+    warning = cut_down("max_local_disk_size", wanted, max(0, room))
     free = gibibytes(facts.free_bytes)
-    yield Finding("disk", "free", free, note=enough, problem="" if room > 0 else problem)
+    yield Finding("disk", "free", free, note=enough, problem="" if room > 0 else problem, warning=warning)
+
+
+def odd_folder(folder: str) -> str:
+    """A warning of a path that is probably not meant."""
+    path = Path(folder)
+    if not path.is_absolute():
+        return f"local_disk {folder} is below whatever folder the server is started in: give a path from /"
+    if not path.parent.exists():
+        return f"local_disk {folder}: {path.parent} does not exist and will be made: is it mounted?"
+    return ""
 
 
 def examine_stores(config: Config) -> Iterator[Finding]:
@@ -262,10 +329,29 @@ def examine_plugins() -> Iterator[Finding]:
 def examine_versions() -> Iterator[Finding]:
     yield Finding("versions", "Python", platform.python_version())
     yield Finding("versions", "lmkv", __version__)
-    yield Finding("versions", "torch", version("torch"))
+    with suppress(PackageNotFoundError):
+        yield Finding("versions", "torch", version("torch"))
     checksums = codec.CHECKSUMS
     slow = f"a third of the time with: {how_to_install('disk')}" if checksums == "zlib" else ""
     yield Finding("versions", "checksums", checksums, note=slow)
+
+
+def examine_device() -> Iterator[Finding]:
+    """GPUs that torch sees, and how much memory this user may pin."""
+    try:
+        import torch
+    except ImportError as error:
+        problem = f"torch cannot be imported, which lmkv's engines need: {error}"
+        yield Finding("device", "torch", "cannot be imported", problem=problem)
+        return
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        note = f"{gibibytes(found.total_memory)}, CUDA {torch.version.cuda}"
+        yield Finding("device", f"GPU {number}", found.name, note=note)
+    if not torch.cuda.device_count():
+        yield Finding("device", "GPU", "none", note="KV stays in host memory")
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    yield Finding("device", "locked memory", "no limit" if limit == resource.RLIM_INFINITY else gibibytes(limit))
 
 
 def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
@@ -344,21 +430,36 @@ def gibibytes(nbytes: int) -> str:
     return f"{nbytes / GIB:.2f} GiB"
 
 
-def show(findings: list[Finding], problems: list[str]) -> None:
-    """Print a list by area, and the problems. A `Text` is not read as markup, as a str would be."""
+def show(findings: Sequence[Finding], *, show_all: bool = False) -> None:
+    """Print a list by area, and a verdict. A `Text` is not read as markup, as a str would be."""
     console = Console(highlight=False)
-    names = max((len(found.name) for found in findings), default=0)
-    for area, group in groupby(findings, key=lambda found: found.area):
+    shown = [found for found in findings if show_all or found.level != "ok" or not is_default(found)]
+    names = max((len(found.name) for found in shown), default=0) + 2
+    for area, group in groupby(shown, key=lambda found: found.area):
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True, width=names)
         table.add_column(overflow="fold")
         for row in values_and_notes(list(group), console.width - names - 4):
             table.add_row(*row)
         console.print(Text(area, "bold"), Padding(table, (0, 0, 1, 2)), sep="\n")
-    for problem in problems:
-        console.print(Text.assemble(("Will not work:", "red"), " ", problem), soft_wrap=True)
-    if not problems:
-        console.print("Nothing is wrong.")
+    if hidden := len(findings) - len(shown):
+        console.print(Text(f"{hidden} settings have their defaults: --all shows them", "dim"))
+    for found in findings:
+        if found.problem:
+            console.print(Text.assemble(("Will not work:", "red"), " ", found.problem), soft_wrap=True)
+        elif found.warning:
+            console.print(Text.assemble(("Warning:", "yellow"), " ", found.warning), soft_wrap=True)
+    console.print(verdict(findings))
+
+
+def is_default(found: Finding) -> bool:
+    return found.area == "configuration" and found.note == DEFAULT
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    counts = Counter(found.level for found in findings)
+    parts = [f"{counts[level]} {level}{'s' * (counts[level] > 1)}" for level in ("warning", "error") if counts[level]]
+    return ", ".join(parts) or "Nothing is wrong."
 
 
 def values_and_notes(findings: list[Finding], room: int) -> Iterator[tuple[Text, Text]]:
@@ -368,5 +469,8 @@ def values_and_notes(findings: list[Finding], room: int) -> Iterator[tuple[Text,
     for found in findings:
         fits = max(width, len(found.value)) + 2 + len(found.note) <= room
         gap = " " * (width - len(found.value) + 2) if fits else "\n"
-        value = Text(found.value, "red" if found.problem else "")
-        yield Text(found.name), Text.assemble(value, gap if found.note else "", (found.note, "dim"))
+        mark, colour = MARKS[found.level]
+        plain = found.area == "configuration" and found.level == "ok"
+        value = Text(found.value, "" if found.level == "ok" else colour)
+        name = Text("  " if plain else mark, colour) + Text(found.name)
+        yield name, Text.assemble(value, gap if found.note else "", (found.note, "dim"))

@@ -176,7 +176,7 @@ def prune(
 ) -> None:
     """Delete the chunks that were used least recently."""
     if not older_than and max_size is None:
-        raise typer.BadParameter("say what to delete: --older-than, --max-size or both")
+        raise typer.BadParameter("missing: --older-than, --max-size or both")
     before = time.time() - seconds_of(older_than) if older_than else -math.inf
     most = math.inf if max_size is None else max_size * GIB
     remove(path, least_recently_used(found_in(path, namespace), before, most), as_json=as_json)
@@ -229,13 +229,14 @@ def ask(question: str) -> None:
 
 
 def found_in(path: Path, namespace: str) -> list[Content]:
-    """End the command if the folder has nothing of lmkv or cannot be read."""
+    """End the command if the folder has others' files alone, or cannot be read."""
     try:
         found = list(contents(path, namespace))
+        empty = not any(path.iterdir())
     except OSError as error:
         fail(error)
-    if not found:
-        fail(f"{path}: there is no namespace{f' that begins with {namespace}' if namespace else ''} of lmkv's chunks")
+    if not found and not empty:
+        fail(f"No lmkv chunks in {path}{f', in a namespace that begins with {namespace}' if namespace else ''}")
     return found
 
 
@@ -286,6 +287,9 @@ def as_dict(content: Content, totals: Totals) -> dict[str, object]:
 
 def show(found: list[Content], totals: list[Totals]) -> None:
     """A table as narrow as its content, with long names of models folded. A `Text` is not read as markup."""
+    if not found:
+        typer.echo("No lmkv chunks: the folder is empty")
+        return
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("namespace", "model", "dtype", "chunks", "tokens", "GiB", "last used"):
         right = name in ("chunks", "tokens", "GiB", "last used")

@@ -160,12 +160,12 @@ def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
         fail(refusal(url, error.response.status_code, error.response.text))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = printable(str(error) or type(error).__name__)
-        fail(f"{url} does not answer ({reason}): is agent_listen set, or is it another --url?")
+        fail(f"no server at {url} ({reason}): start it with agent_listen set, or give its address with --url")
     except UnicodeEncodeError:
         fail("the prompt or one of its options is not text in UTF-8")
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         # What was answered has other fields, or other values in them.
-        fail(f"{url} is not lmkv's agent API: give that with --url")
+        fail(f"{url} is not lmkv's agent API: give its address with --url")
 
 
 def address_of(url: str, token_file: Path | None) -> tuple[str, str | None]:
@@ -188,7 +188,7 @@ def refusal(url: str, status: int, text: str) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         if status == _FULL:
             return f"{url} has as many connections as it may have: try again"
-        return f"{url} is not lmkv's agent API ({status}): give that with --url"
+        return f"{url} is not lmkv's agent API (HTTP {status}): give its address with --url"
     return f"{url}: {printable(str(detail), 500)}"
 
 
@@ -262,11 +262,12 @@ _NEWEST = (1 << 63) - 1
 
 def record(
     out: Annotated[Path, typer.Argument(help="File to write: JSON lines.")],
-    url: Annotated[str, typer.Argument(help="unix:/path, HOST:PORT or URL; else agent_listen.")] = "",
+    url: Url = "",
     seconds: Annotated[float, typer.Option(min=0, help="How long to record; 0: until Ctrl+C.")] = 0.0,
     token_file: TokenFile = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Record which chunks requests use, and when: no tokens, no text, and names that mean nothing elsewhere."""
+    """Record chunk accesses for `lmkv simulate`: which chunks, and when; no text, no tokens, no client's names."""
     with client_of(url, token_file) as client, out.open("w", encoding="utf-8") as file:
         count = 0
         try:
@@ -275,7 +276,8 @@ def record(
         except KeyboardInterrupt:
             pass
     typer.echo("", err=True)
-    typer.echo(f"{count:,} requests in {out}: lmkv simulate {out}")
+    words = f"{count:,} requests in {out}: lmkv simulate {out}"
+    give({"path": str(out), "requests": count}, lambda: typer.echo(words), as_json=as_json)
 
 
 def written(client: Client, file: TextIO, seconds: float, poll: float = _POLL_SECONDS) -> Iterator[int]:

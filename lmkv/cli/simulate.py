@@ -45,10 +45,18 @@ class Row:
 
 
 def simulate(
-    traces: Annotated[list[Path], typer.Argument(help="Traces of Mooncake, RAGPulse, sessions or lmkv record.")],
+    traces: Annotated[
+        list[Path],
+        typer.Argument(
+            exists=True,
+            dir_okay=False,
+            metavar="TRACE...",
+            help="Traces of Mooncake, RAGPulse, sessions or lmkv record.",
+        ),
+    ],
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="A name, or package.module:Class; may be repeated. [default: LRU, ADAPTIVE]"),
+        typer.Option(metavar="NAME", help="A name, or package.module:Class; may be repeated. [default: LRU, ADAPTIVE]"),
     ] = None,
     capacity: Annotated[
         str, typer.Option(help="Sizes with commas between: 5% of all chunks, 64GiB or GB, or a number of chunks.")
@@ -69,7 +77,7 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Draw hit ratios over capacity in GB.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object.")] = False,
 ) -> None:
-    """Replay traces: the share of prompts' tokens that each policy finds, beside no limit and the optimum."""
+    """Compare eviction policies on request traces: the share of tokens that each finds, and the optimum."""
     console = Console(highlight=False)
     names = policy or ["LRU", "ADAPTIVE"]
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -173,7 +175,7 @@ class KVSize:
 
 def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSize:
     """Read the model in a folder, or a config.json. Raises ValueError with the reason."""
-    config = _read(model / "config.json" if model.is_dir() else model)
+    config = _read(_file_of(model))
     try:
         text = next((config[part] for part in TEXT_PARTS if part in config), config)
         layers = list(_layers(text))
@@ -191,6 +193,21 @@ def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSiz
         )
     except (KeyError, IndexError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{model} does not describe a transformer that generates text: {error!r}") from None
+
+
+def _file_of(model: Path) -> Path:
+    """The config.json of a folder, or of a name such as Qwen/Qwen3-8B in the cache of Hugging Face's tools."""
+    if model.is_dir():
+        return model / "config.json"
+    name = str(model)
+    if model.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return model
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    found = sorted((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"))
+    if not found:
+        raise ValueError(f"{name} is neither a folder here nor in {hub}: hf download {name} config.json")
+    return found[-1]
 
 
 def _read(file: Path) -> Settings:

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lmkv.cli.server import TokenFile, clean, client_of, duration, unavailable
+from lmkv.cli.server import TokenFile, Url, clean, client_of, duration, unavailable
 from lmkv.config import GIB
 from lmkv.errors import printable
 from lmkv.protocols import miss_in_words
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BINS = 24
-_FEW = 50
-"""Sampled requests, below which there is no advice."""
+FEW = 50
+"""Sampled requests, below which there are no estimates; page.html has the same."""
 _NOTHING = 0.0005
 _BESIDE = 8
 """Lines of the terminal for headings and borders."""
 
 
 def top(
-    url: Annotated[str, typer.Argument(help="unix:/path, HOST:PORT or URL; else agent_listen.")] = "",
+    url: Url = "",
     interval: Annotated[float, typer.Option(min=0.5, help="Seconds from one look to the next.")] = 2.0,
     token_file: TokenFile = None,
     advise: Annotated[bool, typer.Option("--advise", help="Estimate the savings of more memory or disk.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One look, as one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print once, as JSON.")] = False,
 ) -> None:
     """Watch a running server's tiers and requests until Ctrl+C; print them once if the output is no terminal."""
     # What tiers and requests are called is no markup.
@@ -137,9 +137,9 @@ def shown(tier: dict[str, Any]) -> str:
 
 
 def sampled(seen: dict[str, Any]) -> list[dict[str, Any]]:
-    """Estimates for each size of each tier; none before a request was sampled."""
+    """Estimates for each size of each tier; none before enough requests were sampled."""
     value = seen.get("value", {})
-    return list(value["tiers"]) if value.get("sampled_requests") else []
+    return list(value["tiers"]) if value.get("sampled_requests", 0) >= FEW else []
 
 
 def sizes(found: list[dict[str, Any]]) -> Table:
@@ -153,7 +153,7 @@ def sizes(found: list[dict[str, Any]]) -> Table:
 
 def advice(value: dict[str, Any]) -> Iterator[str]:
     """Sentences on the savings of another size of each tier."""
-    if value.get("sampled_requests", 0) < _FEW:
+    if value.get("sampled_requests", 0) < FEW:
         yield f"Only {value.get('sampled_requests', 0)} requests were sampled so far: ask again later."
         return
     for tier in value["tiers"]:
@@ -176,7 +176,13 @@ def advice(value: dict[str, Any]) -> Iterator[str]:
 
 def bar(tier: dict[str, Any]) -> ProgressBar | Text:
     capacity = tier["capacity_bytes"]
-    return ProgressBar(total=capacity, completed=tier["used_bytes"], width=12) if capacity else Text()
+    if not capacity:
+        return Text()
+    share = tier["used_bytes"] / capacity
+    style = "red" if share > 0.95 else "yellow" if share > 0.8 else "cyan"
+    return ProgressBar(
+        total=capacity, completed=tier["used_bytes"], width=12, complete_style=style, finished_style=style
+    )
 
 
 def in_use(tier: dict[str, Any]) -> str:

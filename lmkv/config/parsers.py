@@ -9,6 +9,8 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -252,8 +254,13 @@ def urls(value: object) -> tuple[RemoteURL, ...]:
     found = [text if isinstance(text, RemoteURL) else RemoteURL(text) for text in texts if text]
     for url in found:
         _check_variables(url.text)
-    if any(url.scheme not in schemes() and not plugins.is_place(url.scheme) for url in found):
-        raise ValueError(f"must begin with package.module:Class, or one of {', '.join(f'{s}://' for s in schemes())}")
+    for scheme in (url.scheme for url in found if not plugins.is_place(url.scheme)):
+        if scheme not in (known := schemes()):
+            close = get_close_matches(scheme[:100], known, n=1)
+            forms = f"one of {', '.join(f'{each}://' for each in known)}, or with package.module:Class"
+            raise ValueError(
+                f"has an unknown scheme: did you mean {close[0]}://?" if close else f"must begin with {forms}"
+            )
     if not all(url.text.isprintable() and " " not in url.text for url in found):
         raise ValueError("must have printable characters alone, and no blanks")
     try:
@@ -318,6 +325,19 @@ def optional_text(value: object) -> str | None:
     return None if is_nothing(value) else text(value)
 
 
+def agent_address(value: object) -> str | None:
+    """Where the agent API may listen: a socket's path, or a port of this machine's loopback."""
+    address = optional_text(value)
+    host, _, port = (address or "").rpartition(":")
+    try:
+        local = host.strip("[]") == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        local = False
+    if address is None or address.startswith("unix:/") or (local and port.isdecimal() and int(port) < 1 << 16):
+        return address
+    raise ValueError("must be unix:/path, or a loopback address such as 127.0.0.1:8377; a proxy reaches other machines")
+
+
 def text(value: object) -> str:
     if not isinstance(value, str | None):
         raise ValueError("must be a text")
@@ -329,6 +349,11 @@ def readable(value: object) -> object:
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or None
     return str(value) if isinstance(value, Secret) else value
+
+
+def in_words(value: object) -> str:
+    """A value as a YAML file has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def are_nested(one: str, other: str) -> bool:

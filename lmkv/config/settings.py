@@ -25,8 +25,10 @@ from lmkv.config.parsers import (
     Quota,
     RemoteURL,
     Secret,
+    agent_address,
     are_nested,
     boolean,
+    in_words,
     integer,
     number,
     one_of,
@@ -111,7 +113,7 @@ class Setting:
     def __str__(self) -> str:
         """The value with its unit, or none."""
         unit = self.unit if self.unit.isalpha() else ""
-        return "none" if self.value is None else f"{self.value} {unit}".strip()
+        return f"{in_words(self.value)} {unit}".strip() if self.value is not None else "none"
 
 
 @frozen(kw_only=True, field_transformer=_converting)
@@ -260,7 +262,7 @@ class Config:
         "names them, or each name is a hash",
     )
     agent_listen: str | None = _option(
-        None, optional_text, "Where the agent API listens: unix:/path, or 127.0.0.1:8377; nowhere unless it is set"
+        None, agent_address, "Where the agent API listens: unix:/path, or 127.0.0.1:8377; nowhere unless it is set"
     )
     agent_token: Secret | None = _option(None, secret, "Token that callers of the agent API send; nothing shows it")
     agent_token_file: str | None = _option(None, path, "File that has the token in its first line")
@@ -404,11 +406,9 @@ class Config:
         """A folder without a capacity, or a capacity without a folder."""
         given, size = getattr(self, folder), getattr(self, capacity)
         if given is not None and size == 0:
-            by = f"when {folder} is set (by: {self.source(folder)})"
-            reason = f"must be above 0 {by}, in GiB, for example {capacity}: 100"
-            yield self._problem(capacity, reason)
+            yield f"{self.source(folder)}: {folder} needs {capacity} (GiB), for example {capacity}: 100"
         if given is None and size > 0:
-            yield self._problem(capacity, f"needs {folder}, the folder to use")
+            yield f"{self.source(capacity)}: {capacity} needs {folder}, the folder to use"
 
     @property
     def keeps_nothing(self) -> bool:
@@ -497,7 +497,7 @@ class Answer:
                 own.append(Reading(str(key), source, "refused", why=str(error).removeprefix(f"{source}: ")))
                 continue
             values[key], sources[key] = parsed, source
-            own.append(Reading(key, source, "used", f"{key} = {readable(parsed.value)}"))
+            own.append(Reading(key, source, "used", f"{key} = {in_words(readable(parsed.value))}"))
         if unknown > lmcache.MAX_NAMES:
             problems.append(f"{unknown - lmcache.MAX_NAMES} more keys are unknown")
         config = None
@@ -538,7 +538,7 @@ class Answer:
 
 def _with_value(reading: Reading, values: Mapping[str, object]) -> Reading:
     name = reading.here
-    return evolve(reading, here=f"{name} = {readable(values[name])}") if name in values else reading
+    return evolve(reading, here=f"{name} = {in_words(readable(values[name]))}") if name in values else reading
 
 
 _KEEPS_NOTHING: Final = (

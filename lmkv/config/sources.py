@@ -175,6 +175,10 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
 
 def _yaml_reason(error: Exception) -> str:
     """The error and its line, without quoting the file, which may have passwords."""
+    if isinstance(error, FileNotFoundError):
+        return "not found"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if problem is None or mark is None:
         return outside(str(error))

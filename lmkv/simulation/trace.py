@@ -333,6 +333,8 @@ def parsed_lines(path: Path) -> Iterator[Iterator[Any]]:
         if isinstance(error, UsageError):
             raise
         reason = str(error) if type(error) is ValueError else repr(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = "it is not JSON; a trace has a JSON object in each line: of Mooncake, RAGPulse, or lmkv record"
         raise UsageError(f"{path}{f', line {at}' if at else ''}: no trace: {outside(reason)}") from error
     except RecursionError as error:
         raise UsageError(f"{path}, line {at}: no trace: it is nested too deeply") from error

@@ -86,7 +86,7 @@ def with_two_names(tell: Tell, hosts: str, folder: str) -> None:
                 with Client(url, TOKEN) as client:
                     found.append(client.lookup(TEXT)["hit_tokens"])
                 found.append(asyncio.run(asked_by_async(url)))
-            for words in (["lookup", TEXT, "--url", name], ["top", name], ["top", f"http://{name}"]):
+            for words in (["lookup", TEXT, "--url", name], ["top", "--url", name], ["top", "--url", f"http://{name}"]):
                 found += [CliRunner().invoke(app, words, env={"LMKV_AGENT_TOKEN": TOKEN}).exit_code]
             found += [servers[0].url.startswith("http://127.0.0.1:"), came(stranger)]
     tell(found)

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lmkv.cli.app import app
+from lmkv.errors import how_to_install
 
 WITHOUT = """
 import sys
@@ -92,7 +93,7 @@ def test_without_its_extra_it_says_what_to_install(missing: str, tmp_path: Path)
     command = [sys.executable, "-c", WITHOUT, missing, str(tmp_path / "model"), "--layers", "1", "--hidden", "64"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 1
-    assert 'needs transformers and safetensors: pip install "lmkv[cli]"' in done.stderr
+    assert f"needs transformers and safetensors: {how_to_install('cli')}" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "model").exists()
 

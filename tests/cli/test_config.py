@@ -234,7 +234,7 @@ def test_brackets_without_end_are_no_traceback(command: list[str]) -> None:
 
 COMMANDS = [
     pytest.param("doctor", marks=pytest.mark.slow("lmkv doctor imports vLLM")),
-    *("config show", "config show --json", "version", "--help", "config --help", "inspect --json FOLDER"),
+    *("config show", "config show --json", "--version", "--help", "config --help", "inspect --json FOLDER"),
 ]
 LMKV = [sys.executable, "-c", "from lmkv.cli import main; main()"]
 

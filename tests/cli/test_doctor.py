@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from lmkv.cli import doctor
 from lmkv.cli.app import app
 from lmkv.cli.doctor import Finding
 from lmkv.config import Config
+from lmkv.errors import how_to_install
 from lmkv.vllm import plugin
 from tests.kit import LIMIT, raised
 from tests.servers import Proxy, RedisServer, any_kind, free_port, redis_server, without_limits
@@ -27,6 +31,7 @@ from tests.servers import Proxy, RedisServer, any_kind, free_port, redis_server,
 NOT_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 
 
+CONNECTOR = '{"kv_connector": "LMKVConnector"}'
 REPLACES = "kv-transfer-config: {kv_connector: LMKVConnector}\nkv-offloading-size: 4"
 
 
@@ -241,10 +246,10 @@ class TestImport:
     @pytest.mark.parametrize(
         ("arguments", "replaced"),
         [
-            (["vllm", "serve", "m", "--kv-transfer-config", "LMKVConnector", "--kv-offloading-size", "4"], True),
+            (["vllm", "serve", "m", "--kv-transfer-config", CONNECTOR, "--kv-offloading-size", "4"], True),
             (["python", "-m", "vllm.entrypoints.openai.api_server", "--config", "server.yaml"], True),
-            (["vllm", "serve", "m", "--kv-transfer-config", "LMKVConnector"], False),
-            (["editor", "--kv-transfer-config", "LMKVConnector", "--kv-offloading-size", "4"], False),
+            (["vllm", "serve", "m", "--kv-transfer-config", CONNECTOR], False),
+            (["editor", "--kv-transfer-config", CONNECTOR, "--kv-offloading-size", "4"], False),
         ],
     )
     def test_a_server_that_replaces_it_is_a_problem(
@@ -255,7 +260,9 @@ class TestImport:
         monkeypatch.setattr(doctor, "PROCESSES", tmp_path)
         problems = [found.problem for found in doctor.examine_servers()]
         assert len(problems) == replaced
-        assert all("process 123: --kv-offloading-size replaces lmkv" in problem for problem in problems)
+        assert all(
+            "process 123: --kv-offloading-size has vLLM use a connector of its own" in problem for problem in problems
+        )
 
     def test_a_pipe_of_a_servers_is_left_to_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         os.mkfifo(tmp_path / "server.yaml")
@@ -286,13 +293,106 @@ class TestImport:
         assert "No module named 'json.nothing'" in found.problem
 
 
+def told(findings: Any) -> tuple[list[str], list[str]]:
+    """Warnings and problems."""
+    found = list(findings)
+    return [each.warning for each in found if each.warning], [each.problem for each in found if each.problem]
+
+
+class TestLevels:
+    """Each of these had been "Nothing is wrong."."""
+
+    def test_a_store_whose_client_is_not_installed(self) -> None:
+        if find_spec("mooncake") is not None:
+            pytest.skip("it is installed")
+        _, [problem] = stores("mooncake://localhost:1/")
+        assert problem == f"mooncake://localhost:1/ needs mooncake: {how_to_install('mooncake')}"
+
+    def test_an_address_that_the_server_would_refuse(self) -> None:
+        extra = {"agent_listen": "0.0.0.0:8377", "agent_token": "secret"}
+        _, [problem] = told(takewhile(lambda each: each.area == "configuration", doctor.examine({}, extra)))
+        assert problem.startswith("kv_connector_extra_config: agent_listen = '0.0.0.0:8377' must be unix:/path, or a")
+        for allowed in ("127.0.0.1:0", "localhost:8377", "[::1]:8377", "unix:/run/lmkv.sock"):
+            assert Config(agent_listen=allowed, agent_token="secret").agent_listen == allowed
+
+    def test_host_memory_that_is_cut(self) -> None:
+        [warning], problems = told(doctor.examine_memory(Config(max_local_cpu_size=1e6)))
+        assert problems == []
+        assert warning.startswith("max_local_cpu_size is 1000000.00 GiB, and there is room for ")
+
+    def test_a_disk_that_is_smaller(self, tmp_path: Path) -> None:
+        [warning], problems = told(disk(tmp_path, max_local_disk_size=1e6).values())
+        assert problems == []
+        assert warning.startswith("max_local_disk_size is 1000000.00 GiB, and there is room for ")
+
+    def test_a_folder_that_is_probably_not_meant(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_path: Path
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        for folder, why in ((Path("kv"), "below whatever folder"), (tmp_path / "a" / "b", "is it mounted?")):
+            [warning], problems = told(disk(folder).values())
+            assert (why in warning, problems) == (True, [])
+        assert told(disk(tmp_path / "kv").values()) == ([], [])
+        assert (
+            "there is room for"
+            in told(
+                doctor.examine_shared_memory(Config(shared_memory=str(memory_path / "kv"), max_shared_memory_size=1e6))
+            )[0][0]
+        )
+
+    def test_an_extra_that_a_setting_needs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = Config(agent_listen="unix:/run/lmkv.sock", authentication_key="k" * 32)
+        assert told(doctor.examine_extras(config)) == ([], [])
+        monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+        assert told(doctor.examine_extras(config)) == (
+            [],
+            [
+                f"agent_listen needs fastapi and uvicorn: {how_to_install('agent')}",
+                f"authentication_key needs cryptography: {how_to_install('auth')}",
+            ],
+        )
+        _, [problem] = told(doctor.examine_extras(Config(cache_policy="no.such:Policy")))
+        assert "no.such" in problem
+
+    @pytest.mark.parametrize(
+        ("extra", "strict", "last", "code"),
+        [
+            ("{}", True, "Nothing is wrong.", 0),
+            ('{"max_local_cpu_size": 1000000}', False, "1 warning", 0),
+            ('{"max_local_cpu_size": 1000000}', True, "1 warning", 1),
+            ('{"lmcache.chunk_siz": 1, "lmcache.local_cpu": false}', False, "2 warnings", 0),
+            ('{"max_local_cpu_size": 1000000, "remote_url": "redis://127.0.0.1:1"}', False, "1 warning, 1 error", 1),
+            ('{"chunk_size": "x", "pin_share": 2}', False, "2 errors", 1),
+        ],
+    )
+    def test_the_last_line_counts_and_the_exit_code_says_so(
+        self, extra: str, strict: bool, last: str, code: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(doctor, "examine_vllm", lambda env: iter(()))
+        done = CliRunner().invoke(app, ["doctor", "--extra", extra, *["--strict"] * strict])
+        assert (done.stdout.splitlines()[-1], done.exit_code) == (last, code), done.output
+        assert done.stdout.count("Warning: ") == (int(last[0]) if "warning" in last else 0)
+        as_json = json.loads(CliRunner().invoke(app, ["doctor", "--extra", extra, "--json"]).stdout)
+        assert {each["level"] for each in as_json["findings"]} - {"ok"} == set(re.findall("warning|error", last))
+
+    def test_settings_with_their_defaults_are_shown_where_they_are_asked_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(doctor, "examine_vllm", lambda env: iter(()))
+        changed = CliRunner().invoke(app, ["doctor", "--extra", '{"chunk_size": 64}']).stdout
+        whole = CliRunner().invoke(app, ["doctor", "--extra", '{"chunk_size": 64}', "--all"]).stdout
+        assert ("chunk_size" in changed, "pin_share" in changed) == (True, False)
+        assert ("chunk_size" in whole, "pin_share" in whole) == (True, True)
+        assert "settings have their defaults: --all shows them" in changed
+
+
 class TestShow:
     """Findings are printed verbatim: rich does not read square brackets in them as markup."""
 
     def test_values_are_no_markup(self, capsys: pytest.CaptureFixture[str]) -> None:
         for value in ("[/x]", "[red]", "lmkv[disk]", "[bold]a[/bold]", ":smile:", "\\[x]"):
             finding = Finding("area", value, value, note=value, problem=f"problem {value}")
-            doctor.show([finding, Finding("disk", value, value)], [finding.problem])
+            doctor.show([finding, Finding("disk", value, value)])
             shown = capsys.readouterr().out
             assert shown.count(value) == 6
             assert f"Will not work: problem {value}" in shown
@@ -303,9 +403,9 @@ class TestShow:
         monkeypatch.setenv("COLUMNS", "80")
         path, note = f"/{'folder' * 8}", "environment LMKV_LOCAL_DISK"
         found = [Finding("area", "a_name_of_twenty_letters", path, note=note), Finding("area", "short", "1", note=note)]
-        doctor.show(found, [])
+        doctor.show(found)
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-        assert lines[1:4] == [["a_name_of_twenty_letters", path], note.split(), ["short", "1", *note.split()]]
+        assert lines[1:4] == [["✓", "a_name_of_twenty_letters", path], note.split(), ["✓", "short", "1", *note.split()]]
 
     def test_the_command_shows_a_bad_value_as_it_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.syspath_prepend(old_vllm(tmp_path))
@@ -330,4 +430,5 @@ def test_the_command_exits_with_what_it_found(tmp_path: Path) -> None:
     full, old = answer["problems"]
     assert "disk_min_free" in full
     assert "0.1" in old
-    assert {"configuration", "memory", "disk", "versions", "vllm"} == {found["area"] for found in answer["findings"]}
+    areas = {"configuration", "memory", "disk", "versions", "device", "vllm"}
+    assert areas == {found["area"] for found in answer["findings"]}

@@ -25,7 +25,7 @@ def test_it_records_until_it_is_interrupted(tmp_path: Path) -> None:
     out = tmp_path / "trace.jsonl"
     with closing(engine_of(ram_chunks=60)) as engine, serving(service_of_scheduler(engine.scheduler, CHUNK)) as servers:
         serve(engine, OTHERS[0])
-        with terminal("record", str(out), servers[0].url, LMKV_AGENT_TOKEN=TOKEN) as recording:
+        with terminal("record", str(out), "--url", servers[0].url, LMKV_AGENT_TOKEN=TOKEN) as recording:
             eventually(lambda: out.exists() and out.read_text().count("\n") == 1, "the header", seen=recording.written)
             serve(engine, PROMPT, *OTHERS[1:3], PROMPT)
             eventually(lambda: out.read_text().count("\n") == 5, "the requests", seen=recording.written)

@@ -149,16 +149,16 @@ def test_several_engines_have_a_line_each(store: TieredStore, tmp_path: Path) ->
         assert says("lookup", TEXT, "--url", url, "--engine", 1) == "0 of 24 tokens would be loaded"
         servers[1].close()
         assert "engine 1: unavailable: ConnectError" in run("lookup", TEXT, "--url", url).stdout
-        assert "unavailable" in says("top", url)
+        assert "unavailable" in says("top", "--url", url)
 
 
 def test_top_shows_tiers_once_where_nobody_watches(store: TieredStore, url: str) -> None:
     put(store, TEXT)
-    shown = says("top", url)
+    shown = says("top", "--url", url)
     assert {"cpu", "disk"} <= {line.split()[0] for line in shown.splitlines() if line.strip()}
     assert "no request has been scheduled yet" in shown
     assert "\x1b" not in shown
-    seen = json.loads(run("top", url, "--json").stdout)
+    seen = json.loads(run("top", "--url", url, "--json").stdout)
     assert seen["stats"]["tiers"][0]["chunks"] == 6
 
 
@@ -173,13 +173,9 @@ def test_top_shows_what_requests_missed() -> None:
             engine.add(SimulatedRequest(f"chatcmpl-{number:032}", list(tokens), len(tokens), 1, "a"))
             engine.finish()
         with serving(service_of_scheduler(engine.scheduler, CHUNK)) as (server,):
-            shown = says("top", server.url).splitlines()
+            shown = says("top", "--url", server.url).splitlines()
     rows = [line.split() for line in shown if "chatcmpl" in line]
     assert len(rows) == len(OTHERS) + 3
-    sizes = next(index for index, line in enumerate(shown) if line.startswith("hit rate by size"))
-    assert shown[sizes].split()[4:] == ["half", "of", "it", "as", "it", "is", "twice", "four", "times"]
-    half, now, twice, most = (int(share.rstrip("%")) for share in shown[sizes + 1].split()[1:])
-    assert half <= now <= twice <= most < 100
     last, warm = rows[0], rows[-2]
     assert last[1:5] == ["chatcmpl-00…00000010", str(len(PROMPT)), "0", "0"]
     assert " ".join(last[5:]).startswith("evicted from cpu")
@@ -189,12 +185,18 @@ def test_top_shows_what_requests_missed() -> None:
 def test_top_says_what_more_memory_would_save() -> None:
     with closing(engine_of(ram_chunks=6)) as engine, serving(service_of_scheduler(engine.scheduler, CHUNK)) as servers:
         url = servers[0].url
-        assert says("top", "--advise", url) == "Only 0 requests were sampled so far: ask again later."
+        assert says("top", "--advise", "--url", url) == "Only 0 requests were sampled so far: ask again later."
+        assert "hit rate by size" not in says("top", "--url", url)
         for number in range(60):
             tokens = OTHERS[number % 6]
             engine.add(SimulatedRequest(f"r{number}", list(tokens), len(tokens), 1, "a"))
             engine.finish()
-        sentences = " ".join(says("top", "--advise", url).split())
+        sentences = " ".join(says("top", "--advise", "--url", url).split())
+        shown = says("top", "--url", url).splitlines()
+    sizes = next(index for index, line in enumerate(shown) if line.startswith("hit rate by size"))
+    assert shown[sizes].split()[4:] == ["half", "of", "it", "as", "it", "is", "twice", "four", "times"]
+    half, now, twice, most = (int(share.rstrip("%")) for share in shown[sizes + 1].split()[1:])
+    assert half <= now <= twice <= most < 100
     assert re.search(r"KiB more of cpu would find [1-9]\d\.\d% more of all tokens", sentences), sentences
     assert "As much would be found without cpu: it is useless here, at its size." in sentences
 
@@ -216,10 +218,10 @@ def test_the_token_comes_from_a_file_or_the_servers_settings(url: str, tmp_path:
 
 @pytest.mark.parametrize("url", ["127.0.0.1:1", "http://127.0.0.1:1", "nonsense::"])
 def test_a_server_that_is_away_is_one_line(url: str) -> None:
-    for words in (["lookup", TEXT, "--url"], ["top"], ["clear", "--yes", "--url"]):
+    for words in (["lookup", TEXT, "--url"], ["top", "--url"], ["clear", "--yes", "--url"]):
         said = refused(*words, url)
-        assert "does not answer" in said
-        assert "is agent_listen set" in said
+        assert said.startswith("no server at")
+        assert said.rstrip().endswith(": start it with agent_listen set, or give its address with --url")
 
 
 def test_another_server_is_one_line() -> None:
@@ -252,7 +254,7 @@ ABOUT_A_PROMPT = [["lookup", TEXT], ["prefetch", TEXT], ["pin", TEXT], ["unpin",
 def test_an_answer_in_json_that_is_none_is_one_line(other: RudePeer, answer: bytes, tmp_path: Path) -> None:
     other.bytes = as_http(answer)
     commands: list[list[Any]] = [[*each, "--url"] for each in ABOUT_A_PROMPT]
-    for words in (*commands, ["top"], ["record", tmp_path / "trace"]):
+    for words in (*commands, ["top", "--url"], ["record", tmp_path / "trace", "--url"]):
         assert "is not lmkv's agent API" in refused(*words, other.url)
 
 
@@ -288,7 +290,7 @@ def test_whatever_is_answered_top_shows_it_or_says_one_line(by_path: dict[str, A
         connection.sendall(as_json(by_path[asked.split()[1].decode().split("/")[2]]))
 
     with RudePeer(short_socket(), answer) as server:
-        for words in (["top"], ["top", "--advise"]):
+        for words in (["top", "--url"], ["top", "--advise", "--url"]):
             shown_or_refused(*words, server.url)
 
 

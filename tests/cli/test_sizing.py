@@ -180,7 +180,7 @@ class TestDoctor:
     ) -> None:
         monkeypatch.setenv("COLUMNS", "80")
         findings = list(examine({}, {}, kv_size(model(folder, QWEN3_8B))))
-        show(findings, [])
+        show(findings, show_all=True)
         printed = capsys.readouterr().out
         words = {word for found in findings for word in f"{found.name} {found.value} {found.note}".split()}
         assert max(map(len, printed.splitlines())) <= 80
