@@ -326,7 +326,7 @@ PAGE = 350
 """Lines of code of a module, at most, to which its user adds another one."""
 
 ALONE: dict[str, str] = {
-    **dict.fromkeys(("cli.bench", "cli.config", "cli.simulate", "cli.top"), "a command each"),
+    **dict.fromkeys(("cli.bench", "cli.config", "cli.model", "cli.simulate", "cli.top"), "a command each"),
     "memory.cuda": "machines without a GPU never load it",
     "memory.kernels": "it imports triton, which machines without a GPU have not",
 }

@@ -7,7 +7,9 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import secrets
+import time
 from base64 import b64encode
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -66,6 +68,7 @@ h2 { font: 600 1rem ui-monospace, monospace; margin: 2rem 0 .25rem; border-top: 
 p { margin: .25rem 0; white-space: pre-line; }
 table { border-collapse: collapse; margin-top: .5rem; }
 td { padding: .1rem 1.5rem .1rem 0; vertical-align: top; }
+pre { background: #8881; padding: .5rem .75rem; border-radius: 6px; overflow-x: auto; }
 code { font-family: ui-monospace, monospace; }
 """
 REFERENCE_HEADERS = {
@@ -79,30 +82,71 @@ REFERENCE_HEADERS = {
 def reference(document: Mapping[str, Any]) -> str:
     """The page of an OpenAPI document."""
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>lmkv</title><style>{STYLE}</style>"
-    intro = "<h1>lmkv</h1><p>Each call but this page needs the header <code>Authorization: Bearer TOKEN</code>, "
-    intro += 'where the server has a token. The same as OpenAPI: <a href="/openapi.json">/openapi.json</a></p>'
+    intro = (
+        "<h1>lmkv</h1><p>Each call needs the header <code>Authorization: Bearer TOKEN</code>, where the server has a "
+    )
+    intro += "token: it is in <code>agent_token</code> or the file that <code>agent_token_file</code> names. "
+    intro += 'The same as OpenAPI: <a href="/openapi.json">/openapi.json</a></p>'
     return head + intro + "".join(_calls(document))
 
 
 def _calls(document: Mapping[str, Any]) -> Iterator[str]:
     for path, methods in document["paths"].items():
         for method, call in methods.items():
-            yield f"<h2>{escape(f'{method.upper()} {path}')}</h2><p>{escape(call.get('description', ''))}</p>"
-            fields = [(each["name"], each["schema"]) for each in call.get("parameters", ())]
+            yield f"<h2>{escape(f'{method.upper()} {path}')}</h2><p>{_marked(call.get('description', ''))}</p>"
+            fields = [
+                (each["name"], {"description": "in the address", **each["schema"]})
+                for each in call.get("parameters", ())
+            ]
             body = call.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-            if name := body.get("$ref", "").rpartition("/")[2]:
-                schema = document["components"]["schemas"][name]
-                yield f"<p>{escape(schema.get('description', ''))}</p>"
+            if name := next((each["$ref"] for each in body.get("anyOf", [body]) if "$ref" in each), ""):
+                schema = document["components"]["schemas"][name.rpartition("/")[2]]
+                yield f"<p>{_marked(schema.get('description', ''))}</p>"
                 fields += schema["properties"].items()
             if fields:
                 yield f"<table>{''.join(_row(*each) for each in fields)}</table>"
+            yield f"<pre>{escape(_curl(method, path))}</pre>"
+            if answer := EXAMPLES.get((method, path), ({}, None))[1]:
+                yield f"<pre>{escape(json.dumps(answer))}</pre>"
+
+
+def _marked(text: str) -> str:
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _row(name: str, schema: Mapping[str, Any]) -> str:
     kinds = [each.get("type", "") for each in schema.get("anyOf", [schema])]
+    kind = " or ".join(each for each in kinds if each not in ("", "null"))
     default = schema.get("default")
-    shown = "" if default is None else f"default {default}"
-    return f"<tr><td><code>{escape(name)}</code><td>{escape(' or '.join(filter(None, kinds)))}<td>{escape(shown)}"
+    shown = schema.get("description", "") + ("" if not default else f"; {default} unless given")
+    return f"<tr><td><code>{escape(name)}</code><td>{escape(kind)}<td>{_marked(shown)}"
+
+
+def _curl(method: str, path: str) -> str:
+    body = EXAMPLES.get((method, path), ({}, None))[0]
+    words = ["curl", *(["-X", "DELETE"] if method == "delete" else []), '-H "Authorization: Bearer $TOKEN"']
+    if body:
+        words += ["-H 'Content-Type: application/json'", f"-d '{json.dumps(body)}'"]
+    return " ".join([*words, f"127.0.0.1:8377{re.sub('{.*?}', 'NAME', path)}"])
+
+
+EXAMPLES: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any] | None]] = {
+    ("post", "/v1/lookup"): (
+        {"text": "You are a helpful assistant."},
+        {"total_tokens": 28, "hit_tokens": 27, "sources": {"cpu": 27}},
+    ),
+    ("post", "/v1/prefetch"): (
+        {"text": "You are a helpful assistant.", "wait": 10},
+        {"id": "f3a1", "found_tokens": 28, "ready_tokens": 28, "done": True},
+    ),
+    ("post", "/v1/pin"): (
+        {"text": "You are a helpful assistant.", "seconds": 600},
+        {"total_tokens": 28, "pinned_tokens": 28, "seconds": 600.0},
+    ),
+    ("post", "/v1/unpin"): ({"text": "You are a helpful assistant."}, {"unpinned_chunks": 1}),
+    ("post", "/v1/clear"): ({"text": "You are a helpful assistant."}, {"deleted_chunks": 1}),
+}
+"""A call's body, and what is answered."""
 
 
 # -- the last hour ----------------------------------------------------------------------------------------
@@ -263,21 +307,20 @@ register_url_convertor("any_text", _AnyText())
 
 
 class PromptBody(BaseModel):
-    """A prompt: one of `text`, `messages` and `tokens`. `engine`: number of the only engine to ask.
-
-    `tools`, `chat_template_kwargs`: the same as in the request of the chat.
-    """
+    """A prompt: one of `text`, `messages` and `tokens`."""
 
     model_config = ConfigDict(extra="forbid")
 
-    text: str | None = None
-    messages: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
-    tokens: list[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = Field(default=None, fail_fast=True)
-    cache_salt: str | None = None
-    tags: dict[str, str] = {}
-    tools: list[dict[str, Any]] | None = Field(default=None, fail_fast=True)
-    chat_template_kwargs: dict[str, Any] = {}
-    engine: int | None = None
+    text: str | None = Field(default=None, description="the prompt as text")
+    messages: list[dict[str, Any]] | None = Field(default=None, fail_fast=True, description="as a chat's messages")
+    tokens: list[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = Field(
+        default=None, fail_fast=True, description="as token ids"
+    )
+    cache_salt: str | None = Field(default=None, description="as in its requests")
+    tags: dict[str, str] = Field(default={}, description="as in its requests")
+    tools: list[dict[str, Any]] | None = Field(default=None, fail_fast=True, description="as in the chat's request")
+    chat_template_kwargs: dict[str, Any] = Field(default={}, description="as in the chat's request")
+    engine: int | None = Field(default=None, description="the number of the only engine to ask")
 
     @model_validator(mode="before")
     @classmethod
@@ -298,41 +341,48 @@ class PromptBody(BaseModel):
 
 
 class SessionBody(BaseModel):
-    """`cache_salt`, `tags`: as in the session's requests; other requests have sessions of their own."""
+    """The scope of a session: requests with another salt or other tags have sessions of their own."""
 
     model_config = ConfigDict(extra="forbid")
 
-    cache_salt: str | None = None
-    tags: dict[str, str] = Field(default={}, max_length=_MAX_FIELDS)
+    cache_salt: str | None = Field(default=None, description="as in its requests")
+    tags: dict[str, str] = Field(default={}, max_length=_MAX_FIELDS, description="as in its requests")
 
 
 class PrefetchBody(PromptBody):
-    """`wait`: seconds to wait for its end. `id`: a name for it; random unless it is given."""
+    """A prompt, one of `text`, `messages` and `tokens`, to load."""
 
-    id: str | None = Field(default=None, pattern=r"^[\w-]{1,64}$")
-    wait: float = Field(default=0.0, ge=0, le=60)
+    id: str | None = Field(default=None, pattern=r"^[\w-]{1,64}$", description="a name for it, else a random one")
+    wait: float = Field(default=0.0, ge=0, le=60, description="seconds to wait for its end")
 
 
 class PinBody(PromptBody):
-    """`seconds`: how long the pin lasts; the engine's `pin_ttl` unless it is given."""
+    """A prompt, one of `text`, `messages` and `tokens`, to keep."""
 
-    seconds: float | None = Field(default=None, gt=0, le=86_400)
+    seconds: float | None = Field(default=None, gt=0, le=86_400, description="how long, else `pin_ttl`")
 
 
 class ClearBody(PromptBody):
     """A prompt, or `everything`, or a `namespace` by its first digits, as `lmkv inspect` shows them."""
 
-    everything: bool = False
-    namespace: str | None = Field(default=None, pattern=r"^[0-9a-fA-F]{1,64}$")
+    everything: bool = Field(default=False, description="delete all chunks")
+    namespace: str | None = Field(
+        default=None, pattern=r"^[0-9a-fA-F]{1,64}$", description="delete the namespace that begins with these digits"
+    )
 
 
 def application(
-    service: CacheService, token: str | None, peers: Peers | None = None, longest: int = 1 << 18
+    service: CacheService,
+    token: str | None,
+    peers: Peers | None = None,
+    longest: int = 1 << 18,
+    about: Mapping[str, Any] | None = None,
 ) -> FastAPI:
     """The routes. With a token each request must have it: `Authorization: Bearer ...`. The page needs none.
 
-    `longest`: tokens of the longest prompt, which bounds the size of a body.
+    `longest`: tokens of the longest prompt, which bounds the size of a body. `about`: model and versions.
     """
+    started = time.time()
     peers = peers or Peers()
 
     async def authorized(given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> None:
@@ -441,6 +491,11 @@ def application(
     async def stats() -> dict[str, Any]:
         """Counters of the tiers, and tokens that requests looked up and found."""
         return await stats_of_all()
+
+    @v1.get("/about")
+    async def about_it() -> dict[str, Any]:
+        """The model, the versions of lmkv and vLLM, and seconds since the start."""
+        return {**(about or {}), "uptime": time.time() - started}
 
     @v1.get("/history")
     async def samples() -> dict[str, Any]:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from lmkv.backends.disk import backend, folder
@@ -137,7 +138,9 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
     peers = Peers(number, inside and (lambda other: first.private(other).url), token)
     try:
         server = AgentServer(
-            lambda: application(service, token, peers, longest), address, inside and partial(inside, number)
+            lambda: application(service, token, peers, longest, about(vllm_config)),
+            address,
+            inside and partial(inside, number),
         )
     except (OSError, RuntimeError) as error:
         # RuntimeError: there is no thread left.
@@ -145,6 +148,15 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
         return None
     logger.info("lmkv: the agent API is at %s", server.url)
     return server
+
+
+def about(vllm_config: Any) -> dict[str, str]:
+    """What a server runs, for people who look at several."""
+    names = vllm_config.model_config.served_model_name or vllm_config.model_config.model
+    found = {"model": str(names if isinstance(names, str) else names[0]), "vllm": compat.vllm_version()}
+    with suppress(PackageNotFoundError):
+        found["lmkv"] = version("lmkv")
+    return found
 
 
 def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, beginning: str) -> int:

@@ -28,7 +28,7 @@ from fastapi import FastAPI
 import lmkv.vllm.scheduler.observer
 from lmkv.agent import server as agent_server
 from lmkv.agent.client import AsyncClient, Client
-from lmkv.agent.http import History, application
+from lmkv.agent.http import EXAMPLES, History, application
 from lmkv.agent.server import Address, AgentServer
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.backends.cpu import CPUPinnedBackend
@@ -586,5 +586,22 @@ def test_the_page_of_the_api_has_all_calls_and_loads_nothing(server: AgentServer
     assert [path for path in document["paths"] if f" {path}</h2>" not in page.text] == []
     assert all(call["security"] for methods in document["paths"].values() for call in methods.values())
     assert "<code>chat_template_kwargs</code>" in page.text
+    assert "`" not in page.text
+    assert page.text.count("<pre>curl ") == sum(map(len, document["paths"].values()))
+    schemas = document["components"]["schemas"]
+    bodies = [
+        fields for name, schema in schemas.items() if name.endswith("Body") for fields in schema["properties"].values()
+    ]
+    assert all(fields["description"] for fields in bodies)
     assert not re.search(r"<script|src=|https?://|@import|url\(", page.text)
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+
+
+def test_examples_of_the_api_are_answered_as_they_say(service: CacheService) -> None:
+    server = AgentServer(lambda: application(service, None), Address("127.0.0.1:0"))
+    with closing(server), httpx.Client(base_url=server.url, trust_env=False) as client:
+        for (method, path), (body, answer) in EXAMPLES.items():
+            found = client.request(method, path, json=body)
+            assert (found.status_code, set(found.json())) == (200, set(answer or ())), path
+        about = client.get("/v1/about").json()
+    assert about["uptime"] >= 0
