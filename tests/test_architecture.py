@@ -62,14 +62,14 @@ ALLOWED: dict[str, frozenset[str]] = {
 """Room -> other rooms that it may import. A room is a folder or a module at the root, "" the package."""
 
 BUDGET = {
-    "errors": 69,
+    "errors": 85,
     "protocols": 148,
     "chunks": 551,
     "medium": 55,
     "plugins": 33,
     "policies": 1005,
-    "simulation": 418,
-    "config": 1356,
+    "simulation": 420,
+    "config": 1553,
     "memory": 1322,
     "store": 3606,
     "backends": 389,
@@ -78,14 +78,14 @@ BUDGET = {
     "build": 112,
     "engine": 459,
     "": 62,
-    "agent": 1241,
-    "vllm": 2185,
-    "vllm.plan": 821,
+    "agent": 1290,
+    "vllm": 2227,
+    "vllm.plan": 831,
     "vllm.scheduler": 2543,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19369
+WHOLE = 19685
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
@@ -326,7 +326,7 @@ PAGE = 350
 """Lines of code of a module, at most, to which its user adds another one."""
 
 ALONE: dict[str, str] = {
-    **dict.fromkeys(("cli.bench", "cli.config", "cli.model", "cli.simulate", "cli.top"), "a command each"),
+    "cli.model": "a command, whose check of a size another one has, too",
     "memory.cuda": "machines without a GPU never load it",
     "memory.kernels": "it imports triton, which machines without a GPU have not",
 }

@@ -126,7 +126,7 @@ def _curl(method: str, path: str) -> str:
     body = EXAMPLES.get((method, path), ({}, None))[0]
     words = ["curl", *(["-X", "DELETE"] if method == "delete" else []), '-H "Authorization: Bearer $TOKEN"']
     if body:
-        words += ["-H 'Content-Type: application/json'", f"-d '{json.dumps(body)}'"]
+        words.append(f"--json '{json.dumps(body)}'")
     return " ".join([*words, f"127.0.0.1:8377{re.sub('{.*?}', 'NAME', path)}"])
 
 
@@ -141,7 +141,7 @@ EXAMPLES: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any] | None]] = 
     ),
     ("post", "/v1/pin"): (
         {"text": "You are a helpful assistant.", "seconds": 600},
-        {"total_tokens": 28, "pinned_tokens": 28, "seconds": 600.0},
+        {"pinned_tokens": 28, "seconds": 600.0},
     ),
     ("post", "/v1/unpin"): ({"text": "You are a helpful assistant."}, {"unpinned_chunks": 1}),
     ("post", "/v1/clear"): ({"text": "You are a helpful assistant."}, {"deleted_chunks": 1}),

@@ -26,7 +26,7 @@ from lmkv.cli.engines import Answer, ChildFailedError, EngineProcess, EngineSpec
 from lmkv.cli.model import whole_heads
 from lmkv.cli.server import give
 from lmkv.cli.small_model import SmallModel
-from lmkv.cli.stores import FolderFacts, refusals, try_folder
+from lmkv.cli.stores import FolderFacts, refusals, remedy, try_folder
 from lmkv.config import Config
 from lmkv.errors import LmkvError, NoSpaceError, UsageError, how_to_install, mask_secrets
 
@@ -48,31 +48,7 @@ class Medium(StrEnum):
 
     RAM = "ram"
     DISK = "disk"
-    REDIS = "redis"
-    VALKEY = "valkey"
-    S3 = "s3"
-    MOONCAKE = "mooncake"
-    INFINISTORE = "infinistore"
-
-
-LOCAL = {
-    Medium.REDIS: "redis://localhost",
-    Medium.VALKEY: "valkey://localhost",
-    Medium.S3: "s3://lmkv?endpoint=http://localhost:9000&region=us-east-1",
-    Medium.MOONCAKE: "mooncake://localhost:50051",
-    Medium.INFINISTORE: "infinistore://localhost:22345",
-}
-"""Default URL of each remote store."""
-
-STARTS = {
-    Medium.REDIS: 'redis-server --save "" --appendonly no',
-    Medium.VALKEY: 'valkey-server --save "" --appendonly no',
-    Medium.S3: "mkdir -p /tmp/objects/lmkv; rclone serve s3 --addr 127.0.0.1:9000 --auth-key lmkv,secret /tmp/objects "
-    "(and here LMKV_REMOTE_USERNAME=lmkv LMKV_REMOTE_PASSWORD=secret)",
-    Medium.MOONCAKE: "mooncake_master --rpc_port=50051 --default_kv_lease_ttl=5000 (and a mooncake_client)",
-    Medium.INFINISTORE: "infinistore --service-port 22345 --manage-port 18080 --prealloc-size 8",
-}
-"""Command that starts a local store of each kind."""
+    REMOTE = "remote"
 
 
 def demo(
@@ -82,12 +58,12 @@ def demo(
     tier: Annotated[
         Medium,
         typer.Option(
-            help="ram: send the prompts again; disk: kill vLLM and start it again in between; a remote store: "
-            "end vLLM and start another one."
+            help="ram: send the prompts again; disk: kill vLLM and start it again in between; remote: end vLLM and "
+            "start another one, over the store of --url."
         ),
     ] = Medium.RAM,
     url: Annotated[
-        str | None, typer.Option(help="URL of the remote store.", envvar="LMKV_REMOTE_URL", show_default="on localhost")
+        str | None, typer.Option(help="URL of the remote store, as remote_url.", envvar="LMKV_REMOTE_URL")
     ] = None,
     disk: Annotated[
         Path | None,
@@ -99,6 +75,8 @@ def demo(
     """Send long prompts to real vLLM cold, then again once its own cache has evicted them."""
     if find_spec("vllm") is None:
         sys.exit(f"lmkv demo runs real vLLM, which is not installed: {how_to_install('vllm')}")
+    if tier is Medium.REMOTE and not url:
+        raise typer.BadParameter("names the store: redis://localhost, for example", param_hint="--url")
     model = SmallModel(layers=layers, hidden=hidden, max_position=2 * tokens)
     try:
         measured = measure(Plan(tokens=tokens, model=model), tier, disk, url, keep=keep)
@@ -184,8 +162,8 @@ def measure(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, kee
         if tier is Medium.DISK:
             chunks = stack.enter_context(demo_folder(disk, keep=keep))
             settings, facts = disk_settings(plan, chunks)
-        elif tier in LOCAL:
-            settings = {"remote_url": answering(tier, url or LOCAL[tier]), "remote_timeout": 10.0}
+        elif tier is Medium.REMOTE and url:
+            settings = {"remote_url": answering(url), "remote_timeout": 10.0}
         if settings:
             # A lower tier is measured even where it is slower than computing.
             settings |= {"prefetch_deadline": 60.0, "load_or_recompute": False}
@@ -218,16 +196,11 @@ def disk_settings(plan: Plan, folder: Path) -> tuple[dict[str, Any], FolderFacts
     return found, facts
 
 
-def answering(tier: Medium, url: str) -> str:
+def answering(url: str) -> str:
     """Test the store first, because vLLM takes minutes to start. Raises LmkvError with the remedy."""
-    start = f"start one with: {STARTS[tier]}; or give its --url. See docs/remote.md"
-    try:
-        config = Config.load(extra={"remote_url": url, "remote_timeout": PATIENCE})
-        found = refusals(config, config.remote_url[0])
-    except LmkvError as error:
-        raise UsageError(f"{mask_secrets(url)} cannot be used: {error}\n{start}") from error
-    for verb, reason in found.items():
-        raise UsageError(f"{mask_secrets(url)} cannot be used: {verb}: {reason}\n{start}")
+    config = Config.load(extra={"remote_url": url, "remote_timeout": PATIENCE})
+    for verb, reason in refusals(config, config.remote_url[0]).items():
+        raise UsageError(f"{mask_secrets(url)}: {verb} fail: {reason}; {remedy(verb, reason)}")
     return url
 
 
@@ -290,7 +263,7 @@ def summarize(
         cold_ttft_s=cold_ttft_s,
         warm_ttft_s=fastest(warm),
         disk_ttft_s=loaded_ttft_s if tier is Medium.DISK else None,
-        remote_ttft_s=loaded_ttft_s if tier in LOCAL else None,
+        remote_ttft_s=loaded_ttft_s if tier is Medium.REMOTE else None,
         speedup=cold_ttft_s / loaded_ttft_s,
         outputs_equal=same_outputs(cold, warm, loaded),
         load_gb_s=max((answer.load_gb_s for answer in loaded if answer.load_gb_s), default=None),

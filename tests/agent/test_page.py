@@ -57,16 +57,17 @@ def rendered(browser: str, service: CacheService, token: str | None, tmp_path: P
 @pytest.mark.nightly("fleet")
 class TestInABrowser:
     def test_it_shows_tiers_and_why_requests_missed(self, browser: str, tmp_path: Path) -> None:
-        engine = engine_of(ram_chunks=6, policy=lambda: Quotas(LRU, {"<i>a</i>": 0.3}))
+        engine = engine_of(ram_chunks=6, policy=lambda: Quotas(LRU, {"<i>a</i>:b": 0.3}))
         for number, tokens in enumerate([PROMPT, *OTHERS, PROMPT]):
-            salt = ("<i>a</i>", "b")[number == 5]
-            engine.add(SimulatedRequest(f"cmpl-<b>{number}</b>", list(tokens), len(tokens), 1, salt))
+            tag = ("b", "c")[number == 5]
+            params = {"lmkv.tag.<i>a</i>": tag}
+            engine.add(SimulatedRequest(f"cmpl-<b>{number}</b>", list(tokens), len(tokens), 1, "", params))
             engine.finish()
         shown = rendered(browser, service_of_scheduler(engine.scheduler, CHUNK), None, tmp_path)
         assert "live" in shown
         assert re.search(r"<td[^>]*>.*cpu", shown)
         assert "evicted from cpu" in shown
-        assert re.search(r"<td[^>]*>&lt;i&gt;a&lt;/i&gt;</td>.*all others.*<td[^>]*>.*cpu.*KiB of ", shown, re.DOTALL)
+        assert re.search(r"<td[^>]*>&lt;i&gt;a&lt;/i&gt;:b</td>.*all others.*<td[^>]*>.*cpu.*KiB of ", shown, re.DOTALL)
         [sizes] = re.findall(r'<tbody id="sizes">(.*?)</tbody>', shown, re.DOTALL)
         assert re.findall(r">(\d+) %<", sizes)[0] == "0", "without the only tier nothing is found"
         assert len(re.findall(r">(\d+) %<", sizes)) == 5

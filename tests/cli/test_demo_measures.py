@@ -42,7 +42,7 @@ def test_without_a_restart_host_memory_is_what_counts() -> None:
 
 def test_a_hit_in_another_engine_is_of_the_remote_store() -> None:
     loaded = [evolve(LOADED, sources={"redis": 768})] * 2
-    shown = summarize(PLAN, [COLD] * 2, [WARM] * 2, loaded, engine=ENGINE, tier=Medium.REDIS)
+    shown = summarize(PLAN, [COLD] * 2, [WARM] * 2, loaded, engine=ENGINE, tier=Medium.REMOTE)
     assert (shown.remote_ttft_s, shown.disk_ttft_s, shown.hit_tier, shown.passed) == (0.5, None, "redis", True)
 
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pytest
 
-from lmkv.cli.demo import LOCAL, STARTS, Medium, answering
+from lmkv.cli.demo import answering
 from lmkv.errors import UsageError
 from tests.servers import free_port, needs_package, object_server, redis_server
 from tests.tables import raised
@@ -24,26 +24,22 @@ def demo(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**mine, **env}, capture_output=True, text=True, timeout=200, check=False)
 
 
-def test_every_store_has_its_command() -> None:
-    assert set(STARTS) == set(LOCAL) == set(Medium) - {Medium.RAM, Medium.DISK}
-
-
 @pytest.mark.parametrize(
-    ("tier", "url", "package"),
+    ("url", "package"),
     [
-        ("redis", "redis://:hunter2@127.0.0.1:{port}", "redis"),
-        ("valkey", "valkey://127.0.0.1:{port}", "redis"),
-        ("s3", "s3://name:hunter2@lmkv?endpoint=http://127.0.0.1:{port}&region=us-east-1", "obstore"),
-        ("mooncake", "mooncake://127.0.0.1:{port}", "mooncake"),
-        ("infinistore", "infinistore://127.0.0.1:{port}", "attrs"),
+        ("redis://:hunter2@127.0.0.1:{port}", "redis"),
+        ("valkey://127.0.0.1:{port}", "redis"),
+        ("s3://name:hunter2@lmkv?endpoint=http://127.0.0.1:{port}&region=us-east-1", "obstore"),
+        ("mooncake://127.0.0.1:{port}", "mooncake"),
+        ("infinistore://127.0.0.1:{port}", "attrs"),
     ],
 )
-def test_a_store_that_is_not_there_is_said_before_vllm_starts(tier: str, url: str, package: str) -> None:
+def test_a_store_that_is_not_there_is_said_before_vllm_starts(url: str, package: str) -> None:
     needs_package("vllm", "see docs/vllm.md")
     needs_package(package, "see docs/remote.md")
-    done = demo("--tier", tier, "--url", url.format(port=free_port()))
+    done = demo("--tier", "remote", "--url", url.format(port=free_port()))
     assert done.returncode == 1
-    assert f"start one with: {STARTS[Medium(tier)]}" in done.stderr
+    assert " fail: " in done.stderr
     assert STARTED not in done.stderr
     assert "hunter2" not in done.stderr
     assert "Traceback" not in done.stderr
@@ -53,17 +49,26 @@ def test_a_server_without_the_bucket_is_refused(tmp_path: Path) -> None:
     needs_package("obstore", "see docs/remote.md")
     with object_server("rclone", tmp_path) as server:
         url = server.url("demo").replace("://", f"://{server.USER}:{quote(server.SECRET)}@", 1)
-        answering(Medium.S3, url)
+        answering(url)
         assert not [path for path in server.bucket.rglob("*") if path.is_file()], "it is left as it was"
-        raised(UsageError, r"(?i)bucket", lambda: answering(Medium.S3, url.replace("bucket/", "no-such-bucket/")))
-        raised(UsageError, "start one with", lambda: answering(Medium.S3, url.replace(quote(server.SECRET), "wrong")))
+        raised(UsageError, r"(?i)bucket", lambda: answering(url.replace("bucket/", "no-such-bucket/")))
+        raised(
+            UsageError,
+            "correct the user's name and password",
+            lambda: answering(url.replace(quote(server.SECRET), "wrong")),
+        )
 
 
 @pytest.mark.parametrize("kind", ["redis", "valkey"])
 def test_a_server_that_works_is_left_as_it_was(tmp_path: Path, kind: str) -> None:
     with redis_server(kind, tmp_path) as server:
-        answering(Medium(kind), server.url)
+        answering(server.url)
         import redis
 
         with redis.Redis(port=server.port) as client:
             assert client.dbsize() == 0
+
+
+def test_a_remote_store_needs_its_address() -> None:
+    done = demo("--tier", "remote")
+    assert (done.returncode, "names the store" in done.stderr) == (2, True)
