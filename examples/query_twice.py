@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from openai import OpenAI
+from openai import APIConnectionError, NotFoundError, OpenAI
 
 QUESTION = "Summarize this text in two sentences."
 
@@ -36,7 +36,9 @@ class Answer:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base-url", default="http://localhost:8000/v1")
+    parser.add_argument(
+        "--base-url", default="http://localhost:8000/v1", help="address of the server's OpenAI API, which ends with /v1"
+    )
     parser.add_argument("--file", type=Path, help="text to ask about; default: what `man bash` prints")
     parser.add_argument("--characters", type=int, default=70_000, help="how much of the text to send")
     parser.add_argument("--prefix", default="", help="put before the text")
@@ -86,7 +88,10 @@ def show(name: str, answer: Answer) -> None:
 def main() -> None:
     args = arguments()
     client = OpenAI(base_url=args.base_url, api_key="none")
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except (APIConnectionError, NotFoundError) as error:
+        raise SystemExit(f"{args.base_url} is no OpenAI API ({error}): give --base-url http://HOST:PORT/v1") from None
     prompt = f"{args.prefix}{long_text(args.file)[: args.characters]}\n\n{QUESTION}"
 
     cold = ask(client, model, prompt, args.max_tokens)

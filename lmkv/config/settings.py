@@ -415,6 +415,15 @@ class Config:
         """Whether no tier keeps a chunk beyond the request that stores it."""
         return not (self.local_cpu or self.shared_memory or self.local_disk or self.remotes)
 
+    def doubts(self, given: Iterable[str]) -> Iterator[tuple[int, str]]:
+        """Remarks on settings that do nothing, with their level. `given`: names of those that somebody has set."""
+        if self.keeps_nothing:
+            yield logging.WARNING, _KEEPS_NOTHING
+        for needed, names in _ONLY_WITH.items():
+            if not getattr(self, needed):
+                for name in [each for each in given if each in names[1:]]:
+                    yield logging.WARNING, f"{self.source(name)}: {name} has no effect without {names[0]}"
+
     def _problem(self, name: str, reason: str) -> str:
         return f"{self.source(name)}: {name} = {short_repr(getattr(self, name))} {reason}"
 
@@ -507,9 +516,7 @@ class Answer:
             # What follows from a setting that is refused is no problem of its own.
             refused = {each.key for each in own if each.kind == "refused"} & _OPTIONS.keys()
             problems += [line for line in str(error).splitlines() if not any(key in line for key in refused)]
-        more = (
-            [(logging.WARNING, _KEEPS_NOTHING)] if config is not None and not problems and config.keeps_nothing else []
-        )
+        more = [] if config is None or problems else list(config.doubts(() if of_lmcache else values))
         if config is not None:
             config = evolve(config, remarks=(*(remarks or notes), *more))
         found = {name: parsed.value for name, parsed in values.items()}
@@ -541,6 +548,15 @@ def _with_value(reading: Reading, values: Mapping[str, object]) -> Reading:
     return evolve(reading, here=f"{name} = {in_words(readable(values[name]))}") if name in values else reading
 
 
+_ONLY_WITH: Final = {
+    "local_disk": ("local_disk", "disk_sync", "disk_min_free", "disk_direct", "disk_write", "disk_admission"),
+    "agent_listen": ("agent_listen", "agent_token", "agent_token_file"),
+    "remotes": (
+        *("remote_url", "remote_username", "remote_password", "remote_password_file", "remote_prefix", "remote_ttl"),
+        "remote_timeout",
+    ),
+}
+"""What a setting needs -> its name and those that need it."""
 _KEEPS_NOTHING: Final = (
     "no tier keeps anything, so nothing will hit: local_cpu is off, and there is none of shared_memory, local_disk "
     "and remote_url"

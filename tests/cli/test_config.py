@@ -111,7 +111,7 @@ class TestCheck:
         assert "'bar' is unknown" in done.stdout
 
     def test_a_file_of_lmkv(self, file: Path) -> None:
-        for text in ("disk_sync: full\nchunk_size: 64\n", "chunk_size: 64\nlocal_cpu: true\n", ""):
+        for text in ("pin_ttl: 60\nchunk_size: 64\n", "chunk_size: 64\nlocal_cpu: true\n", ""):
             file.write_text(text)
             # The environment does not matter.
             done = run("check", file, LMKV_CHUNK_SIZE="abc", LMCACHE_REMOTE_SERDE="cachegen")

@@ -318,3 +318,24 @@ def test_every_option_of_lmcaches_server_is_in_one_class() -> None:
     for flag in FLAGS:
         readings = Answer.to_command(["lmcache", "server", flag, "1"])[0].readings
         assert {each.kind for each in readings} <= {"used", "without effect", "refused"}, flag
+
+
+IDLE = {
+    "remote_password": ("secret", "remote_url"),
+    "remote_timeout": (5, "remote_url"),
+    "disk_write": ("back", "local_disk"),
+    "disk_min_free": (5, "local_disk"),
+    "agent_token": ("secret", "agent_listen"),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_a_setting_that_does_nothing_is_a_warning(name: str) -> None:
+    value, needed = IDLE[name]
+    answer = Answer.to(env={}, extra={name: value})
+    assert (answer.status, [text for _, text in answer.notes]) == (
+        1,
+        [f"kv_connector_extra_config: {name} has no effect without {needed}"],
+    )
+    more = {"local_disk": "/kv", "max_local_disk_size": 1, "remote_url": "redis://h", "agent_listen": "unix:/a"}
+    assert Answer.to(env={}, extra={"agent_token": "secret", **more, name: value}).notes == ()
