@@ -69,7 +69,7 @@ BUDGET = {
     "plugins": 33,
     "policies": 1005,
     "simulation": 420,
-    "config": 1553,
+    "config": 1566,
     "memory": 1322,
     "store": 3606,
     "backends": 389,
@@ -85,7 +85,7 @@ BUDGET = {
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19685
+WHOLE = 19698
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
@@ -232,7 +232,7 @@ FORBIDDEN_IMPORTS = {
     "lmkv.backends.adapters": ["from lmkv.backends.cpu import CPUPinnedBackend"],
     "lmkv.backends.disk.backend": ["from lmkv.policies import LRU"],
     "lmkv.engine": ["from lmkv.store.tiered import _close"],
-    "lmkv.cli.doctor": ["import vllm"],
+    "lmkv.cli.findings": ["import vllm"],
     "lmkv.vllm.scheduler.match": ["from lmkv.config import Config"],
     "lmkv.testing.faults": ["import vllm"],
 }

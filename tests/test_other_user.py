@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from lmkv import Config, Engine
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.disk.root import NotTrustedError, Root
-from lmkv.cli import doctor
+from lmkv.cli import findings
 from lmkv.cli.app import app
 from lmkv.errors import BackendUnavailable
 from lmkv.memory import slab_files
@@ -516,7 +516,7 @@ def test_doctor_reads_nothing_that_a_process_of_his_names(everybodys: Path) -> N
     with subprocess.Popen(["/bin/sh", "-c", "echo; read line", *named], user=OTHER, stdin=PIPE, stdout=PIPE) as his:
         assert his.stdout is not None
         his.stdout.readline()
-        found = list(doctor.examine_servers())
+        found = list(findings.examine_servers())
         assert [each.problem for each in found if f"process {his.pid}" in each.value] == []
         assert [each.name for each in found if "of other users" in each.note] == ["not examined"]
         his.kill()

@@ -19,9 +19,10 @@ import typer
 from rich.errors import MarkupError
 from typer.testing import CliRunner
 
-from lmkv.cli import doctor
+from lmkv.cli import doctor, findings
 from lmkv.cli.app import app
-from lmkv.cli.doctor import Finding
+from lmkv.cli.findings import Finding
+from lmkv.cli.server import json_object
 from lmkv.config import Config
 from lmkv.errors import how_to_install
 from lmkv.vllm import plugin
@@ -56,13 +57,13 @@ def old_vllm(folder: Path) -> str:
 
 def disk(folder: Path, **settings: object) -> Mapping[str, Finding]:
     config = Config(local_disk=str(folder), **{"max_local_disk_size": 0.01, "disk_min_free": 0, **settings})  # type: ignore[arg-type]
-    return by_name(list(doctor.examine_disk(config)))
+    return by_name(list(findings.examine_disk(config)))
 
 
 class TestConfiguration:
     def test_every_setting_says_where_it_comes_from(self) -> None:
         config = Config.load(env={"LMKV_CHUNK_SIZE": "512"}, extra={"lmkv.pin_ttl": 60})
-        found = by_name(list(doctor.examine_configuration(config)))
+        found = by_name(list(findings.examine_configuration(config)))
         assert list(found) == [setting.name for setting in config.describe()]
         assert (found["chunk_size"].value, found["chunk_size"].note) == ("512 tokens", "environment LMKV_CHUNK_SIZE")
         assert (found["pin_ttl"].value, found["pin_ttl"].note) == ("60.0 s", "kv_connector_extra_config")
@@ -72,13 +73,13 @@ class TestConfiguration:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.syspath_prepend(old_vllm(tmp_path))
-        findings = list(doctor.examine({"LMKV_CHUNK_SISE": "1"}, {}))
-        assert "LMKV_CHUNK_SISE" in findings[0].problem
-        assert {"versions", "vllm"} <= {found.area for found in findings}
+        first, *others = findings.examine({"LMKV_CHUNK_SISE": "1"}, {})
+        assert "LMKV_CHUNK_SISE" in first.problem
+        assert {"versions", "vllm"} <= {found.area for found in others}
 
     def test_what_is_no_json_object_is_refused(self) -> None:
         for text in ("{", "[]", "3"):
-            raised(typer.BadParameter, "", doctor.json_object, text)
+            raised(typer.BadParameter, "", json_object, text)
 
 
 class TestSecrets:
@@ -86,22 +87,22 @@ class TestSecrets:
         (tmp_path / "empty").touch()
         names = ("remote_password_file", "agent_token_file", "authentication_key_file")
         config = Config(**dict.fromkeys(names, str(tmp_path / "empty")))  # type: ignore[arg-type]
-        problems = [found.problem for found in doctor.examine_secrets(config)]
+        problems = [found.problem for found in findings.examine_secrets(config)]
         assert [name for name, problem in zip(names, problems, strict=True) if name in problem] == list(names)
 
     def test_the_key_is_named_and_not_shown(self, tmp_path: Path) -> None:
         (tmp_path / "key").write_bytes(b"k" * 32)
-        (found,) = doctor.examine_secrets(Config(authentication_key_file=str(tmp_path / "key")))
-        (same,) = doctor.examine_secrets(Config(authentication_key="k" * 32))
+        (found,) = findings.examine_secrets(Config(authentication_key_file=str(tmp_path / "key")))
+        (same,) = findings.examine_secrets(Config(authentication_key="k" * 32))
         assert found == same
         assert "kk" not in found.value
-        assert list(doctor.examine_secrets(Config())) == []
+        assert list(findings.examine_secrets(Config())) == []
 
 
 class TestMemory:
     def test_limits_are_named(self) -> None:
         found, cut, none = (
-            by_name(list(doctor.examine_memory(Config(max_local_cpu_size=size)))) for size in (0.01, 1e6, 1e-9)
+            by_name(list(findings.examine_memory(Config(max_local_cpu_size=size)))) for size in (0.01, 1e6, 1e-9)
         )
         assert list(found) == ["available", "control group's limit", "host memory"]
         assert (found["host memory"].value, found["host memory"].note) == ("0.01 GiB", "as configured")
@@ -112,7 +113,7 @@ class TestMemory:
     def test_shared_memory_is_tried(self, memory_path: Path) -> None:
         def found(folder: Path, gib: float) -> Finding:
             config = Config(shared_memory=str(folder), max_shared_memory_size=gib)
-            [finding] = doctor.examine_shared_memory(config)
+            [finding] = findings.examine_shared_memory(config)
             return finding
 
         folder = memory_path / "lmkv"
@@ -122,7 +123,7 @@ class TestMemory:
         assert found(folder, 1e6).note.startswith("of 1000000.00 GiB")
         (memory_path / "file").touch()
         assert "is not a folder" in found(memory_path / "file", 0.01).problem
-        assert list(doctor.examine_shared_memory(Config())) == []
+        assert list(findings.examine_shared_memory(Config())) == []
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,7 @@ COMMANDS = {"lookups": "exists", "reads": "get", "writes": "set", "deletions": "
 
 def stores(*urls: str, **settings: object) -> tuple[list[Finding], list[str]]:
     config = Config.load(env={}, extra={"remote_urls": list(urls), **settings})
-    found = list(doctor.examine_stores(config))
+    found = list(findings.examine_stores(config))
     return found, [each.problem for each in found if each.problem]
 
 
@@ -194,7 +195,7 @@ class TestStores:
     def test_nobody_listens(self, monkeypatch: pytest.MonkeyPatch) -> None:
         url = f"redis://:hunter2@127.0.0.1:{free_port()}"
         monkeypatch.setenv("LMKV_REMOTE_URL", url)
-        monkeypatch.setattr(doctor, "examine_vllm", lambda env: iter(()))
+        monkeypatch.setattr(findings, "examine_vllm", lambda env: iter(()))
         done = CliRunner().invoke(app, ["doctor"])
         assert done.exit_code == 1
         assert "Nothing is wrong." not in done.output
@@ -206,7 +207,7 @@ class TestStores:
 
 class TestDisk:
     def test_what_is_tried_and_left_as_it_was(self, tmp_path: Path) -> None:
-        [none] = doctor.examine_disk(Config())
+        [none] = findings.examine_disk(Config())
         assert (none.value, none.problem) == ("none", "")
         (tmp_path / "mine").write_text("mine")
         found = disk(tmp_path)
@@ -235,11 +236,11 @@ class TestDisk:
 
 class TestPlugin:
     def test_it_is_registered(self) -> None:
-        found = doctor.plugin_finding({})
+        found = findings.plugin_finding({})
         assert (found.value, found.problem) == ("registered", "")
-        assert not doctor.plugin_finding({"VLLM_PLUGINS": "other,lmkv"}).problem
+        assert not findings.plugin_finding({"VLLM_PLUGINS": "other,lmkv"}).problem
         for chosen in ("", "other"):
-            assert "kv_connector_module_path" in doctor.plugin_finding({"VLLM_PLUGINS": chosen}).problem
+            assert "kv_connector_module_path" in findings.plugin_finding({"VLLM_PLUGINS": chosen}).problem
 
 
 class TestImport:
@@ -257,8 +258,8 @@ class TestImport:
     ) -> None:
         (tmp_path / "server.yaml").write_text(REPLACES)
         make_process(tmp_path, arguments)
-        monkeypatch.setattr(doctor, "PROCESSES", tmp_path)
-        problems = [found.problem for found in doctor.examine_servers()]
+        monkeypatch.setattr(findings, "PROCESSES", tmp_path)
+        problems = [found.problem for found in findings.examine_servers()]
         assert len(problems) == replaced
         assert all(
             "process 123: --kv-offloading-size has vLLM use a connector of its own" in problem for problem in problems
@@ -269,8 +270,8 @@ class TestImport:
         pipe = os.open(tmp_path / "server.yaml", os.O_RDWR | os.O_NONBLOCK)
         os.write(pipe, REPLACES.encode())
         make_process(tmp_path, ["vllm", "serve", "m", "--config", "server.yaml"])
-        monkeypatch.setattr(doctor, "PROCESSES", tmp_path)
-        assert list(doctor.examine_servers()) == []
+        monkeypatch.setattr(findings, "PROCESSES", tmp_path)
+        assert list(findings.examine_servers()) == []
         assert os.read(pipe, 1000) == REPLACES.encode()
         os.close(pipe)
 
@@ -278,17 +279,17 @@ class TestImport:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         make_process(tmp_path, ["vllm", "--config", "server.yaml"])
-        monkeypatch.setattr(doctor, "PROCESSES", tmp_path)
-        monkeypatch.setattr(doctor, "SERVERS_TIMEOUT", -1.0)
-        (found,) = doctor.examine_servers()
+        monkeypatch.setattr(findings, "PROCESSES", tmp_path)
+        monkeypatch.setattr(findings, "SERVERS_TIMEOUT", -1.0)
+        (found,) = findings.examine_servers()
         assert (found.name, found.value, found.problem) == ("not examined", "1 processes", "")
 
     def test_what_cannot_be_imported_is_a_problem_with_its_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plugin, "MODULE", "json")
-        found = doctor.import_finding()
+        found = findings.import_finding()
         assert (found.value, found.problem) == ("can be imported", "")
         monkeypatch.setattr(plugin, "MODULE", "json.nothing")
-        found = doctor.import_finding()
+        found = findings.import_finding()
         assert found.value == "cannot be imported"
         assert "No module named 'json.nothing'" in found.problem
 
@@ -310,13 +311,13 @@ class TestLevels:
 
     def test_an_address_that_the_server_would_refuse(self) -> None:
         extra = {"agent_listen": "0.0.0.0:8377", "agent_token": "secret"}
-        _, [problem] = told(takewhile(lambda each: each.area == "configuration", doctor.examine({}, extra)))
+        _, [problem] = told(takewhile(lambda each: each.area == "configuration", findings.examine({}, extra)))
         assert problem.startswith("kv_connector_extra_config: agent_listen = '0.0.0.0:8377' must be unix:/path, or a")
         for allowed in ("127.0.0.1:0", "localhost:8377", "[::1]:8377", "unix:/run/lmkv.sock"):
             assert Config(agent_listen=allowed, agent_token="secret").agent_listen == allowed
 
     def test_host_memory_that_is_cut(self) -> None:
-        [warning], problems = told(doctor.examine_memory(Config(max_local_cpu_size=1e6)))
+        [warning], problems = told(findings.examine_memory(Config(max_local_cpu_size=1e6)))
         assert problems == []
         assert warning.startswith("max_local_cpu_size is 1000000.00 GiB, and there is room for ")
 
@@ -336,22 +337,24 @@ class TestLevels:
         assert (
             "there is room for"
             in told(
-                doctor.examine_shared_memory(Config(shared_memory=str(memory_path / "kv"), max_shared_memory_size=1e6))
+                findings.examine_shared_memory(
+                    Config(shared_memory=str(memory_path / "kv"), max_shared_memory_size=1e6)
+                )
             )[0][0]
         )
 
     def test_an_extra_that_a_setting_needs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         config = Config(agent_listen="unix:/run/lmkv.sock", authentication_key="k" * 32)
-        assert told(doctor.examine_extras(config)) == ([], [])
-        monkeypatch.setattr(doctor, "find_spec", lambda name: None)
-        assert told(doctor.examine_extras(config)) == (
+        assert told(findings.examine_extras(config)) == ([], [])
+        monkeypatch.setattr(findings, "find_spec", lambda name: None)
+        assert told(findings.examine_extras(config)) == (
             [],
             [
                 f"agent_listen needs fastapi and uvicorn: {how_to_install('agent')}",
                 f"authentication_key needs cryptography: {how_to_install('auth')}",
             ],
         )
-        _, [problem] = told(doctor.examine_extras(Config(cache_policy="no.such:Policy")))
+        _, [problem] = told(findings.examine_extras(Config(cache_policy="no.such:Policy")))
         assert "no.such" in problem
 
     @pytest.mark.parametrize(
@@ -368,7 +371,7 @@ class TestLevels:
     def test_the_last_line_counts_and_the_exit_code_says_so(
         self, extra: str, strict: bool, last: str, code: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(doctor, "examine_vllm", lambda env: iter(()))
+        monkeypatch.setattr(findings, "examine_vllm", lambda env: iter(()))
         done = CliRunner().invoke(app, ["doctor", "--extra", extra, *["--strict"] * strict])
         assert (done.stdout.splitlines()[-1], done.exit_code) == (last, code), done.output
         assert done.stdout.count("Warning: ") == (int(last[0]) if "warning" in last else 0)
@@ -378,7 +381,7 @@ class TestLevels:
     def test_settings_with_their_defaults_are_shown_where_they_are_asked_for(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(doctor, "examine_vllm", lambda env: iter(()))
+        monkeypatch.setattr(findings, "examine_vllm", lambda env: iter(()))
         changed = CliRunner().invoke(app, ["doctor", "--extra", '{"chunk_size": 64}']).stdout
         whole = CliRunner().invoke(app, ["doctor", "--extra", '{"chunk_size": 64}', "--all"]).stdout
         assert ("chunk_size" in changed, "pin_share" in changed) == (True, False)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from lmkv import Config
 from lmkv.cli.app import app
-from lmkv.cli.doctor import examine
+from lmkv.cli.findings import examine
 from lmkv.config import Answer, lmcache
 from lmkv.errors import ConfigError
 

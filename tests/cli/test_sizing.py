@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from lmkv.backends import LocalDiskBackend
 from lmkv.cli.app import app
-from lmkv.cli.doctor import examine, show
+from lmkv.cli.doctor import show
+from lmkv.cli.findings import examine
 from lmkv.cli.sizing import KVDtype, kv_size
 from lmkv.cli.small_model import SmallModel
 from tests.tables import raised
@@ -138,7 +139,7 @@ def doctor(*options: str) -> Any:
 @pytest.fixture
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing it takes long, and is another test's business."""
-    monkeypatch.setattr("lmkv.cli.doctor.examine_vllm", lambda env: iter(()))
+    monkeypatch.setattr("lmkv.cli.findings.examine_vllm", lambda env: iter(()))
 
 
 @pytest.mark.usefixtures("no_vllm")

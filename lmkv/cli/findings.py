@@ -1,0 +1,384 @@
+"""What `lmkv doctor` looks at: the configuration, this machine, disks and remote stores, and vLLM."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from attrs import frozen
+
+from lmkv import __version__, plugins
+from lmkv.chunks import codec
+from lmkv.chunks.layout import ALIGNMENT
+from lmkv.chunks.namespace import Authenticator
+from lmkv.cli.sizing import KVSize
+from lmkv.cli.stores import VERBS, refusals, remedy, try_folder
+from lmkv.config import GIB, Answer, Config
+from lmkv.errors import ConfigError, LmkvError, how_to_install
+from lmkv.memory import machine
+from lmkv.policies import make_admission, make_policy
+from lmkv.vllm import compat, plugin
+
+IMPORT_TIMEOUT = 300.0
+SERVERS_TIMEOUT = 10.0
+PROCESSES = Path("/proc")
+
+
+@frozen
+class Finding:
+    """One fact. `problem`: why something will not work, with the remedy; `warning`: what works otherwise than given."""
+
+    area: str
+    name: str
+    value: str
+    note: str = ""
+    problem: str = ""
+    warning: str = ""
+
+    @property
+    def level(self) -> str:
+        return "error" if self.problem else "warning" if self.warning else "ok"
+
+
+def examine(
+    env: Mapping[str, str], extra: Mapping[str, object], size: KVSize | None = None, ranks: int | None = None
+) -> Iterator[Finding]:
+    try:
+        answer = Answer.to(env=env, extra=extra, ranks=ranks)
+    except ConfigError as error:
+        config, problems = None, [str(error)]
+    else:
+        config, problems = answer.config, list(answer.problems)
+        yield from examine_readings(answer)
+    for problem in problems:
+        yield Finding("configuration", "", "", problem=problem)
+    if config is not None:
+        yield from examine_configuration(config)
+        yield from examine_secrets(config)
+        yield from examine_extras(config)
+        yield from examine_memory(config)
+        yield from examine_shared_memory(config)
+        yield from examine_disk(config)
+        yield from examine_stores(config)
+        if size:
+            yield from examine_model(size)
+            yield from examine_room(size, config)
+    yield from examine_plugins()
+    yield from examine_versions()
+    yield from examine_device()
+    yield from examine_vllm(env)
+
+
+def examine_readings(answer: Answer) -> Iterator[Finding]:
+    """What was given and is not used, and what else there is to say."""
+    for each in answer.readings:
+        if each.kind not in ("used", "refused"):
+            note = ": ".join(filter(None, [each.source, each.why]))
+            warning = str(each) if each.kind == "unknown" else ""
+            yield Finding("configuration", each.key, each.kind, note=note, warning=warning)
+    for level, remark in answer.notes:
+        yield Finding("configuration", "remark", remark, warning=remark if level >= logging.WARNING else "")
+
+
+def examine_configuration(config: Config) -> Iterator[Finding]:
+    """Every setting, and where its value comes from."""
+    for setting in config.describe():
+        yield Finding("configuration", setting.name, str(setting), note=setting.source)
+
+
+def examine_secrets(config: Config) -> Iterator[Finding]:
+    """Whether secrets in files can be read, and the identifier of the authentication key."""
+    for name in ("password", "token"):
+        try:
+            getattr(config, name)
+        except ConfigError as error:
+            yield Finding("secrets", "file", "none", problem=str(error))
+    try:
+        key = config.authentication_bytes
+    except ConfigError as error:
+        yield Finding("secrets", "authentication key", "none", problem=str(error))
+    else:
+        if key is not None:
+            name = Authenticator(key).identifier
+            yield Finding("secrets", "authentication key", f"{name[:12]}...", note="its public identifier")
+
+
+EXTRAS = {
+    "agent_listen": ("agent", ("fastapi", "uvicorn")),
+    "authentication_key": ("auth", ("cryptography",)),
+    "authentication_key_file": ("auth", ("cryptography",)),
+}
+"""Settings that need an extra, and the modules of that extra. Remote stores are opened instead."""
+
+
+def examine_extras(config: Config) -> Iterator[Finding]:
+    """Whether what the settings name can be imported."""
+    for name, (extra, modules) in EXTRAS.items():
+        missing = [module for module in modules if getattr(config, name) and find_spec(module) is None]
+        if missing:
+            problem = f"{name} needs {' and '.join(missing)}: {how_to_install(extra)}"
+            yield Finding("extras", extra, "not installed", problem=problem)
+    for name, make in (("cache_policy", make_policy), ("disk_admission", make_admission)):
+        try:
+            make(getattr(config, name))
+        except ConfigError as error:
+            yield Finding("extras", name, "not found", problem=str(error))
+
+
+def examine_memory(config: Config) -> Iterator[Finding]:
+    """The limits of this machine, and the size of host memory within them."""
+    yield Finding("memory", "available", gibibytes(machine.available_ram()))
+    limit = machine.memory_limit()
+    yield Finding("memory", "control group's limit", "none" if limit is None else gibibytes(limit))
+    wanted = config.max_local_cpu_bytes
+    try:
+        given = machine.clamp_capacity(wanted, ALIGNMENT)
+    except ConfigError as error:
+        yield Finding("memory", "host memory", "none", problem=str(error))
+        return
+    cut = given // ALIGNMENT < wanted // ALIGNMENT
+    note = f"cut from {gibibytes(wanted)}" if cut else "as configured"
+    yield Finding(
+        "memory", "host memory", gibibytes(given), note, warning=cut_down("max_local_cpu_size", wanted, given)
+    )
+
+
+def cut_down(setting: str, wanted: int, given: int) -> str:
+    """A warning of a size that there is no room for."""
+    if given // ALIGNMENT >= wanted // ALIGNMENT:
+        return ""
+    return f"{setting} is {gibibytes(wanted)}, and there is room for {gibibytes(given)}: that much will be used"
+
+
+def examine_shared_memory(config: Config) -> Iterator[Finding]:
+    """Store a chunk in the folder, read it back, and name the medium."""
+    folder = config.shared_memory
+    if folder is None:
+        return
+    try:
+        tried = try_folder(folder, "off").tried
+        machine.check_in_memory(tried)
+        kind, wanted = machine.file_system_of(tried), config.max_shared_memory_bytes
+        used = sum(path.stat().st_size for path in Path(folder).rglob("*.kv1"))
+        given = machine.clamp_shared_memory(tried, wanted, used)
+    except (LmkvError, OSError) as error:
+        yield Finding("memory", "shared memory", "none", problem=f"shared_memory {folder}: {error}")
+        return
+    note = f"of {gibibytes(wanted)} in {folder}, on {kind or 'an unknown file system'}"
+    warning = cut_down("max_shared_memory_size", wanted, given)
+    yield Finding("memory", "shared memory", gibibytes(given), note=note, warning=warning)
+
+
+def examine_disk(config: Config) -> Iterator[Finding]:
+    """Store a chunk in the folder, and read it back."""
+    if config.local_disk is None:
+        yield Finding("disk", "folder", "none", note="no disk tier is configured")
+        return
+    try:
+        facts = try_folder(config.local_disk, config.disk_direct)
+    except (LmkvError, OSError) as error:
+        yield Finding("disk", "folder", config.local_disk, problem=f"local_disk {config.local_disk}: {error}")
+        return
+    made = "" if facts.tried == config.local_disk else f"will be created; tried in {facts.tried}"
+    yield Finding("disk", "folder", config.local_disk, note=made, warning=odd_folder(config.local_disk))
+    way = "O_DIRECT" if facts.direct_io else "through the page cache"
+    yield Finding("disk", "reads and writes", way, note=f"disk_direct = {config.disk_direct}")
+    room, wanted = facts.free_bytes - config.disk_min_free_bytes, config.max_local_disk_bytes
+    problem = f"local_disk {config.local_disk}: less than disk_min_free is free, so no chunk will be stored"
+    enough = "" if room >= wanted else "less than max_local_disk_size"
+    warning = cut_down("max_local_disk_size", wanted, max(0, room))
+    free = gibibytes(facts.free_bytes)
+    yield Finding("disk", "free", free, note=enough, problem="" if room > 0 else problem, warning=warning)
+
+
+def odd_folder(folder: str) -> str:
+    """A warning of a path that is probably not meant."""
+    path = Path(folder)
+    if not path.is_absolute():
+        return f"local_disk {folder} is below whatever folder the server is started in: give a path from /"
+    if not path.parent.exists():
+        return f"local_disk {folder}: {path.parent} does not exist and will be made: is it mounted?"
+    return ""
+
+
+def examine_stores(config: Config) -> Iterator[Finding]:
+    """Write a chunk to each remote store, read it back and delete it; find the refused calls."""
+    for url in config.remotes:
+        name, wanted = url.store_kind, f"remote_url {url}"
+        try:
+            refused = refusals(config, url)
+        except ConfigError as error:
+            yield Finding("remote stores", name, str(url), problem=str(error))
+            continue
+        works = ", ".join(verb for verb in VERBS if verb not in refused)
+        if not works and len(set(refused.values())) == 1:
+            refused = {"all calls": refused[VERBS[0]]}
+        yield Finding("remote stores", name, str(url), note=f"tried: {works}" if works else "")
+        for verb, reason in refused.items():
+            problem = f"{wanted}: {verb} fail: {reason}; {remedy(verb, reason)}"
+            yield Finding("remote stores", verb, "refused", problem=problem)
+
+
+def examine_model(size: KVSize) -> Iterator[Finding]:
+    """Bytes of the KV of a token."""
+    yield Finding("model", "attention", size.attention, note=f"{size.layers} layers with KV of their own")
+    ranks = "" if size.parts == 1 else f", {size.rank_bytes:,} of each of {size.parts} ranks"
+    yield Finding("model", "one token", f"{size.token_bytes:,} bytes", note=f"in {size.dtype}{ranks}")
+    yield Finding(
+        "model", "10,000 tokens", f"{size.token_bytes / 1e5:.2f} GB", note=gibibytes(10_000 * size.token_bytes)
+    )
+    if size.states is not None:
+        kept = size.states
+        yield Finding(
+            "model", "one state", f"{kept.nbytes:,} bytes", note=f"{kept.layers} layers of {kept.kind}, at a boundary"
+        )
+        block = size.chunk_tokens(0)
+        yield Finding("model", "a chunk", f"about {block:,} tokens", note="vLLM's block, which holds a layer's state")
+    in_gib = f"{size.tokens_in(GIB):,} tokens in one GiB"
+    yield Finding("model", "one GB", f"{size.tokens_in(10**9):,} tokens", note=in_gib)
+
+
+def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
+    """How many tokens each configured tier holds."""
+    chunk, slot = size.chunk_tokens(config.chunk_size), size.slot_bytes(config.chunk_size)
+    try:
+        chunks = machine.clamp_capacity(config.max_local_cpu_bytes, slot) // slot
+    except ConfigError as error:
+        yield Finding("model", "in host memory", "none", problem=str(error))
+    else:
+        passing = "" if config.local_cpu else "; they only pass through it, as local_cpu is off"
+        states = "" if size.states is None else ", states among them"
+        note = f"{chunks:,} chunks of {chunk}{passing}{states}"
+        yield Finding("model", "in host memory", f"{chunks * chunk:,} tokens", note=note)
+    if config.local_disk:
+        chunks = config.max_local_disk_bytes // size.file_bytes(chunk)
+        problem = "" if chunks else "max_local_disk_size: the disk tier cannot hold one chunk of this model"
+        note = f"{chunks:,} chunks of {chunk}"
+        yield Finding("model", "in the disk tier", f"{chunks * chunk:,} tokens", note=note, problem=problem)
+
+
+def examine_plugins() -> Iterator[Finding]:
+    """Backends and policies of other packages, and whether they can be loaded."""
+    for group, kind in ((plugins.BACKENDS, "backend"), (plugins.POLICIES, "policy")):
+        for name, place in plugins.installed(group).items():
+            shown = f"{name}://" if group == plugins.BACKENDS else name
+            try:
+                plugins.load(place, f"the {kind} {name!r} in the entry points {group}")
+            except ConfigError as error:
+                yield Finding("plug-ins", kind, shown, note=place, problem=str(error))
+            else:
+                yield Finding("plug-ins", kind, shown, note=place)
+
+
+def examine_versions() -> Iterator[Finding]:
+    yield Finding("versions", "Python", platform.python_version())
+    yield Finding("versions", "lmkv", __version__)
+    with suppress(PackageNotFoundError):
+        yield Finding("versions", "torch", version("torch"))
+    checksums = codec.CHECKSUMS
+    slow = f"a third of the time with: {how_to_install('disk')}" if checksums == "zlib" else ""
+    yield Finding("versions", "checksums", checksums, note=slow)
+
+
+def examine_device() -> Iterator[Finding]:
+    """GPUs that torch sees, and how much memory this user may pin."""
+    try:
+        import torch
+    except ImportError as error:
+        problem = f"torch cannot be imported, which lmkv's engines need: {error}"
+        yield Finding("device", "torch", "cannot be imported", problem=problem)
+        return
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        note = f"{gibibytes(found.total_memory)}, CUDA {torch.version.cuda}"
+        yield Finding("device", f"GPU {number}", found.name, note=note)
+    if not torch.cuda.device_count():
+        yield Finding("device", "GPU", "none", note="KV stays in host memory")
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    yield Finding("device", "locked memory", "no limit" if limit == resource.RLIM_INFINITY else gibibytes(limit))
+
+
+def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether vLLM will find the connector and be able to import it. vLLM need not be installed."""
+    try:
+        installed = compat.vllm_version()
+    except ImportError:
+        yield Finding("vllm", "vLLM", "not installed", note="lmkv works without it, as a library")
+        return
+    low, high = ((".".join(map(str, bound))) for bound in compat.SUPPORTED)
+    try:
+        compat.check_version(installed)
+    except ImportError as error:
+        yield Finding("vllm", "vLLM", installed, problem=str(error))
+        return
+    yield Finding("vllm", "vLLM", installed, note=f"supported: {low} up to, not including, {high}")
+    yield plugin_finding(env)
+    yield import_finding()
+    yield from examine_servers()
+
+
+def plugin_finding(env: Mapping[str, str]) -> Finding:
+    """Whether `kv_connector="LMKVConnector"` alone is enough."""
+    name, way_out = "plugin", f'or name the module: "kv_connector_module_path": "{plugin.MODULE}"'
+    if not entry_points(group="vllm.general_plugins", name="lmkv"):
+        problem = f"lmkv's entry point is missing: install lmkv with pip, {way_out}"
+        return Finding("vllm", name, "not registered", problem=problem)
+    chosen = env.get("VLLM_PLUGINS")
+    if chosen is not None and "lmkv" not in chosen.split(","):
+        problem = f"VLLM_PLUGINS={chosen} leaves lmkv out: add it, {way_out}"
+        return Finding("vllm", name, "switched off", problem=problem)
+    return Finding("vllm", name, "registered", note=f"vLLM finds {plugin.NAME} by its name")
+
+
+def examine_servers() -> Iterator[Finding]:
+    """This user's vLLM servers on this machine that were told to use lmkv, and also to replace it.
+
+    Skips other users' processes: they may name any number of files.
+    """
+    others, late, until = 0, 0, time.monotonic() + SERVERS_TIMEOUT
+    for process in sorted(PROCESSES.glob("[0-9]*")):
+        with suppress(OSError):
+            if process.stat().st_uid != os.geteuid():
+                others += 1
+                continue
+            if time.monotonic() > until:
+                late += 1
+                continue
+            arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            serves = any(each.startswith("vllm.entrypoints") or Path(each).name == "vllm" for each in arguments)
+            transfer, offloads = plugin.of_command_line(arguments, process / "cwd") if serves else ({}, False)
+            for obstacle in plugin.obstacles(transfer, offloads=offloads):
+                problem = f"process {process.name}: {obstacle}"
+                yield Finding("vllm", "server", f"process {process.name}", problem=problem)
+    if others:
+        yield Finding("vllm", "not examined", f"{others} processes", note="of other users: ask as vLLM's user, too")
+    if late:
+        yield Finding("vllm", "not examined", f"{late} processes", note=f"after {SERVERS_TIMEOUT:g} s")
+
+
+def import_finding() -> Finding:
+    """Import the connector as vLLM will, but in another process: vLLM prints, and stays in memory."""
+    command = [sys.executable, "-c", f"import {plugin.MODULE}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("vllm", "connector", "hangs", problem=f"{plugin.MODULE} cannot be imported in time")
+    if done.returncode == 0:
+        return Finding("vllm", "connector", "can be imported")
+    reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    problem = f"{plugin.MODULE} cannot be imported: {reason}"
+    return Finding("vllm", "connector", "cannot be imported", problem=problem)
+
+
+def gibibytes(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
