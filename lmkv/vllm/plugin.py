@@ -43,6 +43,8 @@ def register() -> None:
             "lmkv: could not register %s with vLLM (%r); set kv_connector_module_path=%r", NAME, error, MODULE
         )
         return
+    if problems and here is not None and here[2]:
+        raise ConfigError("\n".join(problems))
     if problems:
         rule = "=" * 80
         sys.exit("\n".join([rule, "lmkv: this server cannot start with its settings:", *problems, rule]))
@@ -86,14 +88,18 @@ def _problems(transfer: Mapping[str, Any]) -> list[str]:
     if transfer.get("kv_connector") != NAME:
         return []
     try:
-        refused = Answer.to(env=os.environ, extra=transfer.get("kv_connector_extra_config")).problems
+        extra = transfer.get("kv_connector_extra_config")
+        # A pipe can be read once, and is for the engine.
+        refused = Answer.to(
+            env=os.environ, extra=extra, read=lambda path: {} if path.is_fifo() else read_yaml(path)
+        ).problems
     except ConfigError as error:
         refused = (str(error),)
     return [*_other_module(transfer), *refused]
 
 
-def _started_here() -> tuple[dict[str, Any], bool] | None:
-    """As `of_command_line`, of the server or engine that this process starts.
+def _started_here() -> tuple[dict[str, Any], bool, bool] | None:
+    """As `of_command_line`, of the server or engine that this process starts, and whether a program starts it.
 
     A server has only its command line by now. A program's arguments are in the calling frames.
     """
@@ -104,5 +110,5 @@ def _started_here() -> tuple[dict[str, Any], bool] | None:
         if "EngineArgs" in {kind.__name__ for kind in type(each).__mro__}:
             transfer = each.kv_transfer_config
             found = transfer if isinstance(transfer, dict) else {} if transfer is None else vars(transfer)
-            return dict(found), each.kv_offloading_size is not None
-    return of_command_line(sys.argv)
+            return dict(found), each.kv_offloading_size is not None, "--kv-transfer-config" not in " ".join(sys.argv)
+    return *of_command_line(sys.argv), False
