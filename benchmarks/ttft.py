@@ -40,6 +40,7 @@ from lmkv.cli.bench import RAM_TARGET
 from lmkv.cli.engines import SEVERAL_PROCESSES, Answer, EngineProcess, EngineSpec, wait_until_settled
 from lmkv.cli.small_model import SmallModel
 
+COMPUTED = "first token, computed"
 OWN, WITHIN, BETWEEN = "vllm prefix cache", "lmkv ram, within the step", "lmkv ram, between steps"
 SHARED, DISK, REDIS = "lmkv shared memory", "lmkv disk", "lmkv redis"
 BELOW = (SHARED, DISK, REDIS)
@@ -128,6 +129,8 @@ class Engines:
         self.asked: dict[str, tuple[str, int]] = {}
         self.plain: dict[str, Any] = {}
         self.waits: dict[str, tuple[str, Path]] = {}
+        self.computed: list[float] = []
+        """Seconds to the first token of the prompt where nothing was found, once in each engine."""
 
     def start(self, name: str, spec: EngineSpec | None = None, env: Mapping[str, str] | None = None) -> None:
         folder, tokens = self._root / str(len(self._engines)), self._options.tokens
@@ -139,12 +142,15 @@ class Engines:
         if name == SHARED:
             # An engine stores the prompts and ends, so that another one finds them.
             with closing(EngineProcess(spec, folder, env)) as other:
-                first_time(other, folder, tokens)
+                self.computed.append(first_time(other, folder, tokens).ttft_s)
                 other.leave()
         python = self._options.lmcache if name in ROUTES else sys.executable
         engine = self._stack.enter_context(closing(EngineProcess(spec, folder, env, python=python)))
         self._engines[name], self._folders[name], self.asked[name] = engine, folder, (name, PROMPT)
-        print(f"{name}: at first {first_time(engine, folder, tokens).ttft_s:.3f} s", file=sys.stderr, flush=True)
+        first = first_time(engine, folder, tokens)
+        if first.hit_tokens < tokens // 2:
+            self.computed.append(first.ttft_s)
+        print(f"{name}: at first {first.ttft_s:.3f} s", file=sys.stderr, flush=True)
         if name in BELOW:
             # Its host memory keeps the other prompt.
             send(engine, tokens, OTHER_PROMPT, prefetch=True)
@@ -229,12 +235,14 @@ def rows(options: argparse.Namespace, below: Sequence[str]) -> Iterator[Row]:
         if options.lmcache:
             engines.start_lmcache()
         found, answers = engines.run(3 if options.quick else options.rounds)
+        yield Row(COMPUTED, statistics.median(engines.computed), "s")
     for when, seconds in found.items():
         yield from rows_of(when, seconds)
     yield from parts(answers)
 
 
-def main() -> int:
+def parsed(words: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the lower tiers that take part."""
     parser = arguments(__doc__, quick="three rounds")
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=25)
@@ -243,10 +251,15 @@ def main() -> int:
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="folder for the disk tier")
     parser.add_argument("--redis", metavar="URL", help="a Redis on loopback, whose database is used")
     parser.add_argument("--lmcache", metavar="PYTHON", help="interpreter that has vllm and lmcache")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     below = [f"lmkv {tier.strip()}" for tier in options.only.split(",") if tier]
     if not set(below) <= {DISK, SHARED}:
         parser.error(f"--only takes disk and shared memory, not {options.only}; Redis comes with --redis")
+    return options, below
+
+
+def main() -> int:
+    options, below = parsed()
     return finish(rows(options, below), options)
 
 

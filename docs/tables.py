@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,35 @@ def page(name: str) -> str:
 
 # -- settings ------------------------------------------------------------------------------------------
 
+GROUPS = {
+    "Chunks and host memory": (
+        *("chunk_size", "local_cpu", "max_local_cpu_size", "cache_policy", "quotas", "save_decode_cache"),
+        *("save_unfull_chunk", "state_interval", "device_staging_size", "block_major", "pin_share", "pin_ttl"),
+    ),
+    "Shared memory": ("shared_memory", "max_shared_memory_size"),
+    "Disk": ("local_disk", "max_local_disk_size", "disk_"),
+    "Remote stores": ("remote_",),
+    "Loading": (
+        *("min_retrieve_tokens", "load_or_recompute", "load_mode", "use_layerwise", "prefetch_deadline"),
+        "prefetch_share",
+    ),
+    "Security and audits": ("authentication_", "audit_", "media_by_name"),
+    "Agent API": ("agent_",),
+}
+"""The settings of each table, by name or by the beginning of a name."""
+
 
 def settings() -> Iterator[str]:
-    yield from ("| key | default | meaning |", "|---|---|---|")
-    for setting in Config().describe():
-        yield f"| `{setting.name}` | {default(setting)} | {setting.doc} |"
+    left = {setting.name: setting for setting in Config().describe()}
+    for group, names in GROUPS.items():
+        yield from (f"### {group}", "", "| key | default | meaning |", "|---|---|---|")
+        for name in names:
+            for each in [each for each in left if each == name or (name.endswith("_") and each.startswith(name))]:
+                setting = left.pop(each)
+                yield f"| `{each}` | {default(setting)} | {setting.doc} |"
+        yield ""
+    if left:
+        raise ValueError(f"GROUPS lacks {', '.join(left)}")
 
 
 def default(setting: Setting) -> str:
@@ -123,11 +148,56 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+# -- measured figures ----------------------------------------------------------------------------------
+
+RESULTS = HERE / "results" / "performance.json"
+FIRST_TOKENS = {
+    "vLLM's prefix cache": "vllm prefix cache",
+    "lmkv, host memory, within the step": "lmkv ram, within the step",
+    "lmkv, host memory, between steps": "lmkv ram, between steps",
+    "lmkv, shared memory": "lmkv shared memory",
+    "lmkv, disk": "lmkv disk",
+    "lmkv, Redis on this machine": "lmkv redis",
+}
+TALKS = {"vLLM alone": "vLLM alone", "vLLM with lmkv": "lmkv, RAM for 1 in 2"}
+"""The names of the cases here, and in the results."""
+
+
+def performance() -> Iterator[str]:
+    found = json.loads(RESULTS.read_text("utf-8"))
+    rows = {row["name"]: row for row in found["rows"]}
+    computed = rows["first token, computed"]["value"]
+    yield from ("| the prompt comes from | first token | faster than computing |", "|---|---|---|")
+    yield f"| computing | {computed:.2f} s | |"
+    for name, case in FIRST_TOKENS.items():
+        if row := rows.get(f"first token, in use: {case}"):
+            yield f"| {name} | {row['value']:.3f} s | {computed / row['value']:.0f} times |"
+    yield from ("", "Conversations, with host memory for half of them:", "")
+    yield from ("![Requests per second in conversations, with lmkv and without](figures/conversations.svg)", "")
+    yield from ("| | requests/s | first token, median | p99 | prompt tokens cached |", "|---|---|---|---|---|")
+    yield from (talk(rows, name, case) for name, case in TALKS.items())
+    within = rows["within the connector"]
+    low, high = within["within"]
+    yield from ("", "## What does lmkv cost if nothing hits?", "")
+    yield "In a server where every prompt is new, lmkv stores and evicts all the time."
+    yield f"Its methods take {within['ratio']:.1%} of vLLM's time ({low:.1%} to {high:.1%})."
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    yield from ("", f"Measured on {found['date'][:10]} by `{found['command']}`, at commit {found['commit']}.")
+    yield f"Machine: {found['machine']}. Versions: {versions}."
+
+
+def talk(rows: Mapping[str, Any], name: str, case: str) -> str:
+    speed, cached = rows[f"throughput: {case}"], rows[f"prompt tokens not computed: {case}"]
+    median, last = (rows[f"time to first token, {each}: {case}"]["value"] for each in ("p50", "p99"))
+    return f"| {name} | {speed['value']:.1f} | {median:.3f} s | {last:.3f} s | {cached['value']:.0f} % |"
+
+
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
-    "command-options.md": options,
+    "commands.md": options,
+    "compatibility.md": fields,
     "configuration.md": settings,
     "moving-from-lmcache.md": moving,
-    "vllm.md": fields,
+    "performance.md": performance,
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from attrs import frozen
 
 ROOT = Path(__file__).parents[1]
-ONLY_ON_THE_SITE = {ROOT / "docs" / "index.md", ROOT / "docs" / "torture.md"}
+ONLY_ON_THE_SITE = {ROOT / "docs" / "index.md", ROOT / "docs" / "development" / "torture.md"}
 _GLOBS = ("*.md", "docs/**/*.md", "packages/*/*.md")
 PAGES = sorted({page for glob in _GLOBS for page in ROOT.glob(glob)} - ONLY_ON_THE_SITE)
 """Pages that are read on GitHub: all but the site's list of pages, and the page that includes another one."""

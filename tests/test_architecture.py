@@ -1,4 +1,4 @@
-"""Who may import whom: docs/concepts keeps the picture, this test keeps to it.
+"""Who may import whom: docs/development/architecture.md keeps the picture, this test keeps to it.
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included: a module knows the
 modules that it needs only for types, too.

@@ -96,7 +96,7 @@ def test_the_backend_of_the_docs_passes_the_suite_and_is_short(tmp_path: Path) -
     [
         ("write-a-backend.md", "use_it.py", ["stored 768", "retrieved 768", "equal True"]),
         ("policies.md", "own_policy.py", ["[b'b']"]),
-        ("tutorial.md", "library.py", ["stored 768", "on disk 768", "prefetched 768 {'disk': 768}", "retrieved 768"]),
+        ("library.md", "library.py", ["stored 768", "on disk 768", "prefetched 768 {'disk': 768}", "retrieved 768"]),
     ],
 )
 def test_the_scripts_of_the_docs_print_what_they_say(
@@ -143,18 +143,30 @@ def test_texts_of_drawings_fit_their_boxes_in_any_font(source: Path) -> None:
             assert min(across) + 3 < middle - half < middle + half < max(across) - 3, text.text
 
 
-def test_the_site_cuts_no_line_of_code() -> None:
+PLOT = runpy.run_path(str(ROOT / "docs" / "plot.py"))
+
+
+@pytest.mark.parametrize("name", PLOT["FIGURED"])
+def test_pictures_are_of_the_latest_results(name: str) -> None:
+    """On failure: python docs/plot.py"""
+    picture = (ROOT / "docs" / "figures" / name).read_text()
+    assert picture == PLOT["drawn"](name)
+    assert "prefers-color-scheme: dark" in picture
+
+
+def test_code_scrolls_on_the_site() -> None:
+    """A broken line would lose its indentation."""
     config = runpy.run_path(str(ROOT / "docs" / "conf.py"))
     sheets = [
         ROOT / "docs" / folder / name for folder in config["html_static_path"] for name in config["html_css_files"]
     ]
     rules = "".join(sheet.read_text() for sheet in sheets)
-    assert re.search(r"\.highlight pre[^{]*\{[^}]*white-space: pre-wrap", rules)
+    assert re.search(r"\.highlight pre[^{]*\{[^}]*white-space: pre; overflow-x: auto", rules)
 
 
 def test_every_exception_is_explained() -> None:
     exceptions = {name for name, found in vars(errors).items() if isinstance(found, type)} - {"LmkvError"}
-    table = (ROOT / "docs" / "errors.md").read_text().partition("## Exceptions")[2].partition("## ")[0]
+    table = (ROOT / "docs" / "library.md").read_text().partition("## Exceptions")[2].partition("## ")[0]
     explained = set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
     assert exceptions == explained
     sources = "".join(path.read_text() for path in Path(lmkv.__file__).parent.rglob("*.py"))
@@ -163,7 +175,7 @@ def test_every_exception_is_explained() -> None:
 
 def test_every_value_that_refuses_by_itself_is_named() -> None:
     """It raises ValueError as attrs does, and no exception of lmkv's."""
-    page = (ROOT / "docs" / "errors.md").read_text()
+    page = (ROOT / "docs" / "library.md").read_text()
     for name in lmkv.__all__:
         doc = getattr(getattr(lmkv, name), "__doc__", None) or ""
         if re.search(r"Raises\n\s+-+\n\s+ValueError", doc):
@@ -179,13 +191,13 @@ def test_every_thread_is_in_the_table() -> None:
     sources = "".join(path.read_text() for path in sorted(Path(lmkv.__file__).parent.rglob("*.py")))
     named = set(NAMED_THREAD.findall(sources))
     assert {"lmkv-io", "lmkv-index", "lmkv-agent", "lmkv-populate", "lmkv-pin"} <= named
-    table = {row.split("`")[1] for row in rows("concurrency.md") if row.startswith("| `lmkv-")}
+    table = {row.split("`")[1] for row in rows("development/concurrency.md") if row.startswith("| `lmkv-")}
     assert {re.sub(r"-[A-Z]+$", "", name) for name in table} == named
 
 
 def test_the_rooms_of_the_page_are_those_of_the_test() -> None:
     """Which of them may import which, and that none is left out."""
-    page = (ROOT / "docs" / "concepts.md").read_text().partition("## Rooms")[2]
+    page = (ROOT / "docs" / "development" / "architecture.md").read_text().partition("## Rooms")[2]
     found = re.findall(r"^\| (`[^|]+`) \|", page, re.MULTILINE)
     named = {name for cell in found for name in re.findall(r"`([\w.]+)`", cell)}
     assert named == set(ALLOWED) - {""}
@@ -194,7 +206,9 @@ def test_the_rooms_of_the_page_are_those_of_the_test() -> None:
 def test_every_request_option_is_explained() -> None:
     source = (Path(lmkv.__file__).parent / "vllm" / "plan" / "options.py").read_text()
     known = set(re.findall(r"\"(lmkv\.\w+)", source))
-    explained = {re.sub(r"\.<name>$", "", row.split("`")[1]) for row in rows("vllm.md") if "`lmkv." in row}
+    explained = {
+        re.sub(r"\.<name>$", "", row.split("`")[1]) for row in rows("request-options.md") if row.startswith("| `lmkv.")
+    }
     assert explained == known
 
 

@@ -88,7 +88,7 @@ NEAREST = {
     "tests/vllm/drafts.py": ("tests/vllm/test_drafts.py", "tests/vllm/test_connector.py"),
     f"{KIT}/trial.py": ("tests/vllm/test_torture.py", "tests/test_engine.py"),
     "examples/standalone.py": ("tests/test_examples.py", "tests/store/test_tiered.py"),
-    "docs/why.md": ("tests/test_docs.py", "tests/store/test_tiered.py"),
+    "docs/development/decisions.md": ("tests/test_docs.py", "tests/store/test_tiered.py"),
 }
 
 

@@ -41,8 +41,7 @@ def block(word: str, language: str = "bash") -> str:
 
 
 def offline_script() -> str:
-    """The README's two blocks, one after the other."""
-    script = block("llm = LLM(", "python") + block("lmkv.report", "python")
+    script = block("llm = LLM(", "python")
     small = (
         'model="small-model", dtype="float32", max_model_len=2048, kv_cache_memory_bytes=32 << 20, enforce_eager=True,'
     )
