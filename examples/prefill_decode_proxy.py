@@ -4,8 +4,8 @@
 
 Each completion goes to a prefill server first, for one token that nobody reads. Its answer says how many tokens of
 the prompt it stores, and the decode server, which is told that number, loads them and computes the rest. When a
-prefill server fails, the decode server computes the prompt. All else goes to a decode server. docs/vllm.md says how
-to start both. Needs aiohttp, which vLLM has installed.
+prefill server fails, the decode server computes the prompt. All else goes to a decode server. docs/prefill-decode.md
+says how to start both. Needs aiohttp, which vLLM has installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Encodes and decodes the files of chunks, in the format that docs/format.md specifies.
+"""Encodes and decodes the files of chunks, in the format that docs/development/format.md specifies.
 
 A chunk file is a header, then the payload from a page boundary on, padded with zeros to whole pages. This module does
 no I/O. Numbers in a file are checked against its real size before they size an allocation: hostile bytes cost a

@@ -1,6 +1,6 @@
 """Compares chunks as numbers: one that a model has just computed with the one that is stored.
 
-The same computation in another batch, or in steps of other sizes, gives slightly other numbers. docs/reliability.md has
+The same computation in another batch, or in steps of other sizes, gives slightly other numbers. docs/audits.md has
 the deviations of honest runs, and the tolerances.
 """
 

@@ -1,6 +1,6 @@
 """Host memory as a tier: which chunk is in which slot, how many refer to it, and which may be evicted.
 
-Entries: absent -> WRITING (reserved) or LOADING (promoted) -> READY -> absent; docs/concurrency.md has the
+Entries: absent -> WRITING (reserved) or LOADING (promoted) -> READY -> absent; docs/development/concurrency.md has the
 table. Nothing here locks, waits, copies or calls back: the store calls it under its own lock.
 """
 

@@ -109,7 +109,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector that offloads KV to host memory and lower tiers, and loads it from there.
 
     Named in vLLM's `--kv-transfer-config` as `"kv_connector": "LMKVConnector"` and made by vLLM: one instance
-    in the scheduler's process, one in each worker. A model that lmkv does not cache (see docs/vllm.md) is
+    in the scheduler's process, one in each worker. A model that lmkv does not cache (see docs/compatibility.md) is
     served without it, with one warning.
 
     Parameters

@@ -143,7 +143,7 @@ def field(offset: int, form: str, value: int) -> Callable[[bytes], bytes]:
 
 
 def resealed(blob: bytes) -> bytes:
-    """With all checksums made right again, as docs/format.md says: they have no key."""
+    """With all checksums made right again, as docs/development/format.md says: they have no key."""
     (header_bytes,) = struct.unpack_from("<I", blob, 12)
     (segment,) = struct.unpack_from("<I", blob, 24)
     payload = blob[header_bytes:]

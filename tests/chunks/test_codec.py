@@ -63,7 +63,7 @@ def test_a_header_comes_back_as_it_was(chunk: Chunk, segment_bytes: int) -> None
 
 
 def test_golden_bytes() -> None:
-    """Each field at the offset that docs/format.md gives it; whoever changes this needs a new version."""
+    """Each field at the offset that docs/development/format.md gives it; whoever changes this needs a new version."""
     data = bytes(packed(SMALL))
     assert data[:8] == b"LMKV\r\n\x1a\n"
     assert struct.unpack_from("<HHIQIII", data, 8) == (1, 1, 4096, 10240, 4096, 3, 8)

@@ -25,7 +25,7 @@ from tests.store.shared_store import CHUNK, KEYS, THREADS, get, open_store, payl
 COST = CHUNK + 4096
 CAPACITY = 40 * COST
 BOUND = CAPACITY + 3 * (THREADS + 1) * COST
-"""Bytes that three processes may take: see docs/concurrency.md."""
+"""Bytes that three processes may take: see docs/development/concurrency.md."""
 COUNT = 4096
 """Bytes of the file with the count."""
 

@@ -50,7 +50,7 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 
 @define(eq=False, repr=False)
 class LocalDiskBackend:
-    """Chunks as files below `path`, in a folder of their namespace, as docs/format.md specifies.
+    """Chunks as files below `path`, in a folder of their namespace, as docs/development/format.md specifies.
 
     Parameters
     ----------

@@ -41,7 +41,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> LocalDiskBackend:
 
 
 def place_of(backend: LocalDiskBackend) -> Path:
-    """Where the chunk's file lies, spelled out from docs/format.md."""
+    """Where the chunk's file lies, spelled out from docs/development/format.md."""
     place: Path = Path(backend.path) / NAMESPACE.hex() / KEY[:1].hex() / f"{KEY.hex()}.kv1"
     place.parent.mkdir(parents=True, exist_ok=True)
     return place
