@@ -11,7 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "performance.json"
 FIGURES = HERE / "figures"
-WIDTH, LEFT, RIGHT, TOP, ROW, BAR = 760, 190, 100, 54, 34, 20
+WIDTH, LEFT, TOP, ROW, BAR, LETTER = 560, 172, 52, 30, 18, 7.4
 STYLE = """
 svg { font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; font-size: 14px; }
 text { fill: #1f2933; } .note { fill: #52606d; font-size: 12px; } .title { font-weight: 600; font-size: 16px; }
@@ -35,7 +35,7 @@ def seconds(value: float) -> str:
 
 
 FIRST_TOKENS = {
-    "vLLM's own prefix cache": "vllm prefix cache",
+    "vLLM's prefix cache": "vllm prefix cache",
     "lmkv, host memory": "lmkv ram, within the step",
     "lmkv, shared memory": "lmkv shared memory",
     "lmkv, disk": "lmkv disk",
@@ -70,7 +70,7 @@ FIGURED: dict[str, tuple[str, str, Callable[[Mapping[str, float]], Iterator[Bar]
     ),
     "conversations.svg": (
         "Requests per second in conversations",
-        "host memory for half of the conversations, small model, 2 CPU cores; longer is better",
+        "host memory for half of the conversations; longer is better",
         conversations,
     ),
 }
@@ -80,15 +80,18 @@ def drawn(name: str) -> str:
     """The picture `name` as it must be."""
     title, note, bars_of = FIGURED[name]
     bars = list(bars_of(measured()))
-    height, longest = TOP + ROW * len(bars) + 6, max(length for _, length, _, _ in bars)
+    height = TOP + ROW * len(bars) + 4
+    # Each bar leaves room for the words behind it.
+    scale = min((WIDTH - LEFT - 12 - LETTER * len(words)) / length for _, length, words, _ in bars)
+    size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{title}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">',
         f"<style>{STYLE}</style>",
         f'<text class="title" x="0" y="18">{title}</text>',
         f'<text class="note" x="0" y="38">{note}</text>',
     ]
     for number, (label, length, words, ours) in enumerate(bars):
-        top, width = TOP + ROW * number, max(2.0, (WIDTH - LEFT - RIGHT) * length / longest)
+        top, width = TOP + ROW * number, max(2.0, scale * length)
         middle = top + BAR - 5
         kind = "lmkv" if ours else "other"
         lines += [
