@@ -17,6 +17,7 @@ import yaml
 from lmkv.config import Config
 from lmkv.vllm.scheduler.telemetry import METRICS, Metric
 from tests.pages import BLOCKS, ROOT
+from tests.servers import missing
 
 DEPLOY = ROOT / "docs" / "deploy"
 ALERTS = DEPLOY / "alerts.yml"
@@ -104,11 +105,38 @@ def test_the_page_explains_every_alert() -> None:
     assert re.findall(r"^\| `(Lmkv\w+)` \|", page, re.MULTILINE) == [rule["alert"] for rule in RULES]
 
 
-def test_prometheus_takes_the_rules() -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("no promtool")
-    subprocess.run([promtool, "check", "rules", str(ALERTS)], check=True)
+LABELS = 'instance="a",engine="0",model_name="m"'
+SERIES = {
+    f'lmkv_tier_breaker{{{LABELS},tier="disk",operation="read"}}': "1x120",
+    f'lmkv_missed_tokens_total{{{LABELS},reason="evicted"}}': "0+30x120",
+    f'lmkv_missed_tokens_total{{{LABELS},reason="not_stored"}}': "0+20x120",
+    f"lmkv_lookup_tokens_total{{{LABELS}}}": "0+100x120",
+    f'lmkv_hit_tokens_total{{{LABELS},tier="cpu"}}': "0+50x120",
+}
+FIRE = {"LmkvTierUnavailable": {"tier": "disk", "operation": "read"}, "LmkvEvictedTooEarly": {}}
+
+
+def test_prometheus_fires_the_alerts(tmp_path: Path) -> None:
+    """And computes the first query of the page, and takes the others."""
+    promtool = shutil.which("promtool") or missing("promtool", "apt install prometheus")
+    by_name = {rule["alert"]: rule for rule in RULES}
+    fired = []
+    for name, labels in FIRE.items():
+        summary = by_name[name]["annotations"]["summary"]
+        for label, value in {"instance": "a", **labels}.items():
+            summary = summary.replace(f"{{{{ $labels.{label} }}}}", value)
+        known = {"severity": by_name[name]["labels"]["severity"], "instance": "a", **labels}
+        alert = {"exp_labels": known, "exp_annotations": {"summary": summary}}
+        fired.append({"eval_time": "110m", "alertname": name, "exp_alerts": [alert]})
+    query = {"expr": re.sub("#.*", "", QUERIES[0]).strip(), "eval_time": "100m"}
+    query["exp_samples"] = [{"labels": '{tier="cpu"}', "value": 0.5}]
+    series = [{"series": name, "values": values} for name, values in SERIES.items()]
+    test = {"interval": "1m", "input_series": series, "alert_rule_test": fired, "promql_expr_test": [query]}
+    rules = [{"record": f"page:query{number}", "expr": each} for number, each in enumerate(QUERIES)]
+    (tmp_path / "queries.yml").write_text(yaml.safe_dump({"groups": [{"name": "page", "rules": rules}]}))
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "tests": [test]}))
+    subprocess.run([promtool, "check", "rules", str(ALERTS), tmp_path / "queries.yml"], check=True)
+    subprocess.run([promtool, "test", "rules", tmp_path / "test.yml"], check=True)
 
 
 # -- manifests -----------------------------------------------------------------------------------------

@@ -229,3 +229,24 @@ def test_every_row_of_the_documents_names_a_test_or_is_open() -> None:
     assert [int(number) for _, number, *_ in items] == list(range(1, 50))
     unproved = [row for row in items if "tests/" not in row[4]]
     assert unproved == [row for row in items if re.search(r"\bopen\b", row[3])]
+
+
+# -- log lines -----------------------------------------------------------------------------------------
+
+
+def words(text: str) -> str:
+    """A text without the values in it: placeholders, numbers, quotes."""
+    text = re.sub(r"\{[^{}]*\}|%[\d.]*[sdrf]|<[^<>]*>|\d[\d.]*", " ", text)
+    return " ".join(re.sub(r"['\"`]", "", text).split())
+
+
+def test_log_lines_that_pages_quote_are_those_of_the_code() -> None:
+    sources = "".join(path.read_text() for path in sorted(Path(lmkv.__file__).parent.rglob("*.py")))
+    joined = words(re.sub(r"\"\s*\n\s*f?\"", "", sources))
+    page = (ROOT / "docs" / "troubleshoot.md").read_text().partition("## Failures in the log")[2]
+    quoted = [code for row in page.splitlines() if row.startswith("| `") for code in row.split("|")[1].split("`")[1::2]]
+    # An error of a backend is made of its name, what it did and the chunk.
+    composed = re.compile(r"backend '\w+': (read|write) of chunk \.\.\. failed")
+    parts = [words(part) for line in quoted if not composed.fullmatch(line) for part in line.split("...")]
+    assert len(quoted) >= 12
+    assert [part for part in parts if len(part) > 8 and part not in joined] == []
