@@ -94,7 +94,7 @@ def moving() -> Iterator[str]:
         "vLLM's own offloading": commands()["offloading"],
     }
     for title, entries in sources.items():
-        yield from (f"### {title}", "", "| there | here | |", "|---|---|---|", *mapped(entries))
+        yield from (f"### {title}", "", "| there | here | note |", "|---|---|---|", *mapped(entries))
         for kind, here in {"joined": "`remote_url`", "refused": "refused", "without_effect": "without effect"}.items():
             yield from by_reason(entries, kind, here)
         yield ""
@@ -141,7 +141,8 @@ def command(name: str, found: Any, parent: Any) -> Iterator[str]:
         yield from (f"## {name}", "", f"    {name} {usage}".rstrip(), "", found.help or "", "")
         rows = [row for parameter in found.params if (row := parameter.get_help_record(context))]
         if rows:
-            yield from ("| | |", "|---|---|", *(f"| `{cell(left)}` | {cell(right)} |" for left, right in rows), "")
+            yield from ("| option | meaning |", "|---|---|")
+            yield from (*(f"| `{cell(left)}` | {cell(right)} |" for left, right in rows), "")
 
 
 def cell(text: str) -> str:
