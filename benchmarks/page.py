@@ -16,21 +16,21 @@ from collections.abc import Iterator
 from benchmarks import talk, ttft
 from benchmarks.rounds import Row, arguments, finish
 
-FIRST_TOKENS = ["--rounds", "9"]
-CONVERSATIONS = ["--users", "16", "--over", "2", "--rounds", "5"]
-WITHIN = ["--within", "--rounds", "20"]
+CONVERSATIONS = ["--users", "16", "--over", "2"]
+ROUNDS, FEW = (9, 5, 20), (3, 2, 5)
+"""Of first tokens, conversations, and the time within lmkv."""
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
-    quick = ["--quick"] if options.quick else []
+    first, talks, within = (["--rounds", str(number)] for number in (FEW if options.quick else ROUNDS))
     redis = ["--redis", options.redis] if options.redis else []
-    yield from ttft.rows(*ttft.parsed([*FIRST_TOKENS, *redis, *quick]))
-    yield from talk.measured(talk.parsed([*CONVERSATIONS, *quick]))
-    yield from talk.measured(talk.parsed([*WITHIN, *quick]))
+    yield from ttft.rows(*ttft.parsed([*first, *redis]))
+    yield from talk.measured(talk.parsed([*CONVERSATIONS, *talks]))
+    yield from talk.measured(talk.parsed(["--within", *within]))
 
 
 def main() -> int:
-    parser = arguments(__doc__, quick="three rounds of first tokens, one of the others")
+    parser = arguments(__doc__, quick="a third of the rounds")
     parser.add_argument("--redis", metavar="URL", help="a Redis on loopback, whose database is used")
     options = parser.parse_args()
     return finish(rows(options), options)
