@@ -126,9 +126,12 @@ def by_reason(entries: Mapping[str, KnownSetting], kind: str, here: str) -> Iter
 def options() -> Iterator[str]:
     import typer
 
-    from lmkv.cli.app import app
+    from lmkv.cli.app import COMMANDS, app
 
-    yield from command("lmkv", typer.main.get_command(app), None)
+    found: Any = typer.main.get_command(app)
+    for name in COMMANDS:
+        found.load(name)
+    yield from command("lmkv", found, None)
 
 
 def command(name: str, found: Any, parent: Any) -> Iterator[str]:
