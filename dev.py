@@ -420,6 +420,7 @@ NIGHTLY: dict[str, Callable[[], int]] = {
     "identities": marked("identities"),
     "search": marked("search"),
     "fleet": marked("fleet"),
+    "moving": marked("moving"),
     "ray": marked("ray"),
     "remotes": marked("remotes"),
     "v2": lambda: pytest(
