@@ -7,6 +7,7 @@ modules that it needs only for types, too.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import os
 import subprocess
@@ -15,6 +16,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from graphlib import TopologicalSorter
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -79,13 +81,59 @@ BUDGET = {
     "engine": 459,
     "": 62,
     "agent": 1290,
-    "vllm": 2227,
+    "vllm": 2232,
     "vllm.plan": 831,
     "vllm.scheduler": 2543,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
-WHOLE = 19698
+AIM = {
+    "errors": 60,
+    "protocols": 150,
+    "plugins": 30,
+    "build": 100,
+    "": 50,
+    "chunks": 500,
+    "policies": 830,
+    "simulation": 400,
+    "config": 560,
+    "memory": 1090,
+    "store": 2080,
+    "engine": 440,
+    "agent": 690,
+    "backends": 300,
+    "backends.disk": 930,
+    "backends.remote": 1280,
+    "vllm": 1560,
+    "vllm.plan": 560,
+    "vllm.scheduler": 1900,
+    "medium": 55,
+}
+"""Lines that a design of all rooms at once gave each of them, before what `BEYOND` names was asked for."""
+
+BEYOND = {
+    "errors": "texts from outside are cut and shown without secrets",
+    "build": "one function opens a remote store for the engine and for doctor",
+    "": "names are imported at their first use",
+    "chunks": "values of another encoding in stores, salts of authenticated files",
+    "plugins": "entry points, or a place in a module",
+    "policies": "hints have owners and ends, quotas divide what tails and states take",
+    "simulation": "traces are read within bounds of bytes and time",
+    "config": "files, flags and variables of LMCache in both modes, and of vLLM's own offloading",
+    "memory": "loads are read back and compared, on the device",
+    "store": "wishes with owners, a breaker for each kind of call, calls that an interrupt cuts short",
+    "engine": "options of each request are checked",
+    "agent": "a private socket, bounds for callers and for other engines, a page that documents itself",
+    "backends": "a file backend over aiofiles as the example",
+    "backends.disk": "folders that others may write to, forks, media that change",
+    "backends.remote": "clients in their own processes, sentinels, clusters, bounds of every answer",
+    "vllm": "identity of weights, adapters and code; three minor versions of vLLM",
+    "vllm.plan": "identities of images and adapters, every mark by which vLLM says that a model is not cached",
+    "vllm.scheduler": "audited loads, changes of weights, reasons of misses, estimates for other sizes",
+}
+"""Why a room has more lines than its aim."""
+
+WHOLE = 19703
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
@@ -312,14 +360,28 @@ def test_code_lines_are_counted() -> None:
     assert code_lines(source) == 5
 
 
-def test_rooms_keep_to_their_budgets() -> None:
+@functools.cache
+def lines_of_rooms() -> Counter[str]:
+    """Of the rooms that run beside the model."""
     found = Counter[str]()
     for name, path in MODULES.items():
-        found[room_of(name)] += code_lines(path.read_text())
-    beside = {room: lines for room, lines in found.items() if room.split(".")[0] not in {"cli", "testing"}}
-    assert set(beside) == set(BUDGET)
-    assert {room: lines for room, lines in beside.items() if lines > BUDGET[room]} == {}
-    assert sum(beside.values()) < WHOLE
+        if room_of(name).split(".")[0] not in {"cli", "testing"}:
+            found[room_of(name)] += code_lines(path.read_text())
+    return found
+
+
+def test_rooms_keep_to_their_budgets() -> None:
+    found = lines_of_rooms()
+    assert set(found) == set(BUDGET) == set(AIM)
+    assert {room: lines for room, lines in found.items() if lines > BUDGET[room]} == {}
+    assert found.total() < WHOLE
+
+
+def test_a_room_beyond_its_aim_has_a_reason() -> None:
+    far = {room: lines - AIM[room] for room, lines in lines_of_rooms().items() if lines > AIM[room]}
+    for room, lines in sorted(far.items(), key=itemgetter(1), reverse=True):
+        print(f"{lines:5} lines beyond the aim: {room or 'lmkv'}: {BEYOND.get(room)}")
+    assert set(far) == set(BEYOND)
 
 
 PAGE = 350
