@@ -24,6 +24,7 @@ from lmkv.backends.remote.base import RemoteBackend, RemoteOptions, ValueCodec
 from lmkv.backends.remote.infinistore import InfiniStoreBackend
 from lmkv.backends.remote.objects import ObjectStoreBackend
 from lmkv.backends.remote.redis import RedisBackend
+from lmkv.backends.remote.subprocess_backend import START_LIMIT, SubprocessBackend
 from lmkv.chunks.codec import ChunkFormat
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError
 from lmkv.protocols import HIT, Chunk, Listed, ReadStatus, WriteStatus
@@ -49,13 +50,15 @@ def every_call(backend: RemoteBackend, chunk: Chunk | None = None) -> Iterator[t
         "delete": lambda: backend.delete([chunk.key]),
         "list": lambda: list(itertools.islice(backend.list_keys(), 100)) if hasattr(backend, "list_keys") else [],
     }
+    # On a busy machine the process of a client takes its time to start.
+    limit = GIVEN_UP + START_LIMIT * isinstance(backend, SubprocessBackend)
     for name, call in calls.items():
         started = time.monotonic()
         try:
             outcome = call()
         except BackendError as error:
             outcome = error
-        assert time.monotonic() - started < GIVEN_UP, f"{name} took too long"
+        assert time.monotonic() - started < limit, f"{name} took too long"
         assert len(str(outcome)) < 3000
         if outcome is HIT:
             assert into == chunk.payload
