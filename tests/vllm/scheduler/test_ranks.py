@@ -56,7 +56,7 @@ def test_a_stage_cannot_know_the_kv_of_the_others_where_layers_differ() -> None:
     ("specs", "draft", "reason"),
     [
         ([latent, lambda: window(replayed=False)], None, "several block tables"),
-        ([latent], "eagle", "a draft model beside pipeline parallel ranks"),
+        ([latent], "eagle", "a draft model with pipeline parallel ranks"),
     ],
 )
 def test_stages_of_which_the_layers_are_not_known_are_refused(
