@@ -63,9 +63,11 @@ class Commands(TyperGroup):
         command = get_command(found)
         self.add_command(command, name)
         for each in (command, *getattr(command, "commands", {}).values()):
-            for flag in (option for option in each.params if getattr(option, "is_flag", False)):
-                # A flag takes no value.
-                flag.metavar = ""
+            helps: Any = each.get_help_option(typer.Context(each))
+            for option in (*each.params, helps):
+                if getattr(option, "is_flag", False):
+                    # It takes no value.
+                    option.metavar = ""
 
 
 app = typer.Typer(

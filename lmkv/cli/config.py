@@ -138,15 +138,15 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     if own := set(content) & (own_keys() - set(lmcache.table())) if migrate else ():
         raise ConfigError(f"file {file}: is lmkv's already: LMCache has no {', '.join(sorted(own))}")
     # The content is passed on, because a pipe can be read only once.
-    if migrate or is_lmcache(content):
+    if migrate or is_lmcache(content, likely=ranks is not None or "lmc" in file.name.lower()):
         return Answer.to(env={lmcache.ENV_FILE: str(file)}, read=lambda _: content, ranks=ranks), None
     return Answer.to(file=file, env={}, read=lambda _: content), None
 
 
-def is_lmcache(content: Content) -> bool:
-    """Whether a file's content is LMCache's. A file of settings that both have counts as lmkv's."""
+def is_lmcache(content: Content, *, likely: bool) -> bool:
+    """Whether a file's content is LMCache's. `likely`: so is a file that has settings of both alone."""
     keys, ours, theirs = set(content), own_keys(), {*lmcache.table(), "extra_config"}
-    return bool(keys & (theirs - ours)) and not keys & (ours - theirs)
+    return bool(keys & (theirs - ours) or (likely and keys & theirs)) and not keys & (ours - theirs)
 
 
 def own_keys() -> set[str]:

@@ -144,8 +144,10 @@ def least_recently_used(found: list[Content], before: float, max_bytes: float) -
 _SHOWN_DIGITS = 12
 
 _FOLDER = "The folder that local_disk names."
-Below = Annotated[Path, typer.Argument(exists=True, file_okay=False, help=_FOLDER)]
-Which = Annotated[str, typer.Option("--namespace", help="Only namespaces that begin with these hexadecimal digits.")]
+Below = Annotated[Path, typer.Argument(exists=True, file_okay=False, metavar="FOLDER", help=_FOLDER)]
+Which = Annotated[
+    str, typer.Option("--namespace", metavar="DIGITS", help="Only namespaces that begin with these hexadecimal digits.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, no table.")]
 
 
@@ -169,8 +171,10 @@ def inspect(
 
 def prune(
     path: Below,
-    older_than: Annotated[str, typer.Option(help="Chunks that were not used for this time: 30m, 12h, 7d, 2w.")] = "",
-    max_size: Annotated[float | None, typer.Option(min=0, help="GiB to leave at most.")] = None,
+    older_than: Annotated[
+        str, typer.Option(metavar="TIME", help="Chunks that were not used for this time: 30m, 12h, 7d, 2w.")
+    ] = "",
+    max_size: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="GiB to leave at most.")] = None,
     namespace: Which = "",
     as_json: AsJson = False,
 ) -> None:
@@ -183,7 +187,7 @@ def prune(
 
 
 def clear(
-    path: Annotated[Path | None, typer.Argument(exists=True, file_okay=False, help=_FOLDER)] = None,
+    path: Annotated[Path | None, typer.Argument(exists=True, file_okay=False, metavar="FOLDER", help=_FOLDER)] = None,
     namespace: Which = "",
     url: Annotated[str, typer.Option(help="A running server's agent API: unix:/path, HOST:PORT or URL.")] = "",
     text: Annotated[str, typer.Option(help="With --url: only this prompt's chunks; - reads standard input.")] = "",

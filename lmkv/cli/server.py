@@ -28,15 +28,22 @@ _MOST = 2048
 """Items of a list to look at: more than there are engines, samples or requests."""
 
 Url = Annotated[
-    str, typer.Option(help=f"The server's agent API: unix:/path, HOST:PORT or URL; else agent_listen, else {DEFAULT}.")
+    str,
+    typer.Option(
+        metavar="ADDRESS",
+        help=f"The server's agent API: unix:/path, HOST:PORT or URL; else agent_listen, else {DEFAULT}.",
+    ),
 ]
 TokenFile = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="The token is its first line; else agent_token.")
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, metavar="FILE", help="The token is its first line; else agent_token."),
 ]
-TokenIds = Annotated[str, typer.Option(help="The prompt as token ids, 1,2,3, instead of a text.")]
-Salt = Annotated[str | None, typer.Option(help="cache_salt of the prompt's requests.")]
+TokenIds = Annotated[str, typer.Option(metavar="IDS", help="The prompt as token ids, 1,2,3, instead of a text.")]
+Salt = Annotated[str | None, typer.Option(metavar="SALT", help="cache_salt of the prompt's requests.")]
 Tags = Annotated[list[str] | None, typer.Option("--tag", metavar="NAME=VALUE", help="A tag of the prompt's requests.")]
-Number = Annotated[int | None, typer.Option("--engine", min=0, help="One of the server's engines; else all.")]
+Number = Annotated[
+    int | None, typer.Option("--engine", min=0, metavar="N", help="One of the server's engines; else all.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="The server's answer, as one JSON object.")]
 
 Prompt = str | list[int]

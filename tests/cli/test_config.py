@@ -111,11 +111,24 @@ class TestCheck:
         assert "'bar' is unknown" in done.stdout
 
     def test_a_file_of_lmkv(self, file: Path) -> None:
-        for text in ("pin_ttl: 60\nchunk_size: 64\n", "chunk_size: 64\nlocal_cpu: true\n", ""):
+        for text in ("pin_ttl: 60\nchunk_size: 64\n", "chunk_size: 64\ndisk_io_threads: 2\n", ""):
             file.write_text(text)
             # The environment does not matter.
             done = run("check", file, LMKV_CHUNK_SIZE="abc", LMCACHE_REMOTE_SERDE="cachegen")
             assert (done.exit_code, "lmkv's settings" in done.stdout) == (0, True)
+
+    def test_a_file_of_settings_that_both_have_is_lmcaches_where_it_probably_is(self, tmp_path: Path) -> None:
+        for name, options, whose in (
+            ("kv.yaml", [], "lmkv's settings"),
+            ("kv.yaml", ["--tensor-parallel-size", "2"], "LMCache's settings"),
+            ("lmc_cpu.yaml", [], "LMCache's settings"),
+        ):
+            (tmp_path / name).write_text("chunk_size: 256\nlocal_cpu: true\nmax_local_cpu_size: 5\n")
+            done = run("check", tmp_path / name, *options)
+            assert (done.exit_code, whose in done.stdout) == (0, True)
+            assert ("rank" in done.stdout) is (whose == "LMCache's settings")
+        (tmp_path / "lmc_own.yaml").write_text("chunk_size: 256\npin_ttl: 60\n")
+        assert "lmkv's settings" in run("check", tmp_path / "lmc_own.yaml").stdout
 
     def test_what_is_wrong_is_said_and_exit_code_2(self, file: Path) -> None:
         wrong = {
