@@ -57,7 +57,7 @@ def test_from_disk_after_a_kill(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tokens", [1500, pytest.param(8000, marks=pytest.mark.nightly("fleet"))])
 def test_from_a_server_that_another_engine_has_filled(tmp_path: Path, tokens: int) -> None:
     with redis_server("valkey", tmp_path) as server:
-        shown = last_line(demo("--json", "--tier", "valkey", "--url", server.url, "--tokens", str(tokens)))
+        shown = last_line(demo("--json", "--tier", "remote", "--url", server.url, "--tokens", str(tokens)))
     assert (shown["prompt_tokens"], shown["hit_tokens"], shown["outputs_equal"]) == (tokens, tokens - 1, True)
     assert shown["hit_tier"] == "redis"
     assert shown["remote_ttft_s"] > 0
@@ -88,7 +88,7 @@ STORES = {"s3": s3_url, "mooncake": mooncake_url, "infinistore": infinistore_url
 @pytest.mark.parametrize("tier", STORES)
 def test_from_each_other_store(tmp_path: Path, tier: str) -> None:
     with STORES[tier](tmp_path) as url:
-        shown = last_line(demo("--json", "--tier", tier, "--url", url))
+        shown = last_line(demo("--json", "--tier", "remote", "--url", url))
     assert (shown["prompt_tokens"], shown["hit_tokens"], shown["outputs_equal"]) == (1500, 1499, True)
     assert shown["hit_tier"] == {"s3": "objects"}.get(tier, tier)
 
