@@ -8,6 +8,9 @@ from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC, EPIPE
 
 from lmkv.errors import how_to_install
 
+_CORE = frozenset({"torch", "numpy", "cachetools", "aiofiles"})
+"""What lmkv depends on, and commands that speak to a server do not need."""
+
 
 def main() -> None:
     """Run the `lmkv` command, or name the extra to install when its dependencies are missing."""
@@ -23,6 +26,10 @@ def main() -> None:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        if error.name not in _CORE:
+            raise
+        sys.exit(f"this command needs {error.name}, which was left out here: install lmkv with its dependencies")
     except OSError as error:
         if error.filename is not None or error.errno not in {ENOSPC, EDQUOT, EFBIG, EIO, EPIPE, EBADF}:
             raise

@@ -77,6 +77,14 @@ def test_what_speaks_to_a_server_needs_no_torch(name: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [("doctor",), ("bench",), ("inspect", ".")])
+def test_what_needs_an_engines_packages_says_so(words: tuple[str, ...]) -> None:
+    done = without("torch,numpy", *words)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith(", which was left out here: install lmkv with its dependencies\n")
+    assert done.stderr.startswith("this command needs ")
+
+
 def test_help_is_grouped_and_has_examples() -> None:
     shown = CliRunner().invoke(app, ["--help"]).stdout
     for text in ("Try", "Configure", "Folders of chunks", "Running servers", "Examples:", "lmkv top --url 127.0.0.1"):
