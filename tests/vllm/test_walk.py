@@ -56,7 +56,7 @@ class Walk:
         self.disk = home / ".cache" / "lmkv"
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         # As on a small machine, where nothing is late.
-        sizes = {"LMKV_MAX_LOCAL_CPU_SIZE": "0.25", "LMKV_DISK_MIN_FREE": "0", "LMKV_PREFETCH_DEADLINE": "60"}
+        sizes = {"LMKV_MAX_LOCAL_CPU_SIZE": "0.25", "LMKV_PREFETCH_DEADLINE": "60"}
         self.environment = {"HOME": str(home), "PATH": path, "COLUMNS": "80", **sizes}
 
     def shell(self, script: str, **more: str) -> str:
@@ -101,7 +101,8 @@ def test_what_the_readme_tells_a_new_user(tmp_path: Path) -> None:
     assert "Nothing is wrong." in printed
     assert "small-model: 4 layers" in printed
 
-    started = PastedServer(tmp_path / "small-model", tmp_path / "server.log", {}, **walk.environment)
+    room = {"LMKV_DISK_MIN_FREE": "0"}
+    started = PastedServer(tmp_path / "small-model", tmp_path / "server.log", {}, **walk.environment, **room)
     with serving_together(started) as (server,):
         assert server.complete(BEGINNING)["hit_tokens"] == 0
         eventually(lambda: walk.files() == 1, "the prompt on disk")
