@@ -51,9 +51,12 @@ def finish(rows: Iterable[Row], options: argparse.Namespace) -> int:
 
 
 def where() -> dict[str, object]:
-    """The command, the commit, and what `measured_on` says."""
-    spec = sys.modules["__main__"].__spec__
-    command = ["python -m", spec.name.removesuffix(".__main__") if spec else sys.argv[0], *sys.argv[1:]]
+    """The command without the file that it writes, the commit, and what `measured_on` says."""
+    spec, given = sys.modules["__main__"].__spec__, list(sys.argv[1:])
+    if "--write" in given:
+        at = given.index("--write")
+        del given[at : at + 2]
+    command = ["python -m", spec.name.removesuffix(".__main__") if spec else sys.argv[0], *given]
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {"command": " ".join(command), "commit": commit, **measured_on()}

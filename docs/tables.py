@@ -186,8 +186,7 @@ def performance() -> Iterator[str]:
     yield "In a server where every prompt is new, lmkv stores and evicts all the time."
     yield f"Its methods take {within['ratio']:.1%} of vLLM's time ({low:.1%} to {high:.1%})."
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    command = found["command"].partition(" --write")[0]
-    yield from ("", f"Measured on {found['date'][:10]} by `{command}`, at commit {found['commit']}.")
+    yield from ("", f"Measured on {found['date'][:10]} by `{found['command']}`, at commit {found['commit']}.")
     yield f"Machine: {found['machine']}. Versions: {versions}."
 
 
