@@ -39,6 +39,9 @@ LIMIT = 60.0
 NEVER = 1e6
 """More seconds than any test takes."""
 
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Where temporary folders are in memory, if anywhere."""
+
 
 def eventually(
     true: Callable[[], bool], what: str = "", limit: float = LIMIT, seen: Callable[[], object] | None = None

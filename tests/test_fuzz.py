@@ -20,7 +20,7 @@ from hypothesis import event, given, settings, strategies as st
 from lmkv import Config, Engine
 from lmkv.config import lmcache
 from lmkv.errors import ConfigError, UsageError
-from tests.kit import LIMIT
+from tests.kit import LIMIT, MEMORY
 
 CANARY = 0xA5
 BLOCK, PAGES = 4, 2
@@ -212,7 +212,7 @@ def test_any_calls_over_any_tensors(
 ) -> None:
     """Engines one after the other over one folder: of the same layout, or of another."""
     kept: dict[tuple[object, ...], dict[Any, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="lmkv-fuzz-", dir=_memory()) as folder:
+    with tempfile.TemporaryDirectory(prefix="lmkv-fuzz-", dir=MEMORY) as folder:
         for other, actions in sessions:
             model = other(first)
             # The blocks' places differ between engines, the meaning of a chunk does not depend on them.
@@ -224,10 +224,6 @@ def test_any_calls_over_any_tensors(
                         with documented():
                             getattr(machine, verb)(*arguments)
                     assert machine.engine.drain(LIMIT)
-
-
-def _memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 # -- configuration -------------------------------------------------------------------------------------
@@ -293,7 +289,7 @@ def test_any_extra_configuration(extra: dict[Any, object]) -> None:
     )
 )
 def test_any_file(content: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=_memory()) as file:
+    with tempfile.NamedTemporaryFile(dir=MEMORY) as file:
         file.write(content)
         file.flush()
         loads_or_refuses(lambda: Config.load(env={}, file=file.name))

@@ -9,7 +9,7 @@ import mmap
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from lmkv.errors import BackendUnavailable, CorruptChunkError, NoSpaceError
 from lmkv.medium import NAME as MARK
 from lmkv.protocols import Chunk, Read, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import chunk_of, listed, new_key, read_back, statuses
+from tests.backends.disk.test_any_bytes import failing
 from tests.kit import mounted_tmpfs, raised
 
 NAMESPACE = bytes(range(32))
-PAYLOAD = os.urandom(5000)
 STORED, FAILED = WriteStatus.STORED, WriteStatus.FAILED
 
 
@@ -52,50 +52,16 @@ def files_of(backend: LocalDiskBackend) -> list[Path]:
     return sorted(path for path in Path(backend.path).rglob("*") if not path.is_dir() and path.name != MARK)
 
 
-def try_read(backend: LocalDiskBackend, key: bytes, nbytes: int = len(PAYLOAD)) -> tuple[Read, memoryview]:
+def try_read(backend: LocalDiskBackend, key: bytes, nbytes: int = 5000) -> tuple[Read, memoryview]:
     buffer = memoryview(bytearray(nbytes))
     return backend.read(key, buffer), buffer
 
 
-class Specimen:
-    """One stored chunk whose file can be broken and made whole again.
-
-    `places`: where it is broken. Every byte if `thorough`: the ways to read differ in what they read at once,
-    not in how they check it, so that for the others every 31st will do, and those around the edges.
-    """
-
-    def __init__(self, folder: Path, direct: Any, *, thorough: bool = False) -> None:
-        self.backend = LocalDiskBackend(folder, NAMESPACE, direct=direct, segment_bytes=4096)
-        self.key = new_key()
-        self.backend.write(Chunk(self.key, memoryview(PAYLOAD), new_key(), bytes(400)))
-        (self.path,) = files_of(self.backend)
-        self.good = self.path.read_bytes()
-        self.payload_end = 4096 + len(PAYLOAD)
-        edges = [0, 4096, 8192, self.payload_end, len(self.good)]
-        around = {edge + off for edge in edges for off in range(-3, 3)}
-        everywhere = range(len(self.good))
-        self.places = [at for at in everywhere if thorough or at % 31 == 0 or at in around]
-
-    def check(self, data: bytes, *, must_fail: bool) -> None:
-        """Put `data` in the file's place: it is served right, or refused as corrupt and set aside."""
-        self.path.write_bytes(data)
-        read, buffer = try_read(self.backend, self.key)
-        if read.status is ReadStatus.HIT:
-            assert buffer == PAYLOAD
-            assert not must_fail
-        else:
-            assert read.status is ReadStatus.FAILED
-            assert isinstance(read.error, CorruptChunkError)
-            assert not self.path.exists()
-
-
 @pytest.fixture(params=["off", "auto", "pieces"])
-def specimen(request: pytest.FixtureRequest, tmp_path: Path, memory_path: Path) -> Specimen:
-    if request.param == "off":
-        return Specimen(memory_path, "off", thorough=True)
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> LocalDiskBackend:
     if request.param == "pieces":
         request.getfixturevalue("in_pieces")
-    return Specimen(tmp_path, "auto" if request.param == "auto" else "off")
+    return LocalDiskBackend(tmp_path, NAMESPACE, direct="auto" if request.param == "auto" else "off")
 
 
 @pytest.fixture
@@ -129,60 +95,6 @@ def test_large_pieces_are_read_right_or_not_at_all(
         assert buffer[-HUGE:] == bytes(HUGE), "a piece is verified before it is copied"
 
 
-# -- bytes that are not what they were ---------------------------------------------------------------------
-
-
-def damages(good: bytes, places: list[int], payload_end: int) -> Iterator[tuple[bytes, bool]]:
-    """What may lie in the file's place, and whether it must fail: only padding may be another and be served."""
-    for at in places:
-        yield good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :], at < payload_end
-        yield good[:at], True
-    for more in (1, 511, 4095, 4096, 4097, 8192, 1 << 20):
-        yield good + good[:1] * more, True
-    # A power cut leaves an unsynced file with its full length and any of its pages zero.
-    pages = [good[at : at + 4096] for at in range(0, len(good), 4096)]
-    for lost in range(1, 2 ** len(pages)):
-        yield b"".join(bytes(4096) if lost >> index & 1 else page for index, page in enumerate(pages)), True
-
-
-def test_any_damage_of_a_file_is_refused_or_harmless(specimen: Specimen) -> None:
-    for data, must_fail in damages(specimen.good, specimen.places, specimen.payload_end):
-        specimen.check(data, must_fail=must_fail)
-
-
-def test_a_broken_chunk_that_cannot_be_set_aside_is_stored_again_too(tmp_path: Path) -> None:
-    """As on a full disk, which takes no folder: it is removed."""
-    obstacles: list[Callable[[Path], object]] = [Path.touch, lambda away: away.symlink_to(tmp_path), Path.mkdir]
-    backend, chunk = LocalDiskBackend(tmp_path, NAMESPACE), chunk_of(5000)
-    away = tmp_path / NAMESPACE.hex() / "quarantine"
-    for put in obstacles:
-        put(away)
-        if put == Path.mkdir:
-            away.chmod(0o777)
-        backend.write(chunk)
-        path = next(tmp_path.rglob("*.kv1"))
-        path.write_bytes(path.read_bytes()[:-1])
-        read, _ = try_read(backend, chunk.key)
-        assert isinstance(read.error, CorruptChunkError)
-        assert backend.write(chunk).status is STORED
-        assert read_back(backend, chunk) == chunk.payload
-        away.rmdir() if put == Path.mkdir else away.unlink()
-
-
-def test_what_can_be_neither_set_aside_nor_removed_is_no_chunk_that_is_present(tmp_path: Path) -> None:
-    backend, chunk = LocalDiskBackend(tmp_path, NAMESPACE), chunk_of(5000)
-    backend.write(chunk)
-    (path,) = files_of(backend)
-    path.unlink()
-    (tmp_path / NAMESPACE.hex() / "quarantine").touch()
-    (path / "full").mkdir(parents=True)
-    written = backend.write(chunk)
-    assert written.status is WriteStatus.FAILED
-    (path / "full").rmdir()
-    path.rmdir()
-    assert backend.write(chunk).status is STORED
-
-
 # -- every system call may fail ----------------------------------------------------------------------------
 
 WRITE_CALLS = ["open", "pwritev", "fdatasync", "link", "fsync"]
@@ -192,32 +104,16 @@ ERRNOS: dict[int, type[Exception]] = {
 }
 
 
-@contextlib.contextmanager
-def failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, after: int = 0) -> Iterator[None]:
-    """`os.<name>` fails with `code`, once `after` calls went well."""
-    real: Callable[..., Any] = getattr(os, name)
-    calls = iter(range(1 << 30))
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) < after:
-            return real(*args, **kwargs)
-        raise OSError(code, os.strerror(code))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, name, fail)
-        yield
-
-
 @pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("code", ERRNOS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", WRITE_CALLS)
-def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
+def test_a_failing_write_leaves_nothing(tmp_path: Path, call: str, code: int) -> None:
     backend = LocalDiskBackend(tmp_path, NAMESPACE, sync="full")
     before, chunk = chunk_of(5000), chunk_of(5000)
     backend.write(before)
     kept = files_of(backend)
     for after in range(4):
-        with failing(monkeypatch, call, code, after):
+        with failing(call, code, after):
             written = backend.write(chunk)
         if written.status is STORED:
             backend.delete([chunk.key])
@@ -250,37 +146,27 @@ def test_a_medium_that_is_full_halfway_through(tmp_path: Path, monkeypatch: pyte
     assert files_of(backend) == []
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ENOMEM], ids=errno.errorcode.get)
-@pytest.mark.parametrize("call", ["open", "preadv", "fstat"])
-def test_a_failing_read_harms_no_file(specimen: Specimen, monkeypatch: Any, call: str, code: int) -> None:
-    with failing(monkeypatch, call, code):
-        read, _ = try_read(specimen.backend, specimen.key)
-    assert read.status is ReadStatus.FAILED
-    assert not isinstance(read.error, CorruptChunkError)
-    assert try_read(specimen.backend, specimen.key)[0].status is ReadStatus.HIT
-
-
 @pytest.mark.parametrize("call", ["open", "preadv"])
-def test_a_chunk_on_a_bad_sector_is_replaced_when_it_is_stored_again(
-    specimen: Specimen, monkeypatch: Any, call: str
-) -> None:
+def test_a_chunk_on_a_bad_sector_is_replaced_when_it_is_stored_again(backend: LocalDiskBackend, call: str) -> None:
     """It would block its next store for ever. Until then it stays: the error may have been one of the moment."""
-    with failing(monkeypatch, call, errno.EIO):
-        read, _ = try_read(specimen.backend, specimen.key)
+    chunk = chunk_of(5000)
+    backend.write(chunk)
+    (path,) = files_of(backend)
+    with failing(call, errno.EIO):
+        read, _ = try_read(backend, chunk.key)
     assert isinstance(read.error, BackendUnavailable)
-    before = specimen.path.stat()
-    specimen.backend.reserve_bytes(before.st_size)
-    chunk = Chunk(specimen.key, memoryview(PAYLOAD))
-    with failing(monkeypatch, "pwritev", errno.EIO):
-        assert specimen.backend.write(chunk).status is FAILED
-    assert specimen.path.stat().st_ino == before.st_ino
-    specimen.backend.reserve_bytes(before.st_size)
-    assert statuses(specimen.backend, [chunk, chunk]) == [STORED, WriteStatus.PRESENT]
-    assert specimen.path.stat().st_ino != before.st_ino
-    assert read_back(specimen.backend, chunk) == PAYLOAD
-    assert specimen.backend.reserve_bytes(0) == before.st_size, "what it replaced takes nothing any more"
-    specimen.backend.close()
-    assert files_of(specimen.backend) == [Path(specimen.backend.path) / ".lmkv-use", specimen.path]
+    before = path.stat()
+    backend.reserve_bytes(before.st_size)
+    with failing("pwritev", errno.EIO):
+        assert backend.write(chunk).status is FAILED
+    assert path.stat().st_ino == before.st_ino
+    backend.reserve_bytes(before.st_size)
+    assert statuses(backend, [chunk, chunk]) == [STORED, WriteStatus.PRESENT]
+    assert path.stat().st_ino != before.st_ino
+    assert read_back(backend, chunk) == chunk.payload
+    assert backend.reserve_bytes(0) == before.st_size, "what it replaced takes nothing any more"
+    backend.close()
+    assert files_of(backend) == [Path(backend.path) / ".lmkv-use", path]
 
 
 def test_one_bad_key_of_a_batch_is_its_own_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,11 +294,6 @@ def test_a_removed_folder_and_its_return(tmp_path: Path) -> None:
     backend.delete([chunk.key])
     assert not root.exists()
     root.mkdir()
-    # What is lmkv's is made again at once.
-    for folder in (root / NAMESPACE.hex(), root / NAMESPACE.hex() / chunk.key[:1].hex()):
-        assert backend.write(chunk).status is STORED
-        assert read_back(backend, chunk) == chunk.payload
-        shutil.rmtree(folder)
     assert backend.write(chunk).status is STORED
 
 
@@ -457,18 +338,6 @@ def test_a_folder_that_was_made_immutable(tmp_path: Path) -> None:
     finally:
         run("chattr", "-i", path.parent)
     assert backend.write(beside).status is STORED
-
-
-def test_a_file_where_a_folder_belongs(tmp_path: Path) -> None:
-    backend, chunk = LocalDiskBackend(tmp_path, NAMESPACE), chunk_of(5000)
-    obstacle = tmp_path / NAMESPACE.hex() / chunk.key[:1].hex()
-    obstacle.touch()
-    written = backend.write(chunk)
-    assert isinstance(written.error, BackendUnavailable)
-    assert try_read(backend, chunk.key)[0].status is ReadStatus.MISS
-    assert listed(backend) == {}
-    obstacle.unlink()
-    assert backend.write(chunk).status is STORED
 
 
 # -- temporaries -------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from lmkv.cli.app import app
 from lmkv.errors import LmkvError
 from lmkv.protocols import Chunk, ReadStatus
 from tests.backends.disk.attacks.test_attacks import FILES, KEY, NAMESPACE, PAYLOAD
+from tests.kit import MEMORY
 
 OTHER, SECRET = bytes([0xEE]) * 32, b"secret" * 2000
 OWNERS = [0, 65534, 1001] if os.geteuid() == 0 else [os.geteuid()]
@@ -140,7 +141,7 @@ def attempts(root: Path) -> list[Callable[[], object]]:
 @given(st.lists(entries, max_size=8), st.sampled_from([0o700, 0o777, 0o1777, 0o2770, 0o3777]), st.booleans())
 @settings(max_examples=300)
 def test_any_folder(tree: list[Entry], mode: int, commands: bool) -> None:
-    with tempfile.TemporaryDirectory(prefix="lmkv-any-", dir=_memory()) as parent:
+    with tempfile.TemporaryDirectory(prefix="lmkv-any-", dir=MEMORY) as parent:
         root, outside = Path(parent, "a", "b", "root"), Path(parent, "outside")
         (outside / "tree" / key[:2]).mkdir(parents=True)
         for path in (outside / "thesis", outside / ".1-aa.tmp", outside / "tree" / key[:2] / ".3-cc.tmp"):
@@ -167,14 +168,10 @@ def test_any_folder(tree: list[Entry], mode: int, commands: bool) -> None:
         shutil.rmtree(root)
 
 
-def _memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
-
-
 @given(contents)
 @settings(max_examples=200)
 def test_any_description(content: bytes) -> None:
-    with tempfile.TemporaryDirectory(dir=_memory()) as root:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as root:
         folder = Path(root, digits)
         folder.mkdir(mode=0o700)
         (folder / DESCRIPTION_FILE).write_bytes(content)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import socket
-import stat
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -110,33 +107,6 @@ def test_a_hostile_file_is_never_served(backend: LocalDiskBackend) -> None:
         assert buffer == PAYLOAD
 
     every(HOSTILE, check)
-
-
-def test_what_is_no_file_is_refused(backend: LocalDiskBackend, tmp_path: Path) -> None:
-    """Nothing is followed, waited for, or in the way afterwards."""
-    place, secret, sound = place_of(backend), tmp_path / "secret", make_attacks.FOLDER / "sound.kv1"
-    shutil.copy(sound, secret)
-    kinds: list[Callable[[], object]] = [
-        *(lambda: place.symlink_to(secret), lambda: place.symlink_to(tmp_path / "nowhere"), place.mkdir),
-        *(lambda: (place / "something").mkdir(parents=True), lambda: os.mkfifo(place), lambda: plant_socket(place)),
-        *([lambda: os.mknod(place, 0o600 | stat.S_IFCHR, os.makedev(1, 5))] if os.geteuid() == 0 else []),
-    ]
-    for plant in kinds:
-        plant()
-        assert_refused_then_replaced(backend)
-        assert secret.read_bytes() == sound.read_bytes()
-        place.unlink()
-
-
-def plant_socket(place: Path) -> None:
-    """A socket's address has room for 107 bytes: too few for the place's real name."""
-    folder = os.open(place.parent, os.O_RDONLY)
-    try:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(f"/proc/self/fd/{folder}/s")
-        (place.parent / "s").rename(place)
-    finally:
-        os.close(folder)
 
 
 def test_strange_names_are_left_alone(backend: LocalDiskBackend) -> None:
