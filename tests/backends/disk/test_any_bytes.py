@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import event, strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from lmkv.backends.disk import chunkfile
@@ -35,6 +35,8 @@ CODES = [errno.EIO, errno.ENOSPC, errno.EACCES, errno.EMFILE, errno.ENOMEM]
 
 keys = st.sampled_from(KEYS)
 places = st.integers(0, 13_000)
+NOTHING = "nothing"
+OBSTACLES = [NOTHING, "file", "link", "everybody's folder"]
 
 
 @contextmanager
@@ -162,7 +164,6 @@ class AnyBytes(RuleBasedStateMachine):
         else:
             assert stuck
             assert isinstance(written.error, BackendUnavailable)
-        event(f"write: {written.status.name}")
 
     def stored(self, key: bytes) -> None:
         self.whole.add(key)
@@ -181,7 +182,6 @@ class AnyBytes(RuleBasedStateMachine):
         assert read.status is not ReadStatus.FAILED or isinstance(read.error, BackendError)
         if isinstance(read.error, CorruptChunkError):
             assert os.path.lexists(self.place(key)) == stuck, "it is set aside"
-        event(f"read: {read.status.name}")
 
     @rule(chosen=st.sets(keys))
     def delete(self, chosen: set[bytes]) -> None:
@@ -212,7 +212,6 @@ class AnyBytes(RuleBasedStateMachine):
             assert other.status is ReadStatus.FAILED or call not in READS or after
         if written.status is WriteStatus.STORED:
             self.stored(key)
-        event(f"{call} fails: {written.status.name}")
 
     # -- what anybody does to the files -------------------------------------------------------------------
 
@@ -246,7 +245,7 @@ class AnyBytes(RuleBasedStateMachine):
             remove(self.place(key))
             self.place(key).write_bytes(content)
 
-    @rule(key=keys, kind=st.sampled_from(["nothing", *NO_FILES]))
+    @rule(key=keys, kind=st.sampled_from([NOTHING, *NO_FILES]))
     def put_no_file(self, key: bytes, kind: str) -> None:
         self.whole.discard(key)
         if not self.folder.is_file():
@@ -254,7 +253,7 @@ class AnyBytes(RuleBasedStateMachine):
             remove(self.place(key))
             NO_FILES.get(kind, remove)(self.place(key))
 
-    @rule(kind=st.sampled_from(["nothing", "file", "link", "everybody's folder"]))
+    @rule(kind=st.sampled_from(OBSTACLES))
     def put_in_the_way_of_quarantine(self, kind: str) -> None:
         remove(self.quarantine)
         if self.folder.is_dir():
@@ -293,3 +292,35 @@ class AnyBytes(RuleBasedStateMachine):
 
 
 TestAnyBytes = AnyBytes.TestCase
+TestAnyBytes.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=100)
+
+
+@pytest.mark.parametrize("direct", ["off", "auto"])
+def test_each_obstacle_by_itself(direct: Literal["off", "auto"]) -> None:
+    for kind in NO_FILES:
+        for obstacle in OBSTACLES:
+            machine = AnyBytes()
+            machine.begin(direct=direct, in_pieces=False)
+            machine.put_in_the_way_of_quarantine(kind=obstacle)
+            machine.put_no_file(key=KEY, kind=kind)
+            machine.read(key=KEY)
+            machine.teardown()
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_each_length_and_each_lost_page_by_itself(in_pieces: bool) -> None:
+    machine = AnyBytes()
+    machine.begin(direct="off", in_pieces=in_pieces)
+    whole = len(machine.secret)
+    for edge in (0, 4096, PADDING, whole, whole + 4096, 2 * whole, 1 << 20):
+        for nbytes in {max(0, edge - 1), edge, edge + 1}:
+            machine.cut_or_lengthen(key=KEY, nbytes=nbytes)
+            machine.read(key=KEY)
+            machine.write(key=KEY)
+    for lost in range(1, 8):
+        for page in range(3):
+            if lost >> page & 1:
+                machine.lose_a_page(key=KEY, at=4096 * page)
+        machine.read(key=KEY)
+        machine.write(key=KEY)
+    machine.teardown()
