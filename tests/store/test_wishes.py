@@ -16,6 +16,7 @@ from lmkv.chunks.hashing import StateKey, TailKey, state_keys
 from lmkv.chunks.namespace import tenants_of
 from lmkv.policies import LRU, POLICIES, Quotas, make_policy
 from lmkv.protocols import ChunkKey, Policy, Tier
+from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
 from lmkv.store.wishes import STEP, Wishes
 from lmkv.testing.clocks import ManualClock
@@ -34,9 +35,31 @@ def put_as(store: TieredStore, tenant: str, keys: list[ChunkKey]) -> None:
     put(store, keys)
 
 
-def store_each(store: TieredStore, chains: Iterable[list[ChunkKey]]) -> None:
+Wish = Callable[[list[ChunkKey]], object]
+
+
+def store_each(store: TieredStore, chains: Iterable[list[ChunkKey]], *wishes: Wish) -> None:
     for keys in chains:
         put(store, keys)
+        for wish in wishes:
+            wish(keys)
+
+
+def store_below(store: TieredStore, chains: Iterable[list[ChunkKey]]) -> None:
+    for keys in chains:
+        put_below(store, keys)
+
+
+def pinned_by(store: TieredStore, owner: str) -> Wish:
+    return lambda keys: store.pin(keys, DAY, owner=owner.encode())
+
+
+def prefetched_by(store: TieredStore, owner: str) -> Callable[[list[ChunkKey]], Promotion]:
+    return lambda keys: store.promote(keys, prefetch=True, ttl=DAY, owner=owner.encode())
+
+
+def preferred_by(store: TieredStore, owner: str, priority: int = 9) -> Wish:
+    return lambda keys: store.hints.set_priority(keys, priority, DAY, owner=owner.encode())
 
 
 def many(name: str, count: int, length: int = 1) -> list[list[ChunkKey]]:
@@ -166,9 +189,7 @@ def test_what_ends_together_ends_in_several_calls() -> None:
 
 def test_pins_leave_room_for_others() -> None:
     store = small_store(20)
-    for keys in many("mallory", 20, 2):
-        put(store, keys)
-        store.pin(keys, DAY, owner=b"mallory")
+    store_each(store, many("mallory", 20, 2), pinned_by(store, "mallory"))
     assert store.stats().pinned == 10
     put(store, chain("alice", 10))
     assert in_memory(store, chain("alice", 10)) == [10]
@@ -176,17 +197,14 @@ def test_pins_leave_room_for_others() -> None:
 
 def test_who_pins_much_loses_the_oldest_for_who_pins_little() -> None:
     store, theirs, alice = small_store(20), many("mallory", 5, 2), chain("alice", 4)
-    for keys in theirs:
-        put(store, keys)
-        assert store.pin(keys, DAY, owner=b"mallory") == 2
+    store_each(store, theirs, pinned_by(store, "mallory"))
+    assert store.stats().pinned == 10
     put(store, alice)
     assert store.pin(alice, 10.0, owner=b"alice") == 4
     assert store.stats().pinned == 10
     put(store, chain("flood", 10))
     assert in_memory(store, alice, *theirs) == [4, 0, 0, 2, 2, 2]
-    for keys in many("more", 50):
-        put(store, keys)
-        store.pin(keys, DAY, owner=b"mallory")
+    store_each(store, many("more", 50), pinned_by(store, "mallory"))
     assert in_memory(store, alice) == [4]
 
 
@@ -233,16 +251,14 @@ def test_prefetches_and_pins_leave_slots_to_loads() -> None:
 
 def test_who_prefetches_much_loses_the_oldest_for_who_prefetches_little() -> None:
     store = small_store(16, lower(memory(60, "low")))
-    many = [chain(f"mallory {number}", 2) for number in range(6)]
-    alice = chain("alice", 3)
-    for keys in (*many, alice):
-        put_below(store, keys)
-    theirs = [store.promote(keys, prefetch=True, ttl=DAY, owner=b"mallory") for keys in many]
+    wanted, alice = many("mallory", 6, 2), chain("alice", 3)
+    store_below(store, [*wanted, alice])
+    theirs = list(map(prefetched_by(store, "mallory"), wanted))
     assert [len(each) for each in theirs] == [2, 2, 2, 2, 0, 0]
-    hers = store.promote(alice, prefetch=True, ttl=DAY, owner=b"alice")
+    hers = prefetched_by(store, "alice")(alice)
     assert len(hers) == 3
     assert [each.released for each in theirs[:4]] == [True, True, False, False]
-    more = [store.promote(keys, prefetch=True, ttl=DAY, owner=b"mallory") for keys in many]
+    more = map(prefetched_by(store, "mallory"), wanted)
     assert not hers.released
     assert len({key for each in (*theirs, *more) if not each.released for key in each.keys}) == 5
 
@@ -276,14 +292,8 @@ def test_the_same_prefetch_again_and_again_is_not_kept_so_often(monkeypatch: pyt
 @pytest.mark.parametrize("name", sorted({*POLICIES} - {"MRU"}))  # which keeps the oldest, whatever their priority
 def test_a_priority_takes_half_of_the_tier_at_most(name: str) -> None:
     store = small_store(20, policy=name)
-    for keys in many("mallory", 10, 4):
-        put(store, keys)
-        store.touch(keys)
-        store.hints.set_priority(keys, 9, DAY, owner=b"mallory")
-    for keys in many("alice", 4, 4):
-        put(store, keys)
-        store.touch(keys)
-        store.touch(keys)
+    store_each(store, many("mallory", 10, 4), store.touch, preferred_by(store, "mallory"))
+    store_each(store, many("alice", 4, 4), store.touch, store.touch)
     assert sum(in_memory(store, *many("mallory", 10, 4))) <= 10
 
 
@@ -409,10 +419,7 @@ def with_tail(name: str) -> list[ChunkKey]:
 @pytest.mark.parametrize("of", [with_state, with_tail])
 def test_pins_leave_states_and_tails_to_others(of: Callable[[str], list[ChunkKey]]) -> None:
     store = small_store(24)
-    for number in range(30):
-        keys = of(f"mallory {number}")
-        put(store, keys)
-        store.pin(keys, DAY, owner=b"mallory")
+    store_each(store, [of(f"mallory {number}") for number in range(30)], pinned_by(store, "mallory"))
     put(store, of("alice"))
     assert in_memory(store, of("alice")) == [2]
 
@@ -423,8 +430,7 @@ def test_a_flood_of_states_or_tails_leaves_a_tenant_its_own(of: Callable[[str], 
     alice = [of(f"alice {number}") for number in range(4)]
     for keys in alice:
         put_as(store, "alice", keys)
-    for number in range(100):
-        put(store, of(f"mallory {number}"))
+    store_each(store, [of(f"mallory {number}") for number in range(100)])
     assert in_memory(store, *alice) == [2, 2, 2, 2]
 
 
@@ -432,37 +438,26 @@ def test_a_flood_of_states_or_tails_leaves_a_tenant_its_own(of: Callable[[str], 
 
 
 @pytest.mark.parametrize("make", [lambda: LRU(), lambda: Quotas(LRU, {})], ids=["lru", "quotas"])
-def test_a_hint_holds_in_a_tier_that_is_still_being_written(make: Callable[[], Policy]) -> None:
+@pytest.mark.parametrize(("priority", "there"), [(5, [0, 0, 2, 0]), (-1, [2, 2, 0, 2])], ids=["kept", "given up"])
+def test_a_hint_holds_in_a_tier_that_is_still_being_written(
+    make: Callable[[], Policy], priority: int, there: list[int]
+) -> None:
+    """What is given up on its way to a tier goes first there, what is wished for last."""
     gated = Gated(memory(8, "low"))
     store = small_store(32, Tier(gated, make(), capacity_bytes=6 << 12))
+    chains = many("a", 4, 2)
+    put_through(store, chains[0])
+    put_through(store, chains[1])
     gated.shut("write")
-    keys = chain("a", 4)
-    put(store, keys)
+    put(store, chains[2])
     gated.waiting("write")
-    store.hints.set_priority(keys[:2], 5, DAY)
+    store.hints.set_priority(chains[2], priority, DAY)
     gated.open()
     assert store.drain(LIMIT)
-    for number in range(8):
-        put_through(store, chain(f"{number}", 1))
-    store.drop(keys)
-    assert store.catalog.count_prefix(keys) == (0, 2)
-
-
-@pytest.mark.parametrize("make", [lambda: LRU(), lambda: Quotas(LRU, {})], ids=["lru", "quotas"])
-def test_what_is_given_up_on_its_way_to_a_tier_goes_first_there(make: Callable[[], Policy]) -> None:
-    gated = Gated(memory(8, "low"))
-    store = small_store(32, Tier(gated, make(), capacity_bytes=4 << 12))
-    keys, other = chain("a", 2), chain("b", 2)
-    put_through(store, other)
-    gated.shut("write")
-    put(store, keys)
-    gated.waiting("write")
-    store.hints.set_priority(keys, -1)
-    gated.open()
-    assert store.drain(LIMIT)
-    put_through(store, chain("c", 2))
-    store.drop([*keys, *other])
-    assert [store.catalog.count_prefix(each)[1] for each in (keys, other)] == [0, 2]
+    put_through(store, chains[3])
+    put_through(store, chain("b", 4 if priority > 0 else 0))
+    store.drop([key for keys in chains for key in keys])
+    assert [store.catalog.count_prefix(keys)[1] for keys in chains] == there
 
 
 def test_hints_about_keys_that_never_come_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,8 +503,7 @@ def test_no_labels_of_a_tenant_make_a_priority_endless() -> None:
 
 def kept_after(store: TieredStore, clock: ManualClock, keys: list[ChunkKey], seconds: float) -> int:
     clock.advance(seconds)
-    for number in range(40):
-        put(store, chain(f"flood {seconds} {number}", 1))
+    store_each(store, many(f"flood {seconds}", 40))
     return in_memory(store, keys)[0]
 
 
@@ -523,18 +517,6 @@ def test_no_wish_ends_another(wish: str, first: str, of: str) -> None:
     wishes = [(prompt, 3600.0), (prompt if of == "the same" else longer, 10.0)]
     for keys, seconds in wishes if first == "long" else wishes[::-1]:
         store.pin(keys, seconds) if wish == "pin" else store.hints.set_priority(keys, 1, seconds, owner=b"root")
-    assert kept_after(store, clock, prompt, 11) == 3
-    assert kept_after(store, clock, prompt, 3600) == 0
-
-
-@pytest.mark.parametrize("of", ["the same", "a longer one"])
-def test_no_pin_ends_another(of: str) -> None:
-    clock = ManualClock()
-    store = small_store(16, clock=clock)
-    prompt, longer = chain("a", 3), chain("a", 5)
-    put(store, longer)
-    store.pin(prompt, 3600.0)
-    store.pin(prompt if of == "the same" else longer, 0.001)
     assert kept_after(store, clock, prompt, 11) == 3
     assert kept_after(store, clock, prompt, 3600) == 0
 
@@ -572,10 +554,8 @@ def test_the_end_of_a_session_ends_its_own_wishes_alone() -> None:
 def test_priorities_of_one_owner_leave_those_of_others() -> None:
     store, alice = small_store(32), chain("alice", 4)
     put(store, alice)
-    store.hints.set_priority(alice, 1, DAY, owner=b"alice")
-    for keys in many("mallory", 200, 2):
-        put(store, keys)
-        store.hints.set_priority(keys, 9, DAY, owner=b"mallory")
+    preferred_by(store, "alice", 1)(alice)
+    store_each(store, many("mallory", 200, 2), preferred_by(store, "mallory"))
     assert in_memory(store, alice) == [4]
 
 
@@ -587,8 +567,7 @@ def test_one_clients_wishes_leave_an_eighth_of_the_states() -> None:
         store.pin(keys, DAY) or store.promote(keys, prefetch=True, ttl=DAY)
     states = store._primary.states
     assert store.snapshot().wished[StateKey] == states.limit - states.limit // 8
-    for number in range(20):
-        put(store, with_state(f"alice {number}")[1:])
+    store_each(store, [with_state(f"alice {number}")[1:] for number in range(20)])
     assert states.count_ready() == states.limit
 
 
@@ -596,10 +575,7 @@ def test_a_store_of_a_state_looks_at_no_state_that_is_in_use() -> None:
     looked = []
     for slots in (96, 960):
         store = small_store(slots, pin_share=1.0)
-        for number in range(slots):
-            keys = with_state(f"mallory {number}")[1:]
-            put(store, keys)
-            store.pin(keys, DAY)
+        store_each(store, [with_state(f"{number}")[1:] for number in range(slots)], pinned_by(store, "mallory"))
         with Looked() as seen:
             put(store, with_state("alice")[1:])
         looked.append(seen.lines)
@@ -709,13 +685,11 @@ def test_a_key_that_was_labelled_twice_is_one_tenants(monkeypatch: pytest.Monkey
 def test_prefetches_that_share_a_beginning_count_it_once() -> None:
     store, shared = small_store(64, lower(memory(200, "low"))), chain("shared", 10)
     prompts = [[*shared, *chain(f"{number}", 1)] for number in range(15)]
-    for keys in prompts:
+    store_below(store, prompts)
+    mine = list(map(prefetched_by(store, "alice"), prompts))
+    for keys in many("mallory", 20):
         put_below(store, keys)
-    mine = [store.promote(keys, prefetch=True, ttl=DAY, owner=b"alice") for keys in prompts]
-    theirs = [chain(f"mallory {number}", 1) for number in range(20)]
-    for keys in theirs:
-        put_below(store, keys)
-        store.promote(keys, prefetch=True, ttl=DAY, owner=b"mallory")
+        prefetched_by(store, "mallory")(keys)
     assert sum(not each.released for each in mine) >= 6, "she has sixteen slots then, as many as he"
 
 
@@ -735,8 +709,7 @@ def test_tags_that_could_be_taken_for_others_are_no_tenants() -> None:
 def test_no_prefetch_ends_a_demand() -> None:
     store = small_store(16, lower(memory(60, "low")))
     demanded, first, second = chain("demanded", 4), chain("first", 8), chain("second", 4)
-    for keys in (demanded, first, second):
-        put_below(store, keys)
+    store_below(store, [demanded, first, second])
     demand = store.promote(demanded, ttl=DAY)
     store.promote(first, prefetch=True, ttl=DAY)
     assert len(store.promote(second, prefetch=True, ttl=DAY, owner=b"another")) == 4

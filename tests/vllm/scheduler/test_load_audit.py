@@ -63,6 +63,14 @@ def loading(running: SimulatedVLLM, name: str) -> SimulatedRequest:
     return request
 
 
+def overwritten_without_alarm(running: SimulatedVLLM, request: SimulatedRequest) -> None:
+    running.wrong = Whatever()
+    for block in request.blocks[0]:
+        running.write(0, running.memories[0][1], [((block, slice(None)), 0)])
+    running.finish()
+    assert counted(running, "lmkv_wrong_loads") == 0
+
+
 def broken(running: SimulatedVLLM, fault: Fault) -> Faulty:
     running.wrong = Whatever()
     worker = running.workers[-1]
@@ -103,8 +111,7 @@ def test_a_request_that_goes_on_with_wrong_kv_stores_and_shares_nothing_more() -
     with filled(device=True, prefix_caching=True, load_mode="sync") as running:
         copier = broken(running, turned)
         running.forget()
-        request = SimulatedRequest("goes on", [*TOKENS, 1, 2, 3], len(TOKENS) + 3, 30, "a")
-        running.add(request)
+        request = running.begin("goes on", [*TOKENS, 1, 2, 3], 30)
         while not counted(running, "lmkv_wrong_loads"):
             running.step()
             merge(running.samples, running.scheduler.take_samples())
@@ -208,11 +215,7 @@ def test_what_was_lost_with_a_reset_raises_no_alarm(how: str) -> None:
     with filled() as running:
         request = loading(running, "loads")
         running.scheduler.reset() if how == "reset" else running.scheduler.changes.suspect()
-        running.wrong = Whatever()
-        for block in request.blocks[0]:
-            running.write(0, running.memories[0][1], [((block, slice(None)), 0)])
-        running.finish()
-        assert counted(running, "lmkv_wrong_loads") == 0
+        overwritten_without_alarm(running, request)
 
 
 @pytest.mark.slow("nothing but many hits shows that there are no false alarms")
@@ -303,11 +306,7 @@ def test_what_a_sleep_has_taken_is_not_read_back(ended: bool) -> None:
             running.step()
         worker.suspend()
         worker.resume()
-        running.wrong = Whatever()
-        for block in request.blocks[0]:
-            running.write(0, running.memories[0][1], [((block, slice(None)), 0)])
-        running.finish()
-        assert counted(running, "lmkv_wrong_loads") == 0
+        overwritten_without_alarm(running, request)
 
 
 @pytest.mark.parametrize("every", [False, True])

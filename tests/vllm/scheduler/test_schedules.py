@@ -155,12 +155,7 @@ def _second_turns(seed: int, depth: int) -> list[tuple[int, int]]:
     found = []
     with SimulatedVLLM(rng, groups=GROUPS["a recurrent layer and full"], depth=depth, **options) as engine:
         prompts = [[rng.randrange(50) for _ in range(rng.randint(3, 20))] for _ in range(4)]
-        asked = [
-            SimulatedRequest(f"{number}", list(tokens), len(tokens), rng.randint(20, 40), "a")
-            for number, tokens in enumerate(prompts)
-        ]
-        for request in asked:
-            engine.add(request)
+        asked = [engine.begin(f"{number}", tokens, rng.randint(20, 40)) for number, tokens in enumerate(prompts)]
         engine.finish()
         for request in asked:
             tokens = [*request.all_token_ids, *[49] * rng.randint(1, 9)]
@@ -213,12 +208,7 @@ def test_an_aborted_load_frees_its_blocks_once_the_device_is_done_with_them() ->
                 engine.begin(f"stores {number}", story)
             engine.finish()
             for turn in range(6):
-                asked = [
-                    SimulatedRequest(f"{turn} {number}", list(story), 60, 2, "a")
-                    for number, story in enumerate(stories)
-                ]
-                for request in asked:
-                    engine.add(request)
+                asked = [engine.begin(f"{turn} {number}", story, 2) for number, story in enumerate(stories)]
                 for _ in range(rng.randint(1, 9)):
                     engine.step()
                 for request in asked:
@@ -251,22 +241,18 @@ def test_the_end_of_a_hit_is_left_out_where_it_depends_on_what_follows(
 ) -> None:
     with SimulatedVLLM(groups=GROUPS[groups], lookahead=lookahead, local_hits=0.0) as engine:
         tokens = list(range(stored))
-        engine.add(SimulatedRequest("first", list(tokens), stored, 5, "a"))
-        engine.finish()
-        again = SimulatedRequest("again", [*tokens, *[49] * (asked - stored)], asked, 1, "a")
+        engine.serve("first", tokens, 5)
+        again = request_for("again", [*tokens, *[49] * (asked - stored)])
         assert engine.scheduler.get_num_new_matched_tokens(again, 0)[0] == hit[lookahead]
         engine.scheduler.request_finished(again)
-        engine.add(SimulatedRequest("another", list(again.all_token_ids), asked, 1, "a"))
-        engine.finish()
+        engine.serve("another", again.all_token_ids)
 
 
 def test_a_chunk_is_stored_when_all_of_it_was_computed_for_the_last_time() -> None:
     """Modules of MTP compute the end of what was generated again, with the tokens that come after it."""
     with SimulatedVLLM(lookahead=3, local_hits=0.0) as engine:
         first = engine.serve("first", range(6), 30)
-        again = SimulatedRequest("again", [*first.all_token_ids, 49], first.num_tokens + 1, 1, "a")
-        engine.add(again)
-        engine.finish()
+        again = engine.serve("again", [*first.all_token_ids, 49])
         assert engine.counts["hits"] == 1
         assert again.loaded == first.num_tokens // 8 * 8 - 3
 

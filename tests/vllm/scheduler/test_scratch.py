@@ -10,7 +10,7 @@ import torch
 
 from lmkv.vllm.model import describe
 from tests.vllm.harness import configured, kv_caches
-from tests.vllm.scheduler.simulated_vllm import Replay, Ring, SimulatedRequest, SimulatedVLLM, request_for
+from tests.vllm.scheduler.simulated_vllm import Replay, Ring, SimulatedVLLM, request_for
 
 pytestmark = pytest.mark.vllm
 
@@ -84,9 +84,7 @@ def test_scratch_blocks_are_left_out(model: Path, kind: str, seed: int) -> None:
     with SimulatedVLLM(seed, chunk_size=size, local_hits=0.0, **options) as engine:
         tokens = list(range(3 * size + 5))
         for turn in range(3):
-            request = SimulatedRequest(f"r{turn}", tokens[: len(tokens) - turn], len(tokens) - turn, 6, "a")
-            engine.add(request)
-            engine.finish()
+            engine.serve(f"r{turn}", tokens[: len(tokens) - turn], 6)
         assert engine.counts["hits"] == 2
         again = request_for("again", tokens)
         assert engine.scheduler.get_num_new_matched_tokens(again, 0)[0] == 3 * size

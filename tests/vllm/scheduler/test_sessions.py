@@ -11,7 +11,9 @@ FIRST, PLACEHOLDERS = list(range(11)), [7] * 20
 
 def keys(engine: SimulatedVLLM, request: SimulatedRequest) -> list[ChunkKey]:
     """Of three chunks of eight tokens, and of the tail."""
-    return state_of(engine.scheduler, request).keys_with_tail(3)
+    found = state_of(engine.scheduler, request).keys_with_tail(3)
+    engine.scheduler.request_finished(request)
+    return found
 
 
 def streamed(engine: SimulatedVLLM, picture: str) -> list[ChunkKey]:
@@ -23,9 +25,7 @@ def streamed(engine: SimulatedVLLM, picture: str) -> list[ChunkKey]:
     request.mm_features.append(image(picture, len(FIRST), len(PLACEHOLDERS)))
     request.all_token_ids += PLACEHOLDERS
     request.num_prompt_tokens = request.num_tokens
-    found = keys(engine, request)
-    engine.scheduler.request_finished(request)
-    return found
+    return keys(engine, request)
 
 
 def whole(engine: SimulatedVLLM, *pictures: str) -> list[ChunkKey]:
@@ -33,9 +33,7 @@ def whole(engine: SimulatedVLLM, *pictures: str) -> list[ChunkKey]:
     tokens = [*FIRST, *PLACEHOLDERS]
     request = request_for("whole", tokens)
     request.mm_features += [image(picture, len(FIRST), len(PLACEHOLDERS)) for picture in pictures]
-    found = keys(engine, request)
-    engine.scheduler.request_finished(request)
-    return found
+    return keys(engine, request)
 
 
 def test_an_image_that_is_streamed_decides_the_keys(engine: SimulatedVLLM) -> None:
@@ -55,7 +53,5 @@ def test_a_token_that_was_thrown_away_is_in_no_key(engine: SimulatedVLLM) -> Non
     assert len(state_of(engine.scheduler, request).keys(2)) == 2
     request.all_token_ids[15:] = PLACEHOLDERS
     request.num_prompt_tokens = request.num_tokens
-    fresh = SimulatedRequest("fresh", list(request.all_token_ids), request.num_tokens, 1, "a")
+    fresh = request_for("fresh", request.all_token_ids)
     assert keys(engine, request)[:2] == keys(engine, fresh)[:2]
-    engine.scheduler.request_finished(request)
-    engine.scheduler.request_finished(fresh)

@@ -17,9 +17,9 @@ EVERY = 8
 """Steps from one request to the next, of 0.01 simulated seconds each."""
 
 
-def _request(number: int, round_: int, chunks: int) -> SimulatedRequest:
+def _prompt(number: int, chunks: int) -> list[int]:
     rng = random.Random(number)
-    return request_for(f"{round_}-{number}", [rng.randrange(50) for _ in range(chunks * CHUNK + 1)])
+    return [rng.randrange(50) for _ in range(chunks * CHUNK + 1)]
 
 
 def _run(engine: SimulatedVLLM, requests: list[SimulatedRequest]) -> list[float]:
@@ -52,17 +52,15 @@ def test_the_wait_for_a_bad_disk_is_bounded(spoiled: dict[str, float], chunks: i
     options: dict[str, Any] = {"num_blocks": 2000, "ram_chunks": 16, "lower_chunks": REQUESTS * (chunks + 1)}
     with SimulatedVLLM(1, prefix_caching=True, io_moves=200, load_or_recompute=True, **options) as engine:
         for number in range(REQUESTS):
-            engine.add(_request(number, 0, chunks))
-            engine.finish()
+            engine.serve(f"stores {number}", _prompt(number, chunks))
         engine.forget()
         hits = engine.counts["hits"]
-        engine.add(_request(0, 1, chunks))
-        engine.finish()
+        engine.serve("loads", _prompt(0, chunks))
         assert engine.counts["hits"] > hits, "a good disk delivers"
         engine.forget()
         for name, value in spoiled.items():
             setattr(engine.disks[0], name, value)
-        waits = _run(engine, [_request(number, 2, chunks) for number in range(REQUESTS)])
+        waits = _run(engine, [request_for(f"{number}", _prompt(number, chunks)) for number in range(REQUESTS)])
         assert any(waits), "none had to wait: nothing was tested"
         assert max(waits) <= LONGEST
         if spoiled != {"latency": 3.0}:

@@ -125,8 +125,12 @@ def test_no_token_is_looked_at_of_a_prefetch_that_is_too_long(engine: SimulatedV
     assert len(RequestOptions.of(request, longest=1000).prefetch_tokens) == 1000
 
 
+def with_params(params: Any) -> SimulatedRequest:
+    return SimulatedRequest("r", list(PROMPT), len(PROMPT), 1, "a", params)
+
+
 def of_params(params: object) -> RequestOptions:
-    return RequestOptions.of(SimulatedRequest("r", list(PROMPT), len(PROMPT), 1, "a", params))  # type: ignore[arg-type]
+    return RequestOptions.of(with_params(params))
 
 
 class Unseen(dict[str, Any]):
@@ -160,7 +164,7 @@ def test_a_request_whose_tags_are_unclear_shares_with_nobody(engine: SimulatedVL
     params |= wishes
     assert of_params(params) == RequestOptions(skip_save=True, skip_load=True, report=True)
     before = engine.total("lmkv_stored_tokens")
-    engine.add(SimulatedRequest("r", list(PROMPT), len(PROMPT), 1, "a", params))
+    engine.add(with_params(params))
     engine.finish()
     assert engine.total("lmkv_stored_tokens") == before
     serve(engine, PROMPT)
@@ -221,7 +225,7 @@ def test_whatever_a_request_asks_it_is_served(params: object) -> None:
     assert len(options.tags) <= MAX_TAGS
     with engine_of(ram_chunks=16) as engine:
         engine.scheduler.observer.recorder.since(0)
-        engine.add(SimulatedRequest("r", list(PROMPT), len(PROMPT), 1, "a", params))  # type: ignore[arg-type]
+        engine.add(with_params(params))
         engine.finish()
 
 
@@ -266,12 +270,7 @@ def test_any_wishes(requests: list[Any], quota: bool) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_pin_waits_for_another_request_that_is_storing_the_prompt(seed: int) -> None:
     with engine_of(ram_chunks=16) as engine:
-        first, second = (
-            SimulatedRequest(name, list(PROMPT), len(PROMPT), answer, "a", params)
-            for name, answer, params in (("first", 2, {}), ("second", 1, {"lmkv.pin": 60}))
-        )
         engine.rng.seed(seed)
-        engine.add(first)
-        engine.add(second)
-        engine.finish()
+        engine.begin("first", PROMPT, 2)
+        engine.serve("second", PROMPT, **{"lmkv.pin": 60})
         assert engine.store.stats().pinned == WHOLE + 1
