@@ -6,6 +6,7 @@ processes bring about, for as long as only a hang takes.
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import threading
@@ -54,13 +55,19 @@ def eventually(
         time.sleep(0.002)
 
 
+def possible(*command: object) -> None:
+    """Run a command that only root may, on some machines; skips elsewhere."""
+    if os.geteuid():
+        pytest.skip("only root may do this")
+    done = subprocess.run(list(map(str, command)), check=False, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        pytest.skip(f"not possible here: {' '.join(map(str, command))}: {done.stderr.strip()}")
+
+
 @contextmanager
 def mounted_tmpfs(folder: Path, *options: str) -> Iterator[None]:
     """A medium of its own, mounted for real; skips where nobody may mount."""
-    words = ["mount", "-t", "tmpfs", *(word for option in options for word in ("-o", option)), "lmkv-test", str(folder)]
-    done = subprocess.run(words, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"not possible here: {done.stderr.strip()}")
+    possible("mount", "-t", "tmpfs", *(word for option in options for word in ("-o", option)), "lmkv-test", folder)
     try:
         yield
     finally:

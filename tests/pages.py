@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from attrs import frozen
 
@@ -48,3 +50,13 @@ def extracted(page: str, folder: Path) -> list[str]:
     for block in files:
         (folder / str(block.file)).write_text(block.code)
     return [str(block.file) for block in files]
+
+
+def loaded_module(script: Path) -> ModuleType:
+    """The module of a file that is in no package."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

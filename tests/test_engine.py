@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,14 @@ def host(layout: KVLayout, chunks: int) -> Tier:
     return Tier(CPUPinnedBackend(chunks * layout.slot_bytes, layout.slot_bytes, populate=False), LRU())
 
 
-def disk(folder: Path, capacity: int | None = None, **options: Any) -> Tier:
-    return Tier(LocalDiskBackend(folder, namespace().digest, **options), LRU(), capacity_bytes=capacity)
+def disk(folder: Path) -> Tier:
+    return Tier(LocalDiskBackend(folder, namespace().digest), LRU())
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> Gated:
+    """A disk whose calls can be stopped."""
+    return Gated(LocalDiskBackend(tmp_path, namespace().digest))
 
 
 @pytest.fixture
@@ -337,43 +343,38 @@ def test_a_prefix_four_times_the_host_tier_comes_from_disk(model: Model, tmp_pat
         assert_idle(engine.tiers)
 
 
-def test_a_wait_does_not_outlast_that_of_another_thread(model: Model, tmp_path: Path) -> None:
-    gated = Gated(LocalDiskBackend(tmp_path, namespace().digest))
+def test_a_wait_does_not_outlast_that_of_another_thread(model: Model, gated: Gated) -> None:
     with open_engine(model, 4, Tier(gated, LRU())) as engine:
         gated.shut("write")
         prompt, other = tokens(32 * CHUNK), tokens(CHUNK, 1)
         blocks = blocks_of(len(prompt))
-        slow = threading.Thread(target=lambda: engine.store(prompt, blocks, wait=LIMIT))
-        slow.start()
-        gated.waiting("write")
-        assert engine.store(other, blocks[:1], wait=0.01) == 0
-        assert slow.is_alive(), "the other one waits on"
-        gated.open()
-        slow.join(LIMIT)
+        with ThreadPoolExecutor(1) as pool:
+            slow = pool.submit(engine.store, prompt, blocks, wait=LIMIT)
+            gated.waiting("write")
+            assert engine.store(other, blocks[:1], wait=0.01) == 0
+            assert not slow.done(), "the other one waits on"
+            gated.open()
 
 
-def test_waiting_for_what_will_never_be_listed_ends_with_the_engine(model: Model, tmp_path: Path) -> None:
-    gated = Gated(LocalDiskBackend(tmp_path, namespace().digest))
+def test_waiting_for_what_will_never_be_listed_ends_with_the_engine(model: Model, gated: Gated) -> None:
     gated.shut("list_all")
     engine = open_engine(model, 4, Tier(gated, LRU()))
     gated.waiting("list_all")
-    answers: list[bool] = []
-    waiting = threading.Thread(target=lambda: answers.append(engine.tiers.wait_indexed()))
-    waiting.start()
-    closing = threading.Thread(target=engine.close)
-    closing.start()
-    waiting.join(LIMIT)
-    gated.open()
-    closing.join(LIMIT)
-    assert answers == [False]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(engine.tiers.wait_indexed)
+        pool.submit(engine.close)
+        assert waiting.result(LIMIT) is False
+        gated.open()
     raised(ClosedError, "", engine.wait_indexed)
 
 
-def test_a_restart_finds_what_is_on_disk(model: Model, tmp_path: Path) -> None:
+def test_a_restart_finds_what_is_on_disk(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it: the end finishes what goes there."""
+    monkeypatch.setattr(TieredStore.close, "__defaults__", (LIMIT,))
     prompt = tokens(200)
     with open_engine(model, 16, disk(tmp_path)) as engine:
         blocks = stored(engine, model, prompt, wait=LIMIT)
-        drain(engine)
+    assert len(list(tmp_path.rglob("*.kv1"))) == 12
     model.lose()
     with open_engine(model, 16, disk(tmp_path)) as engine:
         assert engine.tiers.wait_indexed(LIMIT)
@@ -385,39 +386,7 @@ def test_a_restart_finds_what_is_on_disk(model: Model, tmp_path: Path) -> None:
         assert engine.stats().store.tiers[1].hits == 12, "it has been promoted"
 
 
-def test_close_finishes_what_goes_to_disk(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TieredStore.close, "__defaults__", (LIMIT,))
-    with open_engine(model, 16, disk(tmp_path)) as engine:
-        stored(engine, model, tokens(128))
-    assert len(list(tmp_path.rglob("*.kv1"))) == 8
-
-
-def test_damaged_files_end_the_prefix_and_are_written_again(model: Model, tmp_path: Path) -> None:
-    prompt = tokens(96)
-    with open_engine(model, 16, disk(tmp_path)) as engine:
-        blocks = stored(engine, model, prompt)
-        drain(engine)
-        third = engine.keys(prompt)[2].hex()
-    (path,) = tmp_path.rglob(f"{third}.kv1")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    model.lose()
-    with open_engine(model, 16, disk(tmp_path)) as engine:
-        assert engine.tiers.wait_indexed(LIMIT)
-        assert engine.retrieve(prompt, blocks) == 32
-        model.check(prompt, blocks, 32)
-        stored(engine, model, prompt)
-        drain(engine)
-    with open_engine(model, 16, disk(tmp_path)) as engine:
-        assert engine.tiers.wait_indexed(LIMIT)
-        model.lose()
-        assert engine.retrieve(prompt, blocks) == 96
-        model.check(prompt, blocks, 96)
-
-
-def test_a_piece_that_does_not_come_in_time_ends_the_prefix(model: Model, tmp_path: Path) -> None:
-    gated = Gated(LocalDiskBackend(tmp_path, namespace().digest))
+def test_a_piece_that_does_not_come_in_time_ends_the_prefix(model: Model, gated: Gated) -> None:
     with open_engine(model, 16, Tier(gated, LRU())) as engine:
         prompt = tokens(64)
         blocks = stored(engine, model, prompt)
@@ -462,9 +431,8 @@ def test_a_disk_may_take_long_prompts_only(model: Model, tmp_path: Path) -> None
 
 
 @pytest.fixture
-def cold(model: Model, tmp_path: Path) -> Iterator[tuple[Engine, Gated]]:
+def cold(model: Model, gated: Gated) -> Iterator[tuple[Engine, Gated]]:
     """An engine whose 6-chunk prompt `tokens(100)` is on disk only."""
-    gated = Gated(LocalDiskBackend(tmp_path, namespace().digest))
     with open_engine(model, 16, Tier(gated, LRU())) as engine:
         stored(engine, model, tokens(100))
         drain(engine)
@@ -571,25 +539,15 @@ def test_a_store_that_is_overtaken_by_close_publishes_nothing(model: Model, tmp_
     """Or empty slots would go to disk as if they had been copied, with sound checksums."""
     engine, prompt = open_engine(model, 16, disk(tmp_path)), tokens(64)
     model.compute(prompt, blocks_of(64))
-    errors: list[BaseException] = []
-
-    def store() -> None:
-        try:
-            engine.store(prompt, blocks_of(64))
-        except ClosedError as error:
-            errors.append(error)
-
-    with engine._copy_lock:
-        storing, closing = threading.Thread(target=store), threading.Thread(target=engine.close)
-        storing.start()
-        eventually(lambda: engine.tiers.stats().writing > 0)
-        engine._closed = True
-        engine.copier.close()  # type: ignore[union-attr]
-    storing.join(LIMIT)
+    with ThreadPoolExecutor(1) as pool:
+        with engine._copy_lock:
+            storing = pool.submit(engine.store, prompt, blocks_of(64))
+            eventually(lambda: engine.tiers.stats().writing > 0)
+            engine._closed = True
+            engine.copier.close()  # type: ignore[union-attr]
+        raised(ClosedError, "", storing.result, LIMIT)
     engine._closed = False
-    closing.start()
-    closing.join(LIMIT)
-    assert len(errors) == 1
+    engine.close()
     assert not list(tmp_path.rglob("*.kv1"))
 
 

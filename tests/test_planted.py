@@ -152,6 +152,7 @@ def test_what_lies_under_a_name_is_the_chunk_or_a_miss(place: Place, tmp_path: P
         for kind, (prompt, _) in planted.items():
             assert place.load(engine, prompt) < len(prompt), kind
             place.store(engine, prompt)
+        assert engine.stats().store.tiers[1].read_failures >= len(planted) - len(others) * 2
     with place.engine() as engine:
         for kind, (prompt, _) in planted.items():
             assert place.load(engine, prompt) == len(prompt), f"{kind}: it was stored again"

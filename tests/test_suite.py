@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import pytest
 from tests import changed
 from tests.changed import changed_since, distances, is_test
 from tests.conftest import LONGEST
-from tests.pages import ROOT
+from tests.pages import ROOT, loaded_module
 
 NIGHTLY = re.compile(r'mark\.nightly\("([\w-]+)"\)')
 MARKED = re.compile(r'^    "[\w-]+": marked\("([\w-]+)"', re.MULTILINE)
@@ -66,11 +65,7 @@ def test_a_test_over_the_budget_fails_the_run_unless_it_says_why(tmp_path: Path,
 
 
 def test_each_nightly_part_has_its_reason() -> None:
-    spec = importlib.util.spec_from_file_location("dev", ROOT / "dev.py")
-    assert spec is not None
-    assert spec.loader is not None
-    dev = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(dev)
+    dev = loaded_module(ROOT / "dev.py")
     rows = re.findall(r"^\| `([\w-]+)` \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert [name for name, *_ in rows] == [*dev.NIGHTLY]
     sources = [path for path in changed.python_files() if path.is_relative_to(ROOT / "tests")]

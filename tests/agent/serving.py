@@ -113,6 +113,13 @@ def one_of(service: CacheService, first: Address, number: int = 0, token: str | 
         yield server
 
 
+@contextmanager
+def at_port(service: CacheService, token: str | None = TOKEN) -> Iterator[AgentServer]:
+    """An engine at a port of its own, beside no other."""
+    with closing(AgentServer(lambda: application(service, token), Address("127.0.0.1:0"))) as server:
+        yield server
+
+
 def _application(service: CacheService, token: str | None, number: int, first: Address) -> Callable[[], Any]:
     return lambda: application(service, token, Peers(number, lambda other: first.private(other).url, token))
 

@@ -7,11 +7,9 @@ import resource
 import selectors
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +24,7 @@ from lmkv.agent.server import _LOOP, _WORK, Address, AgentServer, Pace, max_conn
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.cli.app import app
 from lmkv.store.tiered import TieredStore
-from tests.agent.serving import SIZE, TOKEN, connections, keys_of, service_of, short_socket, store_over, tokenize
+from tests.agent.serving import SIZE, TOKEN, at_port, connections, keys_of, service_of, short_socket, tokenize
 from tests.kit import LIMIT, eventually
 
 OWN = f"Authorization: Bearer {TOKEN}\r\n".encode()
@@ -34,18 +32,6 @@ HOST = b"Host: x\r\n"
 BLOCK = b"a" * (1 << 16)
 MOST_SENT = 1 << 26
 """Bytes that no attack gets rid of: sockets have a few million of them on their way."""
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    with store_over(tmp_path / "kv") as store:
-        yield store
-
-
-@pytest.fixture
-def server(store: TieredStore) -> Iterator[AgentServer]:
-    with closing(AgentServer(lambda: application(service_of(store), TOKEN), Address("127.0.0.1:0"))) as server:
-        yield server
 
 
 def connect(server: AgentServer) -> socket.socket:
@@ -108,8 +94,7 @@ def test_what_has_no_end_is_cut_off(server: AgentServer, what: str) -> None:
 
 def test_a_connection_that_is_kept_is_not_kept_for_ever(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmkv.agent.server, "_KEEP_SECONDS", 0)
-    make = partial(application, service_of(store), TOKEN)
-    with closing(AgentServer(make, Address("127.0.0.1:0"))) as server, connect(server) as connection:
+    with at_port(service_of(store)) as server, connect(server) as connection:
         connection.sendall(b"GET /v1/stats HTTP/1.1\r\n" + HOST + OWN + b"\r\n")
         assert one_answer(connection).startswith(b"HTTP/1.1 200")
         assert rest(connection) == b""
@@ -293,10 +278,7 @@ def test_callers_with_the_token_take_a_tenth_at_most(store: TieredStore, monkeyp
         return [1, 2, 3]
 
     service = CacheService(store, keys_of, compute, chunk_size=SIZE, pin_ttl=60.0)
-    with (
-        closing(AgentServer(lambda: application(service, TOKEN), Address("127.0.0.1:0"))) as server,
-        ExitStack() as stack,
-    ):
+    with at_port(service) as server, ExitStack() as stack:
         clients = [stack.enter_context(Client(server.url, TOKEN, timeout=LIMIT)) for _ in range(20)]
         pool = stack.enter_context(ThreadPoolExecutor(20))
         begun = time.monotonic()
@@ -321,9 +303,8 @@ def test_what_is_too_long_is_not_made_into_tokens(store: TieredStore, prompt: An
         return tokenize(prompt)
 
     service = CacheService(store, keys_of, count, chunk_size=SIZE, pin_ttl=60.0, longest=100)
-    server = AgentServer(lambda: application(service, TOKEN), Address("127.0.0.1:0"))
     refused = pytest.raises(httpx.HTTPStatusError, match="this engine takes 100 at most")
-    with closing(server), Client(server.url, TOKEN) as client, refused:
+    with at_port(service) as server, Client(server.url, TOKEN) as client, refused:
         client.lookup(prompt)
     assert most == taken
 

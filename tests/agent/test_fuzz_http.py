@@ -8,7 +8,7 @@ import logging
 import re
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from lmkv.agent.client import Client
 from lmkv.agent.http import PromptBody, application, max_body_bytes
-from lmkv.agent.server import Address, AgentServer
+from lmkv.agent.server import AgentServer
 from lmkv.agent.service import CacheService
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.policies import LRU
@@ -26,7 +26,7 @@ from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.scheduler.observer import TraceRecorder
-from tests.agent.serving import SIZE, TOKEN, connections, keys_of, tokenize
+from tests.agent.serving import SIZE, TOKEN, at_port, connections, keys_of, tokenize
 from tests.kit import LIMIT, eventually
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -268,7 +268,7 @@ cuts = st.lists(st.integers(0, 300), max_size=6)
 
 @pytest.fixture(scope="module")
 def server(service: CacheService) -> Iterator[AgentServer]:
-    with closing(AgentServer(lambda: application(service, TOKEN), Address("127.0.0.1:0"))) as server:
+    with at_port(service) as server:
         yield server
 
 

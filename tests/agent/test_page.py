@@ -10,13 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lmkv.agent.http import PAGE, application
-from lmkv.agent.server import Address, AgentServer
+from lmkv.agent.http import PAGE
+from lmkv.agent.server import AgentServer
 from lmkv.agent.service import CacheService
 from lmkv.policies import LRU, Quotas
-from tests.agent.serving import TOKEN, put, service_of, service_of_scheduler, store_over
+from lmkv.store.tiered import TieredStore
+from tests.agent.serving import TOKEN, at_port, put, service_of, service_of_scheduler
 from tests.servers import missing
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
 from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, engine_of
 
 
@@ -24,12 +24,9 @@ def test_it_loads_nothing_from_elsewhere() -> None:
     assert not re.findall(r"https?:|//\w|@import|\bsrc=|innerHTML|insertAdjacentHTML|document\.write|\beval\b", PAGE)
 
 
-def test_it_needs_no_token_and_may_run_nothing_but_itself(tmp_path: Path) -> None:
-    with store_over(tmp_path / "kv") as store:
-        server = AgentServer(lambda: application(service_of(store), TOKEN), Address("127.0.0.1:0"))
-        answer = httpx.get(server.url)
-        assert httpx.get(f"{server.url}/v1/stats").status_code == 401
-        server.close()
+def test_it_needs_no_token_and_may_run_nothing_but_itself(server: AgentServer) -> None:
+    answer = httpx.get(server.url)
+    assert httpx.get(f"{server.url}/v1/stats").status_code == 401
     assert answer.text == PAGE
     policy = answer.headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
@@ -46,11 +43,10 @@ def browser() -> str:
 
 def rendered(browser: str, service: CacheService, token: str | None, tmp_path: Path) -> str:
     """The page's elements, once a browser has run it for some seconds of its own time."""
-    server = AgentServer(lambda: application(service, token), Address("127.0.0.1:0"))
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
-    command = [browser, *options, "--virtual-time-budget=8000", "--dump-dom", server.url]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True).stdout
-    server.close()
+    with at_port(service, token) as server:
+        command = [browser, *options, "--virtual-time-budget=8000", "--dump-dom", server.url]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True).stdout
     return shown.partition("<script>")[0]
 
 
@@ -74,9 +70,8 @@ class TestInABrowser:
         assert "cmpl-&lt;b&gt;9&lt;/b&gt;" in shown, "what a client has chosen is text"
         engine.close()
 
-    def test_it_asks_for_the_token(self, browser: str, tmp_path: Path) -> None:
-        with store_over(tmp_path / "kv") as store:
-            put(store, "what nobody may see")
-            shown = rendered(browser, service_of(store), TOKEN, tmp_path)
+    def test_it_asks_for_the_token(self, browser: str, store: TieredStore, tmp_path: Path) -> None:
+        put(store, "what nobody may see")
+        shown = rendered(browser, service_of(store), TOKEN, tmp_path)
         assert re.search(r'<section id="ask">', shown)
         assert re.search(r'<div class="parts" id="all" hidden', shown)

@@ -26,7 +26,6 @@ from tests.agent.serving import (
     tokenize,
 )
 from tests.kit import LIMIT, raised
-from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
 from tests.vllm.scheduler.test_explain import CHUNK, OTHERS, PROMPT, engine_of
 
 TEXT = "the 24 bytes of a prompt"
@@ -164,8 +163,7 @@ def test_what_an_engine_answers_is_passed_on_whole(tmp_path: Path) -> None:
     """Every field that an answer has is one that another engine expects."""
     with store_over(tmp_path / "kv") as store, closing(engine_of(ram_chunks=6)) as engine:
         for number, tokens in enumerate([PROMPT, *OTHERS, PROMPT]):
-            engine.add(SimulatedRequest(f"cmpl-{number}", list(tokens), len(tokens), 1, "a"))
-            engine.finish()
+            engine.serve(f"cmpl-{number}", tokens)
         services = service_of(store), service_of_scheduler(engine.scheduler, CHUNK)
         with (
             serving(*services) as servers,

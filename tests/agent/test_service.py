@@ -44,32 +44,8 @@ from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.assemble import clear_namespace
 from lmkv.vllm.plan.request import Report
 from lmkv.vllm.scheduler.observer import TraceRecorder
-from tests.agent.serving import NAMESPACE, TOKEN, put, service_of, serving, short_socket, store_over, tokenize
+from tests.agent.serving import NAMESPACE, TOKEN, at_port, put, service_of, serving, short_socket, tokenize
 from tests.kit import LIMIT, Gated, eventually, memory, raised
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    with store_over(tmp_path / "kv") as store:
-        yield store
-
-
-@pytest.fixture
-def service(store: TieredStore) -> CacheService:
-    return service_of(store)
-
-
-@pytest.fixture
-def server(service: CacheService) -> Iterator[AgentServer]:
-    server = AgentServer(lambda: application(service, TOKEN), Address("127.0.0.1:0"))
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def client(server: AgentServer) -> Iterator[Client]:
-    with Client(server.url, TOKEN) as client:
-        yield client
 
 
 def test_lookup_says_how_many_tokens_are_where(store: TieredStore, client: Client) -> None:
@@ -124,7 +100,7 @@ def slow_server(slow: Gated) -> Iterator[AgentServer]:
         assert store.wait_indexed(LIMIT)
         store.drop(put(store, "a prompt of 23 letters,"))
         slow.shut("read")
-        with closing(AgentServer(lambda: application(service_of(store), TOKEN), Address("127.0.0.1:0"))) as server:
+        with at_port(service_of(store)) as server:
             yield server
             slow.open()
 
@@ -254,8 +230,7 @@ def test_a_namespace_is_cleared_by_the_engine_that_shares_its_folder(tmp_path: P
         put(neighbour, "of another model")
     put(store, "the first prompt")
     clear = partial(clear_namespace, store.clear, NAMESPACE.digest, str(tmp_path / "kv"))
-    server = AgentServer(lambda: application(service_of(store, clear_namespace=clear), TOKEN), Address("127.0.0.1:0"))
-    with closing(server), Client(server.url, TOKEN) as client:
+    with at_port(service_of(store, clear_namespace=clear)) as server, Client(server.url, TOKEN) as client:
         for none in ("", "0123456789abcdef"):
             raised(httpx.HTTPStatusError, r"no namespace begins|422", client.clear, namespace=none)
         with pytest.raises(httpx.HTTPStatusError, match=r"400 .* cannot be limited to a salt"):
@@ -415,8 +390,7 @@ def test_what_is_no_prompt_is_refused_with_the_reason(server: AgentServer, servi
 
 def test_a_prompt_that_the_engine_does_not_take_is_refused(store: TieredStore) -> None:
     put(store, "16 tokens it has")
-    server = AgentServer(lambda: application(service_of(store, longest=16), TOKEN), Address("127.0.0.1:0"))
-    with closing(server), Client(server.url, TOKEN) as client:
+    with at_port(service_of(store, longest=16)) as server, Client(server.url, TOKEN) as client:
         assert client.lookup("16 tokens it has")["hit_tokens"] == 15
         for prompt in ("17 tokens it has.", [1] * 17, [{"role": "user", "content": "0123456789a"}]):
             for call in (client.lookup, client.prefetch, client.pin, client.unpin, client.clear):
@@ -572,8 +546,7 @@ def test_one_whose_thread_has_failed_refuses_connections(caplog: pytest.LogCaptu
     assert "the engine continues without it" in caplog.text
 
 
-def test_it_ends_while_a_call_waits(service: CacheService) -> None:
-    server = AgentServer(lambda: application(service, TOKEN), Address("127.0.0.1:0"))
+def test_it_ends_while_a_call_waits(server: AgentServer) -> None:
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as half:
         half.sendall(b"POST /v1/lookup HTTP/1.1\r\n")
         server.close()

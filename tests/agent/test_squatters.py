@@ -37,12 +37,6 @@ from tests.test_other_user import Another
 TEXT = "the 24 bytes of a prompt"
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TieredStore]:
-    with store_over(tmp_path / "kv") as store:
-        yield store
-
-
 def free_ports() -> Address:
     """A port of loopback with a free one behind it."""
     while True:
@@ -221,8 +215,7 @@ def test_no_answer_is_read_without_bounds(
 ) -> None:
     """Neither by an engine, nor by a program that asks one."""
     with RudePeer(short_socket(), answer) as rude, Client(rude.url, timeout=seconds, most=1 << 20) as client:
-        with pytest.raises((httpx.TransportError, ValueError)):
-            client.stats()
+        raised((httpx.TransportError, ValueError), "", client.stats)
         assert b"gzip" not in rude.asked[0]
     monkeypatch.setattr(lmkv.agent.peers, "AsyncClient", partial(AsyncClient, timeout=seconds))
     with beside(store, answer) as (client, rude):

@@ -21,7 +21,6 @@ pytest.importorskip("cryptography")
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from lmkv import Config, Engine
-from lmkv.backends.disk import chunkfile
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.chunks import codec
@@ -30,6 +29,7 @@ from lmkv.chunks.namespace import Authenticator
 from lmkv.errors import ConfigError, CorruptChunkError
 from lmkv.protocols import Backend, Chunk, ChunkKey, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, new_key, read_back, statuses
+from tests.backends import test_backends
 from tests.kit import LIMIT, raised
 from tests.servers import redis_server
 
@@ -43,12 +43,7 @@ class TestDiskSuite(BackendSuite):
         return LocalDiskBackend(folder, NAMESPACE, segment_bytes=8192, authentication_key=KEY)
 
 
-class TestDiskInPiecesSuite(BackendSuite):
-    @pytest.fixture(autouse=True)
-    def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(chunkfile, "PIECE", 8192)
-        monkeypatch.setattr(chunkfile, "SMALL", 4096)
-
+class TestDiskInPiecesSuite(test_backends.TestDiskInPieces):
     def make(self, folder: Path) -> Backend:
         return LocalDiskBackend(folder, NAMESPACE, segment_bytes=4096, authentication_key=KEY)
 
@@ -96,39 +91,33 @@ class Medium:
     put: Callable[[ChunkKey, bytes], object]
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Medium:
-    def path(key: ChunkKey) -> Path:
-        return tmp_path / NAMESPACE.hex() / key[:1].hex() / f"{key.hex()}.kv1"
+def of_files(open_: Callable[..., Backend], path: Callable[[ChunkKey], Path], page: int = 1) -> Medium:
+    """Each in a file of whole pages."""
 
     def put(key: ChunkKey, blob: bytes) -> None:
         path(key).parent.mkdir(exist_ok=True)
-        path(key).write_bytes(blob + bytes(-len(blob) % 4096))
+        path(key).write_bytes(blob + bytes(-len(blob) % page))
 
-    return Medium(
-        open=lambda key, namespace=NAMESPACE: LocalDiskBackend(tmp_path, namespace, authentication_key=key),
-        get=lambda key: path(key).read_bytes()[: 4096 + NBYTES],
-        put=put,
+    return Medium(open_, lambda key: path(key).read_bytes()[: 4096 + NBYTES], put)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Medium:
+    return of_files(
+        lambda key, namespace=NAMESPACE: LocalDiskBackend(tmp_path, namespace, authentication_key=key),
+        lambda key: tmp_path / NAMESPACE.hex() / key[:1].hex() / f"{key.hex()}.kv1",
+        4096,
     )
 
 
 @pytest.fixture
 def objects(tmp_path: Path) -> Medium:
     module = pytest.importorskip("lmkv.backends.remote.objects", exc_type=ConfigError)
-
-    def path(key: ChunkKey) -> Path:
-        return tmp_path / "bucket" / f"lmkv:{NAMESPACE.hex()}" / key.hex()
-
-    def put(key: ChunkKey, blob: bytes) -> None:
-        path(key).parent.mkdir(exist_ok=True)
-        path(key).write_bytes(blob)
-
-    return Medium(
-        open=lambda key, namespace=NAMESPACE: module.open_url(
+    return of_files(
+        lambda key, namespace=NAMESPACE: module.open_url(
             f"file://{tmp_path}/bucket", namespace, RemoteOptions(authentication_key=key)
         ),
-        get=lambda key: path(key).read_bytes(),
-        put=put,
+        lambda key: tmp_path / "bucket" / f"lmkv:{NAMESPACE.hex()}" / key.hex(),
     )
 
 
@@ -421,24 +410,3 @@ def test_engines_with_other_keys_never_meet(tmp_path: Path, tier: str) -> None:
             assert engine.lookup(TOKENS, timeout=LIMIT) == found, settings
             assert engine.retrieve(TOKENS, BLOCK_IDS) == found
             assert engine.stats().store.tiers[1].read_failures == 0
-
-
-def test_a_forged_chunk_is_a_counted_miss(tmp_path: Path) -> None:
-    """An attacker finds out the names, and the namespace, from the folder."""
-    with open_engine(tmp_path, authentication_key="k" * 32) as engine:
-        assert engine.store(TOKENS, BLOCK_IDS) == 16
-        assert engine.drain(LIMIT)
-    (path,) = (tmp_path / "kv").rglob("*.kv1")
-    header = codec.parse_header(memoryview(path.read_bytes()))
-    path.unlink()
-    attacker = LocalDiskBackend(tmp_path / "kv", header.namespace)
-    forged = Chunk(header.key, memoryview(bytes(header.payload_bytes)), header.parent, header.tokens)
-    assert attacker.write(forged).status is WriteStatus.STORED
-    with open_engine(tmp_path, authentication_key="k" * 32) as engine:
-        assert engine.lookup(TOKENS) == 16, "it is there by its name"
-        assert engine.retrieve(TOKENS, BLOCK_IDS) == 0
-        assert engine.stats().store.tiers[1].read_failures == 1
-        assert engine.store(TOKENS, BLOCK_IDS) == 16
-        assert engine.drain(LIMIT)
-    with open_engine(tmp_path, authentication_key="k" * 32) as engine:
-        assert engine.retrieve(TOKENS, BLOCK_IDS) == 16

@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -477,14 +478,12 @@ def test_latency_is_slept_and_only_for_the_chosen_verbs() -> None:
 def test_a_black_hole_holds_calls_until_it_is_released() -> None:
     faulty = FaultyBackend(NullBackend())
     faulty.black_hole()
-    answers: list[list[bool]] = []
-    caller = threading.Thread(target=lambda: answers.append(faulty.contains([new_key()])))
-    caller.start()
-    eventually(lambda: faulty.calls["contains"] == 1)
-    assert answers == []
-    faulty.release()
-    caller.join(LIMIT)
-    assert answers == [[False]]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(faulty.contains, [new_key()])
+        eventually(lambda: faulty.calls["contains"] == 1)
+        assert not answer.done()
+        faulty.release()
+        assert answer.result(LIMIT) == [False]
     faulty.max_hold = 0.0
     faulty.black_hole()
     read = faulty.read(new_key(), memoryview(bytearray(1)))
@@ -577,20 +576,11 @@ def test_the_adapters_thread_is_named_and_joined() -> None:
     inner = HangingAsync()
     adapter = AsyncAdapter(inner, deadline=LIMIT)
     assert "lmkv-aio-hanging" in {thread.name for thread in threading.enumerate()}
-    caught: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            adapter.contains([new_key()])
-        except ClosedError as error:
-            caught.append(error)
-
-    caller = threading.Thread(target=call)
-    caller.start()
-    eventually(lambda: inner.begun == 1)
-    adapter.close()
-    caller.join(LIMIT)
-    assert len(caught) == 1
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(adapter.contains, [new_key()])
+        eventually(lambda: inner.begun == 1)
+        adapter.close()
+        raised(ClosedError, "", call.result, LIMIT)
     assert "lmkv-aio-hanging" not in {thread.name for thread in threading.enumerate()}
 
 

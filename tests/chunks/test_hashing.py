@@ -124,16 +124,6 @@ def test_another_process_computes_the_same_keys() -> None:
         ]
 
 
-@given(token_lists, st.lists(token_ids, max_size=20), digests, chunk_sizes)
-def test_an_equal_prefix_gives_equal_keys_and_a_tail_never_matters(
-    tokens: list[int], more: list[int], root: bytes, chunk_size: int
-) -> None:
-    keys = chunk_keys(tokens, root, chunk_size)
-    assert len(keys) == len(tokens) // chunk_size
-    assert chunk_keys(tokens + more, root, chunk_size)[: len(keys)] == keys
-    assert chunk_keys(tokens[: len(keys) * chunk_size], root, chunk_size) == keys
-
-
 @given(st.data(), digests, chunk_sizes, extras_maps)
 def test_a_changed_token_changes_its_key_and_all_after_it_and_none_before(
     data: st.DataObject, root: bytes, chunk_size: int, extras: dict[int, bytes]
@@ -211,19 +201,6 @@ def test_parent_is_the_key_before() -> None:
     assert [chain.parent(at) for at in range(3)] == [b"", *chain.keys]
     for outside in (-1, 3):
         raised(UsageError, "chain of 2", chain.parent, outside)
-
-
-@given(token_lists, chunk_sizes, st.data())
-def test_extras_share_keys_before_their_chunk_and_none_from_it_on(
-    tokens: list[int], chunk_size: int, data: st.DataObject
-) -> None:
-    at = data.draw(st.integers(0, len(tokens) // chunk_size))
-    one, other = data.draw(st.lists(digests, min_size=2, max_size=2, unique=True))
-    plain = chunk_keys(tokens, bytes(32), chunk_size)
-    marked = [chunk_keys(tokens, bytes(32), chunk_size, {at: extra}) for extra in (one, other)]
-    assert plain[:at] == marked[0][:at] == marked[1][:at]
-    rest = [key for keys in (plain, *marked) for key in keys[at:]]
-    assert len(set(rest)) == 3 * (len(plain) - at)
 
 
 @given(st.data(), chunk_sizes)

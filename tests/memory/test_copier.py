@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -144,39 +144,29 @@ def test_what_was_stored_is_loaded_into_other_blocks_and_nowhere_else(
     assert contents(target, axis) == after(before, contents(source, axis), moved)
 
 
-def test_copies_of_several_lengths_get_their_own_blocks() -> None:
+orders = st.permutations(range(BLOCKS))
+
+
+@given(orders, orders, st.lists(st.tuples(st.integers(0, PAGES - 1), st.integers(0, PAGES)), max_size=4))
+def test_parts_of_chunks_in_one_call(stored: list[int], loaded: list[int], parts: list[tuple[int, int]]) -> None:
+    """A load that begins inside a chunk fills its blocks alone. `parts`: the first page, and how many, if any."""
     axis, make = LAYOUTS["[2,B,N,H,D]"]
     source, target = make(torch.bfloat16), make(torch.bfloat16)
     fill(source, 4)
     fill(target, 5)
     before = contents(target, axis)
     out, back = Setup(source, axis), Setup(target, axis)
-    out.copier.store(
-        [ChunkCopy(slot, (Run(0, blocks),)) for slot, blocks in enumerate(([1, 2, 3], [], [4, 5, 6]))]
-    ).wait()
-    assert out.chunk(1) == bytes(out.layout.chunk_bytes)
-    for slot in range(3):
+    chunks = [stored[PAGES * slot : PAGES * (slot + 1)] for slot in range(4)]
+    out.copier.store([ChunkCopy(slot, (Run(0, blocks),)) for slot, blocks in enumerate(chunks)]).wait()
+    copies, moved, free = [], {}, iter(loaded)
+    for slot, (first, count) in enumerate(parts):
+        assert out.chunk(slot) == expected(source, axis, chunks[slot])
         back.slab.view(slot)[:] = out.slab.view(slot)
-    runs = (Run(1, [7]), Run(0, []), Run(1, [8, 9]))
-    back.copier.load([ChunkCopy(slot, (run,)) for slot, run in enumerate(runs)]).wait()
-    moved = {7: 2, 8: 5, 9: 6}
+        blocks = list(itertools.islice(free, min(count, PAGES - first)))
+        copies.append(ChunkCopy(slot, (Run(first, blocks),)))
+        moved |= dict(zip(blocks, chunks[slot][first:], strict=False))
+    back.copier.load(copies).wait()
     assert contents(target, axis) == after(before, contents(source, axis), moved)
-
-
-@given(first=st.integers(0, PAGES - 1), data=st.data())
-def test_part_of_a_chunk(first: int, data: st.DataObject) -> None:
-    """A load that begins inside a chunk fills its blocks alone; an empty run moves nothing."""
-    blocks = data.draw(st.lists(st.integers(0, BLOCKS - 1), max_size=PAGES - first, unique=True))
-    axis, make = LAYOUTS["[2,B,N,H,D]"]
-    source, target = make(torch.bfloat16), make(torch.bfloat16)
-    fill(source, 4)
-    out, back = Setup(source, axis), Setup(target, axis)
-    out.copier.store([ChunkCopy(0, (Run(0, [1, 2, 3]),))]).wait()
-    back.slab.view(0)[:] = out.slab.view(0)
-    back.copier.load([ChunkCopy(0, (Run(first, blocks),))]).wait()
-    for place, block in enumerate(blocks):
-        for old, new in zip(source, target, strict=True):
-            assert bytes_of_block(new, axis, block) == bytes_of_block(old, axis, [1, 2, 3][first + place])
 
 
 @pytest.mark.parametrize("name", ["[B,H,N,C]", "every second"])
@@ -271,18 +261,6 @@ def test_other_accelerators_are_refused_in_words(
     monkeypatch.setattr(torch.version, "hip", hip)
     raised(UsageError, f"CPUs and NVIDIA GPUs; this is .*{said}", check_device, kind)
     check_device("cpu")
-
-
-def test_random_copies_in_one_call_equal_the_same_one_by_one() -> None:
-    rng = random.Random(7)
-    axis, make = LAYOUTS["[B,2,N,H,D]"]
-    tensors = make(torch.bfloat16)
-    fill(tensors, 8)
-    setup = Setup(tensors, axis)
-    copies = [ChunkCopy(slot, (Run(0, rng.sample(range(BLOCKS), PAGES)),)) for slot in range(4)]
-    setup.copier.store(copies)
-    for copy in copies:
-        assert setup.chunk(copy.slot) == expected(tensors, axis, copy.runs[0].blocks)
 
 
 # -- block ids -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 
 from lmkv.memory.cuda import CUDADevice, _CUDAStream
 from lmkv.memory.device import DeviceError, Transfers
+from tests.tables import raised
 
 POINTER, SIZE, STATUS = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
 SINGLE = ctypes.CFUNCTYPE(STATUS, ctypes.c_uint64, ctypes.c_uint64, SIZE, POINTER)
@@ -110,5 +111,4 @@ def test_an_old_driver_copies_one_by_one(has_lookup: bool) -> None:
 def test_a_copy_that_the_driver_refuses_is_an_error() -> None:
     driver = Driver(status=700)
     driver.single_status = 700
-    with pytest.raises(DeviceError, match="CUDA error 700"):
-        Copies(driver).transfer()
+    raised(DeviceError, "CUDA error 700", lambda: Copies(driver).transfer())

@@ -80,6 +80,11 @@ class World:
         blocks = self.rng.sample(range(BLOCKS), PAGES * len(slots))
         return [ChunkCopy(slot, (Run(0, blocks[at * PAGES : (at + 1) * PAGES]),)) for at, slot in enumerate(slots)]
 
+    def fill_slots(self) -> None:
+        for slot in range(SLOTS):
+            for view in (self.slab.view(slot), self.slots.view(slot)):
+                view[:] = bytes([slot + 1]) * len(view)
+
     def check(self) -> None:
         self.device.synchronize()
         for row, expected in zip(self.memory.rows, self.expected.rows, strict=True):
@@ -119,9 +124,7 @@ def test_any_order_of_the_device_gives_what_program_order_gives(
 @given(seed=seeds, favourite=favourites, shape=shapes, direct=detours)
 def test_a_layer_is_there_when_the_model_comes_to_it(seed: int, favourite: int | None, shape: str, direct: int) -> None:
     world = World(shape, seed, favourite, direct)
-    for slot in range(SLOTS):
-        for view in (world.slab.view(slot), world.slots.view(slot)):
-            view[:] = bytes([slot + 1]) * len(view)
+    world.fill_slots()
     copies = world.copies([4, 1, 3])
     world.oracle.load(copies)
     wanted = [row.clone() for row in world.expected.rows]
@@ -163,9 +166,7 @@ def test_a_layer_is_stored_as_the_model_left_it(seed: int, favourite: int | None
 @given(seed=seeds, favourite=favourites, direct=detours)
 def test_several_loads_by_layers_at_once(seed: int, favourite: int | None, direct: int) -> None:
     world = World("alike", seed, favourite, direct)
-    for slot in range(SLOTS):
-        for view in (world.slab.view(slot), world.slots.view(slot)):
-            view[:] = bytes([slot + 1]) * len(view)
+    world.fill_slots()
     copies = world.copies([4, 1, 3, 0])
     readers = [LayerReader(world.copier, copies[:2]), LayerReader(world.copier, copies[2:])]
     turns = [reader for reader in readers for _ in range(LAYERS)]
@@ -358,8 +359,7 @@ def test_part_of_a_chunk_is_loaded_and_nothing_else() -> None:
 def test_what_does_not_exist_is_refused_before_anything_is_queued(action: str) -> None:
     world = World("alike", 3)
     for copy in (ChunkCopy(SLOTS, (Run(0, [0, 1]),)), ChunkCopy(0, (Run(0, [0, BLOCKS]),))):
-        with pytest.raises(UsageError):
-            getattr(world.copier, action)([ChunkCopy(0, (Run(0, [2, 3]),)), copy])
+        raised(UsageError, "", getattr(world.copier, action), [ChunkCopy(0, (Run(0, [2, 3]),)), copy])
     assert not any(stream.queue for stream in world.device.streams)
 
 
@@ -375,6 +375,5 @@ def test_a_copy_that_fails_leaves_nothing_under_way(action: str, monkeypatch: py
         real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(world.device, "transfer", transfer)
-    with pytest.raises(OSError, match="no such"):
-        getattr(world.copier, action)(world.copies([0, 1, 2, 3]))
+    raised(OSError, "no such", lambda: getattr(world.copier, action)(world.copies([0, 1, 2, 3])))
     assert not any(stream.queue for stream in world.device.streams)

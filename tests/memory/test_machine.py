@@ -17,6 +17,7 @@ from lmkv.errors import ConfigError
 from lmkv.memory import slab_files
 from lmkv.memory.machine import available_ram, check_in_memory, clamp_shared_memory, file_system_of, memory_limit
 from tests.pages import ROOT
+from tests.tables import raised
 
 MIB = 1 << 20
 DOCKER = 64 * MIB
@@ -68,8 +69,7 @@ def test_any_other_folder_is_warned_of(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_a_file_system_that_takes_no_writes_is_refused(mount: Mount) -> None:
-    with pytest.raises(ConfigError, match=r"hugetlbfs.*huge=within_size"):
-        check_in_memory(str(mount("hugetlbfs")))
+    raised(ConfigError, r"hugetlbfs.*huge=within_size", lambda: check_in_memory(str(mount("hugetlbfs"))))
 
 
 def test_a_device_that_is_not_mounted_has_no_name(tmp_path: Path) -> None:

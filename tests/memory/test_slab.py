@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -388,13 +389,11 @@ def test_another_file_under_the_same_number_is_not_mapped() -> None:
 def test_a_slab_is_found_by_the_name_of_its_engine() -> None:
     engine = f"test-{os.getpid()}"
     stop = threading.Event()
-    found: list[SlabRef | None] = []
-    search = threading.Thread(target=lambda: found.append(wait_for_slab(engine, SLOT, stop)))
-    search.start()
-    other = Slab(SLOT, SLOT, shared=True, engine=f"{engine}1")
-    slab = my_slab(3)
-    search.join(LIMIT)
-    assert found == [slab.ref]
+    with ThreadPoolExecutor(1) as pool:
+        search = pool.submit(wait_for_slab, engine, SLOT, stop)
+        other = Slab(SLOT, SLOT, shared=True, engine=f"{engine}1")
+        slab = my_slab(3)
+        assert search.result(LIMIT) == slab.ref
     two = my_slab(3)
     assert slab_files.find(engine) is None, "either of them may be the one"
     for made in (slab, other, two):

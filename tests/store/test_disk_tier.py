@@ -17,7 +17,7 @@ from lmkv.backends.disk import folder as usage
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.clocks import ManualClock
 from tests.forked import Child, Tell
-from tests.kit import LIMIT, mounted_tmpfs
+from tests.kit import LIMIT, mounted_tmpfs, possible
 from tests.store.shared_store import CHUNK, KEYS, get, open_store, put
 
 COST = CHUNK + 4096
@@ -44,14 +44,6 @@ def refuse_changes(folder: Path) -> None:
 
 def allow_changes(folder: Path) -> None:
     possible("chattr", "-R", "-i", str(folder))
-
-
-def possible(*command: str) -> None:
-    if os.geteuid():
-        pytest.skip("only root may do this")
-    done = subprocess.run(command, check=False, capture_output=True, timeout=60)
-    if done.returncode:
-        pytest.skip(f"not possible here: {done.stderr.decode().strip()}")
 
 
 def store_one_by_one(store: TieredStore, keys: list[bytes]) -> None:

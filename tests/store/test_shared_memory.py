@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lmkv import Config, Engine
-from lmkv.config import GIB
 from lmkv.store.iopool import IOPool, Job, Priority
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, NEVER, listing_every
@@ -86,18 +85,6 @@ def test_it_is_over_the_disk(memory_path: Path, tmp_path: Path) -> None:
     restarted, _ = open_engine(memory_path, **disk)
     with restarted:
         assert sources(restarted, range(64)) == {"disk": 64}
-
-
-def test_two_engines_keep_within_one_capacity(memory_path: Path) -> None:
-    most = 20
-    engines = [open_engine(memory_path, max_shared_memory_size=most * COST / GIB)[0] for _ in range(2)]
-    with engines[0], engines[1]:
-        for number in range(40):
-            store(engines[number % 2], range(1000 * number, 1000 * number + 2 * CHUNK))
-        files = list(memory_path.rglob("*.kv1"))
-        assert {path.stat().st_size for path in files} == {COST}
-        assert len(files) == most
-        assert all(engine.stats().store.tiers[1].evictions for engine in engines)
 
 
 def test_files_are_neither_synced_nor_tried_past_the_page_cache(

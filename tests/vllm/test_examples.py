@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from lmkv.cli.small_model import SmallModel
-from tests.pages import ROOT
+from tests.pages import ROOT, loaded_module
+from tests.tables import raised
 from tests.vllm.server import child_environment
 
 EXAMPLES = ROOT / "examples"
@@ -54,22 +53,12 @@ def test_cpu_offloading(enabled: bool) -> None:
     assert "Outputs are equal: yes" in printed
 
 
-def loaded_module(script: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_cpu_offloading_takes_the_largest_model_that_the_gpu_has_room_for() -> None:
     fits = loaded_module(EXAMPLES / "cpu_offloading.py").model_that_fits
     assert fits(79.1, (8, 0)) == fits(36.0, (7, 5)) == ("Qwen/Qwen3-8B", {})
     assert fits(35.9, (8, 9)) == fits(20.0, (9, 0)) == ("Qwen/Qwen3-8B-FP8", {"kv_cache_dtype": "fp8"})
     assert fits(23.7, (8, 6)) == fits(19.9, (8, 9)) == fits(10.0, (7, 5)) == ("Qwen/Qwen3-1.7B", {})
-    with pytest.raises(SystemExit, match="--model"):
-        fits(9.9, (8, 9))
+    raised(SystemExit, "--model", fits, 9.9, (8, 9))
 
 
 def test_offline_with_spawned_processes(tmp_path: Path) -> None:

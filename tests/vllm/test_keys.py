@@ -12,6 +12,7 @@ import torch
 from attrs import field, frozen
 
 from lmkv.vllm.model import describe
+from tests.tables import raised
 from tests.vllm import families
 from tests.vllm.drafts import DRAFTS
 from tests.vllm.harness import BLOCK, configured
@@ -215,5 +216,4 @@ def test_blocks_that_are_not_the_devices_own_are_refused(flag: dict[str, bool], 
         for name, value in flag.items():
             setattr(kv_cache_config.kv_cache_groups[0], name, value)
 
-    with pytest.raises(ValueError, match="outside the device"):
-        namespace_of(Engine(change=change), checkpoints / "model")
+    raised(ValueError, "outside the device", lambda: namespace_of(Engine(change=change), checkpoints / "model"))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lmkv.vllm.model import describe
+from tests.tables import raised
 from tests.vllm.families import Family, hrm_text
 from tests.vllm.harness import configured, engine, external_hits, full_attention, kv_caches, prompt, side_of
 
@@ -148,8 +149,7 @@ def is_refused(config: Any, reason: str, change: Callable[[Any], object]) -> Non
     """It is cached without the change."""
     assert describe(config, kv_caches(full_attention()), 256).ranks.total == 1
     change(config)
-    with pytest.raises(ValueError, match=reason):
-        describe(config, kv_caches(full_attention()), 256)
+    raised(ValueError, reason, lambda: describe(config, kv_caches(full_attention()), 256))
 
 
 def test_outputs_of_each_token_that_a_hit_lacks(model: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from lmkv.errors import UsageError
 from lmkv.vllm.assemble import tokenizer
+from tests.tables import raised
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -47,5 +48,4 @@ def test_a_template_is_given_what_it_reads(tokenize: Any) -> None:
     ids=lambda given: ",".join(given),
 )
 def test_a_tokenizer_is_given_nothing(tokenize: Any, given: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=", ".join(sorted(given))):
-        tokenize(MESSAGES, given)
+    raised(UsageError, ", ".join(sorted(given)), tokenize, MESSAGES, given)

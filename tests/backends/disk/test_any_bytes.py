@@ -111,10 +111,15 @@ class AnyBytes(RuleBasedStateMachine):
         self.open_again()
         self.write(KEY)
         self.secret = self.good[KEY]
+        self.put_root()
+
+    def put_root(self) -> None:
+        self.root.mkdir(exist_ok=True)
         (self.root / "secret").write_bytes(self.secret)
 
     @rule()
     def open_again(self) -> None:
+        self.root.mkdir(exist_ok=True)
         self.backend = LocalDiskBackend(self.root, NAMESPACE, direct=self.direct, segment_bytes=4096)
 
     @property
@@ -149,7 +154,11 @@ class AnyBytes(RuleBasedStateMachine):
     def is_stuck(self, key: bytes) -> bool:
         """A folder in the place of a file that nobody but its owner moves, or a file in that of the folder."""
         place = self.place(key)
-        return self.folder.is_file() or (self.keeps_folders and place.is_dir() and not place.is_symlink())
+        return (
+            not self.root.is_dir()
+            or self.folder.is_file()
+            or (self.keeps_folders and place.is_dir() and not place.is_symlink())
+        )
 
     # -- what a store asks for ----------------------------------------------------------------------------
 
@@ -248,7 +257,7 @@ class AnyBytes(RuleBasedStateMachine):
     @rule(key=keys, kind=st.sampled_from([NOTHING, *NO_FILES]))
     def put_no_file(self, key: bytes, kind: str) -> None:
         self.whole.discard(key)
-        if not self.folder.is_file():
+        if self.root.is_dir() and not self.folder.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
             remove(self.place(key))
             NO_FILES.get(kind, remove)(self.place(key))
@@ -262,11 +271,11 @@ class AnyBytes(RuleBasedStateMachine):
                 self.quarantine.mkdir()
                 self.quarantine.chmod(0o777)
 
-    @rule(kind=st.sampled_from(["the namespace", "its folder", "a file instead"]))
+    @rule(kind=st.sampled_from(["the root", "the namespace", "its folder", "a file instead"]))
     def remove_folders(self, kind: str) -> None:
         self.whole.clear()
-        remove(self.folder.parent if kind == "the namespace" else self.folder)
-        if kind == "a file instead":
+        remove({"the root": self.root, "the namespace": self.folder.parent}.get(kind, self.folder))
+        if kind == "a file instead" and self.root.is_dir():
             self.folder.parent.mkdir(exist_ok=True)
             self.folder.touch()
 
@@ -276,6 +285,9 @@ class AnyBytes(RuleBasedStateMachine):
             return
         if self.folder.is_file():
             self.folder.unlink()
+        secret = self.root / "secret"
+        assert not secret.exists() or secret.read_bytes() == self.secret
+        self.put_root()
         for key in KEYS:
             for _ in range(3):
                 self.write(key)
@@ -285,7 +297,6 @@ class AnyBytes(RuleBasedStateMachine):
                 self.write(key)
             assert self.is_sound(key)
             self.read(key)
-        assert (self.root / "secret").read_bytes() == self.secret
         self.backend.close()
         self.patch.undo()
         shutil.rmtree(self.root)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import itertools
 import struct
-import threading
 import time
 import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -28,7 +28,7 @@ from lmkv.backends.remote.subprocess_backend import START_LIMIT, SubprocessBacke
 from lmkv.chunks.codec import ChunkFormat
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError
 from lmkv.protocols import HIT, Chunk, Listed, ReadStatus, WriteStatus
-from lmkv.testing.backend_suite import chunk_of, new_key
+from lmkv.testing.backend_suite import chunk_of, listed, new_key
 from tests.backends.remote.hostile import Answer, Endpoint, longest_pause, of_http, of_redis
 from tests.backends.remote.server_suite import GIVEN_UP
 from tests.kit import LIMIT, eventually, raised
@@ -310,16 +310,12 @@ def test_a_listing_of_s3_that_never_ends_is_given_up(full: bool, monkeypatch: py
 
 
 def test_a_listing_that_never_ends_does_when_it_is_closed() -> None:
-    with Endpoint(of_http(s3_page()), closes=True) as endpoint, s3_at(endpoint, LIMIT) as backend:
-        said: list[str] = []
-        lister = threading.Thread(
-            target=lambda: said.append(raised(ClosedError, "", lambda: list(backend.list_keys())))
-        )
-        lister.start()
+    endless = Endpoint(of_http(s3_page()), closes=True)
+    with endless as endpoint, s3_at(endpoint, LIMIT) as backend, ThreadPoolExecutor(1) as pool:
+        listing = pool.submit(listed, backend)
         eventually(lambda: endpoint.connections > 10)
         backend.close()
-        lister.join(LIMIT / 2)
-    assert said
+        raised(ClosedError, "", listing.result, LIMIT / 2)
 
 
 def test_answers_are_as_many_as_names_and_a_listing_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import struct
-import tempfile
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 from hypothesis import given, strategies as st
 
-from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.backends.remote.base import ValueCodec
 from lmkv.chunks.codec import ChunkFormat, FormatError
-from lmkv.errors import BackendError
-from lmkv.protocols import Chunk, ReadStatus
+from lmkv.protocols import Chunk
 from tests.tables import raised
 
 NAMESPACE = bytes(range(32))
@@ -79,21 +75,6 @@ def test_a_value_is_refused_or_right(value: bytes) -> None:
         assert len(str(error)) < 300  # noqa: PT017
     else:
         assert into == CHUNK.payload
-
-
-@given(hostile)
-def test_a_file_is_refused_or_right(value: bytes) -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        backend = LocalDiskBackend(folder, NAMESPACE, segment_bytes=4096)
-        path = Path(folder) / NAMESPACE.hex() / "6b" / f"{CHUNK.key.hex()}.kv1"
-        path.parent.mkdir()
-        path.write_bytes(value + bytes(-len(value) % 4096))
-        into = memoryview(bytearray(len(CHUNK.payload)))
-        read = backend.read(CHUNK.key, into)
-        if read.status is ReadStatus.HIT:
-            assert into == CHUNK.payload
-        else:
-            assert isinstance(read.error, BackendError)
 
 
 def test_the_sound_one_is_served() -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from lmkv.vllm.plan.identity import Media, UnnamedMediaError, digest_of
+from tests.tables import raised
 from tests.vllm.scheduler.requests_kept_apart import image
 from tests.vllm.scheduler.simulated_vllm import request_for
 from tests.vllm.scheduler.test_explain import engine_of
@@ -67,8 +68,7 @@ def test_long_names_take_no_memory(by_name: bool) -> None:
 def test_an_item_without_its_tensors_has_no_identity(data: Any) -> None:
     item = image("red", 0)
     item.data = data
-    with pytest.raises(UnnamedMediaError, match="not in the scheduler's process"):
-        Media().extras(asked(item), 16)
+    raised(UnnamedMediaError, "not in the scheduler's process", lambda: Media().extras(asked(item), 16))
 
 
 tensors = st.one_of(

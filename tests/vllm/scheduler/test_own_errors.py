@@ -13,6 +13,7 @@ from lmkv.vllm.plan.request import Storing
 from lmkv.vllm.scheduler.context import Job
 from lmkv.vllm.scheduler.loads import Loads
 from lmkv.vllm.scheduler.observer import RecentRequests
+from tests.tables import raised
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM
 
 SEEDS = range(10)
@@ -219,6 +220,5 @@ def test_an_error_at_the_end_of_a_store_keeps_nothing_from_what_waits_for_it() -
     storing = Storing(copying=1)
     for call in (partial(called.append, "first"), fails, partial(called.append, "last")):
         storing.once_stored(call)
-    with pytest.raises(RuntimeError, match="injected"):
-        storing.copy_ended()
+    raised(RuntimeError, "injected", storing.copy_ended)
     assert called == ["first", "fails", "last"]

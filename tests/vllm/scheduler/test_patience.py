@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from lmkv.chunks.hashing import KeyChain, state_keys
 from lmkv.chunks.namespace import Namespace
-from lmkv.protocols import Chunk
+from lmkv.protocols import Chunk, ChunkKey
 from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.plan.block_map import BlockMap, Group
 from lmkv.vllm.plan.request import STALL, Patience
@@ -271,25 +271,36 @@ def told(scheduler: Scheduler, request: SimulatedRequest) -> Any:
     return answer["lmkv"]
 
 
+@contextmanager
+def over_two_tiers(
+    tokens: Sequence[int],
+    block_map: BlockMap,
+    parts: Callable[[list[ChunkKey]], Sequence[Sequence[ChunkKey]]],
+    **more: Any,
+) -> Iterator[Both]:
+    """`parts`: keys that the fast and the slow tier have, of those of the tokens' chunks."""
+    clock, gates = ManualClock(), {name: Gated(Persistent(memory(64, name))) for name in ("fast", "slow")}
+    namespace = Namespace(model="m", dtype="u8", chunk_size=8, block_size=block_map.groups[0].block_size)
+    chain = KeyChain(namespace.root(cache_salt="a", lora=None, extra={}), 8)
+    chain.extend(tokens)
+    for gate, part in zip(gates.values(), parts(chain.keys), strict=True):
+        for key in part:
+            gate.write(Chunk(key, memoryview(payload(key))))
+    with listing_every(NEVER):
+        store = small_store(32, *map(lower, gates.values()), clock=clock)
+    assert store.wait_indexed(LIMIT)
+    options = SchedulerOptions(save_unfull_chunk=False, clock=clock, **more)
+    with closing(Scheduler(store, namespace, block_map, options)) as scheduler:
+        yield scheduler, gates, clock
+
+
 class TestTwoTiers:
     """The head of a prompt is in a fast tier, its end in a slow one."""
 
     @pytest.fixture
     def both(self) -> Iterator[Both]:
-        clock, gates = ManualClock(), {name: Gated(Persistent(memory(64, name))) for name in ("fast", "slow")}
-        with listing_every(NEVER):
-            namespace = Namespace(model="m", dtype="u8", chunk_size=8, block_size=4)
-            keys = KeyChain(namespace.root(cache_salt="a", lora=None, extra={}), 8)
-            keys.extend(PROMPT)
-            for name, part in (("fast", keys.keys[:2]), ("slow", keys.keys[2:3])):
-                for key in part:
-                    gates[name].write(Chunk(key, memoryview(payload(key))))
-            store = small_store(32, *(lower(gate) for gate in gates.values()), clock=clock)
-        assert store.wait_indexed(LIMIT)
-        options = SchedulerOptions(save_unfull_chunk=False, clock=clock)
-        scheduler = Scheduler(store, namespace, BlockMap(8, (Group(4),)), options)
-        with closing(scheduler):
-            yield scheduler, gates, clock
+        with over_two_tiers(PROMPT, BlockMap(8, (Group(4),)), lambda keys: (keys[:2], keys[2:3])) as made:
+            yield made
 
     def test_each_is_measured_by_what_it_delivers(self, both: Both) -> None:
         scheduler, gates, clock = both
@@ -342,26 +353,16 @@ class TestTwoTiers:
 class TestStates:
     """A fast tier has a prompt's chunks, and the states behind the second; a slow one has those behind the fourth."""
 
-    CHUNK = 8
     TOKENS = tuple(range(40))
 
     @pytest.fixture
     def scheduler(self) -> Iterator[Scheduler]:
-        clock, tiers = ManualClock(), {name: Persistent(memory(64, name)) for name in ("fast", "slow")}
-        namespace = Namespace(model="m", dtype="u8", chunk_size=self.CHUNK, block_size=self.CHUNK)
-        chain = KeyChain(namespace.root(cache_salt="a", lora=None, extra={}), self.CHUNK)
-        chain.extend(self.TOKENS)
-        first, second = (state_keys(chain.keys[end - 1], 1) for end in (2, 4))
-        with listing_every(NEVER):
-            for name, part in (("fast", [*chain.keys, *first]), ("slow", second)):
-                for key in part:
-                    tiers[name].write(Chunk(key, memoryview(payload(key))))
-            store = small_store(32, *map(lower, tiers.values()), clock=clock)
-        assert store.wait_indexed(LIMIT)
-        block_map = BlockMap(self.CHUNK, (Group(self.CHUNK), Group(self.CHUNK, state=1)))
-        options = SchedulerOptions(save_unfull_chunk=False, load_mode="async", clock=clock)
-        with closing(Scheduler(store, namespace, block_map, options)) as made:
-            cost, nbytes = made.timing.cost, store.slab.slot_bytes
+        def parts(keys: list[ChunkKey]) -> list[list[ChunkKey]]:
+            return [[*keys, *state_keys(keys[1], 1)], [*state_keys(keys[3], 1)]]
+
+        block_map = BlockMap(8, (Group(8), Group(8, state=1)))
+        with over_two_tiers(self.TOKENS, block_map, parts, load_mode="async") as (made, _, _):
+            cost, nbytes = made.timing.cost, made.store.slab.slot_bytes
             cost.note_step(1000, 1.0)
             cost.note_load("fast", nbytes, 0.001)
             yield made

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lmkv.vllm.model import describe
+from tests.tables import raised
 from tests.vllm.harness import configured, kv_caches
 from tests.vllm.scheduler.simulated_vllm import Replay, Ring, SimulatedVLLM, request_for
 
@@ -103,8 +104,7 @@ def test_a_state_cannot_go_back_for_a_window_that_is_computed_again(model: Path)
 
 
 def test_a_model_of_scratch_alone_is_not_cached(model: Path) -> None:
-    with pytest.raises(ValueError, match="it has no KV cache"):
-        describe(vllm_config(model), kv_caches(ring(8)), CHUNK)
+    raised(ValueError, "it has no KV cache", lambda: describe(vllm_config(model), kv_caches(ring(8)), CHUNK))
 
 
 def test_events_name_vllms_own_groups(model: Path) -> None:

@@ -181,8 +181,7 @@ class TestCompat:
             page_size_bytes = 64
 
         group = SimpleNamespace(layer_names=["a"], kv_cache_spec=ChunkedLocalAttentionSpec())
-        with pytest.raises(ValueError, match="ChunkedLocalAttentionSpec"):
-            compat.kv_groups(SimpleNamespace(kv_cache_groups=[group]))
+        raised(ValueError, "ChunkedLocalAttentionSpec", compat.kv_groups, SimpleNamespace(kv_cache_groups=[group]))
 
 
 class TestGeometry:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from attrs import frozen
-from hypothesis import event, given, settings, strategies as st
+from hypothesis import event, example, given, settings, strategies as st
 from typer.testing import CliRunner
 
 from lmkv.backends.disk.backend import LocalDiskBackend
@@ -137,7 +137,18 @@ def attempts(root: Path) -> list[Callable[[], object]]:
     ]
 
 
+def with_link(place: str) -> list[Entry]:
+    """Another user's namespace, a part of which is a link out of the folder."""
+    his = OTHER.hex()
+    parts = {"": his, "00": f"{his}/00", "quarantine": f"{his}/quarantine", "chunk": f"{his}/00/{bytes(32).hex()}.kv1"}
+    kinds = dict.fromkeys(parts, "folder") | {"chunk": "file", place: "link"}
+    return [Entry(path, kinds[part], SECRET, "OUTSIDE", OWNERS[-1], 0o777) for part, path in parts.items()]
+
+
 @pytest.mark.slow("random trees of files need many examples")
+@example(with_link(""), 0o1777, True)
+@example(with_link("00"), 0o1777, True)
+@example(with_link("quarantine"), 0o1777, True)
 @given(st.lists(entries, max_size=8), st.sampled_from([0o700, 0o777, 0o1777, 0o2770, 0o3777]), st.booleans())
 @settings(max_examples=300)
 def test_any_folder(tree: list[Entry], mode: int, commands: bool) -> None:

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import tracemalloc
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from lmkv.backends.disk.backend import LocalDiskBackend
 from lmkv.errors import BackendError, CorruptChunkError
 from lmkv.protocols import Chunk, ReadStatus, WriteStatus
+from tests.pages import loaded_module
 from tests.tables import every
 
-
-def load_generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_attacks", Path(__file__).parent / "make_attacks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-make_attacks = load_generator()
+make_attacks = loaded_module(Path(__file__).with_name("make_attacks.py"))
 NAMESPACE, KEY, PAYLOAD = make_attacks.NAMESPACE, make_attacks.KEY, make_attacks.PAYLOAD
 FILES = sorted(make_attacks.FOLDER.glob("*.kv1"))
 HOSTILE = [path for path in FILES if path.stem != "sound"]
