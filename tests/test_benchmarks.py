@@ -53,7 +53,7 @@ def test_figures_are_written_with_what_they_were_measured_on(tmp_path: Path) -> 
     printed = run("benchmarks.calls", "--quick", "--only", "keys", "--json", "--write", str(file))
     found = json.loads(file.read_text())
     assert json.loads(printed.splitlines()[-1]) == found
-    assert found["command"] == f"python -m benchmarks.calls --quick --only keys --json"
+    assert found["command"] == "python -m benchmarks.calls --quick --only keys --json"
     assert {"torch", "numpy", "python"} <= set(found["versions"])
     assert all(found[name] for name in ("date", "machine", "commit"))
     assert [row["name"].partition(":")[0] for row in found["rows"]] == ["keys of 131,072 tokens"] * 2

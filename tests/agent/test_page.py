@@ -56,9 +56,7 @@ class TestInABrowser:
         engine = engine_of(ram_chunks=6, policy=lambda: Quotas(LRU, {"<i>a</i>:b": 0.3}))
         for number, tokens in enumerate([PROMPT, *OTHERS, PROMPT]):
             tag = ("b", "c")[number == 5]
-            params = {"lmkv.tag.<i>a</i>": tag}
-            engine.add(SimulatedRequest(f"cmpl-<b>{number}</b>", list(tokens), len(tokens), 1, "", params))
-            engine.finish()
+            engine.serve(f"cmpl-<b>{number}</b>", tokens, 1, "", **{"lmkv.tag.<i>a</i>": tag})
         shown = rendered(browser, service_of_scheduler(engine.scheduler, CHUNK), None, tmp_path)
         assert "live" in shown
         assert re.search(r"<td[^>]*>.*cpu", shown)
