@@ -176,7 +176,7 @@ def test_ranks_with_an_engine_each(model: Path) -> None:
     def two(config: Any) -> None:
         config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = 2
 
-    is_refused(config, "each rank has an engine of its own", two)
+    is_refused(config, "each rank runs its own engine", two)
 
 
 KNOWN_REFUSALS = {
