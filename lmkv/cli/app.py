@@ -13,23 +13,43 @@ from lmkv import __version__
 
 TRY, CONFIGURE, FOLDERS, SERVERS = "Try", "Configure", "Folders of chunks", "Running servers"
 COMMANDS = {
-    "demo": ("demo", TRY, "Send long prompts to real vLLM cold, then again once its own cache has evicted them."),
-    "bench": ("bench", TRY, "Benchmark this machine: copies, lookups, the disk, and a hit on real vLLM."),
-    "simulate": ("simulate", TRY, "Compare eviction policies on a request trace."),
-    "model": ("model", TRY, "Write a small Qwen3-like model with random weights and a tokenizer for text."),
-    "doctor": ("doctor", CONFIGURE, "Check the configuration, this machine and the remote stores before a start."),
-    "config": ("config", CONFIGURE, "Show, check and convert settings, lmkv's own and those of other connectors."),
-    "inspect": ("inspect", FOLDERS, "Show the content of a folder: models, chunks, tokens, bytes, ages."),
-    "prune": ("inspect", FOLDERS, "Delete the chunks that were used least recently."),
-    "clear": ("inspect", FOLDERS, "Delete all chunks of a folder, or with --url of a running server."),
-    "top": ("top", SERVERS, "Watch a running server's tiers and requests."),
-    "lookup": ("server", SERVERS, "Show how much of a prompt a server would not compute, and which tiers have it."),
-    "prefetch": ("server", SERVERS, "Load a prompt's chunks into a server's host memory, ahead of its request."),
-    "pin": ("server", SERVERS, "Keep a prompt's chunks in a server's host memory for a while."),
-    "unpin": ("server", SERVERS, "End the pins of a prompt's chunks."),
-    "record": ("server", SERVERS, "Record chunk accesses for `lmkv simulate`: no text, no tokens."),
+    "demo": (
+        "lmkv.cli.demo",
+        TRY,
+        "Send long prompts to real vLLM cold, then again once its own cache has evicted them.",
+    ),
+    "bench": ("lmkv.cli.bench", TRY, "Benchmark this machine: copies, lookups, the disk, and a hit on real vLLM."),
+    "simulate": ("lmkv.cli.simulate", TRY, "Compare eviction policies on a request trace."),
+    "model": ("lmkv.cli.model", TRY, "Write a small Qwen3-like model with random weights and a tokenizer for text."),
+    "doctor": (
+        "lmkv.cli.doctor",
+        CONFIGURE,
+        "Check the configuration, this machine and the remote stores before a start.",
+    ),
+    "config": (
+        "lmkv.cli.config",
+        CONFIGURE,
+        "Show, check and convert settings, lmkv's own and those of other connectors.",
+    ),
+    "inspect": ("lmkv.cli.inspect", FOLDERS, "Show the content of a folder: models, chunks, tokens, bytes, ages."),
+    "prune": ("lmkv.cli.inspect", FOLDERS, "Delete the chunks that were used least recently."),
+    "clear": ("lmkv.cli.inspect", FOLDERS, "Delete all chunks of a folder, or with --url of a running server."),
+    "top": ("lmkv.cli.top", SERVERS, "Watch a running server's tiers and requests."),
+    "lookup": (
+        "lmkv.cli.server",
+        SERVERS,
+        "Show how much of a prompt a server would not compute, and which tiers have it.",
+    ),
+    "prefetch": (
+        "lmkv.cli.server",
+        SERVERS,
+        "Load a prompt's chunks into a server's host memory, ahead of its request.",
+    ),
+    "pin": ("lmkv.cli.server", SERVERS, "Keep a prompt's chunks in a server's host memory for a while."),
+    "unpin": ("lmkv.cli.server", SERVERS, "End the pins of a prompt's chunks."),
+    "record": ("lmkv.cli.server", SERVERS, "Record chunk accesses for `lmkv simulate`: no text, no tokens."),
 }
-"""Name -> module of `lmkv.cli`, and its heading and line in the help."""
+"""Name -> its module, and its heading and line in the help."""
 
 EXAMPLES = (
     "Examples:",
@@ -55,7 +75,7 @@ class Commands(TyperGroup):
     def load(self, name: str) -> None:
         """Import a command, with all its options."""
         module, panel, _ = COMMANDS[name]
-        found = getattr(import_module(f"lmkv.cli.{module}"), "app" if name == "config" else name)
+        found = getattr(import_module(module), "app" if name == "config" else name)
         if not isinstance(found, typer.Typer):
             own = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
             own.command(name, rich_help_panel=panel)(found)
