@@ -9,6 +9,7 @@ import select
 import signal
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,14 @@ BAD_BLOCKS += [list, torch.zeros(4, dtype=torch.int64, device="meta")]
 BAD_BLOCKS += [[True] * 4, torch.ones(4), torch.ones(4, dtype=torch.bool), np.zeros((2, 2), int), [b"1"] * 4]
 BAD_TOKENS = [None, "tokens", 17, 1.5, dict.fromkeys(range(CHUNK), 1), [[1, 2]] * CHUNK, [1.5] * CHUNK, {1, 2}]
 BAD_TOKENS += [list, torch.ones(CHUNK, dtype=torch.int64, device="meta"), torch.ones(CHUNK).to_sparse()]
-BAD_TOKENS += [[float("nan")] * CHUNK, [-1] * CHUNK, [2**32] * CHUNK, torch.ones(CHUNK), np.ones((CHUNK, 1), int)]
+BAD_TOKENS += [
+    deque(range(CHUNK)),
+    [float("nan")] * CHUNK,
+    [-1] * CHUNK,
+    [2**32] * CHUNK,
+    torch.ones(CHUNK),
+    np.ones((CHUNK, 1), int),
+]
 
 
 BAD_SECONDS = [None, "3", float("nan"), True, [1]]
@@ -175,8 +183,8 @@ def test_what_is_no_argument_is_refused_and_nothing_is_moved() -> None:
                 engine.store(TOKENS, BLOCKS_OF_THEM)
             before = [tensor.clone() for tensor in tensors]
             every([(name, *verb, bad) for name, bads, of in REFUSED for bad in bads for verb in map(split, of)], check)
-            for bad in ([0, 1, 2, 32], [0, 1, 2, -1], [0, 1, 2, 2**70]):
-                raised(UsageError, "block", engine.retrieve if stored else engine.store, TOKENS, bad)
+            for bad in ([0, 1, 2, 32], [0, 1, 2, -1], [0, 1, 2, 2**70], np.arange(4.0)):
+                raised(UsageError, "block id", engine.retrieve if stored else engine.store, TOKENS, bad)
             assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
             assert engine.lookup(TOKENS) == stored * CHUNK
 
@@ -188,7 +196,7 @@ def split(call: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
 def test_any_number_of_seconds_will_do(tmp_path: Path) -> None:
     with open_engine(paged(), tmp_path) as engine:
         assert engine.store(range(CHUNK), range(4), wait=LIMIT) == CHUNK
-        for seconds in (float("inf"), HUGE, 1e300, np.float32(60), -1):
+        for seconds in (float("inf"), HUGE, -HUGE, 1e300, np.float32(60), -1):
             assert engine.store(range(CHUNK), range(4), wait=seconds) == CHUNK
             assert engine.lookup(range(2 * CHUNK), timeout=seconds) == CHUNK
             assert engine.retrieve(range(CHUNK), range(4), timeout=seconds) == CHUNK

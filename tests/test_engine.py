@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -189,21 +188,6 @@ def test_salts_adapters_and_tags_never_share(engine: Engine, model: Model) -> No
     assert engine.clear(prompt, variant=variants[1]) == 48
     assert [engine.lookup(prompt, variant=variant) for variant in variants] == [48, 0, 48, 48, 48, 48, 48]
     assert engine.keys(prompt) == engine.keys(prompt, Variant()), "the default is an empty variant"
-
-
-def test_tokens_and_timeouts_that_cannot_be_are_told(engine: Engine) -> None:
-    with pytest.raises(UsageError, match="can be sliced, not a deque"):
-        engine.lookup(deque(tokens(32)))  # type: ignore[arg-type]
-    assert engine.lookup(tokens(32), timeout=10**400) == 0
-    assert engine.lookup(tokens(32), timeout=-(10**400)) == 0
-
-
-def test_blocks_that_do_not_exist_are_told_and_leave_nothing_behind(engine: Engine, model: Model) -> None:
-    prompt = tokens(32)
-    raised(UsageError, "block ids", engine.store, prompt, [*blocks_of(32)[:-1], BLOCKS])
-    assert engine.lookup(prompt) == 0
-    blocks = stored(engine, model, prompt)
-    raised(UsageError, "block ids", engine.retrieve, prompt, [-1, *blocks[1:]])
 
 
 def test_a_full_tier_keeps_the_head_of_a_long_prompt(model: Model) -> None:

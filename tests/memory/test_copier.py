@@ -303,11 +303,3 @@ def test_an_engine_over_layers_of_different_block_counts_is_refused() -> None:
     """It would store one layer's last block for all those that only the other one has."""
     with pytest.raises(UsageError, match="64 and of 32 blocks cannot share a block table"):
         engine_of([torch.randn(64, 2, BLOCK_SIZE, 8), torch.randn(32, 2, BLOCK_SIZE, 8)])
-
-
-def test_an_engine_stores_nothing_from_what_are_no_blocks() -> None:
-    with engine_of([torch.randn(BLOCKS, 2, BLOCK_SIZE, 8)]) as engine:
-        for blocks in (np.arange(6.0), [True] * 6, [0, 1, 2, 3, 4.5, 5]):
-            raised(UsageError, "a block id must be an integer", engine.store, range(24), blocks)
-            assert engine.lookup(range(24)) == 0
-        assert engine.store(range(24), np.arange(6)) == engine.retrieve(range(24), torch.arange(6)) == 24

@@ -16,8 +16,8 @@ import lmkv.memory.machine
 from lmkv.errors import ConfigError
 from lmkv.memory import slab_files
 from lmkv.memory.machine import available_ram, check_in_memory, clamp_shared_memory, file_system_of, memory_limit
+from tests.kit import possible, raised
 from tests.pages import ROOT
-from tests.tables import raised
 
 MIB = 1 << 20
 DOCKER = 64 * MIB
@@ -33,10 +33,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
     def mounted(kind: str, *options: str) -> Path:
         folder = tmp_path / kind
         folder.mkdir()
-        command = ["mount", "-t", kind, *options, "lmkv-test", str(folder)]
-        done = subprocess.run(command, check=False, capture_output=True, timeout=60)
-        if done.returncode:
-            pytest.skip(f"not possible here: {done.stderr.decode().strip()}")
+        possible("mount", "-t", kind, *options, "lmkv-test", folder)
         folders.append(folder)
         return folder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -74,22 +75,17 @@ def all_closed(*backends: Backend) -> None:
 
 @pytest.mark.parametrize("policy", ["LRU", "FIFO"])
 @pytest.mark.parametrize("below", [False, True])
-def test_a_stored_chain_is_evicted_from_its_tail(policy: str, below: bool) -> None:
-    store = small_store(6, *([lower(memory(20, "low"))] if below else []), policy=policy)
-    keys = chain("a", 6)
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_stored_chain_is_evicted_from_its_tail(policy: str, below: bool, pinned: bool) -> None:
+    """One that was pinned, too."""
+    clock, tiers = ManualClock(), [lower(memory(20, "low"))] if below else []
+    store, keys = small_store(6, *tiers, policy=policy, clock=clock, pin_share=1.0), chain("a", 6)
     put_through(store, keys)
+    if pinned:
+        assert store.pin(keys[:4], 10) == 4
+        clock.advance(11)
     put(store, chain("b", 2))
     assert kept(store, keys) == [True] * 4 + [False] * 2
-
-
-def test_a_chain_that_was_pinned_is_evicted_from_its_tail() -> None:
-    clock = ManualClock()
-    store, keys = small_store(5, clock=clock, pin_share=1.0), chain("a", 4)
-    put(store, keys)
-    assert store.pin(keys, 10) == 4
-    clock.advance(11)
-    put(store, chain("b", 2))
-    assert kept(store, keys) == [True, True, True, False]
 
 
 def test_a_lower_tier_evicts_from_the_tail_and_never_the_head_of_what_it_is_given() -> None:
@@ -143,12 +139,17 @@ def test_a_chain_that_passes_through_evicts_nothing_of_its_own_that_is_nowhere_e
     assert store.catalog.count_prefix(keys)[1] == 6
 
 
-def test_clear_deletes_what_was_not_even_indexed_yet() -> None:
-    keys = chain("a", 4)
-    disk = written(10, "disk", keys)
+def unlisted(keys: list[ChunkKey], version: int = 0) -> tuple[CPUPinnedBackend, Gated, TieredStore]:
+    """A store whose tier has these chunks, and is not listed before it is opened."""
+    disk = written(10, "disk", keys, version)
     gated = Gated(Persistent(disk))
     gated.shut("list_keys")
-    store = small_store(4, lower(gated, 10))
+    return disk, gated, small_store(4, lower(gated, 10))
+
+
+def test_clear_deletes_what_was_not_even_indexed_yet() -> None:
+    keys = chain("a", 4)
+    disk, gated, store = unlisted(keys)
     gated.waiting("list_keys")
     store.clear()
     gated.open()
@@ -182,10 +183,7 @@ def test_a_listing_from_before_clear_brings_nothing_back() -> None:
 
 def test_an_unlisted_chunk_is_not_taken_for_a_new_one_before_it_is_deleted() -> None:
     keys = chain("a", 1)
-    disk = written(10, "disk", keys, 1)
-    gated = Gated(Persistent(disk))
-    gated.shut("list_keys")
-    store = small_store(4, lower(gated, 10))
+    disk, gated, store = unlisted(keys, 1)
     store.clear()
     gated.waiting("list_keys", 2)
     put(store, keys, version=2)
@@ -960,15 +958,23 @@ def test_a_promotion_whose_time_is_over_before_it_has_begun_leaks_nothing() -> N
     assert_idle(store)
 
 
-def test_more_writes_than_may_wait_come_later_while_their_chunks_are_here() -> None:
-    below = Gated(memory(80, "low"))
+@contextlib.contextmanager
+def many_writes(*chains: list[ChunkKey]) -> Iterator[tuple[Gated, TieredStore]]:
+    """A store of 40 slots and a tier that takes no write before all these chains were stored."""
+    below = Gated(memory(200, "low"))
     with contextlib.closing(small_store(40, lower(below))) as store:
         below.shut("write")
-        keys = chain("a", 38)
-        assert put(store, keys) == 38
+        for keys in chains:
+            put(store, keys)
         below.waiting("write")
         below.open()
         assert store.drain(LIMIT)
+        yield below, store
+
+
+def test_more_writes_than_may_wait_come_later_while_their_chunks_are_here() -> None:
+    keys = chain("a", 38)
+    with many_writes(keys) as (below, store):
         assert below.contains(keys) == [True] * 38
         assert store.stats().tiers[1].dropped == 0
         put(store, chain("b", 10))
@@ -976,14 +982,7 @@ def test_more_writes_than_may_wait_come_later_while_their_chunks_are_here() -> N
 
 
 def test_a_chunk_that_is_evicted_before_its_write_is_dropped_below() -> None:
-    below = Gated(memory(200, "low"))
-    with contextlib.closing(small_store(40, lower(below))) as store:
-        below.shut("write")
-        for name in "abcd":
-            put(store, chain(name, 30))
-        below.waiting("write")
-        below.open()
-        assert store.drain(LIMIT)
+    with many_writes(*(chain(name, 30) for name in "abcd")) as (_, store):
         tier = store.stats().tiers[1]
         assert tier.dropped > 0
         assert tier.writes + tier.dropped == store.stats().primary.writes

@@ -36,6 +36,7 @@ CODES = [errno.EIO, errno.ENOSPC, errno.EACCES, errno.EMFILE, errno.ENOMEM]
 keys = st.sampled_from(KEYS)
 places = st.integers(0, 13_000)
 NOTHING = "nothing"
+FOLDERS = ["the root", "the namespace", "its folder", "a file instead"]
 OBSTACLES = [NOTHING, "file", "link", "everybody's folder"]
 
 
@@ -271,7 +272,7 @@ class AnyBytes(RuleBasedStateMachine):
                 self.quarantine.mkdir()
                 self.quarantine.chmod(0o777)
 
-    @rule(kind=st.sampled_from(["the root", "the namespace", "its folder", "a file instead"]))
+    @rule(kind=st.sampled_from(FOLDERS))
     def remove_folders(self, kind: str) -> None:
         self.whole.clear()
         remove({"the root": self.root, "the namespace": self.folder.parent}.get(kind, self.folder))
@@ -334,4 +335,17 @@ def test_each_length_and_each_lost_page_by_itself(in_pieces: bool) -> None:
                 machine.lose_a_page(key=KEY, at=4096 * page)
         machine.read(key=KEY)
         machine.write(key=KEY)
+    machine.teardown()
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_each_folder_that_is_gone_by_itself(kind: str) -> None:
+    machine = AnyBytes()
+    machine.begin(direct="off", in_pieces=False)
+    machine.remove_folders(kind=kind)
+    machine.read(key=KEY)
+    machine.look()
+    machine.delete(chosen={KEY})
+    machine.write(key=KEY)
+    assert machine.root.exists() == (kind != "the root")
     machine.teardown()

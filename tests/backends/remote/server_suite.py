@@ -14,8 +14,17 @@ import pytest
 
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.errors import BackendUnavailable, ConfigError, CorruptChunkError
-from lmkv.protocols import Backend, Chunk, ReadStatus, WriteStatus
-from lmkv.testing.backend_suite import BackendSuite, chunk_of, in_threads, new_key, read_back, statuses
+from lmkv.protocols import Backend, Chunk, ListsKeys, ReadStatus, WriteStatus
+from lmkv.testing.backend_suite import (
+    BackendSuite,
+    chunk_of,
+    in_threads,
+    listed,
+    new_key,
+    read_back,
+    sizes_of,
+    statuses,
+)
 from tests.backends.remote.own_network import Server
 from tests.kit import eventually, raised
 
@@ -54,6 +63,20 @@ def assert_damage_fails(
         assert_fails_and_can_be_replaced(backend, chunk, sound)
 
 
+def assert_apart(backend: Any, others: list[Any]) -> None:
+    """The others, which are closed, have other chunks under the same key, and list them alone."""
+    chunk = chunk_of(500)
+    assert backend.write(chunk).status is STORED
+    for other in others:
+        assert other.contains([chunk.key]) == [False]
+        mine = chunk_of(600, chunk.key)
+        assert other.write(mine).status is STORED
+        assert not isinstance(other, ListsKeys) or listed(other) == sizes_of(other, [mine])
+        other.close()
+    assert read_back(backend, chunk) == chunk.payload
+    assert not isinstance(backend, ListsKeys) or listed(backend) == sizes_of(backend, [chunk])
+
+
 class StoreSuite:
     """Tests of names, of other engines and of the URL. Define `kind` and `url`."""
 
@@ -90,14 +113,7 @@ class StoreSuite:
         other.close()
 
     def test_other_namespaces_and_prefixes_are_other_chunks(self, backend: Any) -> None:
-        chunk = chunk_of(500)
-        others = [self.backend_of(namespace=bytes(32)), self.backend_of(prefix="team*[a]:")]
-        assert backend.write(chunk).status is STORED
-        for other in others:
-            assert other.contains([chunk.key]) == [False]
-            assert other.write(chunk_of(600, chunk.key)).status is STORED
-            other.close()
-        assert read_back(backend, chunk) == chunk.payload
+        assert_apart(backend, [self.backend_of(namespace=bytes(32)), self.backend_of(prefix="team*[a]:")])
 
     def test_a_fork_of_the_engine_asks_nothing_and_disturbs_nothing(self, backend: Any) -> None:
         chunk = chunk_of(100)

@@ -46,7 +46,7 @@ from lmkv.testing.backend_suite import (
     sizes_of,
     statuses,
 )
-from tests.backends.remote.server_suite import DAMAGES, assert_damage_fails, assert_unavailable
+from tests.backends.remote.server_suite import DAMAGES, assert_apart, assert_damage_fails, assert_unavailable
 from tests.backends.remote.subprocess_suite import ProcessSuite
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, chain, eventually, every, lower, mounted_tmpfs, put_through, raised, small_store
@@ -208,7 +208,7 @@ def test_of_a_large_foreign_object_only_the_beginning_is_read(
 def test_other_namespaces_paths_and_prefixes_are_other_chunks(
     backend: ObjectStoreBackend, server: ObjectServer, tmp_path: Path
 ) -> None:
-    chunk, url = chunk_of(500), server.url(tmp_path.name)
+    url = server.url(tmp_path.name)
     others = [
         ObjectStoreBackend(url, bytes(32), RemoteOptions(timeout=20.0, username=USER, password=SECRET)),
         backend_of(url, prefix="a team/lmkv"),
@@ -216,14 +216,7 @@ def test_other_namespaces_paths_and_prefixes_are_other_chunks(
         backend_of(url, prefix="/other/"),
         backend_of(server.url(f"{tmp_path.name}/deeper")),
     ]
-    assert backend.write(chunk).status is STORED
-    for other in others:
-        assert other.contains([chunk.key]) == [False]
-        mine = chunk_of(600)
-        assert other.write(mine).status is STORED
-        assert listed(other) == sizes_of(other, [mine])
-        other.close()
-    assert listed(backend) == sizes_of(backend, [chunk])
+    assert_apart(backend, others)
 
 
 def test_objects_of_others_are_not_listed(backend: ObjectStoreBackend, raw: Any) -> None:

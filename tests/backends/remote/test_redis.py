@@ -38,6 +38,7 @@ from lmkv.testing.backend_suite import (
 )
 from tests.backends.remote.server_suite import (
     DAMAGES,
+    assert_apart,
     assert_damage_fails,
     assert_fails_and_can_be_replaced,
     assert_unavailable,
@@ -186,20 +187,9 @@ def test_a_value_that_is_not_the_chunk_fails_and_can_be_replaced(backend: RedisB
 
 
 def test_other_namespaces_and_prefixes_are_other_chunks(backend: RedisBackend, server: RedisServer) -> None:
-    chunk = chunk_of(500)
-    others = [
-        RedisBackend(server.url, bytes(32), RemoteOptions(timeout=LIMIT)),
-        backend_of(server.url, prefix="team*[a]:"),
-        backend_of(f"{server.url}/3"),
-    ]
-    assert backend.write(chunk).status is WriteStatus.STORED
-    for other in others:
-        assert other.contains([chunk.key]) == [False]
-        mine = chunk_of(600)
-        assert other.write(mine).status is WriteStatus.STORED
-        assert listed(other) == sizes_of(other, [mine])
-        other.close()
-    assert listed(backend) == sizes_of(backend, [chunk])
+    other_namespace = RedisBackend(server.url, bytes(32), RemoteOptions(timeout=LIMIT))
+    prefixed, of_another_database = backend_of(server.url, prefix="team*[a]:"), backend_of(f"{server.url}/3")
+    assert_apart(backend, [other_namespace, prefixed, of_another_database])
 
 
 def test_names_that_are_not_of_a_chunk_are_not_listed(backend: RedisBackend, client: Redis) -> None:
