@@ -100,7 +100,7 @@ def test_help_is_grouped_and_has_examples() -> None:
         assert "--json" in options, name
     for name in ("inspect", "clear", "top", "config check"):
         assert "<bool>" not in CliRunner().invoke(app, [*name.split(), "--help"]).stdout, name
-    module = {name: import_module(f"lmkv.cli.{place}") for name, (place, _, _) in COMMANDS.items()}
+    module = {name: import_module(place) for name, (place, _, _) in COMMANDS.items()}
     assert all(hasattr(found, "app" if name == "config" else name) for name, found in module.items())
 
 
