@@ -106,9 +106,17 @@ def mapped(entries: Mapping[str, KnownSetting]) -> Iterator[str]:
         if entry.kind == "mapped":
             here = ours[entry.setting]
             there = f"{entry.default}{unit(here)}"
-            same = not entry.default or there == default(here)
+            same = not entry.default or as_number(entry.default) == as_number(in_words(here.default))
             defaults = "" if same else f"default there {there}, here {default(here)}"
             yield f"| `{entry.key}` | `{here.name}` | {'; '.join(filter(None, [defaults, entry.note]))} |"
+
+
+def as_number(text: str) -> float | str:
+    """300 and 300.0 are the same default."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def by_reason(entries: Mapping[str, KnownSetting], kind: str, here: str) -> Iterator[str]:
@@ -137,8 +145,8 @@ def options() -> Iterator[str]:
 def command(name: str, found: Any, parent: Any) -> Iterator[str]:
     """A group's commands, or one command: what it does, and its arguments and options."""
     context = found.make_context(name, [], parent=parent, resilient_parsing=True)
-    for inner in getattr(found, "commands", {}).values():
-        yield from command(f"{name} {inner.name}", inner, context)
+    for inner, its in getattr(found, "commands", {}).items():
+        yield from command(f"{name} {inner}", its, context)
     if not hasattr(found, "commands"):
         usage = " ".join(found.collect_usage_pieces(context))
         yield from (f"## {name}", "", f"    {name} {usage}".rstrip(), "", found.help or "", "")
