@@ -188,7 +188,7 @@ class Peers:
             raise PeerError(f"the engines of this server cannot find each other: {error}") from error
 
     async def announce(self) -> None:
-        """Announce this engine to the first one for ever, because that one may restart."""
+        """Announce this engine to the first one again and again, because that one may restart."""
         failed = False
         while self._url is not None and self.number:
             pause = _RETRY
@@ -246,7 +246,7 @@ class Peers:
         return {"unavailable": other.away}
 
     async def _forget(self) -> None:
-        """Forget the engines that went away long ago, so that totals do not lack them for ever."""
+        """Forget engines that went away long ago: totals no longer count them as missing."""
         for number, other in list(self._others.items()):
             if other.away and self._clock() > other.since + _FORGET:
                 del self._others[number]

@@ -121,7 +121,7 @@ def check(
 
 
 def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
-    """What a file's settings mean, and its command if it stands for one. `migrate`: they have to be LMCache's."""
+    """The meaning of a file's settings, and its command if it has one. `migrate`: they must be LMCache's."""
     if file.suffix in (".env", ".sh") or file.name == ".env":
         try:
             env = command_lines.of_variables(read_named(file).decode())

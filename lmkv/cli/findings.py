@@ -80,7 +80,7 @@ def examine(
 
 
 def examine_readings(answer: Answer) -> Iterator[Finding]:
-    """What was given and is not used, and what else there is to say."""
+    """Findings about settings that are given and not used, and other remarks."""
     for each in answer.readings:
         if each.kind not in ("used", "refused"):
             note = ": ".join(filter(None, [each.source, each.why]))
@@ -341,7 +341,7 @@ def plugin_finding(env: Mapping[str, str]) -> Finding:
 
 
 def examine_servers() -> Iterator[Finding]:
-    """This user's vLLM servers on this machine that were told to use lmkv, and also to replace it.
+    """Find this user's vLLM servers here whose options both name lmkv and replace it.
 
     Skips other users' processes: they may name any number of files.
     """

@@ -288,7 +288,7 @@ def record(
 
 
 def written(client: Client, file: TextIO, seconds: float, poll: float = _POLL_SECONDS) -> Iterator[int]:
-    """Record for `seconds`, 0 for ever, into `file`; gives the number of requests after each look."""
+    """Record into `file` for `seconds`, or until Ctrl+C if 0. Yields the number of requests after each look."""
     # None of those before.
     answer = client.trace(_NEWEST)
     after, count, end = answer["next"], 0, time.monotonic() + seconds if seconds else float("inf")

@@ -28,7 +28,7 @@ Env = Mapping[str, str]
 
 @define
 class Command:
-    """What a command line becomes.
+    """An engine's command, translated from another command line.
 
     `before`: the words up to its options; `kept`: options that stay; `role`: its connector's; `ranks`: of an engine.
     """

@@ -438,7 +438,7 @@ _OPTIONS: Final[Mapping[str, Attribute[Any]]] = MappingProxyType(
 
 @frozen
 class Answer:
-    """What all given settings mean, each of them and together: the one answer of the server and of all commands.
+    """The meaning of all given settings, each and together. The server and all commands answer with it.
 
     `config`: None where a setting is refused. `notes`: log lines with their levels, about several settings together.
     """
@@ -476,7 +476,7 @@ class Answer:
 
     @classmethod
     def to_command(cls, words: Sequence[str]) -> tuple[Self, Command]:
-        """What a command line means, of LMCache's server or of `vllm serve`. Raises ConfigError for another one."""
+        """The meaning of a command line of LMCache's server or `vllm serve`. Raises ConfigError for another one."""
         command = command_lines.translated(words)
         return cls._of(command.settings, command.readings, command.notes, of_lmcache=True), command
 
@@ -537,7 +537,7 @@ class Answer:
         return 2 if self.problems else int(matters or any(each.kind == "unknown" for each in self.readings))
 
     def checked(self) -> Config:
-        """Raises ConfigError, with all that is refused."""
+        """The configuration. Raises a ConfigError that names every refused setting."""
         if self.config is None:
             raise ConfigError("\n".join(self.problems))
         return self.config

@@ -76,11 +76,11 @@ class Copier(Protocol):
         ...
 
     def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
-        """`store`, one layer per `next`, which is called once the layer's computation was launched."""
+        """Store one layer at each `next`. Call it once the computation of that layer was launched."""
         ...
 
     def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
-        """`load`, one layer per `next`; copies of later layers may have begun already."""
+        """Load one layer at each `next`. Copies of later layers may have begun by then."""
         ...
 
     def close(self, *, process_ends: bool = False) -> None:

@@ -66,7 +66,7 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
 
 @define(eq=False, repr=False)
 class Bell:
-    """Rung by whoever changes a state; waiters then check the state again. Thread-safe, without a lock.
+    """Wakes threads that wait for a state: they check it again at each `ring`. Thread-safe, without a lock.
 
     A `threading.Condition`, or an `Event`, may keep its lock, or release another thread's, after a KeyboardInterrupt in
     one that waits. Here each wait has a lock of its own, which is released at most once.
@@ -81,7 +81,7 @@ class Bell:
                 self._waiters.pop().release()
 
     def wait_for(self, true: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until the state is `true`, at most `timeout` seconds; whether it is."""
+        """Wait until `true()` holds, at most `timeout` seconds. Returns whether it does."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             waiter = threading.Lock()

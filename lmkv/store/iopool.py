@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Priority(IntEnum):
-    """Order of service. A store waits for every load; a prefetch waits for every demanded load."""
+    """Order of service, the lowest number first: loads that a request waits for, prefetches, deletions, stores."""
 
     LOAD = 0
     PREFETCH = 1

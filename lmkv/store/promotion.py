@@ -36,7 +36,7 @@ class Handle:
         return self._bell.wait_for(lambda: self.done, timeout)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call back once done (at once if it is), on whichever thread finishes it. Must not block."""
+        """Call `callback` on the thread that finishes the work, or now if it is done. It must not block."""
         self._callbacks.append(callback)
         if self.done:
             self._call_back()

@@ -300,7 +300,7 @@ class TieredStore(Part):
         return lookup
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
-        """Wait until the persistent tiers are indexed, at most `timeout` seconds; whether they are."""
+        """Wait until the persistent tiers are indexed, at most `timeout` seconds. Returns whether they are."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for scanner in self._scanners:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -391,7 +391,7 @@ class TieredStore(Part):
     def wait_for_room(self, timeout: float) -> bool:
         """Wait until `max_pending_stores` chunks can be stored without a refusal, at most `timeout` seconds.
 
-        Not for tiers that hang.
+        Ignores tiers that hang.
         """
         return self._writes.wait_for_room(self.max_pending_stores, timeout)
 

@@ -247,7 +247,7 @@ class Pins:
         self._end(pins.excess(most))
 
     def unpin(self, key: ChunkKey) -> bool:
-        """End a pin; whether there was one."""
+        """End a pin. Returns whether there was one."""
         pins = self._of_key.get(key)
         entry = pins.pop(key) if pins is not None else None
         self._end([(key, entry)] if entry is not None else ())

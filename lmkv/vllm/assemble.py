@@ -151,7 +151,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
 
 
 def about(vllm_config: Any) -> dict[str, str]:
-    """What a server runs, for people who look at several."""
+    """Names and versions of a server's model and programs, for people who look at several servers."""
     names = vllm_config.model_config.served_model_name or vllm_config.model_config.model
     found = {"model": str(names if isinstance(names, str) else names[0]), "vllm": compat.vllm_version()}
     with suppress(PackageNotFoundError):

@@ -181,7 +181,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def sides(self) -> Sides:
-        """The scheduler side or the worker side, whichever this is, and the model as lmkv sees it."""
+        """The side that this connector has, the other as None, and the model as lmkv sees it."""
         return Sides(self._scheduler, self._worker, self._model)
 
     # -- before there is an instance ----------------------------------------------------------------------

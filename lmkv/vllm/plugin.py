@@ -51,7 +51,7 @@ def register() -> None:
 
 
 def obstacles(transfer: Mapping[str, Any], *, offloads: bool) -> Iterator[str]:
-    """What keeps vLLM from using lmkv. `offloads`: vLLM was given `kv_offloading_size`, too."""
+    """Reasons for which vLLM does not use lmkv. `offloads`: vLLM was given `kv_offloading_size`, too."""
     if NAME not in repr(transfer):
         return
     if offloads:

@@ -75,7 +75,7 @@ class LocalDiskBackend:
     shared
         Whether the store should look for chunks of other processes again and again.
     authentication_key
-        32 random bytes or more: only chunks that were written with them are served, whoever else may write to
+        32 random bytes or more: only chunks that were written with them are served, whatever others write to
         the folder. Use another namespace for each key: chunks of another key count as damaged.
     name
         Name of the tier in logs and statistics.

@@ -33,7 +33,7 @@ _BATCH_CHANGES = 1024
 
 
 class Place(NamedTuple):
-    """Where a tier is, in the words of vLLM's events. Routers know these words, and no names of tiers."""
+    """Where a tier is, in the words of vLLM's events. Routers know these words, not names of tiers."""
 
     medium: str
     locality: str

@@ -174,7 +174,7 @@ class AsyncLoadAdmission:
 
     vLLM cannot preempt a request whose blocks are being filled. Before it schedules another one it reserves
     the blocks that these still need, but vLLM 0.32 reserves too few for layers with a sliding window: two
-    requests can then wait for each other's blocks for ever. For such models another request is admitted only
+    requests can then wait for each other's blocks without end. For such models another request is admitted only
     when the free blocks suffice for all of them. `free_blocks()`: how many vLLM has.
     """
 
