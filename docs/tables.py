@@ -204,8 +204,8 @@ def headline() -> Iterator[str]:
     computed = rows["first token, computed"]
     host, disk = (rows[f"first token, in use: {FIRST_TOKENS[f'lmkv, {tier}']}"] for tier in (HOST, "disk"))
     yield (
-        f"On two CPU cores, the first token of a repeated prompt of 8,000 tokens takes **{host:.2f} s** from host memory"
-        f" or **{disk:.2f} s** from a disk, instead of **{computed:.1f} s**."
+        f"On two CPU cores, the first token of a repeated prompt of 8,000 tokens takes **{host:.2f} s** from host"
+        f" memory or **{disk:.2f} s** from a disk, instead of **{computed:.1f} s**."
     )
     yield from (
         "",
