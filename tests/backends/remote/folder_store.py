@@ -21,7 +21,7 @@ class FolderBackend(SubprocessBackend, HostPortBackend):
 
 class NoClientBackend(FolderBackend):
     module = "lmkv_has_no_such_client"
-    install = "pip install 'lmkv[none]'"
+    extra = "none"
 
 
 class StoreClient:
