@@ -303,8 +303,8 @@ class AnyBytes(RuleBasedStateMachine):
         shutil.rmtree(self.root)
 
 
-TestAnyBytes = AnyBytes.TestCase
-TestAnyBytes.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=100)
+TestAnyBytes = pytest.mark.slow("random changes of a folder need many examples")(AnyBytes.TestCase)
+TestAnyBytes.settings = settings(stateful_step_count=100)
 
 
 @pytest.mark.parametrize("direct", ["off", "auto"])
