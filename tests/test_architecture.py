@@ -71,7 +71,7 @@ BUDGET = {
     "plugins": 33,
     "policies": 1005,
     "simulation": 420,
-    "config": 1566,
+    "config": 1594,
     "memory": 1322,
     "store": 3606,
     "backends": 389,

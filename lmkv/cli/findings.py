@@ -172,11 +172,18 @@ def examine_shared_memory(config: Config) -> Iterator[Finding]:
         used = sum(path.stat().st_size for path in Path(folder).rglob("*.kv1"))
         given = machine.clamp_shared_memory(tried, wanted, used)
     except (LmkvError, OSError) as error:
-        yield Finding("memory", "shared memory", "none", problem=f"shared_memory {folder}: {error}")
+        yield Finding("memory", "shared memory", "none", problem=unusable("shared_memory", folder, error))
         return
     note = f"of {gibibytes(wanted)} in {folder}, on {kind or 'an unknown file system'}"
     warning = cut_down("max_shared_memory_size", wanted, given)
     yield Finding("memory", "shared memory", gibibytes(given), note=note, warning=warning)
+
+
+def unusable(setting: str, folder: str, error: Exception) -> str:
+    """What a folder's error is, and what to do."""
+    if not isinstance(error, OSError):
+        return f"{setting} {folder}: {error}"
+    return f"{setting} {folder}: {error.strerror or error}: name a folder that the server's user can write to"
 
 
 def examine_disk(config: Config) -> Iterator[Finding]:
@@ -187,7 +194,7 @@ def examine_disk(config: Config) -> Iterator[Finding]:
     try:
         facts = try_folder(config.local_disk, config.disk_direct)
     except (LmkvError, OSError) as error:
-        yield Finding("disk", "folder", config.local_disk, problem=f"local_disk {config.local_disk}: {error}")
+        yield Finding("disk", "folder", config.local_disk, problem=unusable("local_disk", config.local_disk, error))
         return
     made = "" if facts.tried == config.local_disk else f"will be created; tried in {facts.tried}"
     yield Finding("disk", "folder", config.local_disk, note=made, warning=odd_folder(config.local_disk))

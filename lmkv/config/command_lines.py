@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
+from urllib.parse import urlencode
 
 from attrs import define, field
 
@@ -177,6 +178,23 @@ def _use_adapter(command: Command, text: str, env: Env) -> None:
         _use_store(command, given, lambda: (_ADAPTERS[kind](adapter, env), _renamed(kind, adapter, env)))
         if "max_capacity_gb" in adapter or "eviction" in adapter:
             command.leave(f"{given}: its capacity and eviction", "a remote store evicts by itself")
+    _leave_rest(command, given, adapter)
+
+
+def _leave_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
+    """Name the keys of a tier that are no settings here, so that none is dropped in silence."""
+    for key in sorted(tier.keys() - _TIER_KEYS - addresses.ALL_KEYS):
+        known = lmcache.table().get(f"extra_config.{key}")
+        command.leave(f"{given}: {key}", known.why if known and known.why else "lmkv has no such setting")
+
+
+_TIER_KEYS: Final = {
+    *("type", "serde", "base_path", "max_capacity_gb", "eviction", "host", "port", "s3_endpoint", "startup_nodes"),
+    *("cluster_mode", "ttl_seconds", "database_id", "master_server_address", "root_dir", "max_disk_gib"),
+    *("store_config", "prefix", "bucket", "endpoint_override", "scheme", "region", "access_key", "secret_key"),
+    *("session_token", "ca_bundle"),
+}
+"""Keys that are read of LMCache's adapters and of vLLM's secondary tiers."""
 
 
 def _use_store(command: Command, given: str, described: Callable[[], tuple[str, Mapping[str, Any]]]) -> None:
@@ -312,9 +330,11 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
         command.leave("kv_connector_module_path", "LMKVConnector is found by its name")
     for key in transfer.keys() - _READ_KEYS:
         command.leave(key, "lmkv does not read it")
-    for key in [key for key in items if connector == "LMCacheMPConnector" and str(key).startswith("lmcache.mp.")]:
-        command.leave(key, _NO_SERVER)
-        del items[key]
+    if connector == "LMCacheMPConnector":
+        command.notes.append((logging.WARNING, _NO_SERVER))
+        for key in [key for key in items if str(key).startswith("lmcache.mp.")]:
+            command.leave(key, "there is no cache server")
+            del items[key]
     own = {key: value for key, value in items.items() if key in lmcache.commands()["offloading"]}
     for key, value in own.items():
         if key in _OFFLOADING:
@@ -332,7 +352,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
 _READ_KEYS: Final = {
     *("kv_connector", "kv_role", "kv_connector_extra_config", "kv_connector_module_path", "kv_load_failure_policy")
 }
-_NO_SERVER: Final = "there is no cache server: give LMCache's server's command line, too, for its sizes and tiers"
+_NO_SERVER: Final = "LMCache's server has the sizes and tiers: give its command line to lmkv config migrate, too"
 _CONNECTORS: Final = (
     *("LMCacheConnectorV1", "LMCacheMPConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"),
     *("LMCacheConnectorV1Dynamic", "LMKVConnector", "LMCacheConnector"),
@@ -362,15 +382,21 @@ def _secondary(command: Command, tiers: object) -> None:
         tier: Mapping[str, Any] = each if isinstance(each, Mapping) else {}
         given = f"secondary_tiers: {tier.get('type')}"
         if tier.get("type") == "obj":
-            _use_store(command, given, partial(_object_store, tier.get("store_config") or tier))
+            store = inner if isinstance(inner := tier.get("store_config"), Mapping) else tier
+            _use_store(command, given, partial(_object_store, store))
+            if tier.get("prefix"):
+                command.use(f"{given}: prefix", "remote_prefix", tier["prefix"])
+            tier = {**tier, **store}
         elif tier.get("type") != "fs" or not tier.get("root_dir"):
             command.refuse(given, "local_disk and remote_url make such tiers: docs/tiers.md")
+            continue
         elif "max_disk_gib" in tier:
             command.use(given, "local_disk", tier["root_dir"])
             command.use(given, "max_local_disk_size", tier["max_disk_gib"])
         else:
             command.use(given, "local_disk", tier["root_dir"])
             command.refuse(given, "a folder needs a capacity: max_local_disk_size, in GiB")
+        _leave_rest(command, given, tier)
 
 
 def _object_store(tier: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -378,8 +404,10 @@ def _object_store(tier: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if endpoint and "://" not in endpoint:
         endpoint = f"{tier.get('scheme') or 'http'}://{endpoint}"
     names = {"region": "s3_region", "access_key": "aws_access_key_id", "secret_key": "aws_secret_access_key"}
-    query = f"?endpoint={endpoint}" if endpoint else ""
-    return f"s3://{tier['bucket']}{query}", {names[key]: tier[key] for key in names if tier.get(key)}
+    given = {"endpoint": endpoint, "session_token": tier.get("session_token"), "ssl_ca_certs": tier.get("ca_bundle")}
+    query = urlencode({name: value for name, value in given.items() if value}, safe=":/")
+    login = {names[key]: tier[key] for key in names if tier.get(key)}
+    return f"s3://{tier['bucket']}{f'?{query}' if query else ''}", login
 
 
 _OFFLOADING: Final[dict[str, Callable[[Command, Any], None]]] = {
@@ -424,6 +452,8 @@ def of_file(content: Mapping[Any, object]) -> list[str] | None:
 _MANIFESTS: Final = {
     frozenset({"apiVersion", "kind"}): "of Kubernetes",
     frozenset({"services"}): "of Docker Compose",
+    frozenset({"image"}): "of a container",
+    frozenset({"containers"}): "of containers",
     frozenset({"servingEngineSpec"}): "of values for a Helm chart",
 }
 _GIVE_COMMAND: Final = (

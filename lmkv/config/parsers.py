@@ -256,7 +256,7 @@ def urls(value: object) -> tuple[RemoteURL, ...]:
         _check_variables(url.text)
     for scheme in (url.scheme for url in found if not plugins.is_place(url.scheme)):
         if scheme not in (known := schemes()):
-            close = get_close_matches(scheme[:100], known, n=1)
+            close = get_close_matches(scheme.partition("/")[0][:100], known, n=1)
             forms = f"one of {', '.join(f'{each}://' for each in known)}, or with package.module:Class"
             raise ValueError(
                 f"has an unknown scheme: did you mean {close[0]}://?" if close else f"must begin with {forms}"

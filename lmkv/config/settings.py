@@ -579,6 +579,8 @@ def _known(key: Any, value: object, source: str) -> Attribute[Any]:
 def _hint(key: object) -> str:
     if not isinstance(key, str) or len(key) > 100:
         return "; keys are names of settings"
+    if key.startswith("kv_"):
+        return "; it is no setting: give what is inside kv_connector_extra_config"
     name = key.removeprefix(lmcache.PREFIX)
     theirs = lmcache.table().get(name) or lmcache.table().get(f"extra_config.{name}")
     if theirs and (name != key or name not in _OPTIONS):

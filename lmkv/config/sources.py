@@ -49,7 +49,7 @@ def _opened(path: str | os.PathLike[str], *, pipes: bool) -> tuple[int, int]:
     try:
         mode = os.fstat(place).st_mode
         if not stat.S_ISREG(mode) and not (pipes and stat.S_ISFIFO(mode)):
-            raise OSError("it is a folder" if stat.S_ISDIR(mode) else "it is no file")
+            raise OSError("it is a folder: name a file in it" if stat.S_ISDIR(mode) else "it is no file")
         return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), mode
     except OSError as error:
         if error.filename is not None:
@@ -176,7 +176,9 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
 def _yaml_reason(error: Exception) -> str:
     """The error and its line, without quoting the file, which may have passwords."""
     if isinstance(error, FileNotFoundError):
-        return "not found"
+        return "not found: correct its path"
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text: name a YAML file"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
@@ -190,4 +192,4 @@ def _yaml_reason(error: Exception) -> str:
     problem = re.sub(
         r"""(['"])(?:\\.|(?!\1).)*\1""", lambda found: found[0] if ours.fullmatch(found[0]) else "...", problem
     )
-    return f"{place}: {problem}; a value with : # or a sign before it needs quotes"
+    return f"{place}: {problem}; a value with : # or a sign before it needs quotes, and no tab may be in it"

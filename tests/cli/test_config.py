@@ -137,6 +137,9 @@ class TestCheck:
             "chunk_siz: 1\n": "did you mean 'chunk_size'?",
             "disk_sync: full\nremote_serde: cachegen\n": "unknown key 'remote_serde'",
             "- 1\n": "must map keys to values",
+            "\tchunk_size: 1\n": "no tab may be in it",
+            "kv_role: kv_both\n": "give what is inside kv_connector_extra_config",
+            "remote_url: rediss//host\n": "did you mean rediss://?",
         }
         for text, said in wrong.items():
             file.write_text(text)
@@ -144,9 +147,11 @@ class TestCheck:
             assert done.exit_code == 2
             assert done.stderr.startswith(f"file {file}: ")
             assert said in done.stderr
+        file.write_bytes(bytes(range(256)))
+        assert "it is not text: name a YAML file" in run("check", file).stderr
         file.unlink()
         done = run("check", file)
-        assert (done.exit_code, file.name in done.stderr) == (2, True)
+        assert (done.exit_code, file.name in done.stderr, "correct its path" in done.stderr) == (2, True, True)
 
     def test_as_json(self, file: Path) -> None:
         found = json.loads(run("check", file, "--json").stdout)

@@ -226,7 +226,9 @@ class TestDisk:
             problem = disk(file / below)["folder"].problem
             assert f"{file} is not a folder: remove it or name another" in problem
         assert file.read_text() == "mine"
-        assert "/proc" in disk(Path("/proc"))["folder"].problem, "a medium without files"
+        found = disk(Path("/proc"))["folder"].problem
+        assert "/proc: " in found, "a medium without files"
+        assert "name a folder that the server's user can write to" in found
 
     @NOT_ROOT
     def test_a_folder_of_others_is_a_problem(self, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ COMMANDS: dict[str, tuple[str, Right]] = {
             """'{"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", """
             """"kv_connector_extra_config": {"lmcache.mp.host": "tcp://h", "lmcache.chunk_size": 128}}'"""
         ),
-        Right(0, {"chunk_size": 128}, ("vllm serve m --port 8000", "lmcache.mp.host has no effect")),
+        Right(1, {"chunk_size": 128}, ("vllm serve m --port 8000", "lmcache.mp.host has no effect")),
     ),
     "vLLM's own flags": (
         "vllm serve m --kv-offloading-size=64 --kv-offloading-backend native --max-model-len 4096",
