@@ -92,6 +92,7 @@ def moving() -> Iterator[str]:
         "LMCache in the engine's process": table(),
         "LMCache's server": commands()["server"],
         "vLLM's own offloading": commands()["offloading"],
+        "Tiers of LMCache's server and of vLLM": commands()["tiers"],
     }
     for title, entries in sources.items():
         yield from (f"### {title}", "", "| there | here | note |", "|---|---|---|", *mapped(entries))

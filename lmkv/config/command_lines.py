@@ -183,18 +183,9 @@ def _use_adapter(command: Command, text: str, env: Env) -> None:
 
 def _leave_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
     """Name the keys of a tier that are no settings here, so that none is dropped in silence."""
-    for key in sorted(tier.keys() - _TIER_KEYS - addresses.ALL_KEYS):
+    for key in sorted(tier.keys() - lmcache.commands()["tiers"].keys() - addresses.ALL_KEYS):
         known = lmcache.table().get(f"extra_config.{key}")
         command.leave(f"{given}: {key}", known.why if known and known.why else "lmkv has no such setting")
-
-
-_TIER_KEYS: Final = {
-    *("type", "serde", "base_path", "max_capacity_gb", "eviction", "host", "port", "s3_endpoint", "startup_nodes"),
-    *("cluster_mode", "ttl_seconds", "database_id", "master_server_address", "root_dir", "max_disk_gib"),
-    *("store_config", "prefix", "bucket", "endpoint_override", "scheme", "region", "access_key", "secret_key"),
-    *("session_token", "ca_bundle"),
-}
-"""Keys that are read of LMCache's adapters and of vLLM's secondary tiers."""
 
 
 def _use_store(command: Command, given: str, described: Callable[[], tuple[str, Mapping[str, Any]]]) -> None:
@@ -406,8 +397,7 @@ def _object_store(tier: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     names = {"region": "s3_region", "access_key": "aws_access_key_id", "secret_key": "aws_secret_access_key"}
     given = {"endpoint": endpoint, "session_token": tier.get("session_token"), "ssl_ca_certs": tier.get("ca_bundle")}
     query = urlencode({name: value for name, value in given.items() if value}, safe=":/")
-    login = {names[key]: tier[key] for key in names if tier.get(key)}
-    return f"s3://{tier['bucket']}{f'?{query}' if query else ''}", login
+    return f"s3://{tier['bucket']}{'?' * bool(query)}{query}", {names[key]: tier[key] for key in names if tier.get(key)}
 
 
 _OFFLOADING: Final[dict[str, Callable[[Command, Any], None]]] = {

@@ -126,7 +126,7 @@ def table() -> Mapping[str, KnownSetting]:
 
 @functools.cache
 def commands() -> Mapping[str, Mapping[str, KnownSetting]]:
-    """All known options of LMCache's server (`server`), and of vLLM's own offloading (`offloading`), by name."""
+    """All known options by name: LMCache's `server`, vLLM's own `offloading`, and the keys of the `tiers` of both."""
     return MappingProxyType({name: _entries(groups) for name, groups in _read_table("commands.toml").items()})
 
 
