@@ -283,7 +283,7 @@ def merged(answers: Mapping[int, Answer]) -> Answer:
         return next(iter(here.values()))
     best = max(here, key=lambda number: max(here[number].get(name, 0) for name in _LEADING), default=None)
     if best is None:
-        raise PeerError("no engine answers")
+        raise PeerError("no engine answers; see the log of the server")
     whole = {"engine": best, **here[best]}
     whole |= {name: sum(answer[name] for answer in here.values()) for name in _SUMS if name in whole}
     if "done" in whole:

@@ -62,7 +62,7 @@ def check_model(vllm_config: Any) -> None:
             f"vLLM caches no prefix with VLLM_BATCH_INVARIANT and the attention backend {named or 'of MLA models'}"
         )
     if getattr(envs, "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""):
-        raise ValueError("VLLM_MOE_ROUTING_SIMULATION_STRATEGY routes tokens to experts at random")
+        raise ValueError("VLLM_MOE_ROUTING_SIMULATION_STRATEGY routes tokens to experts at random: unset it")
     if getattr(model, "is_diffusion", False):
         raise ValueError("vLLM computes the tokens of a diffusion model several times")
     if getattr(model, "is_mm_prefix_lm", False) and not vllm_config.scheduler_config.disable_chunked_mm_input:
