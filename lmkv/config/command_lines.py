@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -280,7 +281,9 @@ def _options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """As vLLM reads them: the last JSON replaces those before it, and dotted arguments replace every JSON."""
     found: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
     for name, value in options:
         if name == TRANSFER:
             try:
@@ -289,10 +292,13 @@ def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
                 given = None
             if not isinstance(given, dict) or not isinstance(given.get("kv_connector"), str):
                 raise ValueError("it is no JSON object with a kv_connector")
-            found |= given
+            found = given
         elif name.startswith(f"{TRANSFER}."):
-            _put(found, name.split(".")[1:], value)
-    return found
+            more: Any = value.split(",") if name.endswith("+") else _dotted_value(value)
+            for key in reversed(name.removesuffix("+").split(".")[1:]):
+                more = {key: more}
+            _update(dotted, more)
+    return dotted or found
 
 
 _RANKS: Final = {
@@ -301,14 +307,33 @@ _RANKS: Final = {
 }
 
 
-def _put(found: dict[str, Any], path: Sequence[str], text: str) -> None:
-    """Set a value as vLLM reads dotted arguments."""
-    for name in path[:-1]:
-        found = found.setdefault(name, {})
-    try:
-        found[path[-1]] = json.loads(text)
-    except (ValueError, RecursionError):
-        found[path[-1]] = text
+_MULTIPLES: Final = {
+    sign: base**power for base, signs in ((1000, "kmgt"), (1024, "KMGT")) for power, sign in enumerate(signs, 1)
+}
+
+
+def _dotted_value(text: str) -> Any:
+    """JSON, or a number as 8 or 64k, or the text."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    number = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kmgtKMGT])", text.strip())
+    with suppress(ValueError):
+        if number is None:
+            return int(text)
+        kind = float if number[2].islower() else int
+        return int(kind(number[1]) * _MULTIPLES[number[2]])
+    return text
+
+
+def _update(found: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        before = found.get(key)
+        if isinstance(value, dict) and isinstance(before, dict):
+            _update(before, value)
+        elif isinstance(value, list) and isinstance(before, list):
+            before += value
+        else:
+            found[key] = value
 
 
 def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> None:

@@ -111,8 +111,13 @@ def given_settings(
         yield key, value, EXTRA
 
 
-def flat(extra: Mapping[Any, object]) -> dict[Any, object]:
-    """The same keys, where vLLM's dotted arguments have made mappings of them: {"lmkv": {"chunk_size": 64}}."""
+def flat(extra: object) -> dict[Any, object]:
+    """The same keys, where vLLM's dotted arguments have made mappings of them: {"lmkv": {"chunk_size": 64}}.
+
+    Raises ConfigError for anything but a mapping.
+    """
+    if not isinstance(extra, Mapping):
+        raise ConfigError(f"{EXTRA}: must map keys to values, not be a {type(extra).__name__}")
     found = dict(extra)
     for name in [name for name in found if name in ("lmkv", "lmcache", "lmcache.mp")]:
         if isinstance(inner := found[name], Mapping):

@@ -75,7 +75,8 @@ def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[di
     if options is not None:
         # Not from a pipe, whose content is for vLLM.
         with suppress(ValueError):
-            words += command_lines.of_file(read_yaml(folder / options[1], pipes=False)) or []
+            # The command line has the last word.
+            words = [*(command_lines.of_file(read_yaml(folder / options[1], pipes=False)) or []), *words]
     with suppress(ValueError):
         return command_lines.connector_of(words), any(
             word.replace("_", "-").startswith("--kv-offloading-size") for word in words

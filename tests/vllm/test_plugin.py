@@ -66,6 +66,9 @@ def transfer(**more: object) -> str:
     return json.dumps({"kv_connector": "LMKVConnector", "kv_role": "kv_both", **more})
 
 
+WRONG = transfer(kv_connector_extra_config={"chunk_size": "x"})
+DOTTED = ["--kv-transfer-config.kv_connector", "LMKVConnector", "--kv-transfer-config.kv_role", "kv_both"]
+
 STARTS = [
     Start(SERVER, ["--kv-transfer-config", transfer(), "--kv-offloading-size", "4"], REPLACED),
     Start(SERVER, ["--kv-transfer-config", transfer(), "--kv_offloading_size=4"], REPLACED),
@@ -91,14 +94,17 @@ STARTS = [
     ),
     Start(
         SERVER,
-        [
-            *("--kv-transfer-config.kv_connector", "LMKVConnector", "--kv-transfer-config.kv_role", "kv_both"),
-            *("--kv-transfer-config.kv_connector_extra_config.lmkv.chunk_size", "x"),
-        ],
+        [*DOTTED, *("--kv-transfer-config.kv_connector_extra_config.lmkv.chunk_size", "x")],
         f"{REFUSED}kv_connector_extra_config: chunk_size = 'x' must be",
         1,
     ),
     Start(SERVER, ["--kv-transfer-config", transfer(kv_connector_extra_config={"chunk_size": 64})]),
+    Start(SERVER, ["--config", "wrong.yaml"], f"{REFUSED}kv_connector_extra_config: chunk_size = 'x' must be", 1),
+    # What vLLM does not use, because something else on the command line replaces it, ends nothing.
+    Start(SERVER, ["--config", "wrong.yaml", "--kv-transfer-config", transfer()]),
+    Start(SERVER, ["--kv-transfer-config", WRONG, "--kv-transfer-config", transfer()]),
+    Start(SERVER, ["--kv-transfer-config", WRONG, *DOTTED]),
+    Start(SERVER, [*DOTTED, "--kv-transfer-config.kv_connector_extra_config.lmkv.chunk_size", "1K"]),
     Start(REFUSING, ["program"], "lmkv.errors.ConfigError: kv_connector_extra_config: chunk_size = 'x' must be", 1),
 ]
 
@@ -108,7 +114,12 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The output of each start."""
     folder = tmp_path_factory.mktemp("starts")
     connector, size = f"kv-transfer-config: '{transfer()}'\n", "kv_offloading_size: 4\n"
-    for name, text in {"both": connector + size, "transfer": connector, "size": size}.items():
+    for name, text in {
+        "both": connector + size,
+        "transfer": connector,
+        "size": size,
+        "wrong": f"kv-transfer-config: '{WRONG}'\n",
+    }.items():
         (folder / f"{name}.yaml").write_text(text)
     done = subprocess.run(
         [sys.executable, "-c", FORKS],
