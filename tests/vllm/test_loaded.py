@@ -673,7 +673,7 @@ def test_an_object_that_answers_anything_ends_the_identity_and_not_the_engine() 
 
     layer = torch.nn.Linear(2, 2)
     layer.client = Proxy()
-    raised(ValueError, "without an end", identity_of, layer)
+    raised(ValueError, "endlessly", identity_of, layer)
 
 
 def test_a_model_whose_layers_are_unknown_has_no_identity() -> None:
@@ -778,7 +778,7 @@ def test_experts_over_several_engines_count_by_their_files(tmp_path: Path) -> No
             self.weight = torch.nn.Parameter(torch.full((2,), float(expert)))
 
     engines = config_of(tmp_path, engines=2)
-    raised(ValueError, "no file tells of the others", lambda: identity_of(FusedMoE(1), vllm_config=engines))
+    raised(ValueError, "no file identifies the others", lambda: identity_of(FusedMoE(1), vllm_config=engines))
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"1")
     before = identity_of(FusedMoE(1), vllm_config=engines)
