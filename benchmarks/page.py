@@ -1,4 +1,4 @@
-"""The figures of the README and of docs/performance.md, in one file: some twelve minutes on a quiet machine.
+"""The figures of the README and of docs/performance.md, in one file. `--quick` takes seven minutes on two quiet cores.
 
     python -m benchmarks.page [--redis URL] [--quick] [--json] [--write docs/results/performance.json]
 
