@@ -18,7 +18,7 @@ from benchmarks.rounds import Row, arguments, finish
 
 CONVERSATIONS = ["--users", "16", "--over", "2"]
 ROUNDS, FEW = (9, 5, 20), (3, 2, 5)
-"""Of first tokens, conversations, and the time within lmkv."""
+"""Rounds of first tokens, of conversations, and of the time within lmkv."""
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:

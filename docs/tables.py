@@ -87,7 +87,7 @@ def named(names: Iterable[str]) -> str:
 
 
 def moving() -> Iterator[str]:
-    """A table for each source: its settings, what they are here, and why."""
+    """A table for each source: its settings, lmkv's settings in their place, and the reason."""
     sources = {
         "LMCache in the engine's process": table(),
         "LMCache's server": commands()["server"],

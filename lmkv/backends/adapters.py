@@ -360,7 +360,7 @@ class AsyncFileBackend:
         for path in self.folder.glob(f"*{_SUFFIX}"):
             # It is no chunk's name, or somebody deletes the file.
             with contextlib.suppress(ValueError, FileNotFoundError):
-                # Of a link itself, which may lead nowhere.
+                # The status of a link itself: its target may not exist.
                 status = path.lstat()
                 yield Listed(bytes.fromhex(path.stem), status.st_size, status.st_mtime)
 

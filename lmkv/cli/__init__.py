@@ -9,7 +9,7 @@ from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC, EPIPE
 from lmkv.errors import how_to_install
 
 _CORE = frozenset({"torch", "numpy", "cachetools", "aiofiles"})
-"""What lmkv depends on, and commands that speak to a server do not need."""
+"""Dependencies of lmkv that commands for running servers do not need."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What `lmkv doctor` looks at: the configuration, this machine, disks and remote stores, and vLLM."""
+"""The findings of `lmkv doctor` about the configuration, this machine, disks and remote stores, and vLLM."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def examine_shared_memory(config: Config) -> Iterator[Finding]:
 
 
 def unusable(setting: str, folder: str, error: Exception) -> str:
-    """What a folder's error is, and what to do."""
+    """Describe a folder's error, and how to solve it."""
     if not isinstance(error, OSError):
         return f"{setting} {folder}: {error}"
     return f"{setting} {folder}: {error.strerror or error}: name a folder that the server's user can write to"

@@ -85,7 +85,7 @@ def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[di
 
 
 def _problems(transfer: Mapping[str, Any]) -> list[str]:
-    """What vLLM will fail for: another module, and settings of lmkv's that are refused."""
+    """Reasons for which vLLM will fail: another module, and settings of lmkv that are refused."""
     if transfer.get("kv_connector") != NAME:
         return []
     try:

@@ -74,7 +74,7 @@ class Connection:
         return [absent == 0 for _, absent in answers]
 
     def get(self, name: str) -> int | None:
-        """Bytes of the value, which `fill` reads next; None when there is none."""
+        """Length of the value, which `fill` reads next. None if the key has no value."""
         self._send([_request(_VALUE, _value_request(name, 0, _GET))])
         self.is_behind = True
         return self._length()

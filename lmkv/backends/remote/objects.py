@@ -219,7 +219,7 @@ class StoreClient:
         return False
 
     def _exists(self, store: Any, name: str) -> bool:
-        # What is no file is there, so that it is read, found damaged and deleted.
+        # Report a pipe or folder as present: the next read finds it damaged and deletes it.
         if self._is_other(name):
             return True
         try:
@@ -386,7 +386,7 @@ def _check_files(options: Mapping[str, str]) -> None:
 
 
 def _versions(options: Mapping[str, str]) -> list[tuple[str, int, int]]:
-    """What tells apart the versions of each file that the options or the environment name."""
+    """The identity of each file that the options or the environment name: it changes with the file."""
     found = []
     for place in _places(options).values():
         with suppress(OSError):

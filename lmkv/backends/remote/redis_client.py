@@ -146,7 +146,7 @@ class Answers:
         return error
 
     def length(self) -> int | None:
-        """Length of a value that `fill` reads; None when there is none. Raises the error that the server answers."""
+        """Length of a value, which `fill` reads next. None if the key has no value. Raises the server's error."""
         with self._bounded():
             kind, text = self._line()
         if kind == b"-":
@@ -254,7 +254,7 @@ def _check_slots(answer: Sequence[Any]) -> None:
 class Cluster(RedisCluster):
     """redis-py's client of a cluster, which takes no parser as an option.
 
-    Its `close` leaves connections: all those of one that cannot be made, and those to nodes that are none any more.
+    redis-py's `close` leaves connections open: all of a client that could not be made, and those to former nodes.
     """
 
     def __init__(self, **settings: Any) -> None:
