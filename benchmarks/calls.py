@@ -37,9 +37,9 @@ from lmkv.memory.slab import Slab
 from lmkv.policies import POLICIES, make_policy
 from lmkv.protocols import ChunkKey, Tier
 from lmkv.store.tiered import TieredStore
+from lmkv.vllm.plan import JobReport, StepPlan, WorkerReport
 from lmkv.vllm.plan.block_map import BlockMap, Group
-from lmkv.vllm.plan.metadata import JobReport, StepPlan, WorkerReport
-from lmkv.vllm.scheduler.scheduler import Scheduler
+from lmkv.vllm.scheduler import Scheduler
 
 SLOTS, SLOT_BYTES, BATCH, PINNED = 32_768, 4096, 64, 4096
 LONGEST, LONG, STEP = 131_072, 32_768, 8192

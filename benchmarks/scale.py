@@ -37,7 +37,7 @@ from benchmarks.calls import BARE, BEYOND, HASHING, LIMIT, LONG, P99_TARGET, Rec
 from benchmarks.rounds import ROOT, Row, arguments, compared, finish, percentile, reached
 from lmkv.backends.adapters import NullBackend
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.cli.bench import CHUNK
 from lmkv.cli.report import interval
 from lmkv.policies import make_policy

@@ -38,7 +38,7 @@ from attrs import frozen
 
 from benchmarks.peers import keep_freed_memory
 from benchmarks.rounds import Row, arguments, compared, finish, interleaved, speeds
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.build import io_threads
 from lmkv.cli.bench import MIB, READ_TARGET, WRITE_TARGET, check, drop_caches

@@ -14,7 +14,7 @@ from attrs import evolve
 
 from lmkv import plugins
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.disk.folder import describe
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.chunks.layout import KVLayout

@@ -82,7 +82,7 @@ class _Guards(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        within = record.pathname.endswith(("vllm/connector.py", "scheduler/scheduler.py"))
+        within = record.pathname.endswith(("vllm/connector.py", "scheduler/__init__.py"))
         if error is not None and within and not str(error).startswith("injected"):
             self.kept.append(f"{record.getMessage()}: {error!r}")
 
@@ -105,7 +105,7 @@ def _memory_of_its_own(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         if "tests/memory" not in request.path.as_posix():
-            patch.setattr("lmkv.memory.slab_files.promised_and_taken", lambda: (0, 0))
+            patch.setattr("lmkv.memory.slab.promised_and_taken", lambda: (0, 0))
         yield
 
 

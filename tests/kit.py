@@ -25,10 +25,10 @@ from lmkv.backends.adapters import WrapperBackend
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.policies import make_policy
 from lmkv.protocols import Backend, ChunkKey, Listed, Tier
+from lmkv.store.catalog import TierScanner
 from lmkv.store.leases import Lease
-from lmkv.store.scanner import TierScanner
 from lmkv.store.tiered import TieredStore
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from tests import tables
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from benchmarks.peers import files_of, seconds_of, values_of, whole_database
 from benchmarks.rounds import Row, beside
 from benchmarks.ttft import DISK, OWN, SHARED, WITHIN, is_hit_in, own_ram, plain_read_of, read_within, rows_of
 from benchmarks.users import Load, Round, skipped
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.cli.bench import PAGES_TARGET
 from lmkv.cli.engines import Answer
 from lmkv.protocols import Chunk

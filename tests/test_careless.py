@@ -22,7 +22,7 @@ from lmkv import Config, Engine, Variant
 from lmkv.backends.adapters import NullBackend
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.errors import BackendUnavailable, ClosedError, ConfigError, UsageError
-from lmkv.memory import slab_files
+from lmkv.memory import slab
 from lmkv.protocols import Backend
 from lmkv.store.iopool import Job, Priority
 from lmkv.testing.backend_suite import in_threads
@@ -476,7 +476,7 @@ UNABLE: dict[str, dict[str, Any]] = {
 
 def held() -> tuple[int, set[str], int]:
     """Descriptors, threads and promised bytes of this process."""
-    here = [os.stat(path).st_size for path, *_ in slab_files.slab_files() if path.startswith(f"/proc/{os.getpid()}/")]
+    here = [os.stat(path).st_size for path, *_ in slab.slab_files() if path.startswith(f"/proc/{os.getpid()}/")]
     return len(os.listdir("/proc/self/fd")), threads_of_lmkv(), sum(here)
 
 

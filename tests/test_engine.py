@@ -16,13 +16,13 @@ from redis import Redis
 import lmkv
 from lmkv import Config, Engine, Namespace, PagedMemory, Tier, TieredStore, Variant
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.remote.redis import RedisBackend
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.errors import ClosedError, UsageError
 from lmkv.policies import LRU, MinTokens
+from lmkv.testing import ManualClock
 from lmkv.testing.backend_suite import in_threads
-from lmkv.testing.clocks import ManualClock
 from tests.kit import LIMIT, Gated, assert_idle, eventually, listing_every, raised
 from tests.servers import any_kind, redis_server
 
@@ -589,7 +589,7 @@ def test_an_engine_that_cannot_be_made_closes_its_store(
     closed: list[TieredStore] = []
     close = TieredStore.close
     monkeypatch.setattr(TieredStore, "close", lambda self: closed.append(self) or close(self))
-    monkeypatch.setattr("lmkv.engine.engine.make_copier", lambda *args: 1 // 0)
+    monkeypatch.setattr("lmkv.engine.make_copier", lambda *args: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         Engine.open(model.tensors, block_size=BLOCK, block_axis=1, model="m", config=Config(chunk_size=CHUNK))
     assert len(closed) == 1

@@ -24,12 +24,12 @@ import torch
 from typer.testing import CliRunner
 
 from lmkv import Config, Engine
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.disk.root import NotTrustedError, Root
 from lmkv.cli import findings
 from lmkv.cli.app import app
 from lmkv.errors import BackendUnavailable
-from lmkv.memory import slab_files
+from lmkv.memory import slab
 from lmkv.memory.slab import Slab
 from lmkv.protocols import Chunk, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import chunk_of, listed, read_back
@@ -350,7 +350,7 @@ def hold_locks(lock: str) -> str:
 
 
 def test_he_keeps_no_engine_from_starting_by_locks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lock = slab_files._lock_file()
+    lock = slab._lock_file()
     with Another(hold_locks, lock) as other:
         assert "/dev/shm" in other.answer
         with open_engine(tmp_path):
@@ -367,7 +367,7 @@ def test_nor_by_the_lock_file_itself(
     everybodys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lock = str(everybodys / "lock")
-    monkeypatch.setattr(slab_files, "_lock_file", lambda: lock)
+    monkeypatch.setattr(slab, "_lock_file", lambda: lock)
     with Another(squat, lock), open_engine(tmp_path):
         assert lock in caplog.text
         assert "may be promised the same memory" in caplog.text
@@ -381,14 +381,14 @@ def huge_slab(name: str) -> None:
 def test_no_slab_of_his_counts_or_is_mapped(tmp_path: Path) -> None:
     engine = f"other-{os.getpid()}"
     with Another(huge_slab, f"lmkv-slab-{engine}"):
-        assert slab_files.find(engine) is None
+        assert slab.find_file(engine) is None
         with open_engine(tmp_path) as opened:
             assert opened.stats().store.tiers[0].capacity_bytes > 0
-        slab = Slab(SLOT, SLOT, shared=True, engine=engine)
-        found = slab_files.find(engine)
+        own = Slab(SLOT, SLOT, shared=True, engine=engine)
+        found = slab.find_file(engine)
         assert found is not None
-        assert found[1] == slab.ref.name
-        slab.close()
+        assert found[1] == own.ref.name
+        own.close()
 
 
 # -- folders that are shared on purpose ----------------------------------------------------------------------

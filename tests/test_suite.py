@@ -110,7 +110,7 @@ def test_a_change_of_what_all_depend_on_concerns_all() -> None:
 def test_a_file_that_is_reached_by_a_name_alone() -> None:
     for file, test in {
         "dev.py": "tests/test_suite.py",
-        "lmkv/engine/engine.py": "tests/test_engine.py",
+        "lmkv/engine/__init__.py": "tests/test_engine.py",
         "lmkv/vllm/plugin.py": "tests/vllm/test_plugin.py",
         "tests/backends/disk/attacks/make_attacks.py": "tests/backends/disk/attacks/test_attacks.py",
         "lmkv/policies/queues.py": "tests/policies/test_policies.py",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lmkv.chunks.layout import align_up
 from lmkv.errors import BackendError, ClosedError, UsageError
-from lmkv.memory import slab_files
+from lmkv.memory import slab
 from lmkv.memory.machine import clamp_capacity
 from lmkv.memory.slab import Slab
 from lmkv.protocols import HIT, MISS, PRESENT, STORED, Chunk, ChunkKey, Read, Written
@@ -71,7 +71,7 @@ class CPUPinnedBackend:
         engines: int = 1,
     ) -> None:
         slot_bytes = align_up(slot_bytes)
-        with slab_files.one_at_a_time():
+        with slab.one_at_a_time():
             capacity = clamp_capacity(capacity_bytes, slot_bytes, engines=engines)
             self._slab = Slab(slot_bytes, capacity, shared=shared, engine=engine)
         self._slots: dict[ChunkKey, tuple[int, int]] = {}

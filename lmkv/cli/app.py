@@ -20,7 +20,11 @@ COMMANDS = {
     ),
     "bench": ("lmkv.cli.bench", TRY, "Benchmark this machine: copies, lookups, the disk, and a hit on real vLLM."),
     "simulate": ("lmkv.cli.simulate", TRY, "Compare eviction policies on a request trace."),
-    "model": ("lmkv.cli.model", TRY, "Write a small Qwen3-like model with random weights and a tokenizer for text."),
+    "model": (
+        "lmkv.cli.small_model",
+        TRY,
+        "Write a small Qwen3-like model with random weights and a tokenizer for text.",
+    ),
     "doctor": (
         "lmkv.cli.doctor",
         CONFIGURE,

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from lmkv import Config, Engine
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.build import io_threads
 from lmkv.chunks.hashing import chunk_keys
 from lmkv.cli.engines import SEVERAL_PROCESSES, SHARED_DEVICE, Answer, EngineProcess, EngineSpec, wait_until_settled

@@ -23,9 +23,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from lmkv.cli.engines import Answer, ChildFailedError, EngineProcess, EngineSpec
-from lmkv.cli.model import whole_heads
 from lmkv.cli.server import give
-from lmkv.cli.small_model import SmallModel
+from lmkv.cli.small_model import SmallModel, whole_heads
 from lmkv.cli.stores import FolderFacts, refusals, remedy, try_folder
 from lmkv.config import Config
 from lmkv.errors import LmkvError, NoSpaceError, UsageError, how_to_install, mask_secrets

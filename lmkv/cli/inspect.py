@@ -24,7 +24,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.disk.chunkfile import ChunkFiles
 from lmkv.backends.disk.fileio import Folder, ShortReadError, read_fully
 from lmkv.backends.disk.folder import QUARANTINE, ChunkFolder, description, digests

@@ -19,7 +19,7 @@ from lmkv.cli.server import give
 from lmkv.cli.sizing import kv_size
 from lmkv.errors import LmkvError, UsageError, how_to_install, outside, short_repr
 from lmkv.policies import Shadow, make_admission, make_policy
-from lmkv.simulation.replay import EndHints, clairvoyant, replay, replay_tiers
+from lmkv.simulation import EndHints, clairvoyant, replay, replay_tiers
 from lmkv.simulation.trace import Trace, read_trace
 
 DEFAULT_TOKEN_BYTES = 131_072

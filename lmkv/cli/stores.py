@@ -17,7 +17,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.remote.base import DEFAULTS
 from lmkv.build import open_remote
 from lmkv.chunks.layout import ALIGNMENT

@@ -14,8 +14,7 @@ from urllib.parse import urlencode
 from attrs import define, field
 
 from lmkv.config import addresses, lmcache
-from lmkv.config.parsers import GIB
-from lmkv.config.reading import Kind, Reading
+from lmkv.config.parsers import GIB, Kind, Reading
 from lmkv.config.sources import flat, read_yaml
 from lmkv.errors import ConfigError, short_repr
 

@@ -17,8 +17,7 @@ from typing import Any, Final
 from attrs import define, field, frozen
 
 from lmkv.config import addresses
-from lmkv.config.parsers import NOTHING, boolean, is_nothing
-from lmkv.config.reading import Kind, Reading
+from lmkv.config.parsers import NOTHING, Kind, Reading, boolean, is_nothing
 from lmkv.errors import ConfigError, short_repr
 
 EXTRA: Final = "kv_connector_extra_config"

@@ -1,4 +1,5 @@
-"""Parsers of settings: each takes a value as users write it, and raises ValueError with the reason.
+"""Parsers of settings: each takes a value as users write it, and raises ValueError with the reason. `Reading` says what
+one setting means here, for commands and the server's start alike.
 
 Values come from YAML, the environment, JSON and Python, so a number or a boolean may be text.
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import unquote, urlsplit
 
 from attrs import field, frozen
@@ -375,3 +376,30 @@ def _identity(path: Path) -> object:
     except OSError:
         return path
     return status.st_dev, status.st_ino
+
+
+Kind = Literal["used", "without effect", "refused", "unknown"]
+
+
+@frozen
+class Reading:
+    """`key`, as it was given, and where. `here`: lmkv's setting and value. `why`: the reason, or what to write instead.
+
+    >>> print(Reading("lookup_timeout_ms", "file kv.yaml", "without effect", why="lookups time out by themselves"))
+    file kv.yaml: lookup_timeout_ms has no effect: lookups time out by themselves
+    """
+
+    key: str
+    source: str
+    kind: Kind
+    here: str = ""
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.in_words}"
+
+    @property
+    def in_words(self) -> str:
+        """The same without the source."""
+        verb = {"used": f"is used: {self.here}", "without effect": "has no effect", "refused": "cannot be used"}
+        return f"{self.key} {verb.get(self.kind, 'is unknown')}{f': {self.why}' if self.why else ''}"

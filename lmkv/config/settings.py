@@ -23,6 +23,7 @@ from lmkv.config.parsers import (
     GIB,
     Parse,
     Quota,
+    Reading,
     RemoteURL,
     Secret,
     agent_address,
@@ -41,7 +42,6 @@ from lmkv.config.parsers import (
     text,
     urls,
 )
-from lmkv.config.reading import Reading
 from lmkv.config.sources import ENV_FILE, KEYWORD, flat, given_settings, read_named, read_yaml
 from lmkv.errors import SECRET, ConfigError, short_repr
 from lmkv.policies import ADMISSIONS, POLICIES, policy_names

@@ -1,6 +1,515 @@
-"""The library without vLLM: `Engine`, and the objects that its calls take and return."""
+"""`Engine`: store, retrieve, look up and prefetch KV by the tokens of a prompt, without a server."""
 
-from lmkv.engine.engine import Engine, destroy, get, get_or_create
-from lmkv.engine.request import EngineStats, Prefetch, Progress, Variant
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+
+from lmkv.build import build_store
+from lmkv.chunks.hashing import KeyChain, Tokens
+from lmkv.chunks.layout import KVLayout
+from lmkv.chunks.namespace import Namespace
+from lmkv.config import Config
+from lmkv.engine.request import PLAIN, EngineStats, Prefetch, Progress, Request, Variant, root_of, seconds, whole
+from lmkv.errors import ClosedError, UsageError, short_repr
+from lmkv.memory.copier import Copier, LayerReader, LayerWriter
+from lmkv.memory.copiers import make_copier
+from lmkv.memory.paged import PagedMemory
+from lmkv.protocols import ChunkKey
+from lmkv.store.leases import Lease
+from lmkv.store.tiered import TieredStore
 
 __all__ = ["Engine", "EngineStats", "Prefetch", "Progress", "Variant", "destroy", "get", "get_or_create"]
+
+
+def open_store(
+    kv_caches: Mapping[str, torch.Tensor] | Iterable[torch.Tensor],
+    config: object,
+    *,
+    block_size: int,
+    block_axis: int,
+    **identity: Any,
+) -> tuple[TieredStore, Namespace, KVLayout, PagedMemory]:
+    """The store, namespace, layout and memory of an engine. Raises UsageError.
+
+    `identity`: the fields of the namespace that the tensors do not tell.
+    """
+    if not isinstance(config, Config):
+        raise UsageError(f"config must be a Config, as Config.load(...) makes one, not {short_repr(config)}")
+    try:
+        tensors = list(kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches)
+    except TypeError:
+        given = "tensor without dimensions" if isinstance(kv_caches, torch.Tensor) else type(kv_caches).__name__
+        raise UsageError(f"kv_caches must be tensors, one per layer, not a {given}") from None
+    names = (list(kv_caches),) if isinstance(kv_caches, Mapping) else ()
+    memory = PagedMemory.of(tensors, block_axis=block_axis)
+    layout = memory.layout(config.chunk_size, [whole(block_size, "block_size", 1)])
+    namespace = Namespace(
+        dtype=str(tensors[0].dtype),
+        chunk_size=config.chunk_size,
+        block_size=block_size,
+        layout=repr((block_axis, [_page_format(tensor, block_axis) for tensor in tensors], *names)),
+        **identity,
+    )
+    return build_store(config, namespace, layout, shared=False), namespace, layout, memory
+
+
+def _page_format(tensor: torch.Tensor, block_axis: int) -> tuple[object, ...]:
+    """Everything that decides which value each byte of a layer's pages belongs to."""
+    inner = block_axis + 1
+    return str(tensor.dtype), (*tensor.shape[:block_axis], *tensor.shape[inner:]), tensor.stride()[inner:]
+
+
+_READ_TIMEOUT = 30.0
+_MARGIN = 60.0
+"""Seconds from the end of a wait to the lease that follows it, at most."""
+
+
+def _look_up_shared(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) -> None:
+    """Ask shared tiers for chunks that the indexes do not know, for at most `timeout` seconds."""
+    limit, lookup = seconds(timeout, "timeout"), store.look_up_shared(keys)
+    if lookup is not None:
+        lookup.wait(limit)
+
+
+def _lease_window(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) -> Lease:
+    """A lease on the leading chunks in host memory; if there is none, on chunks that can be promoted."""
+    lease = store.lease(keys)
+    if lease:
+        return lease
+    limit = seconds(timeout, "timeout")
+    # At most half of host memory, so that the rest serves everybody else. It expires, should an exception come before
+    # it is known here.
+    promotion = store.promote(keys, limit=max(1, store.slab.num_slots // 2), ttl=max(limit, 0.0) + _MARGIN)
+    try:
+        promotion.wait(limit)
+        return store.lease(promotion.keys)
+    finally:
+        promotion.release()
+
+
+class Engine:
+    """KV of token prefixes, between paged tensors and a `TieredStore`.
+
+    Parameters
+    ----------
+    store : TieredStore
+        Owned by the engine from now on, and closed with it.
+    namespace : Namespace
+        The meaning of the bytes; the keys are derived from it.
+    layout : KVLayout
+        Where a chunk's bytes lie in a slot of the store.
+    memory : PagedMemory, optional
+        The paged tensors. Without them the engine can look up, prefetch and pin, but not copy.
+    rank : int
+        The rank of this memory in the layout.
+    pin_ttl : float
+        Seconds that pins and prefetches last.
+    name : str
+        For messages.
+
+    Raises
+    ------
+    UsageError
+        The layout's chunks do not fit the store's slots, or the memory contradicts the layout.
+
+    Notes
+    -----
+    Thread-safe: the copies of one engine run one at a time, everything else concurrently. Close it, or use it
+    as a context manager: it owns threads, memory and files. In a forked child every call raises ClosedError.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from lmkv import Config, Engine
+    >>> paged = [torch.randn(8, 16, 2, 4) for _ in range(3)]  # 3 layers: 8 blocks of 16 tokens, 2 heads of 4
+    >>> config = Config(chunk_size=32, max_local_cpu_size=0.001)
+    >>> with Engine.open(paged, block_size=16, model="example", config=config) as engine:
+    ...     prompt = list(range(70))
+    ...     stored = engine.store(prompt, [0, 1, 2, 3])
+    ...     found = engine.lookup(prompt + [1, 2, 3])
+    ...     loaded = engine.retrieve(prompt, [4, 5, 6, 7])
+    >>> stored, found, loaded
+    (64, 64, 64)
+    >>> bool((paged[0][4:8] == paged[0][0:4]).all())
+    True
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        namespace: Namespace,
+        *,
+        layout: KVLayout,
+        memory: PagedMemory | None = None,
+        rank: int = 0,
+        pin_ttl: float = 300.0,
+        name: str = "lmkv",
+    ) -> None:
+        self.name = name
+        self._store = store
+        self._closed = True
+        if layout.slot_bytes > store.slab.slot_bytes:
+            raise UsageError(
+                f"a chunk of this layout takes {layout.slot_bytes} bytes, the store's slots have "
+                f"{store.slab.slot_bytes}; build host memory with slot_bytes=layout.slot_bytes"
+            )
+        self._namespace = namespace
+        self._layout = layout
+        self._pages = layout.pages_per_chunk(0)
+        self._pin_ttl = pin_ttl
+        self._copier: Copier | None = make_copier(memory, layout, store.slab, rank) if memory else None
+        self._copy_lock = threading.Lock()
+        # Reentrant, so only its thread can release it: an exception may come before we know that it is acquired.
+        self._pace_lock = threading.RLock()
+        self._stored = self._retrieved = self._requested = 0
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        kv_caches: Mapping[str, torch.Tensor] | Iterable[torch.Tensor],
+        *,
+        block_size: int,
+        model: str,
+        config: Config | None = None,
+        block_axis: int = 0,
+        revision: str = "",
+        name: str = "lmkv",
+    ) -> Self:
+        """An engine over paged KV tensors, one per layer, with the tiers that `config` names.
+
+        Each tensor has blocks of `block_size` tokens along `block_axis` (0, or 1 for `[2, block, ...]`). Models that
+        compute different KV need a different `model` or `revision`. The namespace also has the tensors' shapes,
+        strides, dtypes and, from a mapping, names. Raises UsageError for tensors that are not blocks of dense bytes.
+        """
+        config = Config.load() if config is None else config
+        store, namespace, layout, memory = open_store(
+            kv_caches, config, block_size=block_size, block_axis=block_axis, model=model, revision=revision
+        )
+        try:
+            return cls(store, namespace, layout=layout, memory=memory, pin_ttl=config.pin_ttl, name=name)
+        except BaseException:
+            store.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.name!r}{' (closed)' if self.closed else ''}: chunks of {self.chunk_size} tokens>"
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens per chunk; only whole chunks are stored and found."""
+        return self._layout.chunk_size
+
+    def keys(self, tokens: Tokens, variant: Variant = PLAIN) -> list[ChunkKey]:
+        """The chunk keys of a prompt, one for each whole chunk."""
+        return self._chain(tokens, variant).keys
+
+    def _chain(self, tokens: Tokens, variant: Variant) -> KeyChain:
+        chain = KeyChain(root_of(variant, self._namespace), self.chunk_size)
+        chain.extend(tokens)
+        return chain
+
+    # -- copying ------------------------------------------------------------------------------------------
+
+    def store(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN, wait: float = 0.0) -> int:
+        """Store the KV of a prompt from `blocks`; the first block holds its first token.
+
+        Stores only whole chunks that `blocks` covers, and copies none that a tier has. Writes chunks in host memory to
+        stores that have lost them. Returns the number of leading tokens stored now: fewer without room, or while
+        another thread stores some.
+
+        Without `wait` it copies into host memory and returns; slow tiers miss some chunks. `wait`: block up to this
+        number of seconds so that none does; the prompt may be longer than host memory. Such calls run one at a time.
+        """
+        request = self._request(tokens, blocks, variant)
+        keys = request.keys
+        deadline = time.monotonic() + seconds(wait, "wait")
+        done = self._found(keys)
+        try:
+            if wait and not self._pace_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                return self._store.catalog.count_stored(keys[:done]) * self.chunk_size
+            idle = False
+            while done < len(keys):
+                if wait and not self._store.wait_for_room(deadline - time.monotonic()):
+                    break
+                end = done + self._store.max_pending_stores if wait else len(keys)
+                accepted = self._store_window(request, done, end)
+                done += accepted
+                # No slot although nothing was under way: there will be none.
+                stuck, idle = idle and not accepted, not accepted
+                if stuck or (idle and not self._store.drain(deadline - time.monotonic())):
+                    break
+        finally:
+            # No call before it: an exception could come there.
+            try:  # noqa: SIM105
+                self._pace_lock.release()
+            except RuntimeError:
+                pass
+        return self._store.catalog.count_stored(keys[:done]) * self.chunk_size
+
+    def _store_window(self, request: Request, first: int, end: int) -> int:
+        """Store chunks [first, end) as far as there are slots; how many are stored, here or by others."""
+        with request.reserve(self._store, first, end) as reservation:
+            copies = request.copies_to_slots(reservation.slots, first, end)
+            # Not `_locked_copier`: its generator is slow in the cold caches after a copy.
+            with self._copy_lock:
+                self._check_copies().store(copies).wait()
+                self._stored += len(copies) * self.chunk_size
+            reservation.commit()
+            return reservation.accepted
+
+    def retrieve(
+        self,
+        tokens: Tokens,
+        blocks: Sequence[int],
+        *,
+        skip_tokens: int = 0,
+        variant: Variant = PLAIN,
+        timeout: float = _READ_TIMEOUT,
+    ) -> int:
+        """Fill `blocks` with the stored KV of the longest known prefix; returns its length in tokens.
+
+        Tokens before `skip_tokens`, rounded down to a chunk, are not loaded. Reads lower tiers window by window through
+        host memory, which may be smaller than the prefix. A window that takes more than `timeout` seconds ends it.
+        """
+        request = self._request(tokens, blocks, variant)
+        keys = request.keys
+        start = done = request.chunks_in(skip_tokens)
+        _look_up_shared(self._store, keys, timeout)
+        while done < len(keys):
+            with _lease_window(self._store, keys[done:], timeout) as lease:
+                copies = request.copies_to_blocks(lease.slots, done)
+                with self._copy_lock:
+                    self._check_copies().load(copies).wait()
+            if not copies:
+                break
+            done += len(copies)
+        self._note_retrieved(keys, start, done)
+        return done * self.chunk_size
+
+    @contextlib.contextmanager
+    def retrieve_layers(
+        self,
+        tokens: Tokens,
+        blocks: Sequence[int],
+        *,
+        skip_tokens: int = 0,
+        variant: Variant = PLAIN,
+        timeout: float = _READ_TIMEOUT,
+    ) -> Iterator[LayerReader]:
+        """`retrieve` layer by layer, while the model computes: `with ... as reader`.
+
+        `reader.wait(layer)` waits for a layer. Loads `reader.tokens` leading tokens, as far as they fit host memory at
+        once. Leaving the context finishes all layers and waits for the copies.
+        """
+        copier, request = self._check_copies(), self._request(tokens, blocks, variant)
+        keys = request.keys
+        first = request.chunks_in(skip_tokens)
+        _look_up_shared(self._store, keys, timeout)
+        with _lease_window(self._store, keys[first:], timeout) as lease:
+            copies = request.copies_to_blocks(lease.slots, first)
+            done = first + len(copies)
+            reader = LayerReader(copier, copies, tokens=done * self.chunk_size, guard=self._locked_copier)
+            try:
+                yield reader
+            finally:
+                reader.finish().wait()
+        self._note_retrieved(keys, first, done)
+
+    @contextlib.contextmanager
+    def store_layers(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN) -> Iterator[LayerWriter]:
+        """`store` layer by layer, for a model that is computing: `with ... as writer`.
+
+        `writer.save(layer)` stores a layer once it is computed. Leaving the context stores the rest and
+        publishes `writer.tokens` leading tokens; after an exception it publishes nothing.
+        """
+        copier, request = self._check_copies(), self._request(tokens, blocks, variant)
+        keys = request.keys
+        first = self._found(keys)
+        with request.reserve(self._store, first, len(keys)) as reservation:
+            copies = request.copies_to_slots(reservation.slots, first, len(keys))
+            tokens_stored = (first + reservation.accepted) * self.chunk_size
+            writer = LayerWriter(copier, copies, tokens=tokens_stored, guard=self._locked_copier)
+            try:
+                yield writer
+                writer.finish()
+            finally:
+                # The slots may be given to others next.
+                writer.last.wait()
+            with self._copy_lock:
+                self._stored += len(copies) * self.chunk_size
+            reservation.commit()
+            # Other threads may not have stored their part of these chunks, or not yet.
+            writer.tokens = self._store.catalog.count_stored(keys) * self.chunk_size
+
+    def _request(self, tokens: Tokens, blocks: Sequence[int], variant: Variant) -> Request:
+        self._check_copies()
+        return Request(self._chain(tokens, variant), blocks, self.chunk_size, self._pages)
+
+    def _found(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks some tier has. Writes chunks in host memory to stores that have lost them."""
+        found = self._store.catalog.count_prefix(keys)[1]
+        self._store.write_lost(keys[:found])
+        return found
+
+    def _note_retrieved(self, keys: Sequence[ChunkKey], start: int, done: int) -> None:
+        """Count chunks [start, done) as loaded, and note a use of every chunk before `done`."""
+        self._store.touch(keys[:done])
+        with self._copy_lock:
+            self._requested += len(keys) * self.chunk_size
+            self._retrieved += (done - start) * self.chunk_size
+
+    def _check_copies(self) -> Copier:
+        self._check_open()
+        if self._copier is None:
+            raise UsageError(f"engine {self.name!r} has no paged memory: give it `memory` to store and retrieve")
+        return self._copier
+
+    @contextlib.contextmanager
+    def _locked_copier(self) -> Iterator[Copier]:
+        """Hold `_copy_lock`. Raises ClosedError once the engine is closed."""
+        with self._copy_lock:
+            yield self._check_copies()
+
+    def _check_open(self) -> None:
+        if self._store.forked:
+            raise ClosedError(f"engine {self.name!r} belongs to the process that this one was forked from")
+        if self._closed:
+            raise ClosedError(f"engine {self.name!r} is closed")
+
+    # -- looking ahead ------------------------------------------------------------------------------------
+
+    def lookup(self, tokens: Tokens, *, variant: Variant = PLAIN, timeout: float = 1.0) -> int:
+        """How many leading tokens some tier has now; they may be evicted before they are retrieved.
+
+        Shared tiers are asked for chunks of other processes, for at most `timeout` seconds.
+        """
+        self._check_open()
+        keys = self.keys(tokens, variant)
+        _look_up_shared(self._store, keys, timeout)
+        return self._store.catalog.count_stored(keys) * self.chunk_size
+
+    def prefetch(self, tokens: Tokens, *, variant: Variant = PLAIN) -> Prefetch:
+        """Start to bring a prompt's KV into host memory and return at once.
+
+        Demanded loads go first. Prefetches share a bounded part of host memory; the prompt's chunks that do not fit
+        are left out. The others stay there for the engine's `pin_ttl` seconds.
+        """
+        self._check_open()
+        keys = self.keys(tokens, variant)
+        owner = root_of(variant, self._namespace)
+        promotion = self._store.promote(keys, prefetch=True, ttl=self._pin_ttl, owner=owner, look_up_shared=True)
+        return Prefetch(promotion, self.chunk_size, self._layout.chunk_bytes)
+
+    def pin(self, tokens: Tokens, *, ttl: float | None = None, variant: Variant = PLAIN) -> int:
+        """Keep leading chunks that are in host memory there for `ttl` seconds; returns how many tokens they have.
+
+        Pins take no more than their share of host memory: for new ones the oldest end, first of the variant with most.
+        """
+        self._check_open()
+        limit = self._pin_ttl if ttl is None else seconds(ttl, "ttl")
+        keys, owner = self.keys(tokens, variant), root_of(variant, self._namespace)
+        return self._store.pin(keys, limit, owner) * self.chunk_size
+
+    def unpin(self, tokens: Tokens, *, variant: Variant = PLAIN) -> int:
+        """End the pins of a prompt; returns how many tokens were pinned."""
+        self._check_open()
+        return self._store.unpin(self.keys(tokens, variant)) * self.chunk_size
+
+    def clear(self, tokens: Tokens | None = None, *, variant: Variant = PLAIN) -> int:
+        """Remove a prompt's chunks, or everything, from every tier; returns how many tokens were removed."""
+        self._check_open()
+        if tokens is None:
+            return self._store.clear() * self.chunk_size
+        return self._store.delete(self.keys(tokens, variant)) * self.chunk_size
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._store.forked
+
+    @property
+    def tiers(self) -> TieredStore:
+        """The store beneath."""
+        return self._store
+
+    @property
+    def copier(self) -> Copier | None:
+        """None without paged memory, and once the engine is closed."""
+        return self._copier
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self._stored, self._retrieved, self._requested, self._store.stats())
+
+    def wait_indexed(self, timeout: float | None = None) -> bool:
+        """Wait until persistent tiers are indexed, at most `timeout` seconds; no other call requires it."""
+        self._check_open()
+        return self._store.wait_indexed(None if timeout is None else seconds(timeout, "timeout"))
+
+    def drain(self, timeout: float = 10.0) -> bool:
+        """Wait until stored chunks are in every tier that takes them, at most `timeout` seconds."""
+        if self._store.forked:
+            self._check_open()
+        return self._store.drain(seconds(timeout, "timeout"))
+
+    def close(self) -> None:
+        """Finish the I/O under way, bounded in time, and release memory and files. Idempotent."""
+        if self._store.forked:
+            return
+        with self._copy_lock:
+            # The next call carries an interrupted one on.
+            self._closed = True
+            copier, self._copier = self._copier, None
+            try:
+                if copier is not None:
+                    copier.close()
+            finally:
+                self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, source=self, stacklevel=2)
+            self.close()
+
+
+_engines: dict[str, Engine] = {}
+_lock = threading.Lock()
+
+
+def get_or_create(name: str, factory: Callable[[], Engine]) -> Engine:
+    """The open engine called `name`; if it is missing, `factory` makes it, under the registry's lock."""
+    with _lock:
+        engine = _engines.get(name)
+        if engine is None or engine.closed:
+            engine = _engines[name] = factory()
+        return engine
+
+
+def get(name: str) -> Engine:
+    """The engine called `name`. Raises UsageError for an unknown name."""
+    engine = _engines.get(name)
+    if engine is None:
+        known = ", ".join(sorted(_engines)) or "none"
+        raise UsageError(f"there is no engine {name!r}; registered: {known}")
+    return engine
+
+
+def destroy(name: str) -> None:
+    """Close and forget the engine called `name`, if there is one."""
+    with _lock:
+        engine = _engines.pop(name, None)
+    if engine is not None:
+        engine.close()

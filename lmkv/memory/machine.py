@@ -11,7 +11,7 @@ from pathlib import Path
 from attrs import frozen
 
 from lmkv.errors import ConfigError
-from lmkv.memory import slab_files
+from lmkv.memory import slab
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
     `engines`: how many start on this host; each gets its share at most. Does not give memory that is promised to other
     slabs of this host, unless less than 1/256 is wanted. Raises ConfigError when not even one slot fits.
     """
-    promised, taken = slab_files.promised_and_taken()
+    promised, taken = slab.promised_and_taken()
     room = int((available_ram() + taken) * RAM_SHARE)
     limits = {
         "available memory": room,
@@ -164,7 +164,7 @@ def clamp_shared_memory(folder: str, wanted: int, used: int) -> int:
 
     `used`: bytes of the chunks that are there already. Does not give memory that is promised to slabs of this host.
     """
-    promised, taken = slab_files.promised_and_taken()
+    promised, taken = slab.promised_and_taken()
     limits = {"available memory": int((available_ram() + taken + used) * RAM_SHARE) - promised}
     status = os.statvfs(folder)
     # A tmpfs without a limit reports zero blocks.

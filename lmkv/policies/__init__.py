@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Final
+
+from attrs import Attribute, define, field
+from cachetools import LRUCache
 
 from lmkv import plugins
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, UsageError
 from lmkv.policies.adaptive import ADAPTIVE, Shadow, WeightedAge
-from lmkv.policies.admission import ADMISSIONS, AdmitAll, AdmitNone, MinTokens, SecondTouch, make_admission
 from lmkv.policies.base import PolicyBase
 from lmkv.policies.queues import ARC, FIFO, LFU, LRU, MRU, S3FIFO, SIEVE, SLRU, QueuePolicy
 from lmkv.policies.quota import Quotas
-from lmkv.protocols import Policy
+from lmkv.protocols import Admission, ChunkKey, Policy
 
 __all__ = [
     "ADAPTIVE",
@@ -40,6 +44,150 @@ __all__ = [
     "make_policy",
     "policy_names",
 ]
+
+DEFAULT_MAX_KEYS = 1 << 16
+"""Keys that a filter remembers: about 19 MB of memory, for 16.8 million tokens in chunks of 256."""
+DEFAULT_MIN_TOKENS = 4096
+
+
+class AdmitAll:
+    """Admits every chunk.
+
+    Examples
+    --------
+    >>> AdmitAll().admit(b"a")
+    True
+    """
+
+    def admit(self, key: ChunkKey) -> bool:
+        return True
+
+
+class AdmitNone:
+    """Admits no chunk: the tier only serves the chunks that it has.
+
+    Examples
+    --------
+    >>> AdmitNone().admit(b"a")
+    False
+    """
+
+    def admit(self, key: ChunkKey) -> bool:
+        return False
+
+
+def _positive(_: object, attribute: Attribute[int], number: int) -> None:
+    if number < 1:
+        raise UsageError(f"{attribute.name} must be positive, not {number}")
+
+
+@define(eq=False, repr=False)
+class SecondTouch:
+    """Admits a chunk when it is offered again: chunks that are used once do not wear the disk.
+
+    Parameters
+    ----------
+    max_keys
+        How many of the last offered keys to remember.
+
+    Raises
+    ------
+    UsageError
+        `max_keys` is not positive.
+
+    Notes
+    -----
+    Not thread-safe: the store asks its filters under its lock.
+
+    Examples
+    --------
+    >>> admission = SecondTouch()
+    >>> admission.admit(b"a"), admission.admit(b"a"), admission.admit(b"b")
+    (False, True, False)
+    """
+
+    max_keys: int = field(default=DEFAULT_MAX_KEYS, validator=_positive)
+    _offered: LRUCache[ChunkKey, None] = field(init=False)
+
+    def __repr__(self) -> str:
+        return f"<SecondTouch: {len(self._offered)} of {self.max_keys} keys>"
+
+    def __attrs_post_init__(self) -> None:
+        self._offered = LRUCache(self.max_keys)
+
+    def admit(self, key: ChunkKey) -> bool:
+        known = key in self._offered
+        self._offered[key] = None
+        return known
+
+
+@define(eq=False)
+class MinTokens:
+    """Admits chunks of long prompts: short ones are computed again sooner than they wear the disk.
+
+    Parameters
+    ----------
+    min_tokens
+        Requests with at least this number of tokens count as long.
+    max_keys
+        How many keys of long prompts to remember, the last ones that were seen.
+
+    Raises
+    ------
+    UsageError
+        When one of them is not positive.
+
+    Notes
+    -----
+    Not thread-safe: the store asks its filters under its lock. A short prompt that grows into a long one is offered
+    again once host memory has evicted it.
+
+    Examples
+    --------
+    >>> admission = MinTokens(1000)
+    >>> admission.prompt([b"a"], tokens=400)
+    >>> admission.prompt([b"b"], tokens=4000)
+    >>> admission.admit(b"a"), admission.admit(b"b")
+    (False, True)
+    """
+
+    min_tokens: int = field(default=DEFAULT_MIN_TOKENS, validator=_positive)
+    max_keys: int = field(default=DEFAULT_MAX_KEYS, validator=_positive)
+    _long: LRUCache[ChunkKey, None] = field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._long = LRUCache(self.max_keys)
+
+    def prompt(self, keys: Sequence[ChunkKey], tokens: int) -> None:
+        if tokens >= self.min_tokens:
+            self._long.update(dict.fromkeys(keys))
+
+    def admit(self, key: ChunkKey) -> bool:
+        return key in self._long
+
+
+ADMISSIONS: Mapping[str, Callable[[], Admission]] = MappingProxyType(
+    {"all": AdmitAll, "second_touch": SecondTouch, "min_tokens": MinTokens, "none": AdmitNone}
+)
+"""The filters that a configuration can name."""
+
+_MIN_TOKENS: Final = re.compile(r"min_tokens:([1-9]\d{0,8})")
+
+
+def make_admission(name: str) -> Admission:
+    """A new admission filter: one of `ADMISSIONS`, `min_tokens:8192` for another number, or `package.module:Class`.
+
+    Raises ConfigError for any other.
+    """
+    if name in ADMISSIONS:
+        return ADMISSIONS[name]()
+    if number := _MIN_TOKENS.fullmatch(name):
+        return MinTokens(int(number[1]))
+    if not plugins.is_place(name):
+        raise ConfigError(f"unknown admission {name!r}; there are: {', '.join(ADMISSIONS)}")
+    admission: Admission = plugins.make(name, f"disk_admission {name!r}", Admission)
+    return admission
+
 
 POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
     {made.__name__: made for made in (LRU, FIFO, LFU, MRU, ARC, SLRU, S3FIFO, SIEVE, ADAPTIVE)}

@@ -19,7 +19,7 @@ from functools import partial
 
 from lmkv.memory.slab import Slab
 from lmkv.protocols import Backend, ChunkKey, Clock, ListsKeys, Policy, Presence, RegistersMemory, Tier
-from lmkv.store.catalog import Catalog
+from lmkv.store.catalog import Catalog, TierScanner
 from lmkv.store.guards import (
     PATIENCE,
     Changes,
@@ -37,7 +37,6 @@ from lmkv.store.leases import Holders, Lease, Reservation
 from lmkv.store.primary import PrimaryTier
 from lmkv.store.promoter import Promoter
 from lmkv.store.promotion import Promotion, SharedLookup
-from lmkv.store.scanner import TierScanner
 from lmkv.store.tier import LowerTier
 from lmkv.store.wishes import Pins
 from lmkv.store.writes import Part, SlotAllocator, Writes

@@ -11,14 +11,15 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from lmkv.backends.disk import backend, folder
+from lmkv.backends import disk
+from lmkv.backends.disk import folder
 from lmkv.build import stored_namespace
 from lmkv.config import Config
 from lmkv.errors import BackendError, ConfigError, UsageError, how_to_install
 from lmkv.vllm import compat
 from lmkv.vllm.model import ServedModel
 from lmkv.vllm.publishing import BlockDescriber
-from lmkv.vllm.scheduler.scheduler import Scheduler
+from lmkv.vllm.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from lmkv.agent.server import AgentServer
@@ -169,7 +170,7 @@ def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, 
         case [digest] if digest == own:
             return clear_own()
         case [digest] if root:
-            return backend.clear_namespace(root, digest)
+            return disk.clear_namespace(root, digest)
     raise UsageError(f"no namespace begins with {beginning}, or several do: see lmkv inspect FOLDER")
 
 

@@ -29,9 +29,9 @@ from lmkv.memory.paged import block_rows
 from lmkv.vllm import assemble, compat
 from lmkv.vllm.assemble import start_agent
 from lmkv.vllm.model import ServedModel, describe
-from lmkv.vllm.plan.metadata import StepPlan, WorkerReport
+from lmkv.vllm.plan import StepPlan, WorkerReport
 from lmkv.vllm.publishing import BlockDescriber, LMKVPromMetrics, LMKVStats, wants_kv_events
-from lmkv.vllm.scheduler.scheduler import Scheduler
+from lmkv.vllm.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from lmkv.memory.copier import Copier, Event, LayerReader, LayerWriter
 from lmkv.memory.device import Staging
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import SlabMap
-from lmkv.vllm.plan.metadata import CopyOrder, ReadOrder
+from lmkv.vllm.plan import CopyOrder, ReadOrder
 
 logger = logging.getLogger("lmkv.vllm")
 

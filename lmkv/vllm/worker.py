@@ -26,7 +26,7 @@ from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import SlabMap, SlabRef, attach, wait_for_slab
 from lmkv.vllm.copies import Comparer, Comparing, LayerwiseTransfer, NotReadyError
 from lmkv.vllm.loaded import take_loads
-from lmkv.vllm.plan.metadata import CopyOrder, JobReport, ReadOrder, StepPlan, WorkerReport
+from lmkv.vllm.plan import CopyOrder, JobReport, ReadOrder, StepPlan, WorkerReport
 from lmkv.vllm.scheduler.telemetry import Samples, Values
 
 C = TypeVar("C", bound=Copier)

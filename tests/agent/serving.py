@@ -16,13 +16,13 @@ from lmkv.agent.peers import Peers
 from lmkv.agent.server import Address, AgentServer
 from lmkv.agent.service import CacheService
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.chunks.hashing import KeyChain
 from lmkv.chunks.namespace import Namespace
 from lmkv.policies import LRU
 from lmkv.protocols import ChunkKey, Policy, Tier
 from lmkv.store.tiered import TieredStore
-from lmkv.vllm.scheduler.scheduler import Scheduler
+from lmkv.vllm.scheduler import Scheduler
 from tests.kit import LIMIT, eventually
 
 SIZE = 4

@@ -24,7 +24,7 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.policies import LRU
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from lmkv.vllm.scheduler.observer import TraceRecorder
 from tests.agent.serving import SIZE, TOKEN, at_port, connections, keys_of, tokenize
 from tests.kit import LIMIT, eventually

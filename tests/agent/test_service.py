@@ -32,15 +32,15 @@ from lmkv.agent.http import EXAMPLES, History, application
 from lmkv.agent.server import Address, AgentServer
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.chunks.namespace import salt_label
 from lmkv.cli.server import written
 from lmkv.errors import ConfigError, UsageError
 from lmkv.policies import LRU, Quotas
 from lmkv.protocols import Tier
 from lmkv.store.tiered import TieredStore
+from lmkv.testing import ManualClock
 from lmkv.testing.backend_suite import in_threads
-from lmkv.testing.clocks import ManualClock
 from lmkv.vllm.assemble import clear_namespace
 from lmkv.vllm.plan.request import Report
 from lmkv.vllm.scheduler.observer import TraceRecorder

@@ -26,7 +26,7 @@ from lmkv.agent.peers import PeerError, Peers
 from lmkv.agent.server import Address
 from lmkv.cli.app import app
 from lmkv.store.tiered import TieredStore
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from tests.agent.rude import Answer, RudePeer, as_http, as_json
 from tests.agent.serving import TOKEN, engines_of, one_of, put, service_of, serving, short_socket, store_over
 from tests.agent.test_fuzz_peers import LOOKED_UP, STATS

@@ -21,7 +21,7 @@ pytest.importorskip("cryptography")
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from lmkv import Config, Engine
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.chunks import codec
 from lmkv.chunks.codec import ChunkFormat, FormatError, SegmentDigests

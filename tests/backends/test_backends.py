@@ -19,8 +19,7 @@ import pytest
 
 from lmkv.backends.adapters import AsyncAdapter, AsyncFileBackend, NullBackend, WrapperBackend
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.backends.disk import chunkfile
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend, chunkfile
 from lmkv.cli.report import interleaved
 from lmkv.errors import BackendError, BackendUnavailable, ClosedError, ConfigError, UsageError
 from lmkv.medium import NAME as MARK
@@ -40,8 +39,8 @@ from lmkv.protocols import (
     WriteStatus,
     Written,
 )
+from lmkv.testing import ManualClock
 from lmkv.testing.backend_suite import BackendSuite, chunk_of, listed, new_key, read_back, statuses
-from lmkv.testing.clocks import ManualClock
 from lmkv.testing.faults import FaultyBackend
 from tests.backends.remote.folder_store import FolderBackend
 from tests.forked import python

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.cli.app import app
 from lmkv.config import Config
 from tests.kit import LIMIT

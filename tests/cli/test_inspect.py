@@ -18,8 +18,7 @@ from attrs import evolve
 from typer.testing import CliRunner
 
 import lmkv
-from lmkv.backends.disk import folder
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend, folder
 from lmkv.backends.disk.folder import DESCRIPTION_FILE, describe, description
 from lmkv.backends.disk.root import Root
 from lmkv.build import build_store

@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 from lmkv.policies import LRU
-from lmkv.simulation.replay import replay
+from lmkv.simulation import replay
 from lmkv.simulation.trace import read_trace
 from tests.agent.serving import TOKEN, service_of_scheduler, serving
 from tests.kit import LIMIT, eventually

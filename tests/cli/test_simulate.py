@@ -20,7 +20,7 @@ from lmkv.cli.app import app
 from lmkv.cli.simulate import size_of
 from lmkv.errors import UsageError
 from lmkv.policies import Shadow, make_policy
-from lmkv.simulation.replay import clairvoyant, replay, replay_tiers
+from lmkv.simulation import clairvoyant, replay, replay_tiers
 from lmkv.simulation.trace import read_trace
 from tests.tables import raised
 

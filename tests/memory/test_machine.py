@@ -14,7 +14,7 @@ from attrs import frozen
 
 import lmkv.memory.machine
 from lmkv.errors import ConfigError
-from lmkv.memory import slab_files
+from lmkv.memory import slab
 from lmkv.memory.machine import available_ram, check_in_memory, clamp_shared_memory, file_system_of, memory_limit
 from tests.kit import possible, raised
 from tests.pages import ROOT
@@ -49,7 +49,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.fixture(autouse=True)
 def much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: 100 * DOCKER)
-    monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (0, 0))
+    monkeypatch.setattr(slab, "promised_and_taken", lambda: (0, 0))
 
 
 def test_a_tmpfs_is_in_memory(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
@@ -95,11 +95,11 @@ def test_memory_that_slabs_have_been_promised_is_not_given_twice(
     mount: Mount, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = str(mount("tmpfs"))
-    monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (60 * DOCKER, 10 * DOCKER))
+    monkeypatch.setattr(slab, "promised_and_taken", lambda: (60 * DOCKER, 10 * DOCKER))
     with caplog.at_level(logging.WARNING, "lmkv"):
         assert clamp_shared_memory(folder, 100 * DOCKER, 10 * DOCKER) == int(0.8 * 120 * DOCKER) - 60 * DOCKER
     assert "available memory" in caplog.text
-    monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (200 * DOCKER, 0))
+    monkeypatch.setattr(slab, "promised_and_taken", lambda: (200 * DOCKER, 0))
     assert clamp_shared_memory(folder, 100 * DOCKER, 0) == 0
 
 

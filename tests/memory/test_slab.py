@@ -27,7 +27,7 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.cli.report import interleaved
 from lmkv.errors import ConfigError, UsageError
-from lmkv.memory import slab_files
+from lmkv.memory import slab
 from lmkv.memory.machine import clamp_capacity
 from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name, wait_for_slab
 from lmkv.testing.backend_suite import in_threads
@@ -190,7 +190,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
     def give(available: int, promised: int) -> None:
         monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: available * SLOT)
-        monkeypatch.setattr(slab_files, "promised_and_taken", lambda: (promised * SLOT, 0))
+        monkeypatch.setattr(slab, "promised_and_taken", lambda: (promised * SLOT, 0))
 
     return give
 
@@ -235,9 +235,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def files() -> Iterator[tuple[str, str, os.stat_result]]:
         return (found for found in slab_files_now() if mine in found[1])
 
-    slab_files_now = slab_files.slab_files
-    monkeypatch.setattr(slab_files, "slab_files", files)
-    monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: 100 * SLOT - slab_files.promised_and_taken()[1])
+    slab_files_now = slab.slab_files
+    monkeypatch.setattr(slab, "slab_files", files)
+    monkeypatch.setattr(lmkv.memory.machine, "available_ram", lambda: 100 * SLOT - slab.promised_and_taken()[1])
 
 
 def my_slab(slots: int) -> Slab:
@@ -253,7 +253,7 @@ def test_engines_that_start_together_get_equal_shares(populated: bool) -> None:
     with closing(my_slab(40)) as first:
         if populated:
             assert first.prefault(0, first.nbytes)
-            assert slab_files.promised_and_taken() == (40 * SLOT, 40 * SLOT)
+            assert slab.promised_and_taken() == (40 * SLOT, 40 * SLOT)
         assert clamp_capacity(1000 * SLOT, SLOT, engines=2) == share
 
 
@@ -272,7 +272,7 @@ def test_slabs_are_sized_and_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
     locked: list[bool] = []
 
     def is_locked() -> bool:
-        with Child(try_to_lock, slab_files._lock_file()) as other:
+        with Child(try_to_lock, slab._lock_file()) as other:
             return not other.heard()
 
     class Watched(Slab):
@@ -303,7 +303,7 @@ def try_to_lock(tell: Tell, path: str) -> None:
 
 def fork_while_making(tell: Tell) -> None:
     """Fork a child that lives for a minute while a slab is being made, and wait to be killed."""
-    with slab_files.one_at_a_time():
+    with slab.one_at_a_time():
         if not (pid := os.fork()):
             signal.alarm(int(LIMIT))
             signal.pause()
@@ -322,8 +322,8 @@ def test_a_child_that_was_forked_meanwhile_has_no_lock(
             if killed:
                 parent.kill()
             else:
-                monkeypatch.setattr(slab_files, "_PATIENCE", 0.01)
-            with slab_files.one_at_a_time():
+                monkeypatch.setattr(slab, "_PATIENCE", 0.01)
+            with slab.one_at_a_time():
                 assert os.kill(pid, 0) is None
         finally:
             os.kill(pid, signal.SIGKILL)
@@ -335,16 +335,16 @@ def make_in_a_child(tell: Tell) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def make() -> None:
-        with slab_files.one_at_a_time():
+        with slab.one_at_a_time():
             entered.set()
             leave.wait(LIMIT)
 
-    slab_files._PATIENCE = 0.01
+    slab._PATIENCE = 0.01
     thread = threading.Thread(target=make)
     thread.start()
     assert entered.wait(LIMIT)
     if not (pid := os.fork()):
-        with slab_files.one_at_a_time():
+        with slab.one_at_a_time():
             os._exit(7)
     tell(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     leave.set()
@@ -362,7 +362,7 @@ def test_two_threads_make_their_slabs_one_after_the_other() -> None:
 
     def make(_: int) -> None:
         nonlocal inside, most
-        with slab_files.one_at_a_time():
+        with slab.one_at_a_time():
             with lock:
                 inside += 1
                 most = max(most, inside)
@@ -395,7 +395,7 @@ def test_a_slab_is_found_by_the_name_of_its_engine() -> None:
         slab = my_slab(3)
         assert search.result(LIMIT) == slab.ref
     two = my_slab(3)
-    assert slab_files.find(engine) is None, "either of them may be the one"
+    assert lmkv.memory.slab.find_file(engine) is None, "either of them may be the one"
     for made in (slab, other, two):
         made.close()
     stop.set()
@@ -408,7 +408,7 @@ def test_a_slab_is_found_only_by_who_has_its_layout() -> None:
     assert layouts[0].slot_bytes == layouts[1].slot_bytes
     with closing(Slab(layouts[0].slot_bytes, 4096, shared=True, engine=slab_name(engine, layouts[0]))) as slab:
         assert wait_for_slab(slab_name(engine, layouts[0]), 4096, stop) == slab.ref
-        assert slab_files.find(slab_name(engine, layouts[1])) is None
+        assert lmkv.memory.slab.find_file(slab_name(engine, layouts[1])) is None
 
 
 def test_processes_with_the_same_part_begin_at_different_places() -> None:

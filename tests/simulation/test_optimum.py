@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lmkv.policies import POLICIES, make_policy
-from lmkv.simulation.replay import clairvoyant, replay
+from lmkv.simulation import clairvoyant, replay
 from lmkv.simulation.trace import Trace, TraceRequest, read_trace
 
 TRACES = Path(os.environ.get("LMKV_TRACES", "/nowhere"))

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 
 from lmkv.backends.cpu import CPUPinnedBackend
-from lmkv.backends.disk import folder as usage
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend, folder as usage
 from lmkv.policies import make_policy
 from lmkv.protocols import Clock, Tier
-from lmkv.store import scanner
+from lmkv.store import catalog
 from lmkv.store.tiered import TieredStore
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from tests.forked import Tell
 from tests.kit import LIMIT, NEVER, listing_every
 
@@ -117,7 +116,7 @@ def take_part(tell: Tell, folder: str, namespace: int, seed: int, capacity: int,
     patch = pytest.MonkeyPatch()
     # A process that does not get the lock on the count in this time does without the count.
     patch.setattr(usage, "_PATIENCE", LIMIT)
-    patch.setattr(scanner, "_SHARE", 0.5)
+    patch.setattr(catalog, "_SHARE", 0.5)
     listings = itertools.count()
     list_all = LocalDiskBackend.list_all
     patch.setattr(LocalDiskBackend, "list_all", lambda disk: (next(listings), list_all(disk))[1])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lmkv.store.health import Breaker
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from lmkv.errors import BackendError, CorruptChunkError
 from lmkv.protocols import Written
 from lmkv.store.health import Complaints
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 
 
 def test_a_long_reason_takes_no_time(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from attrs import frozen
 
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.disk.folder import PENDING_FILE, USAGE_FILE, Usage
 from lmkv.backends.disk.root import Root
 from lmkv.medium import NAME as MARK

@@ -15,7 +15,7 @@ import pytest
 
 from lmkv.backends.disk import folder as usage
 from lmkv.store.tiered import TieredStore
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, mounted_tmpfs, possible
 from tests.store.shared_store import CHUNK, KEYS, get, open_store, put

@@ -11,7 +11,7 @@ from lmkv.config import Config
 from lmkv.errors import ConfigError
 from lmkv.policies import LRU, POLICIES, Quotas, make_policy
 from lmkv.store.hints import Hints
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from tests.tables import chain, raised
 
 A, B, C = chain("a", 4), chain("b", 4), chain("c", 4)

@@ -13,7 +13,7 @@ from lmkv.backends.remote.redis import RedisBackend
 from lmkv.policies import LRU
 from lmkv.protocols import Clock, Tier
 from lmkv.store.tiered import TieredStore
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from tests.kit import (
     LIMIT,
     NEVER,

@@ -247,7 +247,7 @@ def test_what_cannot_be_listed_is_forgotten_after_a_while_and_asked_for_again() 
 
 
 def test_a_first_listing_that_was_slow_does_not_put_off_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmkv.store.scanner._SHARE", 1e-4)
+    monkeypatch.setattr("lmkv.store.catalog._SHARE", 1e-4)
     medium = Gated(Persistent(memory(64, "remote"), shared=True))
     others_store(medium.inner, KEYS[:8])
     medium.shut("list_keys")

@@ -91,7 +91,7 @@ def test_files_are_neither_synced_nor_tried_past_the_page_cache(
     memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[str] = []
-    monkeypatch.setattr("lmkv.backends.disk.backend.probe_direct", lambda folder: bool(tried.append(folder)))
+    monkeypatch.setattr("lmkv.backends.disk.probe_direct", lambda folder: bool(tried.append(folder)))
     monkeypatch.setattr("os.fdatasync", lambda fd: tried.append(str(fd)))
     engine, _ = open_engine(memory_path)
     with engine:

@@ -27,7 +27,7 @@ from lmkv.protocols import HIT, ChunkKey, Presence
 from lmkv.store.entries import State
 from lmkv.store.leases import Lease, Reservation
 from lmkv.store.promotion import Promotion
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from lmkv.testing.faults import FaultyBackend
 from tests.interrupted import Interrupted
 from tests.kit import SLOT, Residents, chain, lower, memory, payload, small_store

@@ -18,7 +18,7 @@ from lmkv.policies import LRU
 from lmkv.protocols import MISS, Backend, Chunk, ChunkKey, Presence, Tier
 from lmkv.store import guards as closing
 from lmkv.store.tiered import TieredStore
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from tests.kit import (
     LIMIT,
     SLOT,

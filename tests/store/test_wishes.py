@@ -19,7 +19,7 @@ from lmkv.protocols import ChunkKey, Policy, Tier
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
 from lmkv.store.wishes import STEP, Wishes
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from tests.kit import LIMIT, NEVER, Gated, chain, listing_every, lower, memory, put, put_below, put_through, small_store
 
 DAY = 86_000.0

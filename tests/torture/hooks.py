@@ -20,7 +20,7 @@ import pytest
 from kv_connector_torture.engine import Engine
 from kv_connector_torture.run import Hooks
 from kv_connector_torture.schedule import Schedule
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.memory.copiers import make_copier
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.vllm.scheduler.telemetry import Telemetry

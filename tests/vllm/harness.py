@@ -17,7 +17,7 @@ import pytest
 
 from lmkv.protocols import Clock
 from lmkv.store.tiered import TieredStore
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from lmkv.vllm.compat import vllm_version
 from tests.kit import LIMIT
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lmkv.memory.copier import DONE
-from lmkv.vllm.plan.metadata import CopyOrder
+from lmkv.vllm.plan import CopyOrder
 from lmkv.vllm.worker import _Running
 from tests.vllm.harness import CHUNK, Engine, external_hits, generated, parameters, prompt
 

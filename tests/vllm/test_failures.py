@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lmkv.backends.disk.backend import LocalDiskBackend
-from lmkv.testing.clocks import ManualClock
+from lmkv.backends.disk import LocalDiskBackend
+from lmkv.testing import ManualClock
 from lmkv.testing.faults import FaultyBackend
 from tests.kit import LIMIT, eventually
 from tests.vllm.harness import CHUNK_BYTES, Engine, engine, external_hits, parameters, prompt

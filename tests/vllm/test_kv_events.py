@@ -12,7 +12,7 @@ import pytest
 import zmq
 from attrs import define, field
 
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from lmkv.vllm.scheduler.events import EventRecorder, Place
 from tests.kit import LIMIT, Residents, eventually
 from tests.vllm.families import FAMILIES

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from lmkv.agent.client import Client
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from tests.kit import LIMIT, eventually
 from tests.vllm.harness import BLOCK, Engine, engine, prompt
 from tests.vllm.server import Server, serving_together

@@ -20,7 +20,7 @@ from lmkv.memory.paged import block_rows
 from lmkv.memory.slab import Slab, slab_name
 from lmkv.vllm.compat import tensors_by_layer
 from lmkv.vllm.model import ServedModel, describe
-from lmkv.vllm.plan.metadata import CopyOrder, StepPlan
+from lmkv.vllm.plan import CopyOrder, StepPlan
 from lmkv.vllm.worker import Worker
 from tests.vllm.harness import configured
 

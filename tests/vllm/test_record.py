@@ -16,7 +16,7 @@ import pytest
 from lmkv.agent.client import Client
 from lmkv.cli.server import write_requests
 from lmkv.policies import make_policy
-from lmkv.simulation.replay import replay
+from lmkv.simulation import replay
 from lmkv.simulation.trace import read_trace
 from tests.kit import LIMIT
 from tests.vllm.harness import engine

@@ -15,7 +15,7 @@ from redis import Redis
 
 from lmkv.agent.service import CacheService, Prompt
 from lmkv.chunks.hashing import state_keys
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from lmkv.vllm.plan.options import check_states
 from tests.kit import LIMIT, NEVER, eventually, listing_every, raised
 from tests.servers import redis_server

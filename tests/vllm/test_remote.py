@@ -13,7 +13,7 @@ pytest.importorskip("redis")
 
 from redis import Redis
 
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from tests.kit import LIMIT, NEVER, listing_every
 from tests.servers import Proxy, RedisServer, redis_server
 from tests.vllm.harness import CHUNK_BYTES, Engine, engine, external_hits, generated, prompt

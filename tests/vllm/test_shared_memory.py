@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from tests.kit import LIMIT, eventually
 from tests.vllm.harness import TELLS_SOURCES, Engine, engine, prompt
 from tests.vllm.server import Server, complete, serving_together

@@ -1,7 +1,412 @@
-"""Chunks as files on a local or shared disk."""
+"""`LocalDiskBackend`: one immutable file per chunk, verified with checksums before it is used."""
 
 from __future__ import annotations
 
-from lmkv.backends.disk.backend import LocalDiskBackend
+import contextlib
+import logging
+import os
+import stat
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from errno import EDQUOT, EFBIG, ENOSPC, EROFS
+from itertools import chain, islice
+from operator import attrgetter
+from typing import Literal
 
-__all__ = ["LocalDiskBackend"]
+from attrs import define, field, validators
+
+from lmkv.backends.disk.chunkfile import ChunkFiles, WrongLengthError
+from lmkv.backends.disk.fileio import Folder, FreeSpace, ShortReadError, probe_direct
+from lmkv.backends.disk.folder import ChunkFolder, Usage
+from lmkv.backends.disk.root import NotTrustedError, Root
+from lmkv.chunks import codec
+from lmkv.chunks.codec import ChunkFormat, FormatError
+from lmkv.chunks.hashing import KEY_BYTES
+from lmkv.chunks.namespace import Authenticator
+from lmkv.errors import (
+    BackendError,
+    BackendUnavailable,
+    ClosedError,
+    ConfigError,
+    CorruptChunkError,
+    NoSpaceError,
+    UsageError,
+)
+from lmkv.protocols import HIT, MISS, PRESENT, STORED, Chunk, ChunkKey, Clock, Listed, Read, Written
+
+logger = logging.getLogger(__name__)
+
+LIST_BATCH = 1024
+_PAUSE_AFTER, _PAUSE = 64, 5e-5
+"""Files of a listing after which other threads may run, and seconds for them: see `lmkv.store.catalog`."""
+_REFUSED = {ENOSPC, EDQUOT, EROFS, EFBIG}
+_MAX_UNREADABLE = 4096
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    return os.path.abspath(os.fspath(path))
+
+
+@define(eq=False, repr=False)
+class LocalDiskBackend:
+    """Chunks as files below `path`, in a folder of their namespace, as docs/development/format.md specifies.
+
+    Parameters
+    ----------
+    path
+        The root folder; created where missing. Several processes and namespaces may share it.
+    namespace
+        32 bytes, `Namespace.digest`. Chunks of other namespaces are never served.
+    sync
+        Whether a stored chunk survives a power failure. "none": perhaps not, but it survives the death of the process,
+        and writing is up to twice as fast. "data": its bytes are on the medium before the file gets its name.
+        "full": so is the name. Checksums detect damage in any case.
+    direct
+        O_DIRECT, so that the page cache holds no second copy of host memory. "auto" uses it where it
+        works, "on" requires it, "off" uses the page cache. Memory that is not aligned to pages always goes
+        through the page cache. `direct_io` says whether O_DIRECT is in use.
+    min_free
+        Bytes of the file system to leave free: a chunk that would take them is REJECTED.
+    segment_bytes
+        Payload per checksum: 1 to 4096 pages of 4096 bytes.
+    chunk_tokens
+        Room for token ids in each file's header. Longer lists are not recorded.
+    shared
+        Whether the store should look for chunks of other processes again and again.
+    authentication_key
+        32 random bytes or more: only chunks that were written with them are served, whatever others write to
+        the folder. Use another namespace for each key: chunks of another key count as damaged.
+    name
+        Name of the tier in logs and statistics.
+    clock
+        Monotonic seconds, for the age of the remembered free space.
+
+    Raises
+    ------
+    ConfigError
+        For a bad setting, a short key, or when `direct="on"` does not work.
+    BackendUnavailable
+        When `path` cannot be created, or when others may have made it (docs/security.md).
+
+    Notes
+    -----
+    After construction a failure of the medium is a value per key; `contains`, `delete`, `reclaim` and the listings
+    raise a `BackendError` instead, after they have tried every key. Each call tries the medium anew. Only a file
+    whose bytes are wrong is removed; one that cannot be read is replaced when its chunk is written again. Any number
+    of threads may call: I/O holds no lock but that of the byte count, for some microseconds.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> chunk = Chunk(bytes(32), memoryview(b"payload"))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     first = LocalDiskBackend(folder, namespace=bytes(32))
+    ...     first.write(chunk).status
+    ...     first.close()
+    ...     again = LocalDiskBackend(folder, namespace=bytes(32))
+    ...     [[listed.nbytes for listed in batch] for batch in again.list_keys()]
+    <WriteStatus.STORED: 'stored'>
+    [[8192]]
+    """
+
+    path: str = field(converter=_absolute)
+    namespace: bytes
+    sync: Literal["none", "data", "full"] = field(default="none", kw_only=True)
+    direct: Literal["auto", "on", "off"] = field(default="auto", kw_only=True)
+    min_free: int = field(default=0, kw_only=True, validator=validators.ge(0))
+    segment_bytes: int = field(default=codec.DEFAULT_SEGMENT_BYTES, kw_only=True)
+    chunk_tokens: int = field(default=codec.DEFAULT_MAX_TOKENS, kw_only=True, validator=validators.ge(0))
+    shared: bool = field(default=False, kw_only=True)
+    authentication_key: bytes | None = field(default=None, kw_only=True)
+    name: str = field(default="disk", kw_only=True)
+    clock: Clock = field(default=time.monotonic, kw_only=True)
+    _folder: ChunkFolder = field(init=False)
+    _files: ChunkFiles = field(init=False)
+    _space: FreeSpace = field(init=False)
+    _usage: Usage = field(init=False)
+    _unreadable: set[ChunkKey] = field(factory=set, init=False)
+    _closed: bool = field(default=False, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        check_settings(self.namespace, self.sync, self.direct, self.segment_bytes)
+        root = self._prepare_root()
+        self._folder = ChunkFolder(root, self.namespace)
+        direct = self._prepare_folder()
+        authenticator = Authenticator.of(self.authentication_key)
+        chunk_format = ChunkFormat(self.namespace, self.segment_bytes, self.chunk_tokens, authenticator)
+        self._files = ChunkFiles(chunk_format, self.sync, direct)
+        self._space = FreeSpace(self.path, self.min_free, self.clock)
+        self._usage = Usage(root)
+
+    def __repr__(self) -> str:
+        return f"<LocalDiskBackend {self.name!r}: {self._folder.path}, direct_io={self.direct_io}>"
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether page-aligned memory is read and written past the page cache."""
+        return self._files.direct
+
+    def stored_bytes(self, payload_bytes: int) -> int:
+        """Size of the file of such a payload."""
+        return self._files.file_bytes(payload_bytes)
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Whether there is a file of a possible size. Its bytes are verified when they are read."""
+        self._check_keys(keys)
+        try:
+            with self._folder.entered() as folder:
+                return [self._is_there(folder, key) for key in keys]
+        except (FileNotFoundError, NotADirectoryError):
+            return [False] * len(keys)
+        except OSError as error:
+            raise self._translated(error, "contains") from error
+
+    def read(self, key: ChunkKey, into: memoryview) -> Read:
+        """Read one chunk. A failure becomes a value, and a damaged file is set aside."""
+        self._check_keys([key])
+        try:
+            with self._folder.place_of(key) as (folder, name):
+                return self._read_in(folder, name, key, into.cast("B"))
+        except (FileNotFoundError, NotADirectoryError):
+            return MISS
+        except OSError as error:
+            if len(self._unreadable) < _MAX_UNREADABLE:
+                self._unreadable.add(key)
+            return Read.failed(self._translated(error, "read", key))
+
+    def write(self, chunk: Chunk) -> Written:
+        self._check_keys([chunk.key])
+        chunk.check()
+        try:
+            # Two retries, for two absent things: the folder, and the temporary file, which another process deletes as
+            # stale if it finds it before it is locked.
+            for _ in range(2):
+                with contextlib.suppress(FileNotFoundError):
+                    return self._write_once(chunk)
+                self._make_place_of(chunk.key)
+            return self._write_once(chunk)
+        except FileExistsError:
+            return PRESENT
+        except OSError as error:
+            return Written.failed(self._translated(error, "write", chunk.key))
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        """Remove the files; then raise `BackendError` for the first that could not be removed."""
+        self._check_keys(keys)
+        self.reclaim(keys)
+
+    def reclaim(self, keys: Sequence[ChunkKey]) -> int:
+        """`delete`, also of other namespaces: their keys begin with it. Returns the bytes that this freed."""
+        self._check_open()
+        freed, failed = 0, []
+        for key in keys:
+            try:
+                with self._folder.place_of(key) as (folder, name):
+                    freed += self._unlink(folder, name)
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except OSError as error:
+                failed.append(self._translated(error, "delete", key))
+        if failed:
+            raise failed[0]
+        return freed
+
+    def _unlink(self, folder: Folder, name: str) -> int:
+        """Remove a file; returns the bytes that this freed. Raises `OSError`, also when there is none."""
+        nbytes = folder.stat(name).st_size
+        # Before the removal. A listing that sets the count in between still counts the file: too much until
+        # the next one. The other way round the file would be subtracted twice, and the count be too low.
+        self._usage.subtract(nbytes)
+        try:
+            folder.unlink(name)
+        except OSError:
+            # Another process may have removed it, and its bytes, first.
+            self._usage.subtract(-nbytes)
+            raise
+        self._space.give_back(nbytes)
+        return nbytes
+
+    def reserve_bytes(self, nbytes: int) -> int:
+        """Count bytes that will be written; returns the bytes of all processes below the root."""
+        return self._usage.reserve_bytes(nbytes)
+
+    def release_bytes(self, nbytes: int) -> None:
+        """Subtract bytes that were not written after all."""
+        self._usage.release_bytes(nbytes)
+
+    def list_keys(self) -> Iterator[list[Listed]]:
+        """List chunks by name and size alone, least recently used first (to the minute).
+
+        Sets aside files of impossible sizes and deletes stale temporary files. Raises `BackendError`.
+        """
+        self._check_open()
+        return self._listing(self._folder.scan())
+
+    def list_all(self) -> Iterator[list[Listed]]:
+        """`list_keys` of all namespaces below the root; corrects the count of `reserve_bytes` by it."""
+        self._check_open()
+        return self._listing(self._count_all())
+
+    def close(self) -> None:
+        self._closed = True
+        self._usage.close()
+
+    def _listing(self, scan: Iterator[Listed]) -> Iterator[list[Listed]]:
+        minutes: defaultdict[float, list[Listed]] = defaultdict(list)
+        try:
+            for number, each in enumerate(scan):
+                minutes[each.last_used // 60].append(each)
+                if number % _PAUSE_AFTER == 0:
+                    time.sleep(_PAUSE)
+        except OSError as error:
+            raise self._translated(error, "list_keys") from error
+        # Sorting a million at once would hold the GIL for a second. Within a minute the latest use comes first, so a
+        # chain's tail is evicted before its head.
+        ordered = (sorted(minutes[minute], key=attrgetter("last_used"), reverse=True) for minute in sorted(minutes))
+        found = chain.from_iterable(ordered)
+        while batch := list(islice(found, LIST_BATCH)):
+            yield batch
+
+    def _count_all(self) -> Iterator[Listed]:
+        since, used = self._usage.listed_from(), 0
+        for found in chain(self._folder.scan(), self._folder.scan_others()):
+            used += found.nbytes
+            yield found
+        self._usage.set(used, since)
+
+    def _read_in(self, folder: Folder, name: str, key: ChunkKey, into: memoryview) -> Read:
+        try:
+            self._files.read(folder, name, key, into)
+        except WrongLengthError as error:
+            return Read.failed(BackendError(self.name, "read", key.hex(), str(error)))
+        except (FormatError, ShortReadError, OSError) as error:
+            if not _is_damage(error, folder, name):
+                raise
+            with contextlib.suppress(OSError):
+                self._folder.discard(folder, name)
+            return Read.failed(CorruptChunkError(self.name, "read", key.hex(), str(error)))
+        self._unreadable.discard(key)
+        return HIT
+
+    def _write_once(self, chunk: Chunk) -> Written:
+        with self._folder.place_of(chunk.key) as (folder, name):
+            replaced = self._bytes_to_replace(chunk, folder, name)
+            if replaced is None:
+                return PRESENT
+            nbytes = self.stored_bytes(len(chunk.payload))
+            if lacking := self._space.claim(nbytes):
+                return Written.rejected(f"min_free lacks {lacking:,} bytes", lacking)
+            self._files.write(chunk, folder, name, replace=replaced > 0)
+        self._unreadable.discard(chunk.key)
+        self._usage.wrote(nbytes)
+        if replaced:
+            self._usage.subtract(replaced)
+        return STORED
+
+    def _bytes_to_replace(self, chunk: Chunk, folder: Folder, name: str) -> int | None:
+        """Size of the chunk's unreadable file, 0 without a file, None if the chunk is stored.
+
+        Removes a file of another chunk, or of another length: its reads would fail for ever.
+        """
+        try:
+            stored = self._files.header(folder, name, chunk.key).payload_bytes == len(chunk.payload)
+            if stored and chunk.key not in self._unreadable:
+                return None
+        except FileNotFoundError:
+            return 0
+        except (FormatError, ShortReadError, OSError) as error:
+            stored = not _is_damage(error, folder, name)
+        if stored:
+            return folder.stat(name).st_size
+        self._folder.discard(folder, name)
+        return 0
+
+    def _make_place_of(self, key: ChunkKey) -> None:
+        self._folder.make_place_of(key)
+        if self.sync == "full":
+            with self._folder.root.entered() as root, self._folder.entered() as folder:
+                root.sync()
+                folder.sync()
+
+    def _is_there(self, folder: Folder, key: ChunkKey) -> bool:
+        try:
+            # One stat of a path of two names: it may follow a link in place of the inner folder, but reads nothing.
+            return codec.plausible_file_bytes(folder.stat(self._folder.name_of(key)).st_size)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _prepare_root(self) -> Root:
+        """Create the root; refuse one that others may have made."""
+        try:
+            return Root.made(self.path)
+        except NotTrustedError as error:
+            raise BackendUnavailable(self.name, "open", reason=str(error)) from error
+        except OSError as error:
+            if isinstance(error, FileExistsError | NotADirectoryError) and not os.path.isdir(self.path):
+                reason = f"there is a file at or above {self.path}: name a folder, or remove it"
+                raise BackendUnavailable(self.name, "open", reason=reason) from error
+            raise self._translated(error, "open") from error
+
+    def _prepare_folder(self) -> bool:
+        """Create the namespace's folder, if the medium can; returns whether to use O_DIRECT there."""
+        try:
+            self._folder.make()
+            with self._folder.entered() as folder:
+                direct = self.direct != "off" and probe_direct(folder)
+        except OSError as error:
+            logger.warning("lmkv: tier %r cannot use %s yet: %s", self.name, self._folder.path, error)
+            direct = False
+        if self.direct == "on" and not direct:
+            raise ConfigError(f"direct='on', but O_DIRECT does not work in {self._folder.path}; use 'auto'")
+        return direct
+
+    def _translated(self, error: OSError, action: str, key: ChunkKey = b"") -> BackendError:
+        """The `BackendError` for an error of the operating system."""
+        kind = NoSpaceError if getattr(error, "errno", None) in _REFUSED else BackendUnavailable
+        translated = kind(self.name, action, key.hex(), str(error))
+        translated.__cause__ = error
+        return translated
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"backend {self.name!r} is closed")
+
+    def _check_keys(self, keys: Sequence[ChunkKey]) -> None:
+        self._check_open()
+        for key in keys:
+            if len(key) != KEY_BYTES:
+                raise UsageError(f"a chunk key must have {KEY_BYTES} bytes, not {len(key)}")
+
+
+def _is_damage(error: Exception, folder: Folder, name: str) -> bool:
+    """Whether the file itself is wrong, or no regular file. Other errors may pass by themselves."""
+    if not isinstance(error, OSError):
+        return True
+    try:
+        return not stat.S_ISREG(folder.stat(name).st_mode)
+    except OSError:
+        return False
+
+
+def check_settings(namespace: bytes, sync: str, direct: str, segment_bytes: int) -> None:
+    """Raise ConfigError for a bad one."""
+    if len(namespace) != KEY_BYTES:
+        raise ConfigError(f"namespace must have {KEY_BYTES} bytes, not {len(namespace)}")
+    if sync not in ("none", "data", "full"):
+        raise ConfigError(f"sync must be 'none', 'data' or 'full', not {sync!r}")
+    if direct not in ("auto", "on", "off"):
+        raise ConfigError(f"direct must be 'auto', 'on' or 'off', not {direct!r}")
+    if segment_bytes % codec.PAGE or not codec.PAGE <= segment_bytes <= codec.MAX_SEGMENT_BYTES:
+        raise ConfigError(f"segment_bytes must be 1 to 4096 pages of 4096 bytes, not {segment_bytes}")
+
+
+def clear_namespace(root: str, digest: bytes) -> int:
+    """Delete a namespace's chunks, which running engines then miss; returns how many. Raises BackendError."""
+    backend = LocalDiskBackend(root, digest, direct="off")
+    try:
+        chunks = [chunk.key for batch in backend.list_keys() for chunk in batch]
+        backend.reclaim(chunks)
+    finally:
+        backend.close()
+    return len(chunks)

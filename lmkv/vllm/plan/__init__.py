@@ -1,1 +1,145 @@
-"""The messages between scheduler and workers, and the request: below both sides of the connector."""
+"""The messages between the scheduler side and the workers: copy orders and reports. No vLLM types.
+
+The folder lies below both sides of the connector, and has the request, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import define, field, frozen
+
+from lmkv.memory.comparison import Difference
+from lmkv.memory.copier import ChunkCopy
+from lmkv.memory.slab import SlabRef
+
+
+@frozen
+class CopyOrder:
+    """Copies that succeed or fail together. `stores`: from blocks into slots; else the other way.
+
+    `failed_blocks`: blocks that nothing will fill, to be reported as failed. `between_steps`: no computation
+    of this step reads the blocks. `finishes`: id of the request whose asynchronous load ends with this order.
+    `compares`: slots to compare with the filled ones, one for each copy. `audited`: a load whose blocks are read back
+    and compared with the slots.
+    """
+
+    job: int
+    copies: list[ChunkCopy]
+    stores: bool = False
+    failed_blocks: list[int] = field(factory=list)
+    between_steps: bool = False
+    finishes: str | None = None
+    compares: list[int] = field(factory=list)
+    audited: bool = False
+
+
+@frozen
+class ReadOrder:
+    """Read the blocks of the audited order `load` again, and compare them with the first reading."""
+
+    job: int
+    load: int
+    copies: list[ChunkCopy]
+
+
+@define
+class StepPlan:
+    """The orders of one step. `reads` come before all writes of the step.
+
+    `slab`: set until every worker has mapped it. `timed`: the step's number, if its end must be reported; else 0.
+    """
+
+    loads: list[CopyOrder] = field(factory=list)
+    stores: list[CopyOrder] = field(factory=list)
+    slab: SlabRef | None = None
+    timed: int = 0
+    reads: list[ReadOrder] = field(factory=list)
+
+
+@define
+class JobReport:
+    """How a job ended on the `ranks` that have answered. `seconds`: those of the slowest rank.
+
+    `differences`: the result of an order that compares, or is audited.
+    """
+
+    ranks: int
+    ok: bool
+    nbytes: int = 0
+    seconds: float = 0.0
+    differences: list[Difference] = field(factory=list)
+
+    def merge(self, other: JobReport) -> JobReport:
+        sums = self.ranks + other.ranks, self.ok and other.ok, self.nbytes + other.nbytes
+        return JobReport(*sums, max(self.seconds, other.seconds), self.differences + other.differences)
+
+
+@define
+class WorkerReport:
+    """The jobs and the timed steps that have ended since the last report.
+
+    `mapped`: ranks that have the slab. `refusal`: why a rank fails every order from now on, "" if none does.
+    `adapters`: number and digest of each loaded adapter.
+    """
+
+    jobs: dict[int, JobReport] = field(factory=dict)
+    steps: set[int] = field(factory=set)
+    mapped: set[int] = field(factory=set)
+    refusal: str = ""
+    adapters: set[tuple[int, str]] = field(factory=set)
+
+    def merge(self, other: WorkerReport) -> WorkerReport:
+        """Both reports in one; the order does not matter, because ranks answer in any order."""
+        merged = dict(self.jobs)
+        for job, report in other.jobs.items():
+            merged[job] = merged[job].merge(report) if job in merged else report
+        refusal = max(self.refusal, other.refusal)
+        adapters = self.adapters | other.adapters
+        return WorkerReport(merged, self.steps | other.steps, self.mapped | other.mapped, refusal, adapters)
+
+
+class StepPlanBuilder:
+    """Numbers copy orders and collects them until the step's plan is taken."""
+
+    def __init__(self) -> None:
+        self._last_job = 0
+        self._plan = StepPlan()
+
+    def time(self, step: int) -> None:
+        """Ask for a report of this step's end."""
+        self._plan.timed = step
+
+    def read(self, load: int, copies: list[ChunkCopy]) -> ReadOrder:
+        """Add a second reading of an audited load's blocks to the plan."""
+        self._plan.reads.append(ReadOrder(self._new_job(), load, copies))
+        return self._plan.reads[-1]
+
+    def load(
+        self,
+        copies: list[ChunkCopy],
+        failed_blocks: list[int],
+        *,
+        between_steps: bool = False,
+        finishes: str | None = None,
+        audited: bool = False,
+    ) -> CopyOrder:
+        """Add a load to the plan."""
+        made = self._new_job(), copies, False, failed_blocks, between_steps, finishes
+        self._plan.loads.append(CopyOrder(*made, audited=audited))
+        return self._plan.loads[-1]
+
+    def store(self, copies: list[ChunkCopy], compares: Sequence[int] = ()) -> CopyOrder:
+        """Add a store to the plan, and a comparison of its copies."""
+        self._plan.stores.append(CopyOrder(self._new_job(), copies, stores=True, compares=list(compares)))
+        return self._plan.stores[-1]
+
+    def _new_job(self) -> int:
+        self._last_job += 1
+        return self._last_job
+
+    def take(self, slab: SlabRef | None) -> StepPlan:
+        """Take the plan and begin a new one. `slab`: for the workers to map, if there are orders."""
+        plan, self._plan = self._plan, StepPlan()
+        plan.slab = slab if plan.loads or plan.stores else None
+        return plan

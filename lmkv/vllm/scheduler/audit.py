@@ -20,7 +20,7 @@ from lmkv.memory.comparison import Difference
 from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Lease, Reservation
-from lmkv.vllm.plan.metadata import JobReport
+from lmkv.vllm.plan import JobReport
 from lmkv.vllm.plan.request import Audit, BlockTables, Request
 from lmkv.vllm.scheduler.context import Job, PlanContext, Planner
 

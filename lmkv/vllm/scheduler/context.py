@@ -11,8 +11,8 @@ from attrs import define, field, fields, frozen
 from lmkv.protocols import Clock
 from lmkv.store.catalog import Boundaries
 from lmkv.store.tiered import TieredStore
+from lmkv.vllm.plan import JobReport, StepPlanBuilder
 from lmkv.vllm.plan.block_map import BlockMap
-from lmkv.vllm.plan.metadata import JobReport, StepPlanBuilder
 from lmkv.vllm.plan.options import MAX_TOKENS
 from lmkv.vllm.plan.request import Request
 from lmkv.vllm.scheduler.observer import SchedulerObserver

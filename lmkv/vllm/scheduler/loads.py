@@ -18,8 +18,8 @@ from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.leases import Lease
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
+from lmkv.vllm.plan import JobReport
 from lmkv.vllm.plan.block_map import BlockMap
-from lmkv.vllm.plan.metadata import JobReport
 from lmkv.vllm.plan.request import STALL, BlockTables, Request
 from lmkv.vllm.scheduler.audit import AuditedLoad, LoadAudits
 from lmkv.vllm.scheduler.context import Job, PlanContext, Planner

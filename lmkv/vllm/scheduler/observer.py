@@ -17,7 +17,7 @@ from cachetools import LRUCache
 from lmkv.chunks.hashing import KEY_BYTES, token_bytes
 from lmkv.protocols import ChunkKey, Clock, Presence
 from lmkv.store.tiered import TieredStore
-from lmkv.vllm.plan.metadata import JobReport
+from lmkv.vllm.plan import JobReport
 from lmkv.vllm.plan.request import Miss, Request
 from lmkv.vllm.scheduler.events import EventRecorder
 from lmkv.vllm.scheduler.telemetry import Telemetry

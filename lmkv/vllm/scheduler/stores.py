@@ -16,7 +16,7 @@ from lmkv.chunks.hashing import TailKey, token_bytes
 from lmkv.memory.copier import ChunkCopy
 from lmkv.protocols import ChunkKey
 from lmkv.store.leases import Reservation
-from lmkv.vllm.plan.metadata import JobReport
+from lmkv.vllm.plan import JobReport
 from lmkv.vllm.plan.request import BlockTables, Request
 from lmkv.vllm.scheduler.audit import HitAudits
 from lmkv.vllm.scheduler.context import Job, PlanContext, Planner

@@ -11,7 +11,7 @@ from attrs import frozen
 from lmkv.protocols import Clock
 from lmkv.store.health import TierCounters, TierStats
 from lmkv.store.tiered import TieredStore
-from lmkv.vllm.plan.metadata import JobReport
+from lmkv.vllm.plan import JobReport
 from lmkv.vllm.plan.request import Miss
 
 Values = dict[str, dict[tuple[str, ...], Any]]

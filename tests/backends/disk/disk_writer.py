@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.backends.disk import chunkfile
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend, chunkfile
 from lmkv.protocols import Chunk, ReadStatus, WriteStatus
 from tests.forked import Tell
 from tests.kit import LIMIT

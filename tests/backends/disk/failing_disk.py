@@ -20,7 +20,7 @@ from pathlib import Path
 from lmkv.backends.disk import chunkfile
 from lmkv.store.guards import attempt
 from lmkv.store.tiered import TieredStore
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from tests.kit import LIMIT
 from tests.store.shared_store import CHUNK, KEYS, get, open_store, put
 

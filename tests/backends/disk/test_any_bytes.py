@@ -17,8 +17,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from lmkv.backends.disk import chunkfile
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend, chunkfile
 from lmkv.errors import BackendError, BackendUnavailable, CorruptChunkError
 from lmkv.protocols import Chunk, ReadStatus, WriteStatus
 from lmkv.testing.backend_suite import listed

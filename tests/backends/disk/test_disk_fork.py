@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.backends.disk import fileio
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend, fileio
 from lmkv.backends.disk.fileio import Scratch
 from lmkv.backends.disk.folder import Usage
 from lmkv.backends.disk.root import Root

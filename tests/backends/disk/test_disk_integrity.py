@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.backends.disk import chunkfile
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend, chunkfile
 from lmkv.backends.disk.fileio import HUGE
 from lmkv.errors import BackendUnavailable, CorruptChunkError, NoSpaceError
 from lmkv.medium import NAME as MARK

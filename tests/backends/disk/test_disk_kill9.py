@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.medium import NAME as MARK
 from lmkv.protocols import Chunk, WriteStatus
 from lmkv.testing.backend_suite import listed, read_back, statuses

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.protocols import WriteStatus
 from lmkv.testing.backend_suite import chunk_of, read_back, statuses
 from tests.forked import Child, Tell

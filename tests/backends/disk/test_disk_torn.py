@@ -6,7 +6,7 @@ import os
 import random
 from pathlib import Path
 
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.disk.folder import SUFFIX
 from lmkv.protocols import Chunk, ReadStatus
 from tests.forked import Child, Tell

@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.errors import BackendUnavailable
 from lmkv.protocols import ReadStatus
+from lmkv.testing import ManualClock
 from lmkv.testing.backend_suite import chunk_of, new_key
-from lmkv.testing.clocks import ManualClock
 from tests.backends.disk.failing_disk import CALLS, CHUNKS, ERRORS
 from tests.forked import Child, Tell
 from tests.kit import LIMIT, raised

@@ -24,8 +24,8 @@ from lmkv.config import Config
 from lmkv.memory.paged import PagedMemory
 from lmkv.store.health import TierStats
 from lmkv.vllm.plan.block_map import BlockMap, Group
+from lmkv.vllm.scheduler import Scheduler
 from lmkv.vllm.scheduler.context import SchedulerOptions
-from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.worker import Worker
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest
 

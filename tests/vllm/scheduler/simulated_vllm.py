@@ -36,12 +36,12 @@ from lmkv.protocols import Admission, Backend, Policy, Tier
 from lmkv.store.tiered import TieredStore
 from lmkv.testing.faults import FaultyBackend, FaultyCopier
 from lmkv.vllm import compat
+from lmkv.vllm.plan import StepPlan
 from lmkv.vllm.plan.block_map import BlockMap, Group
-from lmkv.vllm.plan.metadata import StepPlan
 from lmkv.vllm.plan.request import Request
+from lmkv.vllm.scheduler import Scheduler
 from lmkv.vllm.scheduler.context import SchedulerOptions
 from lmkv.vllm.scheduler.events import Describe, Event, EventRecorder
-from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.scheduler.telemetry import Values, merge
 from lmkv.vllm.worker import Worker
 from tests.kit import LIMIT

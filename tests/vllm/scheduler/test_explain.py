@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from lmkv.vllm.scheduler.observer import EvictionLog
 from tests.kit import LIMIT, chain
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, request_for, state_of

@@ -15,8 +15,8 @@ import pytest
 from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.protocols import Presence
 from lmkv.vllm import compat
+from lmkv.vllm.plan import JobReport, ReadOrder, WorkerReport
 from lmkv.vllm.plan.block_map import Group
-from lmkv.vllm.plan.metadata import JobReport, ReadOrder, WorkerReport
 from lmkv.vllm.scheduler.telemetry import merge
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, Table
 from tests.vllm.scheduler.test_audit import TOKENS, alarm, ask, engine as audited, total as counted

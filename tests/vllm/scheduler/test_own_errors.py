@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmkv.vllm.plan.metadata import JobReport, WorkerReport
+from lmkv.vllm.plan import JobReport, WorkerReport
 from lmkv.vllm.plan.request import Storing
 from lmkv.vllm.scheduler.context import Job
 from lmkv.vllm.scheduler.loads import Loads

@@ -13,11 +13,11 @@ from hypothesis import given, strategies as st
 from lmkv.chunks.hashing import KeyChain, state_keys
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import Chunk, ChunkKey
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from lmkv.vllm.plan.block_map import BlockMap, Group
 from lmkv.vllm.plan.request import STALL, Patience
+from lmkv.vllm.scheduler import Scheduler
 from lmkv.vllm.scheduler.context import SchedulerOptions
-from lmkv.vllm.scheduler.scheduler import Scheduler
 from lmkv.vllm.scheduler.timing import LoadCost
 from tests.kit import LIMIT, NEVER, Gated, Persistent, eventually, listing_every, lower, memory, payload, small_store
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, request_for

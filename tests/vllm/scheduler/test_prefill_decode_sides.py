@@ -12,10 +12,10 @@ from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import Chunk, ChunkKey
 from lmkv.store.tiered import TieredStore
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from lmkv.vllm.plan.block_map import BlockMap, Group
+from lmkv.vllm.scheduler import Scheduler
 from lmkv.vllm.scheduler.context import SchedulerOptions
-from lmkv.vllm.scheduler.scheduler import Scheduler
 from tests.kit import (
     LIMIT,
     NEVER,

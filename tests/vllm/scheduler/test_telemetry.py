@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lmkv.testing.clocks import ManualClock
+from lmkv.testing import ManualClock
 from lmkv.testing.faults import FaultyBackend
-from lmkv.vllm.plan.metadata import JobReport
+from lmkv.vllm.plan import JobReport
 from lmkv.vllm.scheduler.telemetry import METRICS, REASONS, Samples, Telemetry, Values, merge
 from tests.kit import LIMIT, SLOT, chain, get, lower, memory, put, put_below, small_store
 from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmkv.vllm.plan.metadata import WorkerReport
+from lmkv.vllm.plan import WorkerReport
 from tests.vllm.scheduler.simulated_vllm import SimulatedVLLM
 
 

@@ -22,7 +22,7 @@ from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.memory.device import DeviceCopier, DeviceError, Staging
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name
-from lmkv.vllm.plan.metadata import CopyOrder, JobReport, StepPlan, WorkerReport
+from lmkv.vllm.plan import CopyOrder, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.worker import Worker
 from tests.kit import LIMIT, eventually, raised
 from tests.simulated_device import SimulatedDevice, SimulatedStream

@@ -21,7 +21,7 @@ from attrs import frozen
 from hypothesis import event, example, given, settings, strategies as st
 from typer.testing import CliRunner
 
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.backends.disk.folder import DESCRIPTION_FILE, description, digests
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli.app import app

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkv.backends.disk.backend import LocalDiskBackend
+from lmkv.backends.disk import LocalDiskBackend
 from lmkv.errors import BackendError, CorruptChunkError
 from lmkv.protocols import Chunk, ReadStatus, WriteStatus
 from tests.pages import loaded_module
