@@ -82,7 +82,7 @@ def test_sentences_of_users_pages_are_short(page: Path) -> None:
 def test_the_users_pages_are_read_in_an_hour() -> None:
     pages = {page: GENERATED.sub("", page.read_text()).count("\n") for page in USERS}
     assert sum(pages.values()) <= MOST_LINES
-    assert pages[ROOT / "README.md"] <= 110
+    assert (ROOT / "README.md").read_text().count("\n") <= 110
     assert (DOCS / "performance.md").read_text().count("\n") <= 120
 
 
