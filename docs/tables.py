@@ -186,7 +186,7 @@ def performance() -> Iterator[str]:
     for name, case in FIRST_TOKENS.items():
         if row := rows.get(f"first token, in use: {case}"):
             yield f"| {name} | {row['value']:.3f} s | {computed / row['value']:.0f} times |"
-    yield from ("", "Conversations, with host memory for half of them:", "")
+    yield from ("", "Conversations, with host memory for half of their KV:", "")
     yield from ("![Requests per second in conversations, with lmkv and without](figures/conversations.svg)", "")
     yield from ("| | requests/s | first token, median | p99 | prompt tokens cached |", "|---|---|---|---|---|")
     yield from (talk(rows, name, case) for name, case in TALKS.items())

@@ -22,7 +22,7 @@ from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
 
 ADVICE = {
-    "not_stored": "No tier is known to have it. Another model, data type, salt, tag or adapter has chunks of its own.",
+    "not_stored": "No tier is known to have it. Each model, data type, salt, tag and adapter has separate chunks.",
     "no_state": "Its chunks are there, but no state of a recurrent layer was kept behind them: see state_interval.",
     "evicted": "A larger tier, or one more below it, would have kept it.",
     "too_short": "Less than a chunk is left, or less than min_retrieve_tokens was found.",

@@ -37,12 +37,12 @@ COMMANDS = {
     ),
     "inspect": ("lmkv.cli.inspect", FOLDERS, "Show the content of a folder: models, chunks, tokens, bytes, ages."),
     "prune": ("lmkv.cli.inspect", FOLDERS, "Delete the chunks that were used least recently."),
-    "clear": ("lmkv.cli.inspect", FOLDERS, "Delete all chunks of a folder, or with --url of a running server."),
+    "clear": ("lmkv.cli.inspect", FOLDERS, "Delete all chunks of a folder or, with --url, of a running server."),
     "top": ("lmkv.cli.top", SERVERS, "Watch a running server's tiers and requests."),
     "lookup": (
         "lmkv.cli.server",
         SERVERS,
-        "Show how much of a prompt a server would not compute, and which tiers have it.",
+        "Show how many tokens of a prompt a server would load, and from which tiers.",
     ),
     "prefetch": (
         "lmkv.cli.server",

@@ -53,22 +53,22 @@ RAM_TARGET = 1.05
 
 def bench(
     model: Annotated[
-        str | None, typer.Option(help="Model for vLLM's first tokens.", show_default="a small one with random weights")
+        str | None, typer.Option(help="Model that vLLM runs to measure first tokens.", show_default="a small one with random weights")
     ] = None,
     tokens: Annotated[int, typer.Option(min=512, help="Length of the prompt for vLLM.")] = 8000,
     host_gib: Annotated[
-        float, typer.Option(help="Host memory of lmkv's tier then, in GiB; at most 1 without --model.")
+        float, typer.Option(help="Host memory of lmkv with vLLM, in GiB; at most 1 without --model.")
     ] = 4.0,
     engine: Annotated[bool, typer.Option("--engine/--no-engine", help="Measure vLLM, if it is installed.")] = True,
     disk: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder on the disk to measure.", show_default="TMPDIR")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Rough figures in a fraction of the time.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON too, in the last line.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure roughly, in a fraction of the time.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON as well, in the last line.")] = False,
 ) -> None:
     """Benchmark this machine: lmkv's copies, lookups and disk with their limits, and a hit on real vLLM.
 
-    Its settings in the environment and in a file do not count.
+    lmkv's settings in the environment and in files are ignored.
     """
     for name in [name for name in os.environ if name.startswith(("LMKV_", "LMCACHE_"))]:
         echo(f"{name} does not count here")

@@ -36,7 +36,7 @@ app = typer.Typer(
 Content = Mapping[Any, object]
 """Content of a YAML file."""
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Ranks = Annotated[
     int | None, typer.Option("--tensor-parallel-size", min=1, help="As for vLLM: LMCache's sizes are for each rank.")
 ]
@@ -155,13 +155,13 @@ def own_keys() -> set[str]:
 
 @app.command("migrate")
 def migrate(
-    words: Annotated[list[str], typer.Argument(help="LMCache's file, or -- and a command line.", metavar="FILE")],
+    words: Annotated[list[str], typer.Argument(help="An LMCache file, or -- and a command line.", metavar="FILE")],
     tensor_parallel_size: Ranks = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print lmkv's YAML for a file of LMCache's, with a comment on each setting that is left out.
+    """Print lmkv's YAML for an LMCache file, with a comment on each setting that is left out.
 
-    Or its command for one: `lmkv config migrate -- lmcache server --l1-size-gb 100`, or `-- vllm serve ...`.
+    A command line works as well: `lmkv config migrate -- lmcache server --l1-size-gb 100`, or `-- vllm serve ...`.
     """
     command: Command | None
     try:

@@ -53,11 +53,11 @@ class Medium(StrEnum):
 def demo(
     tokens: Annotated[int, typer.Option(min=512, help="Length of the prompt.")] = 8000,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 8,
-    hidden: Annotated[int, typer.Option(callback=whole_heads, help="Its hidden size, in heads of 64.")] = 512,
+    hidden: Annotated[int, typer.Option(callback=whole_heads, help="Hidden size of the model, in heads of 64.")] = 512,
     tier: Annotated[
         Medium,
         typer.Option(
-            help="ram: send the prompts again; disk: kill vLLM and start it again in between; remote: end vLLM and "
+            help="ram: repeat the prompts; disk: kill and restart vLLM before that; remote: end vLLM and "
             "start another one, over the store of --url."
         ),
     ] = Medium.RAM,
@@ -66,12 +66,12 @@ def demo(
     ] = None,
     disk: Annotated[
         Path | None,
-        typer.Option(file_okay=False, help="Where to put the disk tier's temporary folder.", show_default="TMPDIR"),
+        typer.Option(file_okay=False, help="Folder in which to put a temporary disk tier.", show_default="TMPDIR"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the model, the disk tier and vLLM's log.")] = False,
 ) -> None:
-    """Send long prompts to real vLLM cold, then again once its own cache has evicted them."""
+    """Send long prompts to real vLLM twice: vLLM computes them, evicts them, and then loads them with lmkv."""
     if find_spec("vllm") is None:
         sys.exit(f"lmkv demo runs real vLLM, which is not installed: {how_to_install('vllm')}")
     if tier is Medium.REMOTE and not url:

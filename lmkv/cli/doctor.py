@@ -30,13 +30,13 @@ def doctor(
     extra: Annotated[str, typer.Option(metavar="JSON", help="kv_connector_extra_config.")] = "{}",
     model: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="A model's folder, config.json or name: how many tokens each tier holds."),
+        typer.Option(metavar="MODEL", help="A model's folder, config.json or name, to show how many tokens each tier holds."),
     ] = None,
     kv_cache_dtype: Annotated[KVDtype, typer.Option(help="As for vLLM; with --model.")] = KVDtype.AUTO,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="As for vLLM.")] = 1,
-    show_all: Annotated[bool, typer.Option("--all", help="Show settings that have their defaults, too.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings, too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no table.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Also show settings that have their defaults.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings as well.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")] = False,
 ) -> None:
     """Check the configuration, this machine and the remote stores before a start. Exit code 1 for an error."""
     logging.getLogger("lmkv").setLevel(logging.ERROR)

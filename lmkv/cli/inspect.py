@@ -148,7 +148,7 @@ Below = Annotated[Path, typer.Argument(exists=True, file_okay=False, metavar="FO
 Which = Annotated[
     str, typer.Option("--namespace", metavar="DIGITS", help="Only namespaces that begin with these hexadecimal digits.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, no table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")]
 
 
 def inspect(
@@ -172,9 +172,9 @@ def inspect(
 def prune(
     path: Below,
     older_than: Annotated[
-        str, typer.Option(metavar="TIME", help="Chunks that were not used for this time: 30m, 12h, 7d, 2w.")
+        str, typer.Option(metavar="TIME", help="Delete chunks unused for this time: 30m, 12h, 7d, 2w.")
     ] = "",
-    max_size: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="GiB to leave at most.")] = None,
+    max_size: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Delete until this size is left.")] = None,
     namespace: Which = "",
     as_json: AsJson = False,
 ) -> None:
@@ -199,7 +199,7 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete all chunks of a folder; with --url, of a running server, a prompt or a namespace."""
+    """Delete all chunks of a folder; or, with --url, those of a running server, a prompt or a namespace."""
     if (path is None) == (not url):
         raise typer.BadParameter("say what to clear: a folder, or a server with --url")
     of_a_prompt = text or tokens or cache_salt or tag

@@ -31,20 +31,20 @@ Url = Annotated[
     str,
     typer.Option(
         metavar="ADDRESS",
-        help=f"The server's agent API: unix:/path, HOST:PORT or URL; else agent_listen, else {DEFAULT}.",
+        help=f"The server's agent API: unix:/path, HOST:PORT or URL; by default agent_listen, or {DEFAULT}.",
     ),
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(exists=True, dir_okay=False, metavar="FILE", help="The token is its first line; else agent_token."),
+    typer.Option(exists=True, dir_okay=False, metavar="FILE", help="File with the token in its first line; by default agent_token."),
 ]
 TokenIds = Annotated[str, typer.Option(metavar="IDS", help="The prompt as token ids, 1,2,3, instead of a text.")]
 Salt = Annotated[str | None, typer.Option(metavar="SALT", help="cache_salt of the prompt's requests.")]
 Tags = Annotated[list[str] | None, typer.Option("--tag", metavar="NAME=VALUE", help="A tag of the prompt's requests.")]
 Number = Annotated[
-    int | None, typer.Option("--engine", min=0, metavar="N", help="One of the server's engines; else all.")
+    int | None, typer.Option("--engine", min=0, metavar="N", help="One of the server's engines; by default all.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="The server's answer, as one JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as one JSON object.")]
 
 Prompt = str | list[int]
 Answer = dict[str, Any]
@@ -53,7 +53,7 @@ Words = Callable[[Answer], str]
 
 
 def _common(
-    text: Annotated[str, typer.Argument(help="The prompt; standard input unless it is given.")] = "-",
+    text: Annotated[str, typer.Argument(help="The prompt; by default standard input.")] = "-",
     tokens: TokenIds = "",
     cache_salt: Salt = None,
     tag: Tags = None,
@@ -86,7 +86,7 @@ def about_a_prompt(command: Callable[..., tuple[Answer, Words]]) -> Callable[...
 
 @about_a_prompt
 def lookup(client: Any, prompt: Prompt, scope: Answer) -> tuple[Answer, Words]:
-    """Show how much of a prompt a running server would not compute, and which tiers have it."""
+    """Show how many tokens of a prompt a running server would load, and from which tiers."""
     return client.lookup(prompt, **scope), _looked_up
 
 
@@ -95,7 +95,7 @@ def _looked_up(found: Answer) -> str:
     return f"{found['hit_tokens']:,} of {found['total_tokens']:,} tokens would be loaded{where and ': '}{where}"
 
 
-Wait = Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait for the end of it.")]
+Wait = Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait until the prompt is loaded.")]
 
 
 @about_a_prompt
@@ -109,7 +109,7 @@ def _prefetched(state: Answer) -> str:
     return f"{state['ready_tokens']:,} of {state['found_tokens']:,} stored tokens are in host memory{rest}"
 
 
-Seconds = Annotated[float | None, typer.Option(min=1, max=86_400, help="How long; else the server's pin_ttl.")]
+Seconds = Annotated[float | None, typer.Option(min=1, max=86_400, help="Seconds to keep them; by default the server's pin_ttl.")]
 
 
 @about_a_prompt
@@ -274,7 +274,7 @@ def record(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Record chunk accesses for `lmkv simulate`: which chunks, and when; no text, no tokens, no client's names."""
+    """Record chunk accesses for `lmkv simulate`: which chunks, and when, without texts, tokens and names."""
     with client_of(url, token_file) as client, out.open("w", encoding="utf-8") as file:
         count = 0
         try:

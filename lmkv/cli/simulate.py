@@ -56,26 +56,26 @@ def simulate(
     ],
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A name, or package.module:Class; may be repeated. [default: LRU, ADAPTIVE]"),
+        typer.Option(metavar="NAME", help="A policy, or package.module:Class; may be repeated. [default: LRU, ADAPTIVE]"),
     ] = None,
     capacity: Annotated[
-        str, typer.Option(help="Sizes with commas between: 5% of all chunks, 64GiB or GB, or a number of chunks.")
+        str, typer.Option(help="Sizes, separated by commas: 5% of all chunks, 64GiB, 64GB, or a number of chunks.")
     ] = "1%,5%,10%,25%",
-    ram: Annotated[str, typer.Option(help="One size of host memory of each engine, in front of the disk.")] = "",
-    disk: Annotated[str, typer.Option(help="One size of the disk that all engines share.")] = "",
+    ram: Annotated[str, typer.Option(help="Size of each engine's host memory, with --disk below it.")] = "",
+    disk: Annotated[str, typer.Option(help="Size of the disk that all engines share.")] = "",
     disk_admission: Annotated[str, typer.Option(help="Which chunks the disk takes.")] = "all",
-    engines: Annotated[int, typer.Option(min=1, help="Engines, each with host memory of its own.")] = 1,
-    router: Annotated[str, typer.Option(help="prefix, round-robin or least-loaded.")] = "prefix",
-    chunk_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a chunk. [default: the trace's]")] = None,
-    model: Annotated[Path | None, typer.Option(help="Folder of a model, for the bytes of a token.")] = None,
+    engines: Annotated[int, typer.Option(min=1, help="Number of engines, each with separate host memory.")] = 1,
+    router: Annotated[str, typer.Option(help="How requests reach engines: prefix, round-robin or least-loaded.")] = "prefix",
+    chunk_size: Annotated[int | None, typer.Option(min=1, help="Tokens per chunk. [default: the trace's]")] = None,
+    model: Annotated[Path | None, typer.Option(help="Folder of the model that says how many bytes a token takes.")] = None,
     told_ends: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of sessions that name themselves and tell their end.")
+        float, typer.Option(min=0, max=1, help="Share of sessions that send their id and report their end.")
     ] = 0.0,
     spread: Annotated[float, typer.Option(min=0, help="Start sessions at random within this number of seconds.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of these random times.")] = 1,
-    memory: Annotated[str, typer.Option(help="Memory that one trace may take.")] = "4GiB",
-    plot: Annotated[Path | None, typer.Option(help="Draw hit ratios over capacity in GB.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON object.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random times.")] = 1,
+    memory: Annotated[str, typer.Option(help="Largest memory that one trace may take.")] = "4GiB",
+    plot: Annotated[Path | None, typer.Option(help="File for a plot of hit ratios over capacity.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare eviction policies on request traces: the share of tokens that each finds, and the optimum."""
     console = Console(highlight=False)

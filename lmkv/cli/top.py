@@ -34,9 +34,9 @@ _BESIDE = 8
 
 def top(
     url: Url = "",
-    interval: Annotated[float, typer.Option(min=0.5, help="Seconds from one look to the next.")] = 2.0,
+    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between updates.")] = 2.0,
     token_file: TokenFile = None,
-    advise: Annotated[bool, typer.Option("--advise", help="Estimate the savings of more memory or disk.")] = False,
+    advise: Annotated[bool, typer.Option("--advise", help="Estimate how much more memory or disk would save.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print once, as JSON.")] = False,
 ) -> None:
     """Watch a running server's tiers and requests until Ctrl+C; print them once if the output is no terminal."""
@@ -167,7 +167,7 @@ def advice(value: dict[str, Any]) -> Iterator[str]:
             yield f"{extra} more of {name} would find {more:.1%} more of all tokens{hours}."
         lost = now["hit_ratio"] - half["hit_ratio"]
         if now["hit_ratio"] - tier["without"]["hit_ratio"] < _NOTHING:
-            yield f"As much would be found without {name}: it is useless here, at its size."
+            yield f"At its size, {name} is useless here: as much would be found without it."
         elif lost < _NOTHING:
             yield f"Half of {name} would find as much."
         else:

@@ -142,7 +142,7 @@ class Config:
     chunk_size: int = _option(
         256, integer(1, 1 << 20), "Tokens that are stored and loaded as one; a multiple of vLLM's block size", "tokens"
     )
-    local_cpu: bool = _option(True, boolean, "Keep chunks in host memory after they were stored or loaded")
+    local_cpu: bool = _option(True, boolean, "Keep chunks in host memory after a store or load")
     max_local_cpu_size: float = _option(
         5.0, number(0, above=True), "Host memory of the engine on one node, all its ranks together", "GiB"
     )
@@ -164,17 +164,17 @@ class Config:
     quotas: tuple[Quota, ...] = _option(
         (),
         quotas,
-        "Percents of each tier that tenants keep: name=40; a name is a cache_salt or its label, or a tag as name:value",
+        "Percent of each tier that each tenant keeps: alice=40; the name is a cache_salt, its label, or a tag as name:value",
     )
-    save_decode_cache: bool = _option(True, boolean, "Store generated tokens' chunks too")
+    save_decode_cache: bool = _option(True, boolean, "Store chunks of generated tokens, too")
     save_unfull_chunk: bool = _option(True, boolean, "Store and find the tokens after a prompt's last whole chunk, too")
     state_interval: int = _option(0, integer(0), "Chunks between kept states of recurrent layers; 0: lmkv chooses")
     min_retrieve_tokens: int = _option(0, integer(0), "Do not load a match that saves fewer tokens than this", "tokens")
     disk_sync: Literal["none", "data", "full"] = _option(
         "none",
         one_of("none", "data", "full"),
-        "Which writes survive a power cut: none: perhaps none; data: a file's bytes are flushed before it "
-        "is published; full: its folder entry too",
+        "How writes are synced: none: a power cut may lose recent chunks; data: sync each file before it is "
+        "published; full: sync its folder, too",
     )
     disk_min_free: float = _option(
         1.0, number(0), "Free space to leave to other programs on the disk tier's file system", "GiB"
@@ -182,8 +182,8 @@ class Config:
     disk_io_threads: int = _option(
         16,
         integer(1, 1024),
-        "Threads that read each lower tier; three quarters of them write, too. The default is at most 4 for each core "
-        "where a disk is the lowest tier, and 2 where shared memory is",
+        "Threads that read each lower tier; three quarters of them write, too. By default at most 4 per core if a "
+        "disk is the lowest tier, and 2 per core if shared memory is",
     )
     disk_direct: Literal["auto", "on", "off"] = _option(
         "auto",
@@ -206,15 +206,15 @@ class Config:
     )
     remote_urls: tuple[RemoteURL, ...] = _option((), urls, "More such stores, farther than those of remote_url")
     remote_username: str | None = _option(None, optional_text, "User name for remote stores whose URL has none")
-    remote_password: Secret | None = _option(None, secret, "Password of that user; nothing shows it")
-    remote_password_file: str | None = _option(None, path, "File that has the password in its first line")
+    remote_password: Secret | None = _option(None, secret, "Password of that user; no output shows it")
+    remote_password_file: str | None = _option(None, path, "File with the password in its first line")
     remote_prefix: str = _option("lmkv:", text, "Prefix of all names in remote stores")
     remote_ttl: int = _option(0, integer(0), "How long a remote store keeps a chunk; 0: until it evicts it", "s")
     remote_timeout: float = _option(
         1.0, number(0, above=True), "How long to wait for a remote store's connection or answer", "s"
     )
     authentication_key: Secret | None = _option(
-        None, secret, "Serve only what was written to the lower tiers with this key, 32 bytes or more; nothing shows it"
+        None, secret, "Key of 32 bytes or more: of the lower tiers only chunks written with it are served; no output shows it"
     )
     authentication_key_file: str | None = _option(
         None, path, "File with that key; a line break at its end is ignored: openssl rand -hex 32 > FILE"
@@ -224,7 +224,7 @@ class Config:
     )
     pin_share: float = _option(0.5, number(0, 1), "Largest share of host memory that pins may take at a time", "0..1")
     prefetch_deadline: float = _option(
-        30.0, number(0), "The longest that a queued request waits for lower tiers, unless computing takes less", "s"
+        30.0, number(0), "Longest wait of a queued request for lower tiers; shorter if computing takes less", "s"
     )
     load_or_recompute: bool = _option(
         True, boolean, "Recompute tokens that load slower than they compute, as measured; off: always load"
@@ -232,8 +232,9 @@ class Config:
     load_mode: Literal["auto", "sync", "async"] = _option(
         "auto",
         one_of("auto", "sync", "async"),
-        "Load from host memory within the step that reads it (sync) or between steps (async); auto: within "
-        "it unless other requests are delayed for longer than 5 ms. With asynchronous scheduling always between",
+        "Load from host memory within the step that reads it (sync) or between steps (async); auto: within the step, "
+        "but on a GPU between steps if it would delay other requests by more than 5 ms. With asynchronous scheduling "
+        "loads are always between steps",
     )
     use_layerwise: bool = _option(
         False, boolean, "Copy a layer while the others compute; vLLM then cuts its CUDA graphs at each layer"
@@ -245,7 +246,7 @@ class Config:
         1.0, number(0, above=True), "Staging memory of each device for stores, plus a quarter of it for loads", "GiB"
     )
     pin_ttl: float = _option(
-        300.0, number(0, above=True), "How long a pin, a prefetch or a priority lasts unless it says so", "s"
+        300.0, number(0, above=True), "How long a pin, a prefetch or a priority lasts if its caller gives no time", "s"
     )
     audit_rate: float = _option(
         0.0, number(0, 1), "Share of hits and loads that are audited: 0.01 is one in 100", "0..1"
@@ -253,19 +254,19 @@ class Config:
     audit_action: Literal["drop", "disable"] = _option(
         "drop",
         one_of("drop", "disable"),
-        "What follows a wrong hit or load: drop: it goes, and is computed; disable: all loads end, too",
+        "After a wrong hit or load: drop: discard it and compute; disable: stop loading as well",
     )
     media_by_name: bool = _option(
         False,
         boolean,
-        "Trust the names of images, sounds and videos: two contents of one name are then one. Only where no client "
-        "names them, or each name is a hash",
+        "Trust the names of images, sounds and videos: equal names then mean equal content. Safe only if no client "
+        "chooses names, or if each name is a hash",
     )
     agent_listen: str | None = _option(
-        None, agent_address, "Where the agent API listens: unix:/path, or 127.0.0.1:8377; nowhere unless it is set"
+        None, agent_address, "Where the agent API listens: unix:/path, or 127.0.0.1:8377; none: no agent API"
     )
-    agent_token: Secret | None = _option(None, secret, "Token that callers of the agent API send; nothing shows it")
-    agent_token_file: str | None = _option(None, path, "File that has the token in its first line")
+    agent_token: Secret | None = _option(None, secret, "Token that callers of the agent API send; no output shows it")
+    agent_token_file: str | None = _option(None, path, "File with the token in its first line")
     sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
     """Sources of values, by name; `load` fills it in."""
     remarks: tuple[tuple[int, str], ...] = field(default=(), eq=False, repr=False)

@@ -55,7 +55,7 @@ def obstacles(transfer: Mapping[str, Any], *, offloads: bool) -> Iterator[str]:
     if NAME not in repr(transfer):
         return
     if offloads:
-        yield f"--kv-offloading-size has vLLM use a connector of its own instead of {NAME}: leave it out"
+        yield f"--kv-offloading-size makes vLLM use its own connector instead of {NAME}: leave it out"
     yield from _other_module(transfer)
 
 

@@ -198,7 +198,7 @@ def test_top_says_what_more_memory_would_save() -> None:
     half, now, twice, most = (int(share.rstrip("%")) for share in shown[sizes + 1].split()[1:])
     assert half <= now <= twice <= most < 100
     assert re.search(r"KiB more of cpu would find [1-9]\d\.\d% more of all tokens", sentences), sentences
-    assert "As much would be found without cpu: it is useless here, at its size." in sentences
+    assert "At its size, cpu is useless here: as much would be found without it." in sentences
 
 
 # -- what can go wrong --------------------------------------------------------------------------------------

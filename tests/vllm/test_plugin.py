@@ -48,7 +48,7 @@ for number, (program, arguments) in enumerate(json.load(sys.stdin)):
 """Imports vLLM once, without its plugins, and runs each program in a child of its own."""
 
 
-REPLACED = "--kv-offloading-size has vLLM use a connector of its own instead of LMKVConnector: leave it out"
+REPLACED = "--kv-offloading-size makes vLLM use its own connector instead of LMKVConnector: leave it out"
 REFUSED = "lmkv: this server cannot start with its settings:\n"
 
 
