@@ -44,9 +44,9 @@ def build_store(
     """
     for level, remark in config.remarks:
         logger.log(level, "lmkv: %s", remark)
-    # The client of a remote store may be a process of its own, which maps the slots.
+    # The client of a remote store may be a separate process, which maps the slots.
     shared = shared or bool(config.remotes)
-    # Each rank maps the pages of its own part before it copies.
+    # Each rank maps the pages of its part before it copies.
     with ExitStack() as opened:
         host = CPUPinnedBackend(
             config.max_local_cpu_bytes, layout.slot_bytes, shared=shared, populate=False, engine=engine, engines=engines

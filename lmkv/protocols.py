@@ -329,7 +329,7 @@ class Tier:
     backend : Backend
         Where the chunks are.
     policy : Policy
-        The order of eviction. Every tier needs a policy object of its own.
+        The order of eviction. Every tier needs a separate policy object.
     capacity_bytes : int, optional
         Most bytes to store; None for as many as the backend takes. Ignored for host memory, which has its slots.
     admission : Admission, optional

@@ -161,7 +161,7 @@ class Client(_Calls[dict[str, Any]]):
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0, most: int = _MAX_BYTES) -> None:
         super().__init__(url, token, timeout=timeout, most=most)
-        # Each call has a connection of its own, which a timer may end.
+        # Each call has a separate connection, which a timer may end.
         once = httpx.Limits(max_keepalive_connections=0)
         transport = httpx.HTTPTransport(uds=self._socket, verify=False, limits=once) if self._socket else None
         self._http = httpx.Client(transport=transport, limits=once, **self._base)

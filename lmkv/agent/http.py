@@ -341,7 +341,7 @@ class PromptBody(BaseModel):
 
 
 class SessionBody(BaseModel):
-    """The scope of a session: requests with another salt or other tags have sessions of their own."""
+    """The scope of a session: requests with another salt or other tags have separate sessions."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -65,7 +65,7 @@ class Address:
         return not self.text.endswith(":0")
 
     def of_engine(self, number: int) -> Address:
-        """Address of one of a server's engines: the next port for each, or a socket of its own."""
+        """Address of one of a server's engines: each has the next port, or a separate socket."""
         if not number:
             return self
         host, _, port = self.text.rpartition(":")
@@ -247,7 +247,7 @@ class _PacedSelector(selectors.DefaultSelector):
         if pause:
             time.sleep(min(pause, _MAX_PAUSE))
         if pause > _MAX_PAUSE:
-            # Timers run, and whoever comes waits.
+            # Timers run, and new callers wait.
             return []
         # One at a time, or many callers together would compute for long until the next pause.
         ready = super().select(timeout)
@@ -371,7 +371,7 @@ def _config(app: FastAPI, *, first: bool) -> Config:
 
 
 class AgentServer:
-    """Serves an application at `url`, in a thread of its own, until `close`.
+    """Serves an application at `url`, in a separate thread, until `close`.
 
     `inside`: gives a second address for the server's other engines, so that strangers cannot take their connections. If
     it raises OSError, the engine goes on without the others.

@@ -96,7 +96,7 @@ class AsyncListsKeys(Protocol):
 
 
 class AsyncAdapter:
-    """An `AsyncBackend` as a `Backend`: its coroutines run on an event loop in a thread of the adapter's own.
+    """An `AsyncBackend` as a `Backend`: its coroutines run on an event loop in the adapter's thread.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ class AsyncAdapter:
     Notes
     -----
     A coroutine that missed its deadline may run on, because a thread in a system call cannot be cancelled. It
-    must not reach the caller's memory then, so each call copies the payload, or reads into a buffer of its own.
+    must not reach the caller's memory then, so each call copies the payload, or reads into a separate buffer.
     Write a backend for which that copy matters as a blocking one.
 
     One lock keeps a call from being started after `close`; no call runs under it.

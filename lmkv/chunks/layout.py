@@ -3,7 +3,7 @@
 A chunk is whole pages of vLLM's paged memory, laid out `[rank][layer][page]`. Pages are opaque: tokens inside a page,
 heads and dtypes do not matter, so any attention backend's page format will do.
 
-Recurrent layers have a state instead, at a boundary between chunks. States are entries of their own, in slots of the
+Recurrent layers have a state instead, at a boundary between chunks. States are separate entries, in slots of the
 same size: a boundary's states would make each chunk several times as large, and most boundaries need none.
 """
 
@@ -162,5 +162,5 @@ class KVLayout:
         return rank * segment + self.layer_offsets[layer], self.layers[layer].nbytes
 
     def segment(self, rank: int) -> tuple[int, int] | None:
-        """`(offset, nbytes)` of the rank's part of a slot; None if each kind of entry has parts of its own."""
+        """`(offset, nbytes)` of the rank's part of a slot; None if each kind of entry has different parts."""
         return None if self.states or self.num_ranks == 1 else (rank * self.rank_bytes, self.rank_bytes)

@@ -1,7 +1,7 @@
 """Namespaces: everything besides tokens that decides the KV of a chunk, and so the chunk's key.
 
 Two chunks may share a key only if they are interchangeable. Model, formats, parallel split, cache salt and LoRA adapter
-decide this beside the tokens. An injective encoding of them is hashed into the root of the chain of keys.
+decide this in addition to the tokens. An injective encoding of them is hashed into the root of the chain of keys.
 `Authenticator` keeps those apart who share a store and not a secret.
 """
 

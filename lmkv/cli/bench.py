@@ -1,4 +1,4 @@
-"""`lmkv bench`: measures lmkv beside the limits of this machine, and the savings of a hit."""
+"""`lmkv bench`: compares lmkv with the limits of this machine, and measures the savings of a hit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ RAM_TARGET = 1.05
 
 def bench(
     model: Annotated[
-        str | None, typer.Option(help="Model that vLLM runs to measure first tokens.", show_default="a small one with random weights")
+        str | None,
+        typer.Option(
+            help="Model that vLLM runs to measure first tokens.", show_default="a small one with random weights"
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=512, help="Length of the prompt for vLLM.")] = 8000,
     host_gib: Annotated[
@@ -64,7 +67,9 @@ def bench(
         Path | None, typer.Option(file_okay=False, help="Folder on the disk to measure.", show_default="TMPDIR")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure roughly, in a fraction of the time.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON as well, in the last line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON as well, in the last line.")
+    ] = False,
 ) -> None:
     """Benchmark this machine: lmkv's copies, lookups and disk with their limits, and a hit on real vLLM.
 
@@ -110,7 +115,7 @@ def check(right: bool) -> None:
 
 
 def copies(layers: int, chunks: int, rounds: int) -> Iterator[Row]:
-    """`Engine.store` and `retrieve` of scattered blocks, beside numpy, which copies the same pages and nothing else."""
+    """`Engine.store` and `retrieve` of scattered blocks, compared with numpy copies of the same pages."""
     blocks = chunks * CHUNK // BLOCK
     tensors = [torch.randn((2 * blocks, 8, BLOCK, 256)).to(torch.bfloat16) for _ in range(layers)]
     # One MiB per layer and chunk, and as much again so that nothing is evicted.
@@ -165,7 +170,7 @@ def pages(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> tuple[Calla
 
 
 def lookup(rounds: int) -> Iterator[Row]:
-    """From the tokens of a long prompt to its lease, beside hashing them."""
+    """The time from the tokens of a long prompt to its lease, compared with hashing them."""
     slot_bytes = 4096
     store = TieredStore(Tier(CPUPinnedBackend(1024 * slot_bytes, slot_bytes, populate=False), make_policy("LRU")))
     tokens = random.Random(0).choices(range(150_000), k=LONGEST)
@@ -191,7 +196,7 @@ def bare_chain(tokens: Sequence[int], chunk: int = CHUNK) -> list[bytes]:
 
 
 def disk_rows(parent: Path, mib: int, rounds: int) -> Iterator[Row]:
-    """Writes without fsync, as the disk tier does by default, and cold reads, beside plain files."""
+    """Writes without fsync, as the disk tier does by default, and cold reads, compared with plain files."""
     nbytes, count = mib * MIB, 8
     memory = memoryview(mmap.mmap(-1, count * nbytes))
     for at in range(0, len(memory), MIB):

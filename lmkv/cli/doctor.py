@@ -30,7 +30,9 @@ def doctor(
     extra: Annotated[str, typer.Option(metavar="JSON", help="kv_connector_extra_config.")] = "{}",
     model: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="A model's folder, config.json or name, to show how many tokens each tier holds."),
+        typer.Option(
+            metavar="MODEL", help="A model's folder, config.json or name, to show how many tokens each tier holds."
+        ),
     ] = None,
     kv_cache_dtype: Annotated[KVDtype, typer.Option(help="As for vLLM; with --model.")] = KVDtype.AUTO,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="As for vLLM.")] = 1,
@@ -92,7 +94,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def values_and_notes(findings: list[Finding], room: int) -> Iterator[tuple[Text, Text]]:
-    """Names and values, with notes beside them, or below if a column would break words."""
+    """Names and values, with notes next to them, or below if a column would break words."""
     beside = [found for found in findings if len(found.value) + 2 + len(found.note) <= room]
     width = max((len(found.value) for found in beside), default=0)
     for found in findings:

@@ -49,7 +49,7 @@ ENVIRONMENT = {
     # By default vLLM reserves a core without a connector and none with one, which would flatter lmkv.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
 }
-# The engine core in the asked process, or in one of its own, vLLM's default.
+# The engine core in the asked process, or in a separate one, vLLM's default.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 SEVERAL_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
@@ -92,7 +92,7 @@ def same_code() -> dict[str, str]:
 
 
 class ChildProcess:
-    """Runs `command`, a program that answers with `Questions`, in a process group of its own.
+    """Runs `command`, a program that answers with `Questions`, in a separate process group.
 
     Its output goes to `folder`/vllm.log. It imports the lmkv of this process. `env`: overrides this process's
     variables.
@@ -196,7 +196,7 @@ class Answer:
 
 
 class EngineProcess(ChildProcess):
-    """An engine in a process of its own, ready to answer.
+    """An engine in a separate process, ready to answer.
 
     `folder`: for its log, its sockets and a small model. `python`: an interpreter of an environment with vLLM
     and the other imports of this module. `module`: the program, which `serve`s. Raises ChildFailedError.
@@ -318,7 +318,7 @@ def _transfer_config(spec: EngineSpec) -> Any:
 
 
 def ask(llm: LLM, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Send one prompt alone, and give what `Answer` has. `prefetch`: lmkv is told to keep it in host memory.
+    """Send one prompt alone, and give what `Answer` has. `prefetch`: makes lmkv keep it in host memory.
 
     The time to the first token is vLLM's own figure, so later tokens, for the comparison of outputs, cost nothing.
     """

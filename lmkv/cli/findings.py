@@ -238,7 +238,7 @@ def examine_stores(config: Config) -> Iterator[Finding]:
 
 def examine_model(size: KVSize) -> Iterator[Finding]:
     """Bytes of the KV of a token."""
-    yield Finding("model", "attention", size.attention, note=f"{size.layers} layers with KV of their own")
+    yield Finding("model", "attention", size.attention, note=f"{size.layers} layers with separate KV")
     ranks = "" if size.parts == 1 else f", {size.rank_bytes:,} of each of {size.parts} ranks"
     yield Finding("model", "one token", f"{size.token_bytes:,} bytes", note=f"in {size.dtype}{ranks}")
     yield Finding(

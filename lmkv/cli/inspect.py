@@ -174,7 +174,9 @@ def prune(
     older_than: Annotated[
         str, typer.Option(metavar="TIME", help="Delete chunks unused for this time: 30m, 12h, 7d, 2w.")
     ] = "",
-    max_size: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Delete until this size is left.")] = None,
+    max_size: Annotated[
+        float | None, typer.Option(min=0, metavar="GIB", help="Delete until this size is left.")
+    ] = None,
     namespace: Which = "",
     as_json: AsJson = False,
 ) -> None:

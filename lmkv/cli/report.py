@@ -1,4 +1,4 @@
-"""Figures beside their limits: rounds, their rows, and the machine."""
+"""Figures compared with their limits: rounds, their rows, and the machine."""
 
 from __future__ import annotations
 

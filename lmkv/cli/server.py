@@ -36,7 +36,12 @@ Url = Annotated[
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(exists=True, dir_okay=False, metavar="FILE", help="File with the token in its first line; by default agent_token."),
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        metavar="FILE",
+        help="File with the token in its first line; by default agent_token.",
+    ),
 ]
 TokenIds = Annotated[str, typer.Option(metavar="IDS", help="The prompt as token ids, 1,2,3, instead of a text.")]
 Salt = Annotated[str | None, typer.Option(metavar="SALT", help="cache_salt of the prompt's requests.")]
@@ -109,7 +114,9 @@ def _prefetched(state: Answer) -> str:
     return f"{state['ready_tokens']:,} of {state['found_tokens']:,} stored tokens are in host memory{rest}"
 
 
-Seconds = Annotated[float | None, typer.Option(min=1, max=86_400, help="Seconds to keep them; by default the server's pin_ttl.")]
+Seconds = Annotated[
+    float | None, typer.Option(min=1, max=86_400, help="Seconds to keep them; by default the server's pin_ttl.")
+]
 
 
 @about_a_prompt

@@ -1,4 +1,4 @@
-"""`lmkv simulate`: replays request traces over the policies that are shipped, beside the optimum."""
+"""`lmkv simulate`: replays request traces over lmkv's policies, and compares them with the optimum."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def simulate(
     ],
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A policy, or package.module:Class; may be repeated. [default: LRU, ADAPTIVE]"),
+        typer.Option(
+            metavar="NAME", help="A policy, or package.module:Class; may be repeated. [default: LRU, ADAPTIVE]"
+        ),
     ] = None,
     capacity: Annotated[
         str, typer.Option(help="Sizes, separated by commas: 5% of all chunks, 64GiB, 64GB, or a number of chunks.")
@@ -65,9 +67,13 @@ def simulate(
     disk: Annotated[str, typer.Option(help="Size of the disk that all engines share.")] = "",
     disk_admission: Annotated[str, typer.Option(help="Which chunks the disk takes.")] = "all",
     engines: Annotated[int, typer.Option(min=1, help="Number of engines, each with separate host memory.")] = 1,
-    router: Annotated[str, typer.Option(help="How requests reach engines: prefix, round-robin or least-loaded.")] = "prefix",
+    router: Annotated[
+        str, typer.Option(help="How requests reach engines: prefix, round-robin or least-loaded.")
+    ] = "prefix",
     chunk_size: Annotated[int | None, typer.Option(min=1, help="Tokens per chunk. [default: the trace's]")] = None,
-    model: Annotated[Path | None, typer.Option(help="Folder of the model that says how many bytes a token takes.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of the model that says how many bytes a token takes.")
+    ] = None,
     told_ends: Annotated[
         float, typer.Option(min=0, max=1, help="Share of sessions that send their id and report their end.")
     ] = 0.0,

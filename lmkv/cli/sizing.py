@@ -52,7 +52,7 @@ class StateSize:
 
 
 def layer_kinds(text: Settings) -> list[str] | None:
-    """The kind of each layer of a model with recurrent layers beside attention; None for any other model."""
+    """The kind of each layer of a model with both recurrent layers and attention; None for any other model."""
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds is None and (pattern := text.get("hybrid_override_pattern")):
         kinds = [_PATTERN.get(each, each) for each in pattern]
@@ -221,7 +221,7 @@ def _read(file: Path) -> Settings:
 
 
 def _layers(text: Settings) -> Iterator[Layer]:
-    """The layers that keep KV of their own."""
+    """The layers that keep separate KV."""
     mixed = layer_kinds(text) if state_size(text, 1) is not None else None
     if mixed is not None:
         yield from (_layer(text, kind) for kind in mixed if kind in KINDS)

@@ -32,7 +32,7 @@ VERBS = ("lookups", "reads", "writes", "deletions")
 _NAMESPACE = hashlib.sha256(b"lmkv doctor").digest()
 _SIZE = 64 << 10
 _SPARE = 5.0
-"""Seconds beside the calls' time-outs, for the client's work before and after."""
+"""Seconds in addition to the calls' time-outs, for the client's work before and after."""
 
 _COMMANDS = {"lookups": "exists", "reads": "get", "writes": "set", "deletions": "unlink"}
 _ACTIONS = {
@@ -92,7 +92,7 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
 def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
     """Why each of `VERBS` fails that does, in the store's words. Raises ConfigError.
 
-    Writes, reads and deletes a chunk in a namespace of its own; always the same one if it cannot be deleted.
+    Writes, reads and deletes a chunk in a separate namespace, which is always the same.
     """
     key, timeout = config.authentication_bytes, config.remote_timeout
     backend = open_remote(config, url, _NAMESPACE, key, name=url.store_kind, chunk_tokens=DEFAULTS.chunk_tokens)

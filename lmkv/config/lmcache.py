@@ -59,7 +59,7 @@ class KnownSetting:
     values: Mapping[str, object] = field(factory=dict)
 
     def is_idle(self, value: object, given: _Given) -> bool:
-        """Whether this value has no effect beside the others."""
+        """Whether this value has no effect, given the other settings."""
         can_be_off = self.off or self.kind == "refused"
         return bool(
             self.kind == "without_effect" or self._is_alone(given) or (can_be_off and _word(value) in _OFF | {self.off})

@@ -67,7 +67,7 @@ def _converting(_: type, attributes: list[Attribute[Any]]) -> list[Attribute[Any
 
 @frozen
 class _Parsed:
-    """A value that `load` has parsed, and whose source is noted."""
+    """A value that `load` has parsed, with its source."""
 
     value: object
 
@@ -164,7 +164,7 @@ class Config:
     quotas: tuple[Quota, ...] = _option(
         (),
         quotas,
-        "Percent of each tier that each tenant keeps: alice=40; the name is a cache_salt, its label, or a tag as name:value",
+        "Percent of each tier for each tenant: alice=40; the name is a cache_salt, its label, or a tag as name:value",
     )
     save_decode_cache: bool = _option(True, boolean, "Store chunks of generated tokens, too")
     save_unfull_chunk: bool = _option(True, boolean, "Store and find the tokens after a prompt's last whole chunk, too")
@@ -206,7 +206,7 @@ class Config:
     )
     remote_urls: tuple[RemoteURL, ...] = _option((), urls, "More such stores, farther than those of remote_url")
     remote_username: str | None = _option(None, optional_text, "User name for remote stores whose URL has none")
-    remote_password: Secret | None = _option(None, secret, "Password of that user; no output shows it")
+    remote_password: Secret | None = _option(None, secret, "Password of that user; never shown")
     remote_password_file: str | None = _option(None, path, "File with the password in its first line")
     remote_prefix: str = _option("lmkv:", text, "Prefix of all names in remote stores")
     remote_ttl: int = _option(0, integer(0), "How long a remote store keeps a chunk; 0: until it evicts it", "s")
@@ -214,7 +214,7 @@ class Config:
         1.0, number(0, above=True), "How long to wait for a remote store's connection or answer", "s"
     )
     authentication_key: Secret | None = _option(
-        None, secret, "Key of 32 bytes or more: of the lower tiers only chunks written with it are served; no output shows it"
+        None, secret, "Serve from lower tiers only chunks written with this key (32 bytes or more); never shown"
     )
     authentication_key_file: str | None = _option(
         None, path, "File with that key; a line break at its end is ignored: openssl rand -hex 32 > FILE"
@@ -232,9 +232,8 @@ class Config:
     load_mode: Literal["auto", "sync", "async"] = _option(
         "auto",
         one_of("auto", "sync", "async"),
-        "Load from host memory within the step that reads it (sync) or between steps (async); auto: within the step, "
-        "but on a GPU between steps if it would delay other requests by more than 5 ms. With asynchronous scheduling "
-        "loads are always between steps",
+        "Load from host memory within the step that reads it (sync) or between steps (async); auto: within the "
+        "step, or on a GPU between steps if others would wait over 5 ms; asynchronous scheduling: always between steps",
     )
     use_layerwise: bool = _option(
         False, boolean, "Copy a layer while the others compute; vLLM then cuts its CUDA graphs at each layer"
@@ -265,7 +264,7 @@ class Config:
     agent_listen: str | None = _option(
         None, agent_address, "Where the agent API listens: unix:/path, or 127.0.0.1:8377; none: no agent API"
     )
-    agent_token: Secret | None = _option(None, secret, "Token that callers of the agent API send; no output shows it")
+    agent_token: Secret | None = _option(None, secret, "Token that callers of the agent API send; never shown")
     agent_token_file: str | None = _option(None, path, "File with the token in its first line")
     sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
     """Sources of values, by name; `load` fills it in."""
@@ -303,9 +302,9 @@ class Config:
         ranks: int | None = None,
         **overrides: object,
     ) -> Config:
-        """Merge the sources, the later the stronger: keywords, file, environment, connector's extra config.
+        """Merge the sources; a later one overrides: keywords, file, environment, connector's extra config.
 
-        `file` may also be named by LMKV_CONFIG_FILE. `env`: LMKV_CHUNK_SIZE and so on. `extra`: vLLM's
+        LMKV_CONFIG_FILE can also name the `file`. `env`: LMKV_CHUNK_SIZE and so on. `extra`: vLLM's
         `kv_connector_extra_config`, its keys plain or as `lmkv.chunk_size`. An unknown key or bad value in
         any of them, even one that a stronger source replaces, is a `ConfigError`. Where none of all these is
         given, LMCache's are read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`. `ranks`: those of
@@ -514,7 +513,7 @@ class Answer:
         try:
             config = Config(**values, sources=sources)
         except ConfigError as error:
-            # What follows from a setting that is refused is no problem of its own.
+            # A consequence of a refused setting is not a separate problem.
             refused = {each.key for each in own if each.kind == "refused"} & _OPTIONS.keys()
             problems += [line for line in str(error).splitlines() if not any(key in line for key in refused)]
         more = [] if config is None or problems else list(config.doubts(() if of_lmcache else values))

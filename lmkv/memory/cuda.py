@@ -71,7 +71,7 @@ class CUDADevice:
         return _CUDAStream(torch.cuda.Stream(self._device))
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
-        # On a thread of its own, for which no caller has begun a memory pool.
+        # On a separate thread, for which no caller has begun a memory pool.
         with ThreadPoolExecutor(1) as thread:
             memory = thread.submit(lambda: torch.empty(nbytes, dtype=torch.uint8, device=self._device)).result()
         # torch may hand out memory in use by work queued on one stream, and orders only that stream after it. Other

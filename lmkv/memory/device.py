@@ -347,7 +347,7 @@ class DeviceCopier:
     """The copier for paged memory on a device, by way of staging memory there.
 
     A store gathers pages into staging memory on the compute stream, so their blocks may be overwritten as soon as it
-    returns. It transfers them to the slot on a stream of its own; a load is the reverse. So a chunk crosses the bus as
+    returns. It transfers them to the slot on a separate stream; a load is the reverse. So a chunk crosses the bus as
     one run of bytes, and the chunks of an order in one call. Staging memory is bounded: when all is in use the device
     waits for its transfers, the calling thread does not.
     """

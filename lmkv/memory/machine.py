@@ -22,7 +22,7 @@ _NO_LIMIT = 1 << 60
 """Bytes. Version 1 shows a larger number where there is no limit."""
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _FILE_SYSTEM_SHARE = 0.9
-"""Largest share of the free file system for chunks: vLLM has queues of its own in /dev/shm."""
+"""Largest share of the free file system for chunks: vLLM also has queues in /dev/shm."""
 
 
 @frozen

@@ -279,7 +279,7 @@ def wait_for_slab(engine: str, slot_bytes: int, stop: threading.Event) -> SlabRe
 class Slab(SlabMap):
     """A slab and the list of its free slots. `allocate` and `free` are O(1) and never block.
 
-    Not thread-safe: its store, or its backend, calls them under a lock of its own. `engine`: the name by which
+    Not thread-safe: its store, or its backend, calls them under its lock. `engine`: the name by which
     other processes find it, when it is shared. `descriptor`: of a shared slab's memory file, else -1.
     """
 

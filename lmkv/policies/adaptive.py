@@ -223,7 +223,7 @@ class Shadow:
     def request(self, keys: Sequence[ChunkKey], size: int) -> int:
         """Replay a request for a chain of chunks of `size` bytes, head first; returns how many leading ones are here.
 
-        Inserts missing chunks, as far as they fit beside the chain's present ones.
+        Inserts missing chunks, as far as they fit together with the chain's present ones.
         """
         hit = self.leading(keys)
         if hit < len(keys):

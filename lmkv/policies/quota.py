@@ -23,7 +23,7 @@ class Quotas:
     Parameters
     ----------
     make : callable
-        Makes an eviction policy; each tenant has one of its own.
+        Makes an eviction policy; each tenant has a separate one.
     quotas : dict[str, float]
         The share of the tier that each tenant gets, 0 to 1; their sum is 1 at most.
 

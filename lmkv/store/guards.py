@@ -69,7 +69,7 @@ class Bell:
     """Wakes threads that wait for a state: they check it again at each `ring`. Thread-safe, without a lock.
 
     A `threading.Condition`, or an `Event`, may keep its lock, or release another thread's, after a KeyboardInterrupt in
-    one that waits. Here each wait has a lock of its own, which is released at most once.
+    one that waits. Here each wait has a separate lock, which is released at most once.
     """
 
     _waiters: list[threading.Lock] = field(init=False, factory=list)
@@ -142,7 +142,7 @@ def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
 
 
 def ends_in_time(work: Callable[[], None]) -> bool:
-    """Run `work` on a thread of its own. Returns whether it ended within `PATIENCE`; if not, it is left behind."""
+    """Run `work` on a separate thread. Returns whether it ended within `PATIENCE`; if not, it keeps running."""
     failed = partial(logger.error, "lmkv: a store was not closed in order: %r")
     return _ended(_begin(partial(attempt, work, failed), "store"), PATIENCE)
 
@@ -173,7 +173,7 @@ class Freezer:
 
     A full collection visits every object of all indexes and stops all threads: 0.7 s with three million chunks. Entries
     are never part of a cycle, so they are freed without it. `gc.freeze` runs after the next full collection, to keep
-    no garbage. A cycle in use at that time stays in memory for ever.
+    no garbage. A cycle in use at that time is never freed.
     """
 
     _size: int = 0

@@ -337,7 +337,7 @@ class Hints:
 
     @locked
     def expire(self) -> None:
-        """End priorities whose time is over, and forget old sessions."""
+        """End expired priorities, and forget old sessions."""
         now = self._clock()
         for wish, chain in self._priorities.due(now):
             self._end(wish, chain)

@@ -341,7 +341,7 @@ class Promoter(Part):
 
     @locked
     def expire(self, after: Deferred) -> None:
-        """Release promotions whose time is over."""
+        """Release expired promotions."""
         now = self._clock()
         for kept in self._kept.values():
             for promotion, _ in kept.due(now):

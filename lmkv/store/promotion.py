@@ -152,7 +152,7 @@ class SharedLookup(Handle):
         return self._job(self._keys, self._tiers)
 
     def _job(self, unknown: Sequence[ChunkKey], tiers: Sequence[LowerTier]) -> Job:
-        """Ask the first of these tiers, on a thread of its own; after it the others."""
+        """Ask the first of these tiers, on a separate thread; after it the others."""
         work, refused = partial(self._ask, unknown, tiers), partial(self._go_on, unknown, tiers[1:])
         return Job(work, Priority.LOAD, refused, tiers[0].name)
 

@@ -406,7 +406,7 @@ class TieredStore(Part):
         the next.
         """
         deadline = time.monotonic() + timeout
-        # Without the lock, which a policy of another package may hold for ever.
+        # Without the lock, which a policy of another package may hold forever.
         self._closed = True
         with self._closing:
             if not self._ended:

@@ -158,7 +158,7 @@ class Wishes(Generic[K, V]):
         return self._sizes.owned[owner]
 
     def due(self, now: float) -> Iterator[tuple[K, V]]:
-        """End the wishes whose time is over, the oldest first, about `STEP` chunks of them."""
+        """End expired wishes, the oldest first, about `STEP` chunks of them."""
         size = 0
         while size < STEP and (found := self._ends.first()) is not None and found[0] <= now:
             size += self._wishes[found[1]].size
@@ -207,7 +207,7 @@ class Pins:
     _clock: Clock
     _share: float
     _of: dict[tuple[str, type], _Pins] = field(init=False, factory=dict)
-    """The pins of each tenant, by the type of the keys: chunks, tails and states have slots of their own."""
+    """The pins of each tenant, by the type of the keys: chunks, tails and states have separate slots."""
     _of_key: dict[ChunkKey, _Pins] = field(init=False, factory=dict)
 
     def __len__(self) -> int:
@@ -254,7 +254,7 @@ class Pins:
         return entry is not None
 
     def expire(self) -> None:
-        """End pins whose time is over."""
+        """End expired pins."""
         now = self._clock()
         for pins in self._of.values():
             self._end(pins.due(now))

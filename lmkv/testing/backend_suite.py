@@ -147,7 +147,7 @@ class BackendSuite:
             assert read_back(keeping, chunk) == chunk.payload
 
     def test_any_memory_will_do(self, keeping: Backend) -> None:
-        """Odd addresses and writable or read-only payloads; nothing beside the buffer is touched."""
+        """Odd addresses and writable or read-only payloads; nothing outside the buffer is touched."""
         for nbytes in self.sizes:
             memory = memoryview(bytearray(os.urandom(nbytes + 20)))
             chunk = Chunk(new_key(), memory[7 : 7 + nbytes])

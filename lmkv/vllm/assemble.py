@@ -211,7 +211,7 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
 def make_scheduler(
     vllm_config: VllmConfig, config: Config, model: ServedModel, describe_blocks: BlockDescriber | None
 ) -> Scheduler:
-    """The scheduler side, with a store of its own. `describe_blocks`: for KV events; None, vLLM publishes none."""
+    """The scheduler side, with its store. `describe_blocks`: for KV events; None, vLLM publishes none."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     has_device = vllm_config.device_config.device_type != "cpu"

@@ -53,7 +53,7 @@ DRAFT_KEY = (
     *("method", "draft_tensor_parallel_size", "quantization", "moe_backend", "attention_backend", "kv_cache_dtype"),
     *("code_revision", "disable_eagle_block_drop", "use_heterogeneous_vocab", "parallel_drafting", "max_model_len"),
 )
-"""The fields of `speculative_config` that count where drafts have layers with KV of their own."""
+"""The fields of `speculative_config` that count where drafts have layers with separate KV."""
 
 ENVIRONMENT = (
     *("VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_PLUGINS", "VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE"),
@@ -82,7 +82,7 @@ _IMPORTS = {"import_module", "__import__"}
 
 
 def described(vllm_config: Any, *, drafts: bool) -> str:
-    """The values of all key fields, as text. `drafts`: whether drafts have layers with KV of their own."""
+    """The values of all key fields, as text. `drafts`: whether drafts have layers with separate KV."""
     found: dict[str, Any] = {}
     for path, names in {**KEY, **({"speculative_config": DRAFT_KEY} if drafts else {})}.items():
         config = vllm_config
@@ -155,7 +155,7 @@ def foreign_methods(kind: type) -> set[str]:
 def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping[int, str]) -> list[str]:
     """Functions of vLLM attached to a layer that belong to another one, each with its place.
 
-    Raises ValueError where a function of others was hung into it: it has values of its own, which nothing tells, or may
+    Raises ValueError where somebody attached another function to it: it has values that are nowhere visible, or may
     read them anywhere. One that was made without values passes, if it is of the layer's own package, or of an installed
     one and neither a hook nor in place of a method. `parts`: the layer, its backend... `places`: of layers, by `id`.
     """
@@ -242,7 +242,7 @@ def digest(packages: Iterable[str]) -> str:
 
 
 def digest_of_vllm(kinds: Iterable[type]) -> str:
-    """A digest of the files of vLLM that define these classes: a fork, or an edited file, has no version of its own."""
+    """A digest of the files of vLLM that define these classes: a fork, or an edited file, has no separate version."""
     names = {kind.__module__ for kind in kinds if package_of(kind) == "vllm"}
     paths = [(name, path) for name in sorted(names) if (path := _file_of(name)) is not None]
     found = [(name, _read(path, path.stat().st_mtime_ns, name)[0]) for name, path in paths]

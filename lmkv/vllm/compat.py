@@ -236,7 +236,7 @@ def _calls_hooks(module: Any) -> bool:
 def yield_gil() -> None:
     """Let other threads run, in a step that computes nothing and waits for them.
 
-    An engine core in a process of its own pauses after such a step. One in the caller's process does not: it kept
+    An engine core in a separate process pauses after such a step. One in the caller's process does not: it kept
     the interpreter from the disk's threads, so that a hit from there took four times as long.
     """
     from vllm import envs

@@ -131,7 +131,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     Notes
     -----
-    Has no lock of its own: vLLM calls the methods of each role from one thread. On the scheduler side no
+    Has no lock: vLLM calls the methods of each role from one thread. On the scheduler side no
     method waits for I/O or a copy. An unexpected exception is logged and answered as a miss; one that leaves
     a promised load without an order fails that load, which vLLM recomputes if `kv_load_failure_policy` is
     "recompute".

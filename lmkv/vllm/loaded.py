@@ -197,7 +197,7 @@ def _adapter_digest(found: Any) -> str:
 
 
 def draft_model(runner: Any) -> Any | None:
-    """The model of drafts with layers of their own. vLLM 0.32 has a method for it."""
+    """The model of drafts with separate layers. vLLM 0.32 has a method for it."""
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(drafter, "model", None)
     return getattr(model, "unwrap", lambda: model)()
@@ -345,7 +345,7 @@ def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
 
 def _digest_once(tensor: torch.Tensor, seen: dict[Any, str]) -> str:
     if hasattr(tensor, "__tensor_flatten__"):
-        # Made of other tensors, like torchao's quantized ones, without memory of its own.
+        # Made of other tensors, like torchao's quantized ones, without separate memory.
         names, context = tensor.__tensor_flatten__()
         parts = [as_json(context), *(f"{name} {_digest_once(getattr(tensor, name), seen)}" for name in names)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()

@@ -191,7 +191,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
     # With recurrent layers a hit ends where there is a state, which is between blocks.
     size = blocks if recurrent else align_up(chunk_size, blocks)
     if recurrent:
-        # Ranks with equal KV have states of their own.
+        # Ranks with equal KV have different states.
         ranks = evolve(ranks, replicas=1)
     states = _state_entries(groups, size)
     layers: list[tuple[str, LayerPages]] = [

@@ -261,7 +261,7 @@ class Usage:
     cannot be read or changed is 0, not an error.
 
     A listing misses files written behind it. So each process keeps the number of its reserved, unwritten bytes in a
-    small file of its own, locked while it lives.
+    small separate file, locked while it lives.
     """
 
     root: Root

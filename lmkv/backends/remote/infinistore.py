@@ -1,6 +1,6 @@
 """`InfiniStoreBackend`: chunks as values of an InfiniStore server, over TCP.
 
-It implements the server's protocol: InfiniStore's own client waits for ever for a missing value, and crashes with its
+It implements the server's protocol: InfiniStore's own client waits forever for a missing value, and crashes with its
 server. Bytes go from the caller's memory to the socket and from the socket into the caller's memory.
 
 A chunk is two values: its payload under a random name, then an entry under the chunk's own name, with that random name
@@ -232,7 +232,7 @@ class InfiniStoreBackend(HostPortBackend):
     Parameters
     ----------
     url
-        `infinistore://host:port/`. LMCache's `?device=mlx5_0` is read and not used: there is no RDMA here.
+        `infinistore://host:port/`. LMCache's `?device=mlx5_0` is ignored: there is no RDMA here.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
     options
@@ -245,7 +245,7 @@ class InfiniStoreBackend(HostPortBackend):
 
     Notes
     -----
-    Nothing is connected before the first call. Any number of threads may call, each with a connection of its own
+    Nothing is connected before the first call. Any number of threads may call, each with a separate connection
     for as long. A put replaces an existing value, so a name is looked up first. Two engines that store a chunk at the
     same moment both write it, with the same bytes.
 
@@ -385,7 +385,7 @@ class InfiniStoreBackend(HostPortBackend):
     def _taken(self) -> Connection | None:
         """An idle connection that the server is ready for.
 
-        InfiniStore bug: after a request sent right behind a value, the server repeats its last answer for ever. It has
+        InfiniStore bug: after a request sent right behind a value, the server repeats its last answer forever. It has
         one thread: once it has answered another connection's later request, it is ready again.
         """
         if os.getpid() != self._pid:

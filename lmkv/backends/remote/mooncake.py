@@ -51,7 +51,7 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
 
     Notes
     -----
-    Nothing is connected before the first call. The client runs in processes of its own, because `setup` holds the GIL
+    Nothing is connected before the first call. The client runs in separate processes, because `setup` holds the GIL
     for half a minute when the master does not answer, and a read from a dead host takes as long. The store's slab is
     registered, so values move from and to its slots without a copy. A failed read ends its process, so that nothing
     arrives in a slot that is another chunk's by then. Anybody who reaches Mooncake's port can read and write registered
@@ -80,7 +80,7 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
             self._zero_copy = 0
         nbytes = options.pop("global_segment_size", 0)
         nbytes = options.pop("segment_size", nbytes)
-        # A process of its own: a slow call must not end it, because its chunks would be lost.
+        # A separate process: a slow call must not end it, because its chunks would be lost.
         with_segment = {**options, "segment_size": nbytes}
         self._segment = ClientProcess(self._module, with_segment, START_LIMIT) if nbytes else None
         self._pool, self._lock = ThreadPoolExecutor(1, "lmkv-mooncake"), threading.Lock()

@@ -86,7 +86,7 @@ class ObjectStoreBackend(SubprocessBackend):
 
     Notes
     -----
-    Nothing is connected before the first call. Any number of threads may call. obstore runs in processes of its own,
+    Nothing is connected before the first call. Any number of threads may call. obstore runs in separate processes,
     because an answer that promises more bytes than there are ends its process. A value is sent in one request, which
     a store does completely or not at all, and only if the name is free (`If-None-Match`). A store that ignores this
     condition keeps the last of several concurrent writes; for one that refuses it, add `conditional_put=disabled`.
@@ -213,7 +213,7 @@ class StoreClient:
         return [memoryview(self._memories[memory].view)[at : at + nbytes] for memory, at, nbytes in parts]
 
     def _is_other(self, name: str) -> bool:
-        """Whether something else than a file has this name in the folder. Whoever opens a pipe waits for its writer."""
+        """Whether something else than a file has this name in the folder. To open a pipe is to wait for its writer."""
         with suppress(OSError):
             return bool(self._folder) and not stat.S_ISREG(os.lstat(os.path.join(self._folder, name)).st_mode)
         return False
@@ -324,7 +324,7 @@ class _Listing:
         self._page: asyncio.Future[Any] | None = None
 
     def next_page(self) -> list[tuple[str, int]] | None:
-        # As a coroutine, because obstore skips empty pages for ever.
+        # As a coroutine, because obstore skips empty pages forever.
         page = self._loop.run_until_complete(self._next())
         if page is None:
             return None

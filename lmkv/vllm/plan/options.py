@@ -102,7 +102,7 @@ def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def has_draft_layers(speculative: Any) -> bool:
-    """Whether drafts come from layers with KV of their own, rather than from the prompt's tokens."""
+    """Whether drafts come from layers with separate KV, rather than from the prompt's tokens."""
     return speculative.method not in ("ngram", "ngram_gpu", "suffix")
 
 

@@ -33,7 +33,7 @@ BlockTables = Sequence[list[int]]
 class Patience:
     """The waits of one request, one after the other. All together last `deadline` seconds at most.
 
-    A wait has a limit of its own. It lasts from the first call of `lasts` to `end`: a request that has been
+    Each wait has its limit. It lasts from the first call of `lasts` to `end`: a request that has been
     promised its chunks and waits for KV space alone is not waiting for them.
     """
 

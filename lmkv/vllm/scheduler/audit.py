@@ -1,7 +1,7 @@
 """Audits: `HitAudits` recomputes a sample of hits, `LoadAudits` reads a sample of loads back; both compare.
 
 Checksums prove that the bytes are the written ones; only an audit proves that they are the right KV. The workers copy
-the fresh pages into slots of their own, as a store does, and compare them with the stored chunks as numbers.
+the fresh pages into separate slots, as a store does, and compare them with the stored chunks as numbers.
 """
 
 from __future__ import annotations

@@ -393,7 +393,7 @@ class Loads(Planner):
     def ended(self, number: int, job: Job, report: JobReport) -> None:
         """All ranks have answered. After a failure, drop the chunks and offer the request no further load."""
         assert isinstance(job, _LoadJob)
-        # The end of a stopped load is no failure of its own.
+        # The end of a stopped load is no separate failure.
         counts = job.tokens or job.load is None or not job.load.stopped
         # Not before the last rank has answered: until then they read the slots.
         keys = job.lease.keys

@@ -190,7 +190,7 @@ class Matcher(Planner):
     def _awaits_another_server(self, lookup: _Lookup) -> bool:
         """Whether another server has yet to store the tokens of `wait_for`. If so, asks for them again.
 
-        Later waits have a deadline of their own.
+        Later waits have separate deadlines.
         """
         request, waiting, now = lookup.request, lookup.request.waiting, self._clock()
         wanted = request.options.wait_for
@@ -320,7 +320,7 @@ class Matcher(Planner):
         """
         if request.loading.begun >= _MAX_ASYNC_LOADS:
             # Preempted again and again. vLLM cannot preempt a loading request: two of them could preempt each other
-            # in turns for ever, while computing requests make progress.
+            # in turns forever, while computing requests make progress.
             return (ready, False) if self._may_load_within_step else (0, False)
         if max(ready, self._timing.max_promoted) < found:
             return found, True
