@@ -1,4 +1,4 @@
-"""lmkv: the KV cache of an LLM server beyond its GPU.
+"""lmkv keeps the KV cache of an LLM server outside its GPU.
 
 Names are imported when they are first used: `lmkv.policies` and `lmkv.testing` work without torch.
 """

@@ -39,7 +39,7 @@ def build_store(
 ) -> TieredStore:
     """The store of a configuration. Raises ConfigError when host memory cannot hold one chunk.
 
-    `shared`: other processes map the slots, which they find by the name of the `engine`. `engines`: how many
+    `shared`: other processes map the slots, which they find by the name of the `engine`. `engines`: how many engines
     share this host.
     """
     for level, remark in config.remarks:
@@ -71,7 +71,7 @@ def build_store(
 
 
 def io_threads(config: Config, tiers: Sequence[str]) -> int:
-    """Threads for the I/O of these tiers. The default is as many as are useful: more only compete for the cores."""
+    """Threads for the I/O of these tiers. By default as many as are useful; more would only compete for the cores."""
     if config.source("disk_io_threads") != DEFAULT:
         return config.disk_io_threads
     useful = max((_THREADS_A_CORE.get(name, math.inf) for name in tiers), default=math.inf)

@@ -1,4 +1,4 @@
-"""Clients of the agent API, for programs that wait and for programs that await."""
+"""Clients of the agent API: `Client` blocks, `AsyncClient` is for asyncio."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class _Calls(ABC, Generic[Answer]):
 
 
 class Client(_Calls[dict[str, Any]]):
-    """A client that waits for each answer.
+    """A blocking client of the agent API.
 
     Parameters
     ----------
@@ -136,20 +136,20 @@ class Client(_Calls[dict[str, Any]]):
     token : str, optional
         The engine's `agent_token`.
     timeout : float
-        Seconds for a whole answer, besides the `wait` of a prefetch.
+        Seconds for a whole answer, in addition to the `wait` of a prefetch.
     most : int
         Bytes of an answer.
 
     Raises
     ------
     httpx.HTTPStatusError
-        Each call raises it for an answer that is an error, httpx.TransportError if nobody answers in time, and
-        ValueError for what is no answer of lmkv's.
+        An answer is an error. A call also raises httpx.TransportError if nobody answers in time, and ValueError if the
+        answer is not lmkv's.
 
     Notes
     -----
-    Thread-safe. A prompt is a text, the messages of a chat, or a list of token ids. `cache_salt` and `tags` may
-    come with it, as the request that follows has them. `localhost` is 127.0.0.1, whatever else has that name.
+    Thread-safe. A prompt is a text, the messages of a chat, or a list of token ids. Pass the same `cache_salt` and
+    `tags` as the request that will follow. `localhost` always means 127.0.0.1.
 
     Examples
     --------
@@ -185,7 +185,7 @@ class Client(_Calls[dict[str, Any]]):
 
 
 class AsyncClient(_Calls[Awaitable[dict[str, Any]]]):
-    """`Client` for asyncio: the same calls, to be awaited."""
+    """`Client` for asyncio: the same calls as coroutines."""
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0, most: int = _MAX_BYTES) -> None:
         super().__init__(url, token, timeout=timeout, most=most)

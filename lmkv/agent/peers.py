@@ -159,7 +159,7 @@ class _Other:
 
 @define(eq=False, repr=False)
 class Peers:
-    """The engines of one server, by number. All but the first announce themselves to it, again and again.
+    """The engines of one server, by number. All others announce themselves to the first one, repeatedly.
 
     `number`: this engine's. `url`: gives the URL of an engine's service, and may raise OSError. It must be this user's
     socket, because the token is sent there. Called on the service's event loop only.
@@ -175,7 +175,7 @@ class Peers:
         return f"<Peers: {self.number} and {len(self._others)} others>"
 
     def announced(self, number: int) -> None:
-        """Note that another engine answers from now on. Raises PeerError."""
+        """Note that another engine now answers. Raises PeerError."""
         if number in self._others:
             self._others[number].away = ""
         elif self._url is not None and 0 < number < _MAX_ENGINES and number != self.number:
@@ -188,7 +188,7 @@ class Peers:
             raise PeerError(f"the engines of this server cannot find each other: {error}") from error
 
     async def announce(self) -> None:
-        """Announce this engine to the first one again and again, because that one may restart."""
+        """Announce this engine to the first one repeatedly, because that one may restart."""
         failed = False
         while self._url is not None and self.number:
             pause = _RETRY
@@ -208,7 +208,8 @@ class Peers:
     async def ask(self, call: Call, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[int, Answer]:
         """Answers by engine; `call()` gives this one's. Engines that answer 404 are omitted; others give `unavailable`.
 
-        An `engine` in the body is asked alone. Raises PeerError when it does not exist or does not answer.
+        If the body names an `engine`, only that one is asked. Raises PeerError when it does not exist or does not
+        answer.
         """
         await self._forget()
         body = dict(body or {})

@@ -61,7 +61,7 @@ class Address:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known before it is bound, and thus belongs to one server."""
+        """Whether the address is known before it is bound, and so belongs to one server."""
         return not self.text.endswith(":0")
 
     def of_engine(self, number: int) -> Address:
@@ -195,7 +195,7 @@ T = TypeVar("T")
 
 
 class Pace:
-    """The loop has one half of the share, the workers the other: neither waits for the other's work.
+    """The loop has one half of the share, and the workers the other half, so neither waits for the other.
 
     Either may use time that the other leaves. Thread-safe.
     """
@@ -374,7 +374,7 @@ class AgentServer:
     """Serves an application at `url`, in a separate thread, until `close`.
 
     `inside`: gives a second address for the server's other engines, so that strangers cannot take their connections. If
-    it raises OSError, the engine goes on without the others.
+    it raises OSError, the engine continues without the others.
     """
 
     def __init__(

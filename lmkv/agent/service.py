@@ -147,7 +147,7 @@ class CacheService:
     chunk_size : int
         Tokens per chunk.
     pin_ttl : float
-        Seconds that pins and prefetches last unless they say so themselves.
+        Seconds that pins and prefetches last if a call gives no time.
     root_of : callable, optional
         Gives the owner of a prompt's pins, prefetches and sessions; by default all have one.
     requests : callable, optional
@@ -216,9 +216,9 @@ class CacheService:
         return f"<CacheService of {self._store!r}>"
 
     def lookup(self, prompt: Prompt) -> dict[str, Any]:
-        """How many leading tokens a request with this prompt would not compute, and which tiers have them.
+        """Return how many leading tokens a request with this prompt would load, and from which tiers.
 
-        The last token never counts, because a request always computes it.
+        The last token is not counted, because a request always computes it.
         """
         tokens, keys = self._read(prompt)
         keys = self._found(keys, len(tokens))
@@ -271,7 +271,7 @@ class CacheService:
     ) -> bool:
         """Evict the chunks of this session alone before all others; returns whether it was known.
 
-        Sessions of requests with another salt, or other tags, are others, whatever their name.
+        A session with the same name but another salt or other tags is a different session.
         """
         owner = self._root_of(cache_salt, tags)
         return owner is not None and self._store.hints.end_session(owner, name)
@@ -280,7 +280,7 @@ class CacheService:
         return self._root_of(prompt.cache_salt, prompt.tags) or b""
 
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
-        """Keep a prompt's chunks in host memory, as many of the leading ones as are there."""
+        """Keep a prompt's leading chunks in host memory, as far as they are there."""
         keys = self._boundaries.keys_to_promote(self._read(prompt)[1])
         seconds = self._pin_ttl if seconds is None else seconds
         return {
@@ -322,9 +322,9 @@ class CacheService:
         return {name: value for name, value in self._requests().items() if name != "ids"}
 
     def explain(self, request: str) -> dict[str, Any] | None:
-        """One request's report, with a sentence; None when it is not among the last ones.
+        """Return a request's report with a sentence that explains it; None if it is not among the last requests.
 
-        `request`: as the answer had it. A call with several prompts, or answers, is as many requests: the first one's
+        `request`: the id in the answer. A call with several prompts, or answers, is as many requests: the first one's
         report is returned, with all reports in their order as `parts`.
         """
         ids = re.compile(_OF_A_CALL.format(re.escape(request)))

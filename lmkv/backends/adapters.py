@@ -108,9 +108,9 @@ class AsyncAdapter:
 
     Notes
     -----
-    A coroutine that missed its deadline may run on, because a thread in a system call cannot be cancelled. It
-    must not reach the caller's memory then, so each call copies the payload, or reads into a separate buffer.
-    Write a backend for which that copy matters as a blocking one.
+    A coroutine that missed its deadline may run on, because a thread in a system call cannot be cancelled. It must not
+    reach the caller's memory then, so each call copies the payload, or reads into a separate buffer. If that copy
+    matters, write a blocking backend.
 
     One lock keeps a call from being started after `close`; no call runs under it.
 
@@ -248,13 +248,13 @@ _SUFFIX = ".chunk"
 class AsyncFileBackend:
     """The reference for backends that are written as coroutines; `AsyncAdapter` makes a `Backend` of it.
 
-    To serve a model from a disk take `LocalDiskBackend`: it verifies checksums, avoids the page cache, shares its
+    To serve a model from a disk, use `LocalDiskBackend`: it verifies checksums, avoids the page cache, shares its
     capacity with other processes, and removes killed processes' files.
 
     Parameters
     ----------
     folder
-        Where the files are; created where missing, for its user only. Its file system needs hard links.
+        Folder of the files. It is created for its user only if it is missing. Its file system needs hard links.
 
     Raises
     ------
@@ -263,9 +263,9 @@ class AsyncFileBackend:
 
     Notes
     -----
-    A file gets its name when it is complete and on the medium, and never changes afterwards. A file of
-    another length than the buffer is FAILED; bytes that changed on the medium are not detected. Links are not
-    followed, but the folder's owner is not checked.
+    A file gets its name when it is complete and on the medium, and then never changes. A file of another length than
+    the buffer is FAILED; bytes that changed on the medium are not detected. Links are not followed, but the folder's
+    owner is not checked.
 
     Examples
     --------
@@ -369,7 +369,7 @@ class AsyncFileBackend:
 
 
 class WrapperBackend:
-    """A backend with the verbs of another one, and its capabilities, as `isinstance` sees them.
+    """A backend that forwards all calls to another one, and has the same capabilities for `isinstance`.
 
     Parameters
     ----------
@@ -416,7 +416,8 @@ class WrapperBackend:
         return self.inner.name
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
-        """Make one call; all but `close` and plain attributes come here. `verb`: the method's name."""
+        """Forward one call. Every call except `close` comes here; plain attributes do not. `verb`: the method's
+        name."""
         return call()
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:

@@ -14,7 +14,7 @@ from lmkv.protocols import HIT, MISS, PRESENT, STORED, Chunk, ChunkKey, Read, Wr
 
 
 class CPUPinnedBackend:
-    """Host memory in slots, pinned as soon as a CUDA device copies to or from it.
+    """Host memory in slots. It is pinned once a CUDA device copies to or from it.
 
     The copier of an `Engine`, or of a vLLM worker, registers the slots with its CUDA device in the background. Without
     a device they are ordinary memory.
@@ -22,9 +22,9 @@ class CPUPinnedBackend:
     Parameters
     ----------
     capacity_bytes
-        Host memory to use at most; less where the machine has less available, as a warning says.
+        Largest amount of host memory to use. If the machine has less available, lmkv uses less and warns.
     slot_bytes
-        Room for one chunk, rounded up to whole pages: take `KVLayout.slot_bytes`.
+        Space for one chunk, rounded up to whole pages; pass `KVLayout.slot_bytes`.
     shared
         Whether other processes of this host will map the slab.
     populate
@@ -32,7 +32,7 @@ class CPUPinnedBackend:
     engine
         Name by which other processes find a shared slab, see `lmkv.memory.slab.wait_for_slab`.
     engines
-        How many engines start on this host and share its memory.
+        Number of engines that start on this host and share its memory.
 
     Raises
     ------

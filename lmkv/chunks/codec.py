@@ -1,7 +1,7 @@
 """Encodes and decodes the files of chunks, in the format that docs/development/format.md specifies.
 
 A chunk file is a header, then the payload from a page boundary on, padded with zeros to whole pages. This module does
-no I/O. Numbers in a file are checked against its real size before they size an allocation: hostile bytes cost a
+no I/O. It checks each number in a file against the file's real size before it allocates memory. Hostile bytes cause a
 `FormatError` and nothing else.
 """
 
@@ -237,7 +237,7 @@ class ChunkFormat:
         return header_bytes(payload_bytes, self.segment_bytes, self.max_tokens, authenticated=authenticated)
 
     def pack(self, into: memoryview, digests: SegmentDigests, payload_bytes: int, parent: bytes, ids: bytes) -> None:
-        """Write a header over all of `into`. More token `ids` than there is room for are not recorded."""
+        """Write a header over all of `into`. If there are too many token `ids` for the header, it records none."""
         header = Header(
             namespace=self.namespace,
             key=digests.key,

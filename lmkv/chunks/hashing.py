@@ -1,7 +1,7 @@
 """Computes chunk keys from tokens, with the standard library alone.
 
-Key i is sha256(root || tokens[0 : (i + 1) * chunk_size]), tokens as little-endian uint32: a key stands for
-its chunk and everything before it. One incremental hash gives all keys, so that n tokens cost O(n).
+Key i is sha256(root || tokens[0 : (i + 1) * chunk_size]), tokens as little-endian uint32: a key names its chunk and
+everything before it. One incremental hash computes all keys, so n tokens take O(n) time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StateKey(bytes):
 
     @classmethod
     def of(cls, chunk: bytes, number: int) -> Self:
-        """The key of entry `number` of the boundary behind the chunk with this key."""
+        """The key of entry `number` at the boundary after the chunk with this key."""
         key = cls(hashlib.sha256(_STATE_TAG + chunk + number.to_bytes(2, "little")).digest())
         key.number = number
         return key
@@ -63,7 +63,7 @@ class StateKey(bytes):
 
 @lru_cache(1 << 16)
 def state_keys(chunk: bytes, count: int) -> tuple[StateKey, ...]:
-    """The keys of the `count` state entries behind the chunk with this key."""
+    """The keys of the `count` state entries after the chunk with this key."""
     return tuple(StateKey.of(chunk, number) for number in range(1, count + 1))
 
 
@@ -87,11 +87,11 @@ class KeyChain:
         self._ids = bytearray()
 
     def extend(self, tokens: Tokens) -> None:
-        """Add the keys of the chunks that have become complete; `tokens` is the COMPLETE sequence so far.
+        """Add the keys of the chunks that are now complete. `tokens` is the COMPLETE sequence so far.
 
-        Reads no token again, and no tail shorter than a chunk. A token that is no uint32 is a `UsageError` that names
-        its position; the chain stays as it was. A bool inside a list counts as 0 or 1; arrays of bools or floats are
-        refused.
+        Reads each token once, and does not read a tail shorter than a chunk. Raises UsageError with the position of a
+        token that is not a uint32; the chain is then unchanged. A bool inside a list counts as 0 or 1; arrays of bools
+        or floats are refused.
         """
         done = len(self.keys)
         complete = _length(tokens) // self._chunk_size
@@ -167,7 +167,7 @@ def hash_prompt(
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """All tokens as little-endian uint32. Another token is a `UsageError` that names its position."""
+    """All tokens as little-endian uint32. Raises UsageError with the position of any other token."""
     return _uint32(tokens, 0, _length(tokens)).tobytes()
 
 

@@ -1,7 +1,7 @@
-"""Where each byte of a chunk lies: the layout that workers, slabs and files share.
+"""The place of each byte of a chunk: the layout that workers, slabs and files share.
 
 A chunk is whole pages of vLLM's paged memory, laid out `[rank][layer][page]`. Pages are opaque: tokens inside a page,
-heads and dtypes do not matter, so any attention backend's page format will do.
+heads and dtypes do not matter, so any attention backend's page format works.
 
 Recurrent layers have a state instead, at a boundary between chunks. States are separate entries, in slots of the
 same size: a boundary's states would make each chunk several times as large, and most boundaries need none.
@@ -73,7 +73,7 @@ class KVLayout:
     layers
         The layers of one rank, in their order.
     num_ranks
-        Ranks that each hold a part of every chunk. All have these layers, or the first of them.
+        Number of ranks. Each holds a part of every chunk. Each rank has these layers, or the first ones of them.
 
     Raises
     ------
@@ -99,7 +99,7 @@ class KVLayout:
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits, equal in processes that agree on the place of each byte."""
+        """16 hexadecimal digits. They are equal in processes with the same layout."""
         return hashlib.sha256(repr((self.chunk_size, self.layers, self.num_ranks)).encode()).hexdigest()[:16]
 
     @cached_property
@@ -146,7 +146,7 @@ class KVLayout:
         return next(layer.pages_per_chunk for layer in self.layers if layer.group == group)
 
     def spans(self, tokens: int) -> list[slice]:
-        """Where the pages of the first `tokens` tokens lie in a chunk."""
+        """The places in a chunk of the pages of its first `tokens` tokens."""
         found = []
         for rank, (number, layer) in product(range(self.num_ranks), enumerate(self.layers)):
             if layer.state:

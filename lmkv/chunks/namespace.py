@@ -1,8 +1,8 @@
-"""Namespaces: everything besides tokens that decides the KV of a chunk, and so the chunk's key.
+"""Namespaces: everything except tokens that decides the KV of a chunk, and so the chunk's key.
 
 Two chunks may share a key only if they are interchangeable. Model, formats, parallel split, cache salt and LoRA adapter
 decide this in addition to the tokens. An injective encoding of them is hashed into the root of the chain of keys.
-`Authenticator` keeps those apart who share a store and not a secret.
+`Authenticator` separates those who share a store but not a secret.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attrs import Attribute, asdict, field, frozen
 from lmkv.errors import ConfigError, UsageError, how_to_install, short_repr
 
 FORMAT_VERSION = 1
-"""Version of the keys: raised whenever the same tokens and description get other keys than before."""
+"""Version of the keys: raised when the same tokens and description get different keys."""
 
 _NAMESPACE_TAG = b"lmkv namespace\0"
 _ROOT_TAG = b"lmkv root\0"
@@ -102,7 +102,7 @@ def salt_label(salt: str) -> str:
 # Without slots, because cached_property keeps its value in the instance's __dict__.
 @frozen(slots=False, kw_only=True)
 class Namespace:
-    """Everything besides tokens that decides the KV of a chunk. Different namespaces never share a key.
+    """Everything except tokens that decides the KV of a chunk. Different namespaces never share a key.
 
     Parameters
     ----------
@@ -158,9 +158,9 @@ class Namespace:
     ) -> bytes:
         """The 32-byte root of a request's chain of keys; without arguments the namespace's digest.
 
-        `cache_salt` separates tenants. `lora` is the adapter's name and path (or fingerprint). `extra` has
-        everything else that changes the KV of every token. None differs from "", and each field from every other.
-        Another type is a `UsageError`.
+        `cache_salt` separates tenants. `lora` is the adapter's name and path (or fingerprint). `extra` has everything
+        else that changes the KV of every token. None differs from "", and equal values in different fields differ as
+        well. Another type is a `UsageError`.
         """
         if cache_salt is None and lora is None and not extra:
             return self.digest
@@ -221,7 +221,7 @@ class Authenticator:
 
     @property
     def identifier(self) -> str:
-        """A public name of the key, from which the key cannot be found out."""
+        """A public name of the key, which does not reveal the key."""
         return self._derived(b"identifier").hex()
 
     def of_segments(self, salt: bytes, key: bytes, payload: memoryview, segment_bytes: int, first: int = 0) -> bytes:

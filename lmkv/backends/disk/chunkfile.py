@@ -60,7 +60,7 @@ class ChunkFiles:
     def write(self, chunk: Chunk, folder: Folder, name: str, *, replace: bool = False) -> None:
         """Create the chunk's file, completely or not at all.
 
-        More token ids than there is room for are not recorded. Raises `FileExistsError` when there is a file,
+        If there are too many token ids for the header, it records none. Raises `FileExistsError` when there is a file,
         unless it is to be `replace`d, and `OSError` when the medium fails.
         """
         with temporary(folder, self._direct_flag(address_of(chunk.payload))) as (fd, unfinished):

@@ -53,7 +53,7 @@ def has_huge_pages() -> bool:
 
 
 class Scratch(threading.local):
-    """Memory for headers, pieces and parts of pages: per thread, one of each kind. In huge pages where it is large."""
+    """Memory for headers, pieces and parts of pages: per thread, one of each kind. Large buffers use huge pages."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, memoryview] = {}
@@ -133,7 +133,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 @contextlib.contextmanager
 def closed_in_children(*names: str) -> Iterator[None]:
-    """Have a forked child close these files and folders if a block has them open."""
+    """Make a forked child close the files and folders that a block has open."""
     this = object()
     _open[this] = names
     try:
@@ -206,7 +206,7 @@ class Folder:
             yield from entries
 
     def sync(self) -> None:
-        """Have the names in it survive a power failure."""
+        """Sync the folder, so that the names in it survive a power failure."""
         os.fsync(self.fd)
 
 
@@ -215,7 +215,7 @@ def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
     """A new file with a unique name, locked while it is written and removed when the block ends.
 
     `is_abandoned` tells by the lock whether the writer lives: the kernel releases it however the process ends. Process
-    ids would not do: they are recycled, and differ between containers.
+    ids do not work for this: they are recycled, and differ between containers.
     """
     name = f".{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
     with folder.opened(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags) as fd:
@@ -231,7 +231,7 @@ def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
 
 
 class OwnFile:
-    """A file that is locked as long as this process has it: `is_abandoned` tells others when it has ended.
+    """A file that this process keeps locked. Others see by `is_abandoned` that the process has ended.
 
     Forked children do not have it. Dropping it without `remove` leaves an abandoned file.
     """

@@ -260,8 +260,8 @@ class Usage:
     is killed between counting and writing, the count stays too high until the next listing of the root. A count that
     cannot be read or changed is 0, not an error.
 
-    A listing misses files written behind it. So each process keeps the number of its reserved, unwritten bytes in a
-    small separate file, locked while it lives.
+    A listing misses files that are written after it has passed their folder. So each process keeps the number of its
+    reserved, unwritten bytes in a small separate file, locked while it lives.
     """
 
     root: Root
@@ -307,7 +307,7 @@ class Usage:
             _write(fd, found + pending + max(0, reservations - reserved), reservations)
 
     def close(self) -> None:
-        """Let go of this process's file."""
+        """Release this process's file."""
         with self._lock, contextlib.suppress(OSError):
             own, self._own = self._own, None
             if own is not None and self._pid == os.getpid():

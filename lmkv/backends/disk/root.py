@@ -35,7 +35,7 @@ class NotTrustedError(PermissionError):
 class Root:
     """A root folder, which need not exist yet. Any number of threads may use it; there are no locks.
 
-    `trusted`: users by their ids. `medium`: where it must be, if anywhere.
+    `trusted`: users by their ids. `medium`: the medium that it must be on, if given.
     """
 
     path: str
@@ -62,7 +62,8 @@ class Root:
 
     @classmethod
     def made(cls, path: str | os.PathLike[str]) -> Self:
-        """`checked`, after the folder and those above it were created where missing. It must stay on its medium."""
+        """Create the folder and those above it if they are missing; then return `checked`. It must stay on its
+        medium."""
         # Check before anything is created: a link of another user may lead anywhere.
         with contextlib.suppress(FileNotFoundError):
             cls(os.path.abspath(os.fspath(path)))._walk()
@@ -138,8 +139,8 @@ class Root:
     def entered(self, *names: str) -> Iterator[Folder]:
         """The root folder, or the one with these names below it, opened without following links.
 
-        If the root has become another folder, checks it and the way to it again. Raises `NotTrustedError` if others may
-        have put it there or may write to it, `MediumError` on another medium, and `OSError`.
+        If another folder has replaced the root, checks that folder and its path again. Raises `NotTrustedError` if
+        others may have put it there or may write to it, `MediumError` on another medium, and `OSError`.
         """
         paths = [self._real]
         for name in names:

@@ -37,11 +37,11 @@ class RemoteOptions:
     username, password
         Credentials for a URL that has none.
     renew_password
-        Reads the password again from where it came, if that may change; see `password_now`.
+        Reads the password again from its file, which may change; see `password_now`.
     prefix
         Beginning of every name in the store, for access rules.
     ttl
-        Seconds after which the store drops a value; None: as it evicts.
+        Seconds after which the store drops a value; None: when it evicts the value.
     timeout
         Seconds to wait for a connection or an answer. A value has a second more for each 16 MiB.
     chunk_tokens
@@ -72,7 +72,7 @@ class RemoteOptions:
     authentication_key: bytes | None = field(default=None, repr=False)
 
     def password_now(self) -> str | None:
-        """The password, read again where it may have changed; the one of the start as long as that fails."""
+        """The password, read again if it may have changed. While that fails, it is the password of the start."""
         try:
             return self.renew_password() if self.renew_password else self.password
         except (OSError, ValueError):
@@ -159,7 +159,7 @@ MIN_BYTES_PER_SECOND = 16 << 20
 """Slowest transfer of a value, in bytes per second, before it is given up."""
 _MAX_PAGES = 100_000
 QUIET_SECONDS = 60.0
-"""Pages of a listing, and seconds that it goes on without a chunk, at most: a hundred million names of others."""
+"""Most pages of a listing, and most seconds, without one chunk. Others may have a hundred million names."""
 _MAX_LISTED = 10_000_000
 _MAX_VALUE_BYTES = 1 << 36
 """Chunks of a listing, and bytes of one of them, at most: more is no store's of chunks."""
@@ -190,7 +190,7 @@ class RemoteBackend(ABC):
     Parameters
     ----------
     url
-        Where the store is. A subclass reads it; here it is shown, without passwords, by `repr`.
+        Where the store is. A subclass reads it. `repr` shows it without passwords.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable. Other namespaces have other names.
     options
@@ -198,9 +198,9 @@ class RemoteBackend(ABC):
 
     Notes
     -----
-    Other processes change the store, so a tier lists it again after a while. A failure of one value is that key's
-    outcome; `contains` and `delete` raise a `BackendError`. No lock is held during I/O. A value that is not the
-    chunk of its name is FAILED with a `CorruptChunkError`: nothing in it is used, and nothing is unpickled.
+    Other processes change the store, so a tier lists it repeatedly. A failure of one value is that key's outcome;
+    `contains` and `delete` raise a `BackendError`. No lock is held during I/O. If a value is not the chunk that its
+    name says, the read is FAILED with a `CorruptChunkError`. lmkv uses nothing in such a value, and never unpickles.
 
     Examples
     --------

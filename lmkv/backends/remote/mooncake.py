@@ -29,7 +29,7 @@ _PINNED_PER_SECOND = 1 << 30
 
 
 class MooncakeBackend(SubprocessBackend, HostPortBackend):
-    """A Mooncake store, by its master, as a backend.
+    """A Mooncake store as a backend, found by its master.
 
     Parameters
     ----------
@@ -51,12 +51,12 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
 
     Notes
     -----
-    Nothing is connected before the first call. The client runs in separate processes, because `setup` holds the GIL
-    for half a minute when the master does not answer, and a read from a dead host takes as long. The store's slab is
-    registered, so values move from and to its slots without a copy. A failed read ends its process, so that nothing
-    arrives in a slot that is another chunk's by then. Anybody who reaches Mooncake's port can read and write registered
-    memory. Over TCP `drop_inbound` drops all callers; over RDMA the slab is not registered if there is
-    an `authentication_key`, because then others on the network are not trusted.
+    Nothing is connected before the first call. The client runs in separate processes, because `setup` holds the GIL for
+    half a minute when the master does not answer, and a read from a dead host takes as long. The store's slab is
+    registered, so values move from and to its slots without a copy. A failed read ends its process, so that late bytes
+    cannot reach a slot that another chunk uses by then. Anybody who reaches Mooncake's port can read and write
+    registered memory. Over TCP `drop_inbound` drops all callers; over RDMA the slab is not registered if there is an
+    `authentication_key`, because then others on the network are not trusted.
 
     Examples
     --------

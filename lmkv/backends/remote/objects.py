@@ -229,7 +229,8 @@ class StoreClient:
         return True
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Whether there is an object of each name. Failed questions count as absent, unless all fail."""
+        """Whether there is an object of each name. An object counts as absent if its request fails, unless all requests
+        fail."""
         store = self._store()
         asked = [self._threads.submit(self._exists, store, name) for name in names]
         done, late = wait(asked, 2 * self._timeout)
@@ -277,7 +278,7 @@ class StoreClient:
         return "stored"
 
     def remove(self, names: Sequence[str]) -> int:
-        """Delete objects; absent ones are fine. Returns how many leading ones there was time for."""
+        """Delete objects; absent ones are fine. Returns how many of them, from the first on, it had time for."""
         until = time.monotonic() + self._timeout
         if self._deletes_many:
             try:

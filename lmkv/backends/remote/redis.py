@@ -55,14 +55,14 @@ class RedisBackend(RemoteBackend):
     Parameters
     ----------
     url
-        `redis://[user[:password]@]host[:port][/db]`; `rediss://` with TLS; `unix:///path/to/socket`; `valkey://`
-        and `valkeys://` alike; `redis+cluster://` and `rediss+cluster://` for a cluster, by any of its nodes;
+        `redis://[user[:password]@]host[:port][/db]`; `rediss://` with TLS; `unix:///path/to/socket`; `valkey://` and
+        `valkeys://` alike; `redis+cluster://` and `rediss+cluster://` for a cluster, named by any of its nodes;
         `redis+sentinel://host[:port][,host[:port]...]/service[/db]` for the master of a service that sentinels watch;
         `valkey` in place of `redis`. Further options of redis-py in its query: `?ssl_ca_certs=/path/ca.pem`.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
     options
-        The settings that all remote backends share. A command that is safe to repeat is repeated once.
+        The settings that all remote backends share. redis-py repeats a failed command once, if that is safe.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """The client of Redis or Valkey: `RedisURL` checks a URL at the start, `Answers` is redis-py's parser with bounds.
 
-Whatever listens at the address, answers are bounded in time and bytes. redis-py's own parsers allocate any announced
-size, and hiredis holds the GIL while it parses. This one parses the bytes that have come, and lets other threads run in
-between.
+Answers are bounded in time and bytes, even if something else listens at the address. redis-py's own parsers allocate
+any announced size, and hiredis holds the GIL while it parses. This one parses the bytes that have come, and lets other
+threads run in between.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Answers:
         self._ahead.clear()
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Whether unasked bytes have come. Raises when the connection is closed."""
+        """Whether bytes have come without a request. Raises when the connection is closed."""
         if not self._ahead and self._sock is not None:
             self._sock.settimeout(timeout)
             try:
