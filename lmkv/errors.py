@@ -1,7 +1,7 @@
 """The exceptions of lmkv.
 
-Exceptions are for misuse and for dead components. A miss, a rejected store and one key's failure inside a
-batch are values (`lmkv.protocols`), never exceptions.
+Exceptions report misuse and broken components. A miss, a rejected store and one key's failure inside a batch are values
+(`lmkv.protocols`), never exceptions.
 """
 
 from __future__ import annotations
@@ -146,13 +146,13 @@ class ClosedError(LmkvError):
 
 
 class UsageError(LmkvError):
-    """A call that cannot be right: wrong shapes, released leases, unknown blocks."""
+    """A call is wrong: wrong shapes, released leases, unknown blocks."""
 
 
 class BackendError(LmkvError):
     """A backend failed at `action` for `key` (hex, empty when the whole backend is meant).
 
-    `reason`: shown as `outside` does, because it may be a server's.
+    `reason` is shown in the form of `outside`, because it may be a server's text.
     """
 
     def __init__(self, backend: str, action: str, key: str = "", reason: str = "") -> None:
@@ -168,7 +168,7 @@ class BackendError(LmkvError):
 
 
 class CorruptChunkError(BackendError):
-    """A chunk has other bytes than were stored. It is removed and counts as a miss."""
+    """A chunk's bytes differ from those that were stored. lmkv removes it, and counts a miss."""
 
 
 class NoSpaceError(BackendError):

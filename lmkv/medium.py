@@ -15,7 +15,7 @@ _CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class MediumError(OSError):
-    """A folder is on another medium than when it was opened: nothing may be written there, or taken from there."""
+    """A folder is on another medium than when it was opened. lmkv must not write to it, or read from it."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(errno.ENODEV, f"{what}: mount it again, or restart the engine to use what is there now", path)
@@ -24,9 +24,9 @@ class MediumError(OSError):
 class Medium:
     """The place of the folder at `path` now: its device, and the name in a small file there.
 
-    A folder made again on the same device is on the same medium. So is one mounted again under another device number,
-    if the file is the same. A medium without the file is known by its device alone. Thread-safe. Raises `OSError`
-    without the folder.
+    A folder that is created again on the same device is on the same medium. So is a folder that is mounted again under
+    another device number, if the file is the same. A medium without the file is known by its device alone. Thread-safe.
+    Raises `OSError` without the folder.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """Backends and policies of other packages: found by entry points, or named as `package.module:Class`.
 
 An installed package lists backends in the entry point group `lmkv.backends`, by the scheme of their URLs, and eviction
-policies in `lmkv.policies`, by name. Nothing of it is imported before a setting uses it.
+policies in `lmkv.policies`, by name. lmkv imports such an object only when a setting uses it.
 """
 
 from __future__ import annotations

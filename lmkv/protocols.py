@@ -1,7 +1,7 @@
-"""The protocols between lmkv's parts, the plain data that crosses them, and the results of calls.
+"""The protocols between lmkv's parts, the data that they exchange, and the results of calls.
 
-A miss, or one key's failure, is a value and no exception. Capabilities beyond the plain `Backend` are protocols, too,
-found with `isinstance`.
+A miss, or the failure of one key, is a value, not an exception. Capabilities beyond the plain `Backend` are protocols,
+too, found with `isinstance`.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ ChunkKey = bytes
 class Chunk:
     """A chunk to be written by a backend.
 
-    `payload`: its bytes, contiguous, owned by the caller, stable until `write` returns. `parent`: key of the
-    chunk before it, empty for a chain's first. `tokens`: its token ids as little-endian uint32, empty when not
-    known. A backend may record both as a description; it never interprets them.
+    `payload`: its bytes, contiguous, owned by the caller, stable until `write` returns. `parent`: key of the chunk
+    before it, empty for a chain's first. `tokens`: its token ids as little-endian uint32, empty when not known. A
+    backend may record `parent` and `tokens` as a description; it never interprets them.
     """
 
     key: ChunkKey
@@ -163,7 +163,8 @@ class ListsKeys(Protocol):
     """A backend with content that survives its process, and that it can list."""
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """The stored chunks, in batches, oldest use first where the medium knows; reads no payload."""
+        """List the stored chunks in batches, least recently used first if the medium knows their order. Reads no
+        payload."""
         ...
 
 
@@ -171,7 +172,7 @@ class ListsKeys(Protocol):
 class SharesRoom(Protocol):
     """A backend that shares its medium with other processes and namespaces, and counts the bytes of all.
 
-    Chunks of other namespaces take room without ever being served. Their keys are longer than 32 bytes.
+    Chunks of other namespaces take space, and are never served. Their keys are longer than 32 bytes.
     """
 
     def reserve_bytes(self, nbytes: int) -> int:
@@ -179,7 +180,7 @@ class SharesRoom(Protocol):
         ...
 
     def release_bytes(self, nbytes: int) -> None:
-        """Take back a reservation: these bytes were not written."""
+        """Cancel a reservation: these bytes were not written."""
         ...
 
     def reclaim(self, keys: Sequence[ChunkKey]) -> int:
@@ -203,7 +204,7 @@ class RegistersMemory(Protocol):
     """A backend that moves payloads in registered memory without a copy."""
 
     def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
-        """Prepare for payloads and buffers in these bytes, which are all of a memory file, mapped at `address`.
+        """Prepare to move payloads in this memory: a whole memory file, mapped at `address`.
 
         Called once, before any other call. The descriptor stays the caller's; the memory exists until `close`.
         """
@@ -224,7 +225,7 @@ class Shared(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """An eviction order over keys and sizes in bytes: pure, no clock, no I/O, no values.
+    """An eviction order over keys and their sizes in bytes, without a clock, I/O or chunk contents.
 
     Called only under the owning store's lock. A known key is either evictable or held. A key cannot be found without
     its parent: a policy evicts children first. `lmkv.policies.PolicyBase` implements all of it but the order.
@@ -238,9 +239,8 @@ class Policy(Protocol):
         ...
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request has ended which used this chain, given head first; keys may be unknown.
-
-        The request that stored a chunk also touches it: the first touch is no reuse.
+        """Note that a request that used this chain has ended. The chain is given head first, and keys may be unknown.
+        The request that stored a chunk also touches it, so the first touch is not a reuse.
         """
         ...
 
@@ -259,14 +259,14 @@ class Policy(Protocol):
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
         """Remove and return victims of at least `nbytes` together, none of them in `protect`.
 
-        All or nothing: None, and nothing changed, when that much cannot be freed.
+        If it cannot free that much, returns None and changes nothing.
         """
         ...
 
 
 @runtime_checkable
 class TakesHints(Protocol):
-    """A policy that callers may tell which chunks will be used."""
+    """A policy to which callers may say which chunks will be used."""
 
     def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
         """Evict a chain's keys, given head first, before all others (below 0), in turn (0) or last (above 0).
@@ -315,14 +315,14 @@ class SeesPrompts(Protocol):
 
 
 class Clock(Protocol):
-    """Monotonic seconds; tests bring their own."""
+    """Monotonic seconds; tests pass their own clock."""
 
     def __call__(self) -> float: ...
 
 
 @define(eq=False)
 class Tier:
-    """How a store uses a backend: plain data, to be given to a `TieredStore`.
+    """A tier of a `TieredStore`: a backend, and how the store uses it.
 
     Parameters
     ----------
@@ -331,7 +331,8 @@ class Tier:
     policy : Policy
         The order of eviction. Every tier needs a separate policy object.
     capacity_bytes : int, optional
-        Most bytes to store; None for as many as the backend takes. Ignored for host memory, which has its slots.
+        Largest number of bytes to store; None: as many as the backend accepts. Ignored for host memory, which has a
+        fixed number of slots.
     admission : Admission, optional
         A filter for new chunks; None takes all. Host memory must have none.
     write : str

@@ -43,7 +43,7 @@ def seconds(value: Any, name: str) -> float:
 
 @frozen
 class Variant:
-    """Everything besides tokens that two prompts must have in common to share KV.
+    """Everything except tokens that two prompts must have in common to share KV.
 
     Parameters
     ----------
@@ -101,7 +101,8 @@ class Request:
         self.keys = chain.keys[: len(self._blocks) // pages]
 
     def chunks_in(self, tokens: object) -> int:
-        """How many of the chunks lie in the first `tokens` tokens. Raises UsageError for anything but a count."""
+        """Return how many of the chunks lie within the first `tokens` tokens. Raises UsageError for anything but a
+        count."""
         return min(whole(tokens, "skip_tokens", 0) // self._chunk_size, len(self.keys))
 
     def reserve(self, store: TieredStore, first: int, end: int) -> Reservation:
@@ -112,7 +113,7 @@ class Request:
         return store.reserve(keys, parent=self._chain.parent(first), tokens=ids, protect=self.keys)
 
     def copies_to_slots(self, slots: Mapping[ChunkKey, int], first: int, end: int) -> list[ChunkCopy]:
-        """Copies that fill these slots. The chunks are some of [first, end)."""
+        """Return the copies that fill these slots. The chunks are some of [first, end)."""
         keys = enumerate(self.keys[first:end], first)
         return [self._copy(slots[key], index) for index, key in keys if key in slots]
 
@@ -145,7 +146,7 @@ class EngineStats:
 
 @frozen
 class Progress:
-    """How far a prefetch is: tokens and bytes in any tier, and in host memory now."""
+    """The progress of a prefetch: tokens and bytes in any tier, and in host memory now."""
 
     found_tokens: int
     ready_tokens: int
@@ -159,7 +160,7 @@ class Progress:
 
 @define(eq=False, repr=False)
 class Prefetch:
-    """A handle on chunks that are being promoted to host memory, as `Engine.prefetch` returns it.
+    """A handle from `Engine.prefetch` on chunks that are being promoted to host memory.
 
     Notes
     -----

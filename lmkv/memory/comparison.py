@@ -1,7 +1,7 @@
-"""Compares chunks as numbers: one that a model has just computed with the one that is stored.
+"""Compares the numbers of a chunk that a model has just computed with those of the stored chunk.
 
-The same computation in another batch, or in steps of other sizes, gives slightly other numbers. docs/audits.md has
-the deviations of honest runs, and the tolerances.
+The same computation in another batch, or in steps of other sizes, gives slightly different numbers. docs/audits.md has
+the tolerances.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ TOLERANCE = {
 _RUN = 16
 """Numbers to compare together: of one head's keys, or of its values."""
 _ROUNDING, _LEAST = 4.0, 0.05
-"""The least spread of a run: this number of roundings, and this part of the page's median spread."""
+"""The spread of a run counts as at least `_ROUNDING` roundings, and as at least `_LEAST` of the page's median
+spread."""
 
 
 @frozen
@@ -76,13 +77,15 @@ def deviation(
     rounding: float = 0.0,
     loose: float = 0.0,
 ) -> torch.Tensor:
-    """How far pages are apart, `[page]`, both `[page, number]`: that of the run of 16 numbers that is farthest.
+    """Return how far the pages differ, `[page]`; both arguments are `[page, number]`. The run of 16 numbers that
+    differs most counts.
 
     `loose`: leave out the farthest runs, up to this part of all.
 
     A run's difference is relative to its computed spread from token to token, so that neither a large mean nor the
     page's other runs hide it. `strides`: see `Part`; the smallest spread counts. `rounding`: of these numbers,
-    relative. 0 for equal pages, about 1 for unrelated ones, infinite where one alone is not finite.
+    relative. The result is 0 for equal pages, about 1 for unrelated ones, and infinite if only one of two numbers is
+    finite.
 
     >>> page = torch.randn((1, 64), generator=torch.Generator().manual_seed(1))
     >>> other = page.clone()
@@ -245,7 +248,7 @@ class ReadBack:
     _staging: Staging | None
 
     def begin(self, copies: Sequence[ChunkCopy]) -> Reading:
-        """Read the blocks of copies behind all computation launched so far, and the loads it waits for."""
+        """Read the blocks of copies, after all computation launched so far and the loads that it waits for."""
         pages = [(part, self._blocks(part, copies)) for part in self._parts]
         on_device = self._memory.device.type == "cuda"
         found = torch.empty(sum(len(blocks) for _, blocks in pages), dtype=torch.int64, pin_memory=on_device)

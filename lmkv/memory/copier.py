@@ -96,7 +96,8 @@ class HasLayers(Protocol):
 
 
 def by_layer(planes: Sequence[_P], num_layers: int) -> tuple[list[list[_P]], list[list[_P]]]:
-    """The planes to load with each layer, the first of a plane, and to store with it, the last."""
+    """For each layer, the planes to load with it (the layer is the plane's first), and to store with it (it is the
+    last)."""
     to_load, to_store = (
         [[plane for plane in planes if plane.layers[at] == layer] for layer in range(num_layers)] for at in (0, -1)
     )
@@ -208,7 +209,7 @@ class LayerReader(_Layers):
         return self._done == self._num_layers
 
     def wait(self, layer: int) -> None:
-        """Make computation launched from now on see this layer, and those before it, loaded."""
+        """Make all computation that is launched from now on wait for this layer and the layers before it."""
         self._name(layer)
         self._upto(layer)
 
@@ -226,7 +227,7 @@ class LayerWriter(_Layers):
         super().__init__(copier.store_layers(copies), copier.num_layers, tokens, guard)
 
     def save(self, layer: int) -> None:
-        """Store this layer once the layers before it are stored: they may be computed in any order."""
+        """Store this layer once the layers before it are stored. Layers may be computed in any order."""
         self._name(layer)
         while self._done < self._num_layers and self._done not in self.left:
             self._upto(self._done)

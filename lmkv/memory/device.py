@@ -46,7 +46,7 @@ class Spans:
 
     @property
     def word(self) -> int:
-        """The widest word, up to 8 bytes, that all addresses and the length are multiples of."""
+        """The widest word, up to 8 bytes, of which all addresses and the length are multiples."""
         bits = self.nbytes | int(np.bitwise_or.reduce(self.sources) | np.bitwise_or.reduce(self.targets))
         return min(bits & -bits, 8)
 
@@ -86,14 +86,14 @@ class Stream(Protocol):
         ...
 
     def run(self, work: Callable[[], object]) -> None:
-        """Queue what `work` has torch do. It may be called later."""
+        """Queue the torch operations of `work`. It may be called later."""
         ...
 
 
 class Device(Protocol):
     """An accelerator. Only `synchronize`, `allocate`, and `transfer` of unregistered memory block.
 
-    A call may raise an earlier call's error, and a failed device may go on raising.
+    A call may raise the error of an earlier call, and a failed device may raise repeatedly.
     """
 
     def stream(self, *, compute: bool = False) -> Stream:
@@ -143,7 +143,7 @@ class Ring:
         return self._address + start
 
     def used_until(self, address: int, event: Event) -> None:
-        """The last memory from `borrow`, at `address`, may be reused after `event`."""
+        """Allow reuse of the last memory from `borrow`, at `address`, after `event`."""
         self._uses.append((address - self._address, self._next, event))
 
 

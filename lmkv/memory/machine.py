@@ -66,7 +66,7 @@ def control_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) 
 
 
 def memory_limit(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """The least limit of the groups that this process is in, in bytes; None without one."""
+    """The smallest limit of this process's control groups in bytes; None if there is no limit."""
     limits = []
     for group in control_groups(root, own):
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Paged KV tensors of any attention backend as rows of bytes: uint8 [block, bytes per block] per plane.
+"""Treats paged KV tensors of any attention backend as rows of bytes: uint8 [block, bytes per block] per plane.
 
 The inside of a page is private to the attention backend. A block must be one dense run of memory in each plane;
 blocks of several layers may be interleaved.
@@ -39,7 +39,7 @@ def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
 
 
 def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
-    """`row` with pages of `page_bytes`, if the padding behind each page is large enough; else `row` itself."""
+    """Return `row` with pages of `page_bytes`, if the padding after each page is large enough; else `row` itself."""
     blocks, stride = row.shape[0], row.stride(0)
     end = row.storage_offset() + (blocks - 1) * stride + page_bytes
     if row.shape[1] < page_bytes <= stride and end <= row.untyped_storage().nbytes():

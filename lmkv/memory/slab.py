@@ -185,7 +185,7 @@ class SlabMap:
         return self.array[slot, :nbytes].data
 
     def populate(self, part: tuple[int, int] | None = None, turn: tuple[int, int] = (0, 1)) -> None:
-        """Have the kernel map the pages in the background, so that no copy pays for page faults.
+        """Make the kernel map the pages in the background, so that copies cause no page faults.
 
         `part`: offset and bytes in each slot, when other processes populate the others. `turn`: see `spans`.
         """
@@ -230,7 +230,7 @@ class SlabMap:
         return not madvise(self.address + first, align_up(offset + nbytes - first), _MADV_POPULATE_WRITE)
 
     def close(self) -> None:
-        """Unmap, once no view is left that uses the memory. Idempotent."""
+        """Unmap the memory once no view uses it any more. Idempotent."""
         self._stop.set()
         if self._populator is not None:
             # It uses the address, which another mapping may get once this one is closed.
@@ -241,7 +241,8 @@ class SlabMap:
 
 
 def lower_priority() -> None:
-    """Let the computation go first. On Linux this is the niceness of the calling thread alone."""
+    """Give the computation priority over the calling thread. On Linux this changes the niceness of that thread
+    alone."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
@@ -326,7 +327,7 @@ class Slab(SlabMap):
         return slots
 
     def free(self, *slots: int) -> None:
-        """Free slots. Raises UsageError when one is not in use: it may be another chunk's already."""
+        """Free slots. Raises UsageError if a slot is not in use, because it may already belong to another chunk."""
         used = self._used
         for slot in slots:
             if not (0 <= slot < len(used) and used[slot]):
@@ -335,7 +336,7 @@ class Slab(SlabMap):
             self._free.append(slot)
 
     def recount(self, used: Collection[int]) -> None:
-        """These slots are in use, and no others."""
+        """Note that these slots are in use, and no others."""
         self._free, self._used = (
             [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used],
             bytearray(slot in used for slot in range(self.num_slots)),

@@ -83,7 +83,7 @@ def _positive(_: object, attribute: Attribute[int], number: int) -> None:
 
 @define(eq=False, repr=False)
 class SecondTouch:
-    """Admits a chunk when it is offered again: chunks that are used once do not wear the disk.
+    """Admits a chunk when it is offered again, so that chunks that are used once do not wear out the disk.
 
     Parameters
     ----------
@@ -123,14 +123,14 @@ class SecondTouch:
 
 @define(eq=False)
 class MinTokens:
-    """Admits chunks of long prompts: short ones are computed again sooner than they wear the disk.
+    """Admits chunks of long prompts. Computing a short prompt again costs less than wear of the disk.
 
     Parameters
     ----------
     min_tokens
         Requests with at least this number of tokens count as long.
     max_keys
-        How many keys of long prompts to remember, the last ones that were seen.
+        How many keys of long prompts to remember, the latest ones.
 
     Raises
     ------

@@ -18,7 +18,7 @@ _GHOST_SHARE = 4
 
 @define(eq=False, repr=False)
 class WeightedAge(PolicyBase):
-    """Evicts the older one of two candidates: the oldest chunk that was used once, and the oldest that was used again.
+    """Evicts the older of two candidates: the oldest chunk used once, and the oldest chunk used again.
 
     The age of the latter is divided by `weight`: 1 is LRU, and a larger weight evicts chunks that were used once
     sooner. A chunk that comes back after its eviction counts as used again.
@@ -107,7 +107,7 @@ _MARGIN: Final = 0.01
 
 @define(eq=False, repr=False)
 class ADAPTIVE(WeightedAge):
-    """A `WeightedAge` that chooses its weight: from LRU, which suits sessions that go on, to scan resistance.
+    """A `WeightedAge` that chooses its weight, between LRU, which suits long sessions, and scan resistance.
 
     Each weight has a shadow of the tier, keys without bytes, that replays a sample of the requests. The sample is whole
     subtrees of prompts: chunks that depend on each other are in it together or not at all. The weight of the shadow
@@ -116,8 +116,9 @@ class ADAPTIVE(WeightedAge):
     Parameters
     ----------
     position_cost : float
-        How much more a chunk counts for each one before it: 0 maximises the tokens that are found; with 1e-3 a hit at
-        chunk 1,000 counts twice as much as one at the head, as its attention costs more to compute.
+        How much more a chunk counts for each chunk before it. With 0, the policy maximises the tokens that are found.
+        With 1e-3, a hit at chunk 1,000 counts twice as much as one at the first chunk, because its attention takes
+        longer to compute.
 
     Notes
     -----
@@ -197,7 +198,7 @@ class ADAPTIVE(WeightedAge):
 
 @define(eq=False)
 class Shadow:
-    """The keys that a tier of `capacity` bytes would have with this policy. Not thread-safe.
+    """The keys that a tier of `capacity` bytes would contain with this policy. Not thread-safe.
 
     Examples
     --------

@@ -40,13 +40,13 @@ class Ghosts:
 
 
 BRANCHES: Final = 8
-"""A chunk with this many children is shared by several conversations."""
+"""A chunk with this number of children belongs to several conversations."""
 
 DEPTH: Final = 16
-"""Leading chunks among which the point is found where conversations part."""
+"""Number of leading chunks in which the policy looks for the point where conversations diverge."""
 
 KEPT: Final = 0.5
-"""A key with a priority is spared while keys of this priority and above take at most this part of the tier."""
+"""Largest part of the tier that keys with a priority may keep from eviction; higher priorities count first."""
 
 Node: TypeAlias = list[Any]
 """The base's record of a key. It is a list, because an object takes three times as long to make."""
@@ -59,9 +59,10 @@ None, CHILDREN the number of its known children, FORK whether there have ever be
 class PolicyBase(ABC):
     """Base of eviction policies. A subclass keeps the order, in the five methods `add` to `drop`.
 
-    The base knows the size of each key, its parent and how many children it has. A held key, or one with children, is
-    passed over in its turn, and is next as soon as it is neither. So children, which could not be found without their
-    parent, are evicted before it. Only if nothing else is left, a parent of held or protected keys is evicted.
+    The base knows the size of each key, its parent and how many children it has. When the turn of a key comes that is
+    held or has children, it is skipped. It is next as soon as it is neither. So children, which could not be found
+    without their parent, are evicted before it. Only if nothing else is left, a parent of held or protected keys is
+    evicted.
 
     Raises
     ------
@@ -70,9 +71,9 @@ class PolicyBase(ABC):
 
     Notes
     -----
-    Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected),
-    amortised, all else O(1) per key. All policies take hints; see `lmkv.protocols.TakesHints`. Keys with a priority
-    have at most half of the tier to themselves: beyond that the lowest priority goes, the first spared key first.
+    Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected), amortised, all else
+    O(1) per key. All policies take hints; see `lmkv.protocols.TakesHints`. Keys with a priority keep at most half of
+    the tier. Beyond that, those with the lowest priority are evicted, the one that was spared first before the others.
 
     Examples
     --------
@@ -139,7 +140,7 @@ class PolicyBase(ABC):
     def use(self, keys: Sequence[ChunkKey]) -> None:
         """Note that a request has used a chain, given head first. Ignore keys that are not in the order.
 
-        The request that stored a chunk also uses it once: the first use is no reuse.
+        The request that stored a chunk also uses it once, so the first use is not a reuse.
         """
 
     @abstractmethod
@@ -152,7 +153,7 @@ class PolicyBase(ABC):
 
     @abstractmethod
     def drop(self, key: ChunkKey) -> None:
-        """Take a key out of the order. It stays known, unless `forget` follows."""
+        """Take a key out of the order. The policy still knows it, unless `forget` follows."""
 
     def rejoin(self, key: ChunkKey) -> None:
         """Put a key back after a use out of the order, or after its release."""
@@ -310,8 +311,8 @@ class PolicyBase(ABC):
     def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
         """Evict a chain's keys, given head first, before all others (below 0), in turn (0) or last (above 0).
 
-        A chain is given up from its tail to where another one begins. A later use takes that back. Ignores keys that
-        are not known.
+        Below 0, the chain is evicted first, from its last chunk to the point where another chain branches off. A later
+        use cancels this. Ignores keys that are not known.
         """
         if priority < 0:
             self._give_up(keys)

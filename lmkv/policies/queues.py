@@ -422,7 +422,7 @@ class S3FIFO(CountsUses):
     """Two queues, each first in, first out (Yang et al., SOSP 2023), in bytes.
 
     A new chunk goes to the small queue, a tenth of the tier. It moves to the main one if it is used there, or comes
-    back after its eviction. In the main queue each use, up to three, is another round.
+    back after its eviction. In the main queue, each use (up to three) lets a chunk pass the queue once more.
 
     Examples
     --------
@@ -495,7 +495,8 @@ class S3FIFO(CountsUses):
 
 @define(eq=False, repr=False)
 class SIEVE(CountsUses):
-    """SIEVE (Zhang et al., NSDI 2024): chunks keep their places, and a use spares one from the hand's next pass.
+    """SIEVE (Zhang et al., NSDI 2024): chunks keep their places. A chunk that was used is skipped once by the hand that
+    looks for a chunk to evict.
 
     Examples
     --------

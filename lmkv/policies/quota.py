@@ -10,14 +10,14 @@ from lmkv.errors import UsageError
 from lmkv.protocols import ChunkKey, Policy, TakesHints
 
 NOBODY = ""
-"""The tenant of unlabelled chunks. It has no quota, and uses the room that others leave."""
+"""The tenant of unlabelled chunks. It has no quota, and uses the space that tenants leave."""
 
 
 @define(eq=False)
 class Quotas:
     """A policy that evicts from the tenant that exceeds its quota by the most bytes.
 
-    A tenant may use more than its quota while nobody else wants the room. A tenant within its quota loses chunks only
+    A tenant may use more than its quota while nobody else needs the space. A tenant within its quota loses chunks only
     when no tenant exceeds its own, or all chunks of such tenants are held.
 
     Parameters
@@ -34,8 +34,8 @@ class Quotas:
 
     Notes
     -----
-    A chunk belongs to the tenant that `label` names for it, or else to that of its parent. Other chunks are nobody's,
-    as after a restart, until their tenant asks for them.
+    A chunk belongs to the tenant that `label` names for it, or else to that of its parent. Other chunks belong to
+    nobody, for example after a restart, until their tenant asks for them.
 
     Examples
     --------
