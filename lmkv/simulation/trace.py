@@ -71,7 +71,7 @@ class Room:
     chunks: int = 0
 
     def count(self, blocks: int, chunks: int = 0) -> None:
-        """Count this much, before it is made."""
+        """Count memory before it is allocated."""
         self.blocks += blocks
         self.chunks += chunks
         if self.blocks * _BLOCK_BYTES + self.chunks * _CHUNK_BYTES > self.nbytes:
@@ -83,9 +83,9 @@ class Room:
 
 @define(eq=False)
 class KeyTable:
-    """Makes keys that stand for a chunk and all before it, as lmkv's do. Equal keys are one object.
+    """Makes keys that name a chunk and all chunks before it, as lmkv's keys do. Equal keys are one object.
 
-    Names in traces are often small numbers; keys are hashes, so that a sample by key is fair.
+    Names in traces are often small numbers. Keys are hashes, so a sample by key is random.
     """
 
     name: str

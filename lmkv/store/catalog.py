@@ -1,4 +1,4 @@
-"""Which tier has which chunk, as far as the indexes know, and the threads that keep the indexes true.
+"""Knows which tier has which chunk, by the indexes of the tiers; `TierScanner` keeps an index equal to its backend.
 
 A tier is listed at the start; chunks that are indexed already are served meanwhile. A tier that other processes
 change is listed again and again, to find their chunks and to forget deleted ones. Chunks of a shared backend that
@@ -67,7 +67,7 @@ class Catalog(Part):
 
     @locked
     def count_found(self, keys: Sequence[ChunkKey], found: int = 0) -> int:
-        """Count the leading chunks known to be in some tier. The first `found` are.
+        """Count the leading chunks that some tier is known to have. The caller knows this of the first `found`.
 
         Skips a chunk whose load hangs: it may never arrive.
         """
@@ -82,7 +82,8 @@ class Catalog(Part):
 
     @locked
     def unknown(self, keys: Sequence[ChunkKey], states: int) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
-        """`(chunks, states)` unknown to every index: all chunks from the first unknown one, states behind any chunk.
+        """Return `(chunks, states)` that no index knows: all chunks from the first unknown one on, and states after any
+        chunk.
 
         `states`: entries of each boundary. Omits states of boundaries before a known one.
         """
@@ -184,7 +185,7 @@ class Boundaries:
     states: int
 
     def with_states(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The keys that a hit of these chunks needs: the chunks, and the states behind the last one."""
+        """The keys that a hit of these chunks needs: the chunks, and the states after the last one."""
         return [*chain, *(state_keys(chain[-1], self.states) if chain and self.states else ())]
 
     def without_states(self, entries: int) -> int:
@@ -192,7 +193,7 @@ class Boundaries:
         return max(0, entries - self.states)
 
     def last_with_states(self, chain: Sequence[ChunkKey], first: int = 0, *, ready: bool = False) -> int:
-        """The most leading chunks whose states are all stored, in host memory if `ready`; 0 if there are none."""
+        """The largest number of leading chunks after which all states are stored, in host memory if `ready`; else 0."""
         for end in range(len(chain), first, -1):
             counts = self._catalog.count_prefix(state_keys(chain[end - 1], self.states))
             if counts[0 if ready else 1] == self.states:

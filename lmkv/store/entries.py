@@ -1,4 +1,4 @@
-"""One chunk in host memory: its slot, its state, who refers to it, and which bytes of the slot are its own."""
+"""One chunk in host memory: its slot, its state, its references, and the bytes of the slot that belong to it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class State(Enum):
 class Entry:
     """A chunk in host memory. Changed only under the store's lock.
 
-    `refs`: leases, reservations, running I/O, promotions and pins that refer to the slot. `removed`: out of
-    the index for good; the slot is freed with the last reference. `flushing`: evicted, and being copied to
-    lower tiers first. `in_policy`: known to the policy. `origin`: see `KeyChain.origin`; empty for a chunk that
-    is found by its key only. `prefetched`: brought by a prefetch, and not leased since.
+    `refs`: leases, reservations, running I/O, promotions and pins that refer to the slot. `removed`: out of the index
+    forever; the slot is freed with the last reference. `flushing`: evicted, and being copied to lower tiers first.
+    `in_policy`: known to the policy. `origin`: see `KeyChain.origin`; empty for a chunk that is found by its key only.
+    `prefetched`: brought by a prefetch, and not leased since.
     """
 
     key: ChunkKey = field(repr=bytes.hex)
@@ -139,7 +139,7 @@ def shares(num_slots: int) -> dict[type, Share]:
 
 @frozen
 class Payloads:
-    """Which bytes of a slot lower tiers get: a whole chunk, a whole state, or the pages of a tail.
+    """Finds the bytes of a slot that lower tiers store: a whole chunk, a whole state, or the pages of a tail.
 
     `spans(tokens)`: where the bytes of a tail of `tokens` tokens are in a slot. `sizes`: bytes of a chunk, and of each
     state entry; none where all of them fill their slots.
@@ -163,7 +163,7 @@ class Payloads:
         return memoryview(b"".join(slot[span] for span in self.spans(key.tokens)))
 
     def buffer(self, key: ChunkKey, slot: memoryview) -> memoryview:
-        """Where to read a payload into, for `scatter`: the slot itself, or a buffer for a tail's parts."""
+        """The memory to read a payload into before `scatter`: the slot itself, or a buffer for a tail's parts."""
         return memoryview(bytearray(self.nbytes(key))) if type(key) is TailKey else self._filled(key, slot)
 
     def _filled(self, key: ChunkKey, slot: memoryview) -> memoryview:

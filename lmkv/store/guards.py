@@ -32,13 +32,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PATIENCE = 10.0
-"""Seconds that the backends of a store have to close, all together."""
+"""Seconds in which all backends of a store must close."""
 _GROWN, _REPLACED = 1 << 14, 1 << 17
 _wanted = threading.Event()
 
 
 def locked(method: F) -> F:
-    """Mark a method that wants `self._lock` held. With LMKV_CHECK_LOCKS=1 a call without it raises."""
+    """Mark a method that must be called with `self._lock` held. With LMKV_CHECK_LOCKS=1 a call without it raises."""
     if not CHECKED:
         return method
 
@@ -133,7 +133,7 @@ class Changes:
 
 
 def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
-    """Close backends, given with their names. One that hangs is left behind on its daemon thread."""
+    """Close backends, given with their names. If one hangs, its daemon thread keeps running."""
     deadline = time.monotonic() + PATIENCE
     closing = [(name, _begin(partial(_close, name, backend), name)) for name, backend in backends]
     for name, thread in closing:
@@ -224,7 +224,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 MAX_GIVEN_UP: Final = 1 << 16
-"""Most chunks remembered that were given up on their way to a tier."""
+"""Largest number of remembered chunks that sessions no longer need and that are on their way to a tier."""
 
 
 class StoreObserver(Protocol):
@@ -244,7 +244,8 @@ def _ignore(keys: Sequence[ChunkKey], what: Any) -> None: ...
 
 @define(eq=False)
 class Plain:
-    """The least recently used key goes first, and of a chain its tail. It knows no parents, and never raises."""
+    """Evicts the least recently used key first, and the last key of a chain before the others. It knows no parents, and
+    never raises."""
 
     _sizes: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
     _held: set[ChunkKey] = field(init=False, factory=set)
@@ -297,7 +298,7 @@ class Content:
 
 
 class Order:
-    """A policy, replaced by a `Plain` one when it raises, with one line in the log.
+    """A policy. If it raises, a `Plain` policy replaces it, and the log says so once.
 
     It also passes hints about chunks that arrive or return: `priority_of` for those in `wished`, and which chunks were
     given up on their way. `content`: of the tier. `freed`: bytes of these chunks, 0 if one is in use or absent. `has`:
@@ -405,7 +406,7 @@ class Order:
         return attempt(lambda: call(self.policy), lambda error: call(self._replace(error)))
 
     def rebuild(self) -> None:
-        """Start a new policy of the same kind from the tier's content."""
+        """Make a new policy of the same kind, with the tier's content."""
         # A new object each time: an exception may have left the old one in any state.
         policy = attempt(lambda: copy.deepcopy(self._new), lambda error: None) or Plain()
         self.policy = attempt(lambda: self._filled(policy, self.policy), self._replace)

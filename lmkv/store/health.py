@@ -1,4 +1,4 @@
-"""The health of tiers: their counters, their breakers, the meaning of their answers, and the log of their failures."""
+"""The health of tiers: their counters and breakers, the meaning of their answers, and the log of failures."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ class Stored:
 
 @frozen
 class Snapshot:
-    """All that a `TieredStore` has at one moment. `held`: the chunks in host memory. `tiers`: the lower ones.
+    """The complete content of a `TieredStore` at one moment. `held`: the chunks in host memory. `tiers`: the lower
+    ones.
 
     `prefetched`: the key of each slot that prefetches refer to, of a removed chunk, too. `wished`: slots of pins and
     prefetches, by the type of the keys. `promotions`: those that are not released.
@@ -133,10 +134,10 @@ class Snapshot:
 class Breaker:
     """Opens after `threshold` failures in a row. Pure: no lock inside, no thread, no time but `clock`'s.
 
-    Open, it refuses calls for `first_delay` seconds, then is half-open: one call is let through to try. If
-    that fails it opens again for twice as long, up to `longest_delay`; any success closes it. Where failures come
-    at once, trying costs nothing: then it opens for `quick_delay` at most. A call that runs for more than `patience`
-    seconds holds it open until it returns.
+    An open breaker refuses calls for `first_delay` seconds. Then it is half-open: it lets one call through as a trial.
+    If that fails it opens again for twice as long, up to `longest_delay`; any success closes it. If failures come
+    immediately, a trial costs nothing: the breaker then opens for at most `quick_delay`. A call that runs for more than
+    `patience` seconds holds it open until it returns.
     """
 
     clock: Clock
@@ -193,7 +194,8 @@ class Breaker:
         return self._last_call
 
     def end(self, call: int, ok: bool | None) -> None:
-        """Note how a call ended. `ok` is None if the result says nothing about the tier; then the next call tries."""
+        """Note how a call ended. `ok` is None if the result says nothing about the tier; then the next call is the
+        trial."""
         took = self.clock() - self._running.pop(call)
         probing = call == self._probe
         if probing:

@@ -58,7 +58,7 @@ class Hints:
 
     An `owner` is the root of a request's keys: two owners' sessions of one name are two sessions. Priorities are for
     `most` chunks, of each tenant for its part of them (`part_of`, see `DividesTier`): beyond that the oldest of the
-    owner with the most chunks end. A chunk has the highest of the priorities that are wished for it.
+    owner with the most chunks end. If several priorities were set for a chunk, it has the highest one.
 
     Examples
     --------
@@ -104,7 +104,7 @@ class Hints:
     ) -> None:
         """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts; 0 ends the session's for this chain.
 
-        It ends with the `session`. A shorter or lower wish ends no other.
+        It ends with the `session`. A shorter or lower priority does not end another one.
         """
         with self._lock, self._changes:
             if priority < 0:
@@ -313,7 +313,7 @@ class Hints:
                     del counts[key]
 
     def counts(self) -> dict[str, int]:
-        """How much is kept of each kind, for tests and for debugging. Nothing once all wishes have ended."""
+        """The number of records of each kind, for tests and for debugging; 0 once all wishes have ended."""
         counts = {"sessions": self._sessions.total, "branches": self._branches.total()}
         counts |= {"priorities": len(self._priorities), "wished": len(self._wished), "ending": len(self._ending)}
         return counts

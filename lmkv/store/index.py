@@ -24,7 +24,7 @@ from lmkv.store.health import Stored
 class Victims(dict[ChunkKey, int]):
     """Chunks to delete from the backend, and their sizes. One deleter has them at a time.
 
-    `room`: bytes that cannot be used until they are really free.
+    `room`: bytes that nothing may use until the chunks are deleted.
     """
 
     room = 0
@@ -234,13 +234,13 @@ class TierIndex:
     # -- removing -----------------------------------------------------------------------------------------
 
     def discard(self, key: ChunkKey) -> None:
-        """Forget a chunk that the backend turned out not to have."""
+        """Forget a chunk that the backend does not have."""
         if self._has(key):
             self._drop(key)
             self.order.discard(key)
 
     def distrust(self, key: ChunkKey) -> None:
-        """Distrust a chunk that could not be read, though its bytes may be right."""
+        """Distrust a chunk that could not be read. Its bytes may still be right."""
         if key in self:
             self._tell_removed(key)
             self._distrusted.add(key)
@@ -400,7 +400,8 @@ class TierIndex:
                 self._tombstones[key] = nbytes
 
     def forget_unseen(self, most: int) -> bool:
-        """Drop up to `most` chunks that were stored all the time but not listed: others have deleted them.
+        """Drop up to `most` chunks that the listing has not found although they were stored the whole time: others have
+        deleted them.
 
         True while there may be more.
         """
@@ -423,7 +424,7 @@ class TierIndex:
     # -- after an exception -------------------------------------------------------------------------------
 
     def recount(self, reading: Collection[ChunkKey]) -> None:
-        """Recount after a change that was cut short. `reading`: the keys that are being read."""
+        """Recount after an interrupted change. `reading`: the keys that are being read."""
         for key in self._sizes.keys() & self._unseen.keys():
             del self._unseen[key]
         sizes = self.sizes()

@@ -54,7 +54,7 @@ class Deferred:
         """Run everything, including plans added meanwhile. No lock may be held.
 
         `submit`: `IOPool.submit`, which queues jobs and returns the refused ones. An exception of one, or Ctrl-C, stops
-        no other, and is raised at the end. The interrupted one runs again, which does no harm.
+        no other, and is raised at the end. The interrupted plan runs again, which is harmless.
         """
         raised: BaseException | None = None
         tries = _TRIES

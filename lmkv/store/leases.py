@@ -107,10 +107,10 @@ _End: TypeAlias = Callable[[Reservation, Sequence[ChunkKey] | None], None]
 
 @define(eq=False, repr=False)
 class Holders(Part):
-    """Makes and ends leases and reservations, and knows the present ones.
+    """Makes and ends leases and reservations, and knows all current ones.
 
-    One may be garbage-collected without an end, if an exception came before its caller had it. A recount finds its
-    slots.
+    A holder may be garbage-collected before it ends, if an exception came before its caller received it. A recount then
+    finds its slots.
     """
 
     _allocator: SlotAllocator

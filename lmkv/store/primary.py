@@ -28,13 +28,14 @@ _refs = attrgetter("refs")
 
 @runtime_checkable
 class HostMemory(Protocol):
-    """A backend of the first tier: one store takes its slots over."""
+    """A backend of the first tier. One store takes over its slots."""
 
     def take_slab(self) -> Slab: ...
 
 
 class PrimaryTier:
-    """The chunks in host memory. `retain`: False makes it mere staging: a chunk is removed with its last reference.
+    """The chunks in host memory. `retain`: if False, host memory is only a buffer: a chunk is removed with its last
+    reference.
 
     `spans`, `sizes`: see `Payloads`. `shares`: the slots for tails and for states, by the type of their keys.
     """
@@ -138,7 +139,8 @@ class PrimaryTier:
         entry.refs += 1
 
     def unref(self, entry: Entry) -> None:
-        """Drop one reference. A chain's are dropped tail first: the head is used last, and evicted last."""
+        """Drop one reference. A chain's references are dropped from its last chunk on, so the first chunk is used last,
+        and evicted last."""
         entry.refs -= 1
         if entry.refs:
             return
@@ -182,7 +184,7 @@ class PrimaryTier:
     def enter(
         self, key: ChunkKey, slot: int, state: State, parent: ChunkKey = b"", tokens: bytes = b"", origin: bytes = b""
     ) -> Entry:
-        """Make an entry. Its only reference is that of the writer or load that fills it."""
+        """Make an entry. Add an entry. Its only reference is that of the writer or load that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens, origin)
         if type(key) is not bytes and type(key) in self.shares:
             self.shares[type(key)].add(entry, *self.part_of(key, parent))
@@ -214,7 +216,7 @@ class PrimaryTier:
         self._freezer.added(written, len(self.entries))
 
     def mark_ready(self, entry: Entry) -> None:
-        """Make an entry READY: its bytes are complete. The writer or load that filled it still refers to it."""
+        """Mark an entry as READY: its bytes are complete. The writer or load that filled it still refers to it."""
         if not entry.removed:
             if entry.state is _WRITING:
                 self.writing -= 1

@@ -281,7 +281,7 @@ class Promoter(Part):
 
     @locked
     def abandon(self, entry: Entry, after: Deferred) -> None:
-        """Remove an entry that `is_stuck`. Its slot is freed when the load ends, if ever."""
+        """Remove an entry that `is_stuck`. Its slot is freed when the load ends, which may never happen."""
         self._primary.remove(entry)
         self.settle(entry, after)
 

@@ -72,9 +72,9 @@ class Promotion(Handle):
     origins: list[str] = field(init=False, factory=list)
     """For each entry, the tier that had its chunk when the promotion asked for it."""
     delivered: dict[str, tuple[int, float]] = field(init=False, factory=dict)
-    """Bytes that have arrived from each tier, and when the last chunk did."""
+    """Bytes that have arrived from each tier, and the time of the last chunk."""
     failed_at: int | None = field(init=False, default=None)
-    """The first of its chunks that will never arrive."""
+    """The number of its first chunk that will never arrive."""
     released: bool = field(init=False, default=False)
 
     def __repr__(self) -> str:
@@ -117,7 +117,7 @@ class Promotion(Handle):
         return super().wait(timeout)
 
     def release(self) -> None:
-        """Drop the references. Reads that nobody else wants are skipped unless begun. Idempotent."""
+        """Drop the references. A read that has not begun is skipped if no other promotion needs it. Idempotent."""
         self._release(self)
 
 

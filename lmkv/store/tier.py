@@ -1,4 +1,4 @@
-"""A lower tier as the store sees it: its index, its counters, and I/O on its backend that never raises.
+"""A lower tier for the store: its index, its counters, and I/O on its backend that never raises.
 
 Methods without `@locked` run on I/O threads, and take the lock to plan and to note the outcome, never for I/O.
 """
@@ -110,7 +110,7 @@ class LowerTier:
 
     @property
     def hangs(self) -> Priority | None:
-        """The first priority that must not wait, because calls of the backend hang."""
+        """The most urgent priority that must not wait, because calls of the backend hang."""
         if self._reads.hangs or self._lookups.hangs:
             return Priority.LOAD
         return Priority.DELETION if any(each.hangs for each in (self._writes, self._others, self._clears)) else None
@@ -171,7 +171,7 @@ class LowerTier:
     def look_up(self, keys: Sequence[ChunkKey], *, each: bool = False) -> int:
         """Ask the backend for leading chunks unknown to the index; index and count the ones found.
 
-        Batches grow, so an unknown prompt costs few questions. `each`: ask for all keys at once.
+        Batches grow, so an unknown prompt takes few questions. `each`: ask for all keys at once.
         """
         with self._lock:
             scan = self.index.begin_scan() if self.usable else None
@@ -212,7 +212,7 @@ class LowerTier:
         return answer
 
     def probe(self) -> None:
-        """Probe a failing tier, so that no request must. Once it answers again, all calls are tried.
+        """Try a failing tier, so that no request has to. Once it answers again, all calls are tried.
 
         A lookup does not prove that reads work: if reads fail, this also reads one chunk.
         """

@@ -54,15 +54,16 @@ class TieredStore(Part):
     primary : Tier
         Host memory: a tier of a `CPUPinnedBackend`, whose slots become the store's.
     lower : sequence of Tier
-        Lower tiers, fastest first. Persistent ones serve while they are indexed in the background.
+        Lower tiers, fastest first. Persistent tiers serve chunks while their index is still being made.
     io_threads : int
         Threads for the I/O of each lower tier; three quarters of them also write.
     prefetch_share : float
         Largest share of the slots that prefetches may refer to at a time, 0 to 1.
     pin_share : float
-        The same for pins. With quotas, both are shares of each tenant's part. Together they leave an eighth to loads.
+        The same for pins. With quotas, both are shares of each tenant's part. Pins and prefetches together leave an
+        eighth of the slots to loads.
     retain : bool
-        False makes host memory mere staging for lower tiers: a chunk is removed with its last reference.
+        If False, host memory is only a buffer for lower tiers: a chunk is removed with its last reference.
     spans, sizes : optional
         `KVLayout.spans` and `.sizes`: lower tiers get only the filled parts of a tail's and a state's slot.
     clock : Clock
@@ -194,9 +195,9 @@ class TieredStore(Part):
     ) -> Reservation:
         """Reserve slots for consecutive chunks of a chain, head first, evicting others if need be.
 
-        `parent`: the key before `keys[0]`. `tokens`: the ids of these chunks, for backends that record them.
-        `origins`: each chunk's `KeyChain.origin`, if `Catalog.longest_prefix` is to find it. `protect`: the whole
-        chain, head first; its chunks before `keys` are not evicted unless a lower tier stores them.
+        `parent`: the key before `keys[0]`. `tokens`: the ids of these chunks, for backends that record them. `origins`:
+        each chunk's `KeyChain.origin`, if `Catalog.longest_prefix` is to find it. `protect`: the whole chain, head
+        first. Its chunks before `keys` are evicted only if a lower tier stores them.
         """
 
         def plan(after: Deferred) -> Reservation:
@@ -221,7 +222,7 @@ class TieredStore(Part):
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes = b"") -> int:
         """Keep the leading READY chunks of `keys` in host memory for `ttl` seconds from now; returns how many.
 
-        Where pins exceed their share, the oldest of the `owner` with the most end.
+        If pins exceed their share, the oldest pins of the `owner` with most of them end.
         """
         with self._lock, self._changes:
             return self._pins.pin(keys, ttl, owner)
@@ -257,10 +258,10 @@ class TieredStore(Part):
     ) -> Promotion:
         """Bring the leading chunks of `keys` into host memory, at most `limit` of them. Never waits.
 
-        Ends before the first chunk that no tier stores, or that finds no slot. A `prefetch` is served after all other
-        loads, and ends before it exceeds its share of the slots; owners with more prefetches lose their oldest for it.
-        With `look_up_shared`, shared tiers are first asked for chunks unknown to the indexes. The promotion refers to
-        its chunks until it is released; after `ttl` seconds the next call that wants slots releases it.
+        Ends before the first chunk that no tier stores, or for which there is no slot. A `prefetch` is served after all
+        other loads, and ends before it exceeds its share of the slots; owners with more prefetches lose their oldest
+        for it. With `look_up_shared`, shared tiers are first asked for chunks unknown to the indexes. The promotion
+        refers to its chunks until it is released; after `ttl` seconds the next call that wants slots releases it.
         """
 
         def plan(after: Deferred) -> Promotion:
@@ -401,9 +402,9 @@ class TieredStore(Part):
     def close(self, timeout: float = 5.0) -> None:
         """Finish the I/O under way, for at most `timeout` seconds, and close every backend. Idempotent.
 
-        A call that hangs is left behind on its daemon thread; promotions that wait for it fail. Backends have some more
-        seconds to close. If a policy hangs, host memory is left behind as well. An interrupted call is continued by
-        the next.
+        If a call hangs, its daemon thread keeps running, and promotions that wait for it fail. Backends have some more
+        seconds to close. If a policy hangs, host memory is not freed either. The next call continues an interrupted
+        one.
         """
         deadline = time.monotonic() + timeout
         # Without the lock, which a policy of another package may hold forever.

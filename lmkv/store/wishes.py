@@ -1,4 +1,5 @@
-"""`Wishes`: clients' requests, each with an owner, a size and an end, bounded together."""
+"""`Wishes`: pins, prefetches and priorities of clients. Each has an owner, a size and an end; together they have a
+limit."""
 
 from __future__ import annotations
 
@@ -18,12 +19,13 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 STEP: Final = 1024
-"""About how many chunks' wishes end in one call. The rest end in the next calls."""
+"""Number of chunks, approximately, that one call handles; later calls handle the rest."""
 
 
 @define(eq=False)
 class Ranked(Generic[K]):
-    """Keys by a number, the smallest first, of equal ones the first: a binary heap that knows where each key is."""
+    """Keys ordered by a number, the smallest first; equal numbers in the order of insertion. A binary heap that knows
+    the place of each key."""
 
     _heap: list[tuple[float, int, K]] = field(init=False, factory=list)
     _places: dict[K, int] = field(init=False, factory=dict)
@@ -65,7 +67,7 @@ class Ranked(Generic[K]):
 
 @define(eq=False)
 class Owners:
-    """How much each owner has, and which has the most. `total`: of all."""
+    """The size of each owner's wishes, and the owner with the largest. `total`: of all."""
 
     total: int = 0
     owned: Counter[bytes] = field(factory=Counter)
@@ -97,8 +99,8 @@ class Wish(NamedTuple, Generic[V]):
 class Wishes(Generic[K, V]):
     """Wishes by key. Not thread-safe: the store calls it under its lock.
 
-    When all together exceed a limit, the owner with the most loses the oldest first, so that nobody loses any for an
-    owner with more. `total`: the sum of the sizes. Every call is O(log n) for the n wishes that there are.
+    When all together exceed a limit, the owner with most of them loses its oldest one. So an owner never loses a wish
+    to an owner with more. `total`: the sum of the sizes. Every call is O(log n) for the n wishes that there are.
 
     Examples
     --------
@@ -127,7 +129,7 @@ class Wishes(Generic[K, V]):
         return key in self._wishes
 
     def add(self, key: K, owner: bytes, *, size: int, end: float, value: V) -> None:
-        """Enter a wish, in place of an earlier one with its key. An `end` of infinity is none."""
+        """Add a wish. It replaces an earlier one with the same key. An `end` of infinity is none."""
         self.pop(key)
         self._wishes[key] = Wish(owner, size, end, value)
         self._of.setdefault(owner, OrderedDict())[key] = None
@@ -217,9 +219,9 @@ class Pins:
         return iter(self._of_key)
 
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes) -> int:
-        """Pin the leading READY chunks for `ttl` seconds; returns how many. No pin ends sooner for it.
-
-        Where pins exceed their share, the oldest of the owner with the most end, of a chain those at its tail first.
+        """Pin the leading READY chunks for `ttl` seconds; returns how many. An existing pin never ends sooner because
+        of this. If pins exceed their share, the oldest pins of the owner with most of them end, the last ones of a
+        chain first.
         """
         entries, end = self._primary.leading_ready(keys), self._clock() + ttl
         for kind, group in groupby(entries, lambda entry: type(entry.key)):

@@ -245,7 +245,7 @@ class Writes(Part):
 
     @locked
     def abandon(self, tier: LowerTier, after: Deferred) -> None:
-        """Drop the copies that wait for a tier that hangs. Only running calls keep their slots."""
+        """Drop the copies that wait for a hanging tier. Only running calls keep their slots."""
         after.callbacks.append(lambda after: self._ended.ring())
         for flush in [flush for flush in self._flushes if flush.tier is tier]:
             tier.count_dropped(len(flush.queued))
@@ -321,7 +321,7 @@ class SlotAllocator:
             self._primary.remove(victim)
 
     def keep_free(self, after: Deferred) -> None:
-        """With write-back, flush the next victims before their slots are wanted."""
+        """With write-back, flush the next victims before anything needs their slots."""
         if not self._write_back:
             return
         primary = self._primary

@@ -1,4 +1,4 @@
-"""Fault injection for backends and copiers: errors, delays and silence, reproducible by a seed."""
+"""Fault injection for backends and copiers: errors, delays and calls without an answer, reproducible by a seed."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class FaultyBackend(WrapperBackend):
         self._released.clear()
 
     def release(self) -> None:
-        """End the black hole: calls that wait in it go on."""
+        """End the black hole: waiting calls continue."""
         self._released.set()
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
@@ -159,7 +159,7 @@ class FaultyCopier:
     error_rate
         Probability that a call raises `OSError`, when half of its chunks or some of its layers are copied.
     late_rate
-        Probability that the event of a call that has ended is said not to have happened, up to five times.
+        Probability that the event of an ended call reports up to five times that it has not happened yet.
     verbs
         "store", "load" or both.
 
