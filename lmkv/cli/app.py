@@ -64,7 +64,7 @@ EXAMPLES = (
 
 
 class Commands(TyperGroup):
-    """The subcommands by name. Help needs their lines alone; one that is run is imported."""
+    """The subcommands by name. For the help, their lines are enough. A command is imported when it runs."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

@@ -150,7 +150,7 @@ def wait_until_populated() -> None:
 
 
 def pages(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Copies of these blocks, layer after layer, into an array that stands for lmkv's slots, and back."""
+    """Copy these blocks, layer after layer, into an array in place of lmkv's slots, and back."""
     rows = [tensor.view(torch.int64).flatten(1).numpy() for tensor in tensors]
     # Pages of 4 KiB, as slots have: numpy's own arrays have huge ones.
     memory = mmap.mmap(-1, len(rows) * len(blocks) * rows[0][0].nbytes)
@@ -186,7 +186,7 @@ def lookup(rounds: int) -> Iterator[Row]:
 
 
 def bare_chain(tokens: Sequence[int], chunk: int = CHUNK) -> list[bytes]:
-    """The least that a chain of sha256 costs: one array conversion, one hash, one digest per chunk."""
+    """The least work for a chain of sha256: one array conversion, one hash, one digest per chunk."""
     data = memoryview(array("I", tokens)).cast("B")
     chain, keys = hashlib.sha256(NAMESPACE), []
     for start in range(0, len(data), 4 * chunk):
@@ -241,7 +241,7 @@ def disk_rows(parent: Path, mib: int, rounds: int) -> Iterator[Row]:
 
 
 def drop_caches(folder: Path) -> None:
-    """Take the files below out of the page cache."""
+    """Remove the files below this folder from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -254,9 +254,8 @@ def drop_caches(folder: Path) -> None:
 
 
 def first_tokens(tokens: int, model: str | None, parent: Path, host_gib: float, rounds: int) -> Iterator[Row]:
-    """Measure new and repeated prompts on vLLM alone and with lmkv. Engines of the small model run at once, in turn.
-
-    A `model` of the user's may fill the device, so its engines run one by one.
+    """Measure new and repeated prompts on vLLM alone and with lmkv. Engines with the small model run at the same time,
+    and answer in turn. A `model` of the user may fill the device, so its engines run one after the other.
     """
     with tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=parent) as name:
         folder = Path(name)

@@ -1,7 +1,7 @@
 """`lmkv config`: shows settings with their sources, checks a file, and converts LMCache's file.
 
-All three say the same of a setting, as `lmkv doctor` and a server's start do, and end with the same exit status: 0 if
-all is used as it is, 1 with remarks that change what is cached, 2 if something is refused.
+All three report a setting as `lmkv doctor` and a server's start do, and end with the same exit status: 0 if all is used
+as it is, 1 with remarks that change what is cached, 2 if something is refused.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def remarks(answer: Answer) -> list[str]:
 
 
 def end(answer: Answer, *, as_json: bool) -> None:
-    """Exit with the answer's status; say first what is refused."""
+    """Print what is refused, and exit with the answer's status."""
     if answer.problems and not as_json:
         fail("\n".join(answer.problems), status=2)
     raise typer.Exit(answer.status)
@@ -144,7 +144,7 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
 
 
 def is_lmcache(content: Content, *, likely: bool) -> bool:
-    """Whether a file's content is LMCache's. `likely`: so is a file that has settings of both alone."""
+    """Whether a file's content is LMCache's. `likely`: the answer for a file whose settings all belong to both."""
     keys, ours, theirs = set(content), own_keys(), {*lmcache.table(), "extra_config"}
     return bool(keys & (theirs - ours) or (likely and keys & theirs)) and not keys & (ours - theirs)
 

@@ -33,7 +33,7 @@ CHUNK_TOKENS = 256
 ANSWER_TOKENS = 16
 PROMPTS = 3
 KV_ROOM = 1.1
-"""vLLM's KV space in prompts: the two prompts between a prompt and its repetition evict all of it."""
+"""vLLM's KV space, as a number of prompts. The two prompts between a prompt and its repetition evict all of it."""
 LARGEST_BLOCK = 128
 """Tokens in a block of vLLM's KV space: 128 on a CPU, fewer on a GPU."""
 WRITE_TIMEOUT = 120.0
@@ -117,7 +117,8 @@ class Plan:
 
     @property
     def expected_hit(self) -> float:
-        """Tokens of a hit; the last token is always computed. Hits of a lower tier may be whole chunks."""
+        """Number of tokens of a hit: vLLM always computes the last one. A hit of a lower tier may have whole chunks
+        only."""
         return min(0.98 * (self.tokens - 1), (self.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
 
 
@@ -209,7 +210,8 @@ def started(
 ) -> Iterator[EngineProcess]:
     """An engine that is ready to answer, ended afterwards.
 
-    It has answered prompt `number`: the first long prompt pays for buffers and kernels, which would flatter lmkv.
+    It has already answered prompt `number`: the first long prompt also waits for buffers and kernels, which must not
+    count in lmkv's favour.
     """
     echo(title)
     with closing(EngineProcess(plan.spec(settings), folder)) as engine:
@@ -247,7 +249,7 @@ def summarize(
     tier: Medium,
     facts: FolderFacts | None = None,
 ) -> Measurement:
-    """The best of times, because disturbances only add to them; the worst of everything else."""
+    """Return the best of all times, because disturbances only add to them, and the worst of everything else."""
     below = tier is not Medium.RAM
     cold_ttft_s, loaded_ttft_s = fastest(cold), fastest(loaded)
     hit_tokens = min(answer.hit_tokens for answer in loaded)

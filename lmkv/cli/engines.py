@@ -141,13 +141,13 @@ class ChildProcess:
         self._child.wait()
 
     def leave(self) -> None:
-        """Ask no more and let it end, which takes vLLM some seconds."""
+        """Let the child end, without waiting for it: vLLM takes some seconds."""
         assert self._child.stdin is not None
         with suppress(OSError):
             self._child.stdin.close()
 
     def close(self) -> None:
-        """Let it end and wait for that; kill it after END_TIMEOUT seconds. Idempotent."""
+        """Let the child end, wait for it, and kill it after END_TIMEOUT seconds. Idempotent."""
         self.leave()
         end(self._child, END_TIMEOUT)
         assert self._child.stdout is not None
@@ -157,7 +157,7 @@ class ChildProcess:
 def end(child: subprocess.Popen[str], timeout: float) -> None:
     """Wait until a child's process group has ended, at most `timeout` seconds, and kill the rest of it.
 
-    Not only the child: the last process of the group removes vLLM's shared memory.
+    The child's end is not enough: the last process of the group removes vLLM's shared memory.
     """
     deadline = time.monotonic() + timeout
     try:

@@ -80,7 +80,7 @@ def examine(
 
 
 def examine_readings(answer: Answer) -> Iterator[Finding]:
-    """Findings about settings that are given and not used, and other remarks."""
+    """Findings about settings without effect, and other remarks."""
     for each in answer.readings:
         if each.kind not in ("used", "refused"):
             note = ": ".join(filter(None, [each.source, each.why]))
@@ -154,7 +154,7 @@ def examine_memory(config: Config) -> Iterator[Finding]:
 
 
 def cut_down(setting: str, wanted: int, given: int) -> str:
-    """A warning of a size that there is no room for."""
+    """A warning about a size for which there is no space."""
     if given // ALIGNMENT >= wanted // ALIGNMENT:
         return ""
     return f"{setting} is {gibibytes(wanted)}, and there is room for {gibibytes(given)}: that much will be used"
@@ -209,7 +209,7 @@ def examine_disk(config: Config) -> Iterator[Finding]:
 
 
 def odd_folder(folder: str) -> str:
-    """A warning of a path that is probably not meant."""
+    """A warning about a path that is probably a mistake."""
     path = Path(folder)
     if not path.is_absolute():
         return f"local_disk {folder} is below whatever folder the server is started in: give a path from /"

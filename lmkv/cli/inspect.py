@@ -85,7 +85,7 @@ def _content(root: Path, digest: bytes) -> Content:
 
 
 def add_up(content: Content, advance: Callable[[], object], *, payloads: bool) -> Totals:
-    """Read every header, and with `payloads` every payload. A chunk deleted by then does not count."""
+    """Read every header, and with `payloads` every payload. A chunk that is deleted meanwhile does not count."""
     folder, totals = ChunkFolder(Root.checked(content.root), content.digest), Totals()
     files = ChunkFiles(ChunkFormat(content.digest), sync="none", direct=False)
     for chunk in content.chunks:
@@ -235,7 +235,7 @@ def ask(question: str) -> None:
 
 
 def found_in(path: Path, namespace: str) -> list[Content]:
-    """End the command if the folder has others' files alone, or cannot be read."""
+    """End the command if the folder has only files of other programs, or cannot be read."""
     try:
         found = list(contents(path, namespace))
         empty = not any(path.iterdir())

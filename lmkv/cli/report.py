@@ -114,7 +114,8 @@ def speeds(times: Mapping[str, Sequence[float]], nbytes: int) -> dict[str, list[
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Interval that has the median with 95 % confidence at least, by order statistics; below six values their range."""
+    """Interval that contains the median with at least 95 % confidence, by order statistics; with fewer than six values,
+    their range."""
     values, count = sorted(values), len(values)
     # The chance of this number of values or fewer below the median, by as many coins.
     rank, beyond = 0, 1 + count

@@ -207,7 +207,8 @@ def refusal(url: str, status: int, text: str) -> str:
 
 
 def clean(answer: Any) -> Any:
-    """A server's answer, fit for a terminal. Raises ValueError for impossible numbers."""
+    """A server's answer without characters that a terminal would interpret. Raises ValueError for impossible
+    numbers."""
     match answer:
         case str():
             return printable(answer)
@@ -295,7 +296,7 @@ def record(
 
 
 def written(client: Client, file: TextIO, seconds: float, poll: float = _POLL_SECONDS) -> Iterator[int]:
-    """Record into `file` for `seconds`, or until Ctrl+C if 0. Yields the number of requests after each look."""
+    """Record into `file` for `seconds`, or until Ctrl+C if 0. Yields the number of requests after each poll."""
     # None of those before.
     answer = client.trace(_NEWEST)
     after, count, end = answer["next"], 0, time.monotonic() + seconds if seconds else float("inf")

@@ -90,7 +90,7 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
 
 
 def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
-    """Why each of `VERBS` fails that does, in the store's words. Raises ConfigError.
+    """For each of `VERBS` that fails, the reason in the store's words. Raises ConfigError.
 
     Writes, reads and deletes a chunk in a separate namespace, which is always the same.
     """

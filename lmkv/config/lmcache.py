@@ -66,7 +66,7 @@ class KnownSetting:
         )
 
     def idle_because(self, given: _Given) -> str:
-        """Why it has no effect, where it has none."""
+        """The reason if it has no effect."""
         if self.kind == "without_effect":
             return self.why
         if self.kind == "joined":

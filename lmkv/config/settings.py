@@ -305,10 +305,10 @@ class Config:
         """Merge the sources; a later one overrides: keywords, file, environment, connector's extra config.
 
         LMKV_CONFIG_FILE can also name the `file`. `env`: LMKV_CHUNK_SIZE and so on. `extra`: vLLM's
-        `kv_connector_extra_config`, its keys plain or as `lmkv.chunk_size`. An unknown key or bad value in
-        any of them, even one that a stronger source replaces, is a `ConfigError`. Where none of all these is
-        given, LMCache's are read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`. `ranks`: those of
-        the engine, by which LMCache's sizes are multiplied.
+        `kv_connector_extra_config`, its keys plain or as `lmkv.chunk_size`. An unknown key or bad value in any of them,
+        even one that a stronger source replaces, is a `ConfigError`. If none of these is given, LMCache's settings are
+        read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`. `ranks`: those of the engine, by which
+        LMCache's sizes are multiplied.
         """
         return Answer.to(file=file, env=env, extra=extra, overrides=overrides, ranks=ranks).checked()
 
@@ -344,7 +344,7 @@ class Config:
 
     @property
     def renew_password(self) -> Callable[[], str | None] | None:
-        """Reads `password` again, where a file has it that others may replace. A pipe is read once."""
+        """A function that reads `password` again, if a file contains it. A pipe is read only once."""
         path = self.remote_password_file
         return partial(self._secret, "remote_password") if path and os.path.isfile(path) else None
 

@@ -42,7 +42,7 @@ class Lease(AbstractContextManager["Lease"]):
         return [chunk.key for chunk in self.chunks]
 
     def release(self) -> None:
-        """Give the references back. Idempotent. Takes the store's lock."""
+        """Drop the references. Idempotent. Takes the store's lock."""
         if not self.released:
             self._release(self)
 

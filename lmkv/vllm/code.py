@@ -74,7 +74,7 @@ ENVIRONMENT = (
 
 
 KNOWN = frozenset({"vllm", "torch", "lmkv", "builtins", *sys.stdlib_module_names})
-"""Packages whose version is part of every key already, or that compute nothing."""
+"""Packages that compute nothing, or that are part of every key by their version."""
 _PLUG_INS = ("vllm.general_plugins", "vllm.platform_plugins")
 _WRAPPED = 20
 """Most wrappers around a function: an object may answer any attribute with another callable."""

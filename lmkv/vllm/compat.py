@@ -1,4 +1,4 @@
-"""All dependencies on vLLM's version: the supported ones, and where each keeps its facts."""
+"""All dependencies on vLLM's version: the supported versions, and where each one keeps its facts."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def recomputes_within_step(vllm_config: Any) -> bool:
 
 
 def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
-    """Why copies layer by layer would be wrong for an engine; "" when they are right.
+    """The reason why copies layer by layer would be wrong for an engine; "" if they are right.
 
     `layers`: those with KV, whose modules only a worker knows.
     """
@@ -261,7 +261,7 @@ def draft_lookahead(vllm_config: Any) -> int:
 def draft_modules(vllm_config: Any) -> str:
     """The MTP modules whose KV an engine fills; "" with fewer than two.
 
-    All have KV. The V2 runner fills as many as it drafts tokens with, the V1 runner other ones.
+    All have KV. The V2 runner fills one for each drafted token; the V1 runner fills others.
     """
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     if not getattr(speculative, "use_multi_module_mtp", lambda: False)():
@@ -283,7 +283,7 @@ def computed_tokens(scheduler_output: Any) -> dict[str, int]:
 
 
 def preempted(scheduler_output: Any) -> Iterable[str]:
-    """The requests whose blocks vLLM has taken while it scheduled this step."""
+    """The requests that lost their blocks while vLLM scheduled this step."""
     return getattr(scheduler_output, "preempted_req_ids", None) or ()
 
 
@@ -359,7 +359,7 @@ def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str]
 def recompute(scheduler: Any, request_id: str) -> None:
     """Make vLLM 0.29 recompute a request whose load has failed from its beginning, as later versions do.
 
-    vLLM 0.29 cannot be told of failed blocks if there are several KV cache groups.
+    With several KV cache groups, vLLM 0.29 accepts no report of failed blocks.
     """
     request = scheduler.requests.get(request_id)
     if request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS":

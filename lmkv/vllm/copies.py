@@ -28,7 +28,7 @@ _REMEMBERED = 10_000_000
 
 
 class NotReadyError(UsageError):
-    """The worker cannot copy now, or ever. Logged once; failed copies are logged each time."""
+    """The worker cannot copy now, or can never copy. Logged once; failed copies are logged each time."""
 
 
 class LayerwiseTransfer:
@@ -172,7 +172,7 @@ class Comparer:
         return self._submit(differences)
 
     def compare_again(self, order: ReadOrder, reading: Reading) -> Comparing:
-        """Compare the ended reading with the first one after the load, and forget that."""
+        """Compare the ended reading with the first one after the load, and forget the first one."""
         back, loaded = self._back, self._loaded
         assert back is not None
 

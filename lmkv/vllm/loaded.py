@@ -47,7 +47,7 @@ KEEPS_WEIGHTS = frozenset({
     *("reset_encoder_cache", "get_node_and_gpu_ids", "determine_available_memory", "execute_dummy_batch"),
     *("get_encoder_timing_stats", "shutdown_weight_transfer_engine"),
 })  # fmt: skip
-"""Methods of vLLM's workers that leave weights as they are, however often a client has them called."""
+"""Methods of vLLM's workers that do not change weights, although clients may call them often."""
 
 
 # -- in a worker ------------------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ _BLOCK = 1 << 20
 
 
 def digest_on_device(data: torch.Tensor) -> str:
-    """Digest of a flat tensor, computed where it is.
+    """Digest of a flat tensor, computed on its device.
 
     Each word of 32 bits is multiplied by a factor of its place, an odd number of 64 bits, and these are added up,
     modulo 2**64. Two different tensors have equal sums with a probability of about 2**-32 for each of two rows of

@@ -48,7 +48,8 @@ class LMKVStats(KVConnectorStats):
 
 
 class LMKVPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics of every engine that this process serves. No method raises: a missing metric is no failure."""
+    """Prometheus metrics of every engine that this process serves. No method raises: a missing metric is not a
+    failure."""
 
     _registered: ClassVar[list[Any]] = []
 
@@ -141,7 +142,7 @@ class BlockDescriber:
     """Describes a request's blocks by vLLM's hashes, and makes vLLM's events of their places.
 
     `block_sizes`, `kinds`, `groups`: each cached block table's tokens per block, vLLM's name for its attention, and its
-    number among vLLM's KV cache groups. `block_pool`: vLLM's, as soon as there is one.
+    number among vLLM's KV cache groups. `block_pool`: vLLM's, once it exists.
     """
 
     block_sizes: Sequence[int]
@@ -160,7 +161,7 @@ class BlockDescriber:
 
     @property
     def all_cleared(self) -> bool:
-        """Whether vLLM is about to publish that all blocks are gone."""
+        """Whether vLLM is about to publish that all blocks are removed."""
         from vllm.distributed.kv_events import AllBlocksCleared
 
         return any(isinstance(event, AllBlocksCleared) for event in self.block_pool.kv_event_queue)

@@ -115,7 +115,7 @@ class Worker:
         return f"<Worker: rank {self._rank}, {state}, {len(self._running)} copies running>"
 
     def refuse(self, reason: str) -> None:
-        """Fail every order from now on, and tell the scheduler side why with the first of them."""
+        """Fail every order from now on, and report the reason to the scheduler side with the first one."""
         self._refusal = self._refusal or reason
 
     def register(self, memory: PagedMemory, parts: Sequence[Part] = ()) -> None:
@@ -249,12 +249,12 @@ class Worker:
         return copier.load(order.copies, overlap=order.between_steps, after=after)
 
     def wait_for_layer(self, layer: int) -> None:
-        """Wait until this layer is loaded: the model is about to read it."""
+        """Wait until this layer is loaded, because the model is about to read it."""
         if self._reading is not None:
             self._reading.step(layer)
 
     def save_layer(self, layer: int) -> None:
-        """Begin to store this layer: the model has written it."""
+        """Begin to store this layer, which the model has just written."""
         if self._writing is None and self._layerwise and self._stores and self._due_stores:
             orders, self._due_stores = self._due_stores, []
             self._writing = LayerwiseTransfer(orders, self._ready_copier, loads=False)
@@ -367,7 +367,7 @@ class Worker:
         return self._copier
 
     def wrap_copier(self, wrap: Callable[[Copier], C]) -> C:
-        """Have another copier stand before the present one, as tests of faults do. Raises NotReadyError."""
+        """Wrap the present copier in another one, as tests of faults do. Raises NotReadyError."""
         self._copier = copier = wrap(self._ready_copier())
         return copier
 

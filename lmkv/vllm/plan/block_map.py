@@ -13,7 +13,8 @@ _NOTHING = Run(0, [])
 """The run of a group that has no part in the copied entry."""
 
 NULL_BLOCK = 0
-"""vLLM's placeholder in block tables, in place of blocks behind a sliding window, and of states that are gone."""
+"""vLLM's placeholder in block tables, in place of blocks that a sliding window has passed, and of states that no longer
+exist."""
 
 
 @frozen
@@ -53,7 +54,7 @@ class BlockMap:
 
     @cached_property
     def windowed(self) -> bool:
-        """Whether a chunk may have pages that were not stored, so that a hit must end where it ends."""
+        """Whether a chunk may have pages that were not stored, so that a hit must end at the end of a chunk."""
         return any(group.window is not None for group in self.groups)
 
     @cached_property
@@ -63,7 +64,7 @@ class BlockMap:
 
     @cached_property
     def one_full_table(self) -> bool:
-        """Whether vLLM can go on at the first block that was not filled.
+        """Whether vLLM can continue at the first block that was not filled.
 
         With several block tables block ids are ambiguous. With a window the blocks before it may be null. A state is
         read before vLLM has the step's loads begin.
@@ -151,7 +152,7 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def state_blocks(self, block_ids: Sequence[list[int]], tokens: int) -> dict[int, int]:
-        """The block for the state behind `tokens` tokens, as vLLM has just allocated or filled it, by group.
+        """The block for the state after `tokens` tokens, which vLLM has just allocated or filled, by group.
 
         `tokens`: where a load ends, or a step that has computed no drafts.
         """

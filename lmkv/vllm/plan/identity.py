@@ -1,4 +1,4 @@
-"""Everything besides tokens that decides KV: salt, LoRA adapter, tags, weights, and images, sounds and videos.
+"""Everything except tokens that decides KV: salt, LoRA adapter, tags, weights, and images, sounds and videos.
 
 vLLM names an item of media by `identifier`: a hash of its content, a name that its client gave it, or a counter of its
 process. Nothing tells these apart, so a name proves nothing. The tensors of vLLM's processor are what the model sees.

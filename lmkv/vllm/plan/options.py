@@ -19,8 +19,8 @@ _NOT_BATCH_INVARIANT = ("FLASHINFER", "TRITON_MLA")
 STATES_WITH_DRAFTS_ON_V1 = False
 """Whether recurrent layers are cached with drafts on the V1 runner; tests set it.
 
-vLLM 0.32's V1 runner goes on from a wrong state when a request is preempted a few tokens behind a boundary within its
-answer, with or without lmkv, which would store the states that follow. The V2 runner is right there.
+If a request is preempted a few tokens after a boundary in its answer, vLLM 0.32's V1 runner continues from a wrong
+state, with or without lmkv. lmkv would store the states that follow. The V2 runner is right there.
 """
 _DEFAULT_TTL = 300.0
 _MAX_PRIORITY = 9
@@ -81,7 +81,7 @@ def returns_routed_experts(vllm_config: Any) -> bool:
 
 
 def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ValueError, with the reason, if a worker's part of a chunk cannot be told from the configuration."""
+    """Raise ValueError, with the reason, if the configuration does not say which part of a chunk a worker has."""
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ValueError(
@@ -239,10 +239,10 @@ class RequestOptions:
     """The options of a request in its `kv_transfer_params`, under keys with the prefix `lmkv.` or `lmcache.`:
 
     `skip_save`, `skip_load`: store or load nothing. `report`: answer with the tokens that were loaded. `prefetch`:
-    promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to
-    prefetch, ignored if they exceed the longest prompt. `pin`: seconds to pin the request's chunks after it ends.
-    `tag.<name>`: share only with equal tags, of a text, a number, a boolean or null. `wait_for`: wait until this number
-    of leading tokens is found: another server is just storing them.
+    promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to prefetch,
+    ignored if they exceed the longest prompt. `pin`: seconds to pin the request's chunks after it ends. `tag.<name>`:
+    share only with equal tags, of a text, a number, a boolean or null. `wait_for`: wait until this number of leading
+    tokens is found, because another server is storing them.
 
     A request with other tags, too many or too long ones, or more than 256 keys has no options and is not cached: it is
     unclear which requests it shares with. Nor is one with `lmcache.token_drop`: KV is that of all tokens here.

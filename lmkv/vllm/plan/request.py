@@ -39,7 +39,7 @@ class Patience:
 
     deadline: float
     late: bool = field(default=False, init=False)
-    """Whether a wait took too long. Then no other follows."""
+    """Whether a wait took too long. Then the request does not wait again."""
     spent: float = field(default=0.0, init=False)
     """Seconds of all waits, up to the last call."""
     _since: float | None = field(default=None, init=False)
@@ -49,8 +49,8 @@ class Patience:
     def lasts(self, now: float, limit: Callable[[], float | None], arrived: int) -> bool:
         """Whether the request may wait on. `arrived`: chunks that have arrived by now.
 
-        `limit`: seconds that this wait may last; asked once, at its beginning. None: not known, and the wait
-        goes on as long as chunks arrive, at least one every `STALL` seconds.
+        `limit`: seconds that this wait may last; asked once, at its beginning. None: not known. The wait then continues
+        while at least one chunk arrives every `STALL` seconds.
         """
         if self.late:
             return False
@@ -99,7 +99,7 @@ class Miss:
 
     @property
     def public_reason(self) -> str:
-        """The reason, without knowledge of other salts."""
+        """The reason. It reveals nothing about other salts."""
         return "not_stored" if self.reason == "other_salt" else self.reason
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class Miss:
         return f"{self.tokens} missed: {miss_in_words(self.reason, self.tier)}{when}"
 
     def report(self) -> dict[str, object]:
-        """The miss for the request's report, without knowledge of other salts."""
+        """The miss for the request's report. It reveals nothing about other salts."""
         fields = {
             "reason": self.public_reason,
             "tokens": self.tokens,
@@ -173,8 +173,8 @@ class Waiting:
     they are loaded or the step ends; `between_steps`: whether that load is asynchronous. `shared_lookup`, `promotion`:
     the lookup and the promotion it waits for. `stored_elsewhere`: leading chunks found so far of another server's;
     `look_at`: when to look for more. `worth_loading`: how many leading chunks load faster than they compute; None until
-    decided. `longest_hit`: most leading chunks of a hit, because the states behind more load more slowly than they
-    compute. `deferred_since`: when vLLM was first told to ask again.
+    decided. `longest_hit`: largest number of chunks of a hit, because later states take longer to load than to compute.
+    `deferred_since`: the time of the first answer that made vLLM ask again.
     """
 
     patience: Patience
@@ -242,11 +242,11 @@ class Storing:
     _at_end: list[Callable[[], None]] = field(init=False, factory=list, repr=False)
 
     def begin_again(self, chunk: int) -> None:
-        """Store the chunks from this one on, and the tail, once more."""
+        """Store the chunks from this one on, and the tail, again."""
         self.stored, self.tail_due = min(self.stored, chunk), True
 
     def once_stored(self, call: Callable[[], None]) -> None:
-        """Call once no store of its chunks is under way, perhaps now."""
+        """Call this function once no store of its chunks is under way, or now if there is none."""
         if self.copying:
             self._at_end.append(call)
         else:
@@ -267,8 +267,8 @@ class Storing:
 class Auditing:
     """Its audits. Written by `HitAudits` and `LoadAudits`.
 
-    `decided`: whether an audit of its hit was drawn for. `audit`: the hit that it recomputes. `reads_back`: its next
-    load is read back in any case. `tenure`: how often it has released its blocks.
+    `decided`: whether the sampler has decided about an audit of its hit. `audit`: the hit that it recomputes.
+    `reads_back`: its next load is read back in any case. `tenure`: how many times it has released its blocks.
     """
 
     decided: bool = False

@@ -67,7 +67,7 @@ class _Comparison(Job):
 
 
 class WrongChunks:
-    """The chunks found to be wrong, and the chunks behind them that have been deleted since.
+    """The chunks found to be wrong, and the chunks that continued them and have been deleted since.
 
     KV computed from a wrong chunk is wrong as well, and may be stored anywhere. So `purge` checks every request's
     chunks before any is loaded.
@@ -97,7 +97,7 @@ class WrongChunks:
         return next((self._keys[key] for key in keys if key in self._keys), None) if self._keys else None
 
     def purge(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete a prompt's chunks that were stored behind a wrong one before it was found."""
+        """Delete a prompt's chunks that continue a wrong chunk and were stored before it was found."""
         if not self._keys:
             return
         first = next((number for number, key in enumerate(keys) if key in self._keys), len(keys))
@@ -176,7 +176,7 @@ class HitAudits(Planner):
         return drawn or self.sampler()
 
     def stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Note the load that these chunks were computed behind: it may be the cause if they are wrong."""
+        """Note the load on which these chunks build: if they are wrong, it may be the cause."""
         if self.on and request.report.hit_tokens:
             text = f"computed by request {request.name} behind {request.report.hit_tokens} tokens that it had loaded"
             self._behind.update(dict.fromkeys(keys, text))
@@ -204,7 +204,7 @@ class HitAudits(Planner):
             self.end(request)
 
     def compare_states(self, request: Request, chunks: int, blocks: Mapping[int, int]) -> None:
-        """Order the comparison of the states behind `chunks` chunks, where the hit would have ended."""
+        """Order the comparison of the states after `chunks` chunks, where the hit would have ended."""
         audit = request.auditing.audit
         if audit is None or chunks != audit.end:
             return
@@ -307,7 +307,7 @@ class AuditedLoad:
 class LoadAudits(Planner):
     """Decides which loads are audited, and acts on wrong ones.
 
-    A request whose blocks do not hold what is stored is reported to `audit`, as a wrong chunk of its hit.
+    If a request's blocks differ from the stored chunks, this is reported to `audit` as a wrong chunk of its hit.
     """
 
     def __init__(self, context: PlanContext, audit: HitAudits) -> None:
@@ -323,7 +323,8 @@ class LoadAudits(Planner):
     def take(
         self, request: Request, copies: list[ChunkCopy], first: int, end: int, *, between_steps: bool
     ) -> AuditedLoad | None:
-        """The request's load, if it is drawn for an audit. `end`: the token that it ends before."""
+        """Return the request's load if the sampler has chosen it for an audit. `end`: the number of its tokens, from
+        the first on."""
         if not copies or not self._audit.takes_load(request):
             return None
         kind = "between steps" if between_steps else "layer by layer" if self._layerwise else "within a step"

@@ -27,7 +27,7 @@ def _identities() -> Iterator[str]:
 class WeightChanges(Planner):
     """Asks the workers for the identity of their weights, and leaves requests out that run across a change.
 
-    A request that is left out runs on, stores and loads nothing more, and shares none of its blocks.
+    A request that is left out keeps running. It stores and loads nothing more, and shares none of its blocks.
 
     `requests`: the scheduler's, by id. `identify()`: the identity of the workers' model, called now and after each call
     of `suspect`; if None, nothing is cached. `evict()`: empties vLLM's prefix cache.
@@ -101,7 +101,8 @@ class WeightChanges(Planner):
             self._loads.evict_blocks(self._across.pop(request_id))
 
     def keep_apart(self, progress: Iterable[str], blocks_of: Callable[[str], BlockTables | None]) -> None:
-        """Keep others from the blocks of requests that run across a change, and those that have some from storing."""
+        """Keep other requests from the blocks of requests that run across a change. Requests that already share such
+        blocks store nothing."""
         if not self._across:
             return
         tables = {name: {block for table in blocks_of(name) or () for block in table} for name in progress}
@@ -144,7 +145,7 @@ class WeightChanges(Planner):
             self.evict_all()
 
     def leave_out(self, request: Request) -> None:
-        """Let the request run on, but share none of its blocks."""
+        """Let the request continue, but share none of its blocks."""
         request.waiting.release_lease()
         request.leave_out()
         self._audit.end(request)

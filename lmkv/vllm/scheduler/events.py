@@ -1,9 +1,9 @@
 """KV events for routers: which of vLLM's blocks have come into a tier of the store, and which have left it.
 
-Events cover chunks whose blocks are known, because this engine stored or found them. The store's threads note
-changes, and the scheduling thread turns them into events. A block may be in several chunks (a prompt's tail and
-the chunk that it became, chunks with different tags), and several tiers are in one place as routers see it: the
-block is there as long as one of them has it.
+Events cover chunks whose blocks are known, because this engine stored or found them. The store's threads note changes,
+and the scheduling thread turns them into events. A block may be in several chunks: a prompt's tail and the chunk that
+it became, or chunks with different tags. Several tiers may be one place for routers. A block is in a place while any
+chunk or tier there has it.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class EventRecorder:
     # -- the scheduling thread ----------------------------------------------------------------------------
 
     def track(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Publish from now on where a request's leading chunks are, and the states behind them.
+        """Publish from now on where a request's leading chunks are, and the states after them.
 
         Skips another request's chunks: they were tracked with that one.
         """
@@ -227,7 +227,7 @@ class EventRecorder:
         self._changes.extendleft(reversed(again))
 
     def reset(self) -> None:
-        """Publish that all blocks are gone, and forget them: everything was deleted."""
+        """Publish that all blocks are removed, and forget them: everything was deleted."""
         self._chunks.clear()
         self._changes.clear()
         self._events += [

@@ -223,7 +223,7 @@ class Loads(Planner):
     """Orders loads and follows them to their end.
 
     `admission`: of loads between steps. `evict_blocks(blocks)`: takes blocks out of vLLM's prefix cache.
-    `on_failed_load(request_id)`: called before vLLM goes on with that request.
+    `on_failed_load(request_id)`: called before vLLM continues that request.
     """
 
     def __init__(self, context: PlanContext, timing: Timing, audits: LoadAudits) -> None:
@@ -264,7 +264,7 @@ class Loads(Planner):
         return any(job.request.tokens(job.start, size) == request.tokens(job.start, size) for job in jobs)
 
     def may_have_been_read(self, number: int) -> bool:
-        """Whether a step may have computed from this load's blocks. None does before a load between steps ends."""
+        """Whether a step may have computed from this load's blocks. Before a load between steps ends, no step does."""
         job = self._jobs.get(number)
         return isinstance(job, _LoadJob) and not job.between_steps
 

@@ -29,7 +29,8 @@ logger = logging.getLogger("lmkv.vllm")
 
 _MAX_ASYNC_LOADS = 3
 _YIELD, _YIELD_EVERY = 5e-5, 0.01
-"""Seconds for which the scheduling thread lets I/O threads have the interpreter, and least seconds between two."""
+"""Seconds for which the scheduling thread leaves the interpreter to I/O threads, and least seconds between two such
+pauses."""
 _LOOK_EVERY = 0.01, 0.1, 1.0
 """Between two looks for another server's chunks: least seconds, part of the time waited so far, most seconds."""
 _LOOK_CHUNKS = 256

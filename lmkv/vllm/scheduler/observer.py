@@ -112,7 +112,7 @@ class Explainer:
         """Why tokens from number `end` on are not loaded. None if there are none.
 
         `keys`: all chunks that a load may end with. `covered`: tokens of the found chunks, of which a load may bring
-        fewer. `few`: fewer tokens were found than are worth a load. `late`: the request may wait no longer.
+        fewer. `few`: too few tokens were found for a load. `late`: the request may wait no longer.
         """
         missing = request.last_token - end
         if missing <= 0:
@@ -182,7 +182,8 @@ class RecentRequests:
         self._lookup_tokens = self._hit_tokens = 0
 
     def scheduled(self, request: Request) -> None:
-        """Report a request whose blocks are allocated, so that its hit is known. Called again after a preemption."""
+        """Report a request once its blocks are allocated, because its hit is then known. Called again after a
+        preemption."""
         key = _key(request.request_id)
         report = {
             "request": request.name,
@@ -232,7 +233,7 @@ def _report(request: Request) -> dict[str, Any]:
 
 
 class TraceRecorder:
-    """Notes the last requests while a client asks for them. Noted on the scheduling thread, read on any.
+    """Records the last requests while a client asks for them. Noted on the scheduling thread, read on any.
 
     A chunk is named by a keyed hash of its key: the same within a process, and meaningless elsewhere.
     """

@@ -177,14 +177,14 @@ class _StateJob(Job):
     reservation: Reservation
     chunks: int
     replaces: int
-    """Leading chunks whose states this request needs no longer, or 0."""
+    """Number of leading chunks after which this request no longer needs the states, or 0."""
 
 
 class StateStores(Planner):
     """Decides which states to store in each step.
 
-    It stores the states that vLLM keeps, at prompts' ends and where prompts part; one every few chunks, while a prompt
-    is computed in several steps; and the last one of an answer.
+    It stores the states that vLLM keeps: at the end of prompts and where prompts diverge, every few chunks while a
+    prompt is computed in several steps, and the last one of an answer.
     """
 
     def __init__(self, context: PlanContext, audit: HitAudits) -> None:

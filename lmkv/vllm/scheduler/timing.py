@@ -32,7 +32,7 @@ _STAKE = 0.25
 class LoadTime:
     """Seconds that a tier takes for a load: a delay, and a time for each byte, fitted to its recent loads.
 
-    Least squares, older loads counting ever less. Loads of a single size leave it to the bytes alone.
+    Fitted by least squares; older loads count less. If all loads have the same size, the delay is 0.
     """
 
     nbytes: float = 0.0

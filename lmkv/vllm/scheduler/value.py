@@ -33,7 +33,7 @@ _BACKLOG: Final = 8
 """A step replays one more request for each this many that wait."""
 _SETTLE_SECONDS: Final = 5.0
 KEPT: Final = 0.999
-"""The weight of a sampled request is multiplied by this with each one after it."""
+"""Each later sampled request multiplies the weight of earlier ones by this factor."""
 _DAY: Final = 86_400
 
 
@@ -51,8 +51,9 @@ class _Tier:
 class MemoryValue:
     """Feeds shadows of the tiers on the scheduling thread; `report` is for any thread. Never waits.
 
-    A step has one shadow replay one finished request, or a few if many wait, so that no call takes long.
-    The sample is whole subtrees of prompts, from where conversations part, so that it has all chunks of a hit or none.
+    In each step, one shadow replays one finished request, or a few if many wait, so that no call takes long. The sample
+    consists of whole subtrees of prompts, from the point where conversations diverge. So it has all chunks of a hit, or
+    none.
     """
 
     def __init__(self, store: TieredStore, chunk_tokens: int, clock: Clock = time.perf_counter) -> None:
