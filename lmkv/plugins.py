@@ -62,5 +62,5 @@ def make(place: str, wanted_by: str, kind: type[Any], *args: Any, **options: Any
         # Its message and its traceback may have the password of a URL.
         raise ConfigError(f"{wanted_by}: {place} cannot be made: {mask_secrets(safe_repr(error))}") from None
     if not isinstance(made, kind):
-        raise ConfigError(f"{wanted_by}: {place} has not all methods of lmkv.protocols.{kind.__name__}")
+        raise ConfigError(f"{wanted_by}: {place} lacks methods of lmkv.protocols.{kind.__name__}")
     return made

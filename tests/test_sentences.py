@@ -1,7 +1,8 @@
-"""The pages are read once: short sentences, an actor in each, and the words that readers know."""
+"""Pages and docstrings are read once: short sentences, an actor in each, and the words that readers know."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,10 @@ from tests.pages import FENCE, ROOT
 
 DOCS = ROOT / "docs"
 _OF_DOCS = {*DOCS.glob("*.md"), *DOCS.glob("development/*.md")}
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(_OF_DOCS)]
-DEVELOPERS = {*DOCS.glob("development/*.md"), DOCS / "write-a-backend.md", ROOT / "CONTRIBUTING.md"}
+TORTURE = ROOT / "packages" / "kv-connector-torture" / "README.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", TORTURE, *sorted(_OF_DOCS)]
+DEVELOPERS = {*DOCS.glob("development/*.md"), DOCS / "write-a-backend.md", ROOT / "CONTRIBUTING.md", TORTURE}
+CODE = sorted((ROOT / "lmkv").rglob("*.py"))
 USERS = [page for page in PAGES if page not in DEVELOPERS]
 """Pages of users: their sentences are short, too."""
 MOST_WORDS = 25
@@ -31,7 +34,12 @@ AVOIDED = {
     r"\bgives? way\b": "is evicted",
     r"\bin vain\b": "without success",
     r"\bit is told\b": "somebody tells",
+    r"\bso (many|long|much) (tokens|leading|chunks|seconds)\b": "this number of",
+    r"\bgoes? on\b": "continues",
+    r"\bleft alone\b": "skipped",
+    r"\bends the start\b": "the server does not start",
 }
+IN_DOCSTRINGS = [word for word in AVOIDED if "whose" not in word and "goes" not in word and "by hand" not in word]
 QUESTIONS = re.compile(r"(What|That|Of|By|Who|Whose) ")
 FILE_AS_TITLE = re.compile(r"\[`?[\w./-]+\.(?:md|py|ya?ml|json|toml|txt)`?\]\(")
 GENERATED = re.compile(r"<!-- From here.*?<!-- End -->", re.DOTALL)
@@ -90,3 +98,17 @@ def test_the_users_pages_are_read_in_an_hour() -> None:
 def test_a_page_has_one_title(page: Path) -> None:
     if page.name != "torture.md":
         assert len(re.findall(r"^# ", FENCE.sub("", page.read_text()), re.MULTILINE)) == 1
+
+
+def docstrings(module: Path) -> Iterator[str]:
+    """All texts that stand alone: of modules, classes and functions, and of the values before them."""
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+@pytest.mark.parametrize("module", CODE, ids=lambda module: str(module.relative_to(ROOT)))
+def test_docstrings_avoid_the_same_words(module: Path) -> None:
+    found = [text for text in docstrings(module) for word in IN_DOCSTRINGS if re.search(word, text, re.IGNORECASE)]
+    found += [text for text in docstrings(module) if QUESTIONS.match(text)]
+    assert found == []

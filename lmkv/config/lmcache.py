@@ -100,9 +100,9 @@ class Translation:
     settings: list[tuple[str, object, str]] = field(factory=list)
     """`(key, value, source)`."""
     readings: list[Reading] = field(factory=list)
-    """What became of each; those that are used are in `settings`, too."""
+    """The meaning of each; those that are used are in `settings`, too."""
     notes: list[tuple[int, str]] = field(factory=list)
-    """What else there is to say, with its level."""
+    """Further remarks, with their levels."""
 
     def of(self, kind: Kind) -> list[Reading]:
         return [reading for reading in self.readings if reading.kind == kind]

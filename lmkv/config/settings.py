@@ -276,7 +276,7 @@ class Config:
             raise ConfigError("\n".join(problems))
 
     def _problems(self) -> Iterator[str]:
-        """What is wrong with settings together."""
+        """Contradictions between settings."""
         yield from self._of_folder("shared_memory", "max_shared_memory_size")
         yield from self._of_folder("local_disk", "max_local_disk_size")
         if self.shared_memory and self.local_disk and are_nested(self.shared_memory, self.local_disk):
@@ -556,7 +556,7 @@ _ONLY_WITH: Final = {
         "remote_timeout",
     ),
 }
-"""What a setting needs -> its name and those that need it."""
+"""A need of settings -> its name and the settings."""
 _KEEPS_NOTHING: Final = (
     "no tier keeps anything, so nothing will hit: local_cpu is off, and there is none of shared_memory, local_disk "
     "and remote_url"

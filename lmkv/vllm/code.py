@@ -148,7 +148,7 @@ def foreign_methods(kind: type) -> set[str]:
     foreign = {place: call for place, call in calls if place not in KNOWN | {package, ""}}
     own = [call for place, call in calls if place == package and not (package in KNOWN or _version(package))]
     if "__main__" in foreign or any(map(_has_values, [*foreign.values(), *own])):
-        raise ValueError(f"a method of {kind.__name__} has values of its own, or is in no package")
+        raise ValueError(f"a method of {kind.__name__} has hidden values, or is in no package")
     return {place for place in foreign if not _version(place)} - packages_of_plug_ins()
 
 

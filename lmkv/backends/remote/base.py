@@ -316,7 +316,7 @@ class RemoteBackend(ABC):
                     yield [each for each in batch if each.nbytes <= _MAX_VALUE_BYTES]
                     until = time.monotonic() + QUIET_SECONDS
                 elif time.monotonic() > until:
-                    raise ValueError(f"it lists no chunk for {QUIET_SECONDS:.0f} s, and goes on")
+                    raise ValueError(f"it lists no chunk for {QUIET_SECONDS:.0f} s, and does not end")
         except BaseException as error:
             raise self._translated(error, "list") from error
 
