@@ -307,7 +307,7 @@ class LocalDiskBackend:
     def _bytes_to_replace(self, chunk: Chunk, folder: Folder, name: str) -> int | None:
         """Size of the chunk's unreadable file, 0 without a file, None if the chunk is stored.
 
-        Removes a file of another chunk, or of another length: its reads would fail for ever.
+        Removes a file of another chunk, or of another length: its reads would fail forever.
         """
         try:
             stored = self._files.header(folder, name, chunk.key).payload_bytes == len(chunk.payload)

@@ -202,7 +202,7 @@ class Scheduler:
         request = self._request_of(vllm_request)
         changed = self.changes.evictions > evictions or self.changes.loads_across(request.request_id)
         if changed and num_computed_tokens:
-            # vLLM asks again, without a hit of its own by then. That also rules out blocks of a load from before the
+            # vLLM asks again, by then without its own hit. That also rules out blocks of a load from before the
             # change, which vLLM shares from the step on in which their request continues.
             return None, False
         answer = self.match(request, num_computed_tokens)
@@ -333,7 +333,7 @@ class Scheduler:
             try:
                 self._jobs.end(job, merged)
             except Exception:
-                # The other jobs must end: a load without an end keeps its request waiting for ever.
+                # The other jobs must end: a load without an end keeps its request waiting forever.
                 logger.exception("lmkv: following up a finished copy failed")
 
     def _note(self, report: WorkerReport) -> None:
