@@ -556,7 +556,7 @@ _ONLY_WITH: Final = {
         "remote_timeout",
     ),
 }
-"""A need of settings -> its name and the settings."""
+"""Attribute -> its setting, and the settings that have an effect only with it."""
 _KEEPS_NOTHING: Final = (
     "no tier keeps anything, so nothing will hit: local_cpu is off, and there is none of shared_memory, local_disk "
     "and remote_url"

@@ -248,7 +248,7 @@ def yield_gil() -> None:
 def draft_lookahead(vllm_config: Any) -> int:
     """How many tokens after a position the KV of draft layers there depends on: 1 with EAGLE, or one module of MTP.
 
-    0 if vLLM does not drop the end of its own hits: without such layers, or by its configuration.
+    0 if vLLM does not drop the end of its hits: without such layers, or by its configuration.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
     # vLLM 0.32 drops it for these two, though their KV depends on no later token; 0.33 does not.
