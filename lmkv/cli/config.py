@@ -38,7 +38,7 @@ Content = Mapping[Any, object]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Ranks = Annotated[
-    int | None, typer.Option("--tensor-parallel-size", min=1, help="As for vLLM: LMCache's sizes are for each rank.")
+    int | None, typer.Option("--tensor-parallel-size", min=1, help="vLLM's option: LMCache's sizes are for each rank.")
 ]
 
 

@@ -34,8 +34,8 @@ def doctor(
             metavar="MODEL", help="A model's folder, config.json or name, to show how many tokens each tier holds."
         ),
     ] = None,
-    kv_cache_dtype: Annotated[KVDtype, typer.Option(help="As for vLLM; with --model.")] = KVDtype.AUTO,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="As for vLLM.")] = 1,
+    kv_cache_dtype: Annotated[KVDtype, typer.Option(help="vLLM's option, for --model.")] = KVDtype.AUTO,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="vLLM's option, for --model.")] = 1,
     show_all: Annotated[bool, typer.Option("--all", help="Also show settings that have their defaults.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings as well.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")] = False,

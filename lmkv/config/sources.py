@@ -93,7 +93,7 @@ def given_settings(
     extra: Mapping[Any, object],
     read: Callable[[Path], Mapping[Any, object]],
 ) -> Iterator[tuple[Any, object, str]]:
-    """`(key, value, source)` of everything given, weakest source first."""
+    """`(key, value, source)` of everything given; a later source overrides an earlier one."""
     for key, value in overrides.items():
         yield key, value, KEYWORD
     if file:

@@ -68,7 +68,8 @@ class Copier(Protocol):
         ...
 
     def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False, after: Event | None = None) -> Event:
-        """Copy slots into blocks. With `overlap` the computation does not wait: it must read them after the event.
+        """Copy slots into blocks. With `overlap` the computation does not wait, and must not read the blocks before the
+        event.
 
         The copy begins after all launched computation, or after the event `after`, if no later computation uses the
         blocks.

@@ -267,7 +267,7 @@ def slab_name(engine: str, layout: KVLayout) -> str:
 
 
 def wait_for_slab(engine: str, slot_bytes: int, stop: threading.Event) -> SlabRef | None:
-    """The slab of an engine, once it has one. None when `stop` was set before."""
+    """The slab of an engine, once it has one. None if `stop` is set first."""
     while not stop.is_set():
         found = find_file(engine)
         if found is not None:

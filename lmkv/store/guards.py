@@ -68,8 +68,8 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
 class Bell:
     """Wakes threads that wait for a state: they check it again at each `ring`. Thread-safe, without a lock.
 
-    A `threading.Condition`, or an `Event`, may keep its lock, or release another thread's, after a KeyboardInterrupt in
-    one that waits. Here each wait has a separate lock, which is released at most once.
+    After a KeyboardInterrupt in a waiting thread, a `threading.Condition` or `Event` may keep its lock, or release that
+    of another thread. Here each wait has a separate lock, which is released at most once.
     """
 
     _waiters: list[threading.Lock] = field(init=False, factory=list)

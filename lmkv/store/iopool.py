@@ -225,7 +225,7 @@ class IOPool:
             return self._pending
 
     def after_fork(self) -> None:
-        """In a child process: there are no threads, and one of them may have held the lock."""
+        """Reset the pool in a child process: it has no threads, and one of them may have held the lock."""
         self._lock = threading.Lock()
         self._idle = Bell()
         self._threads, self._lanes, self._closed = [], {}, True

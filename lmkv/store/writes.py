@@ -25,7 +25,8 @@ _FREE_SHARE = 16
 
 @define(eq=False, repr=False)
 class Part:
-    """A part of a `TieredStore`: all share its lock, tiers, I/O threads and clock. `@locked` methods need that lock."""
+    """A part of a `TieredStore`. All parts share its lock, tiers, I/O threads and clock. `@locked` methods need that
+    lock."""
 
     _lock: threading.Lock
     _changes: Changes

@@ -110,7 +110,7 @@ class Answers:
         return bool(self._ahead)
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
-        """The next answer: bytes, a number, None, an error, or a list of such."""
+        """The next answer: bytes, a number, None, an error, or a list of these."""
         with self._bounded():
             return self._answer(_MAX_DEPTH)
 
