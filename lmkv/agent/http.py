@@ -42,7 +42,7 @@ PAGE = files("lmkv.agent").joinpath("page.html").read_text(encoding="utf-8")
 
 
 def source_of(text: str) -> str:
-    """A script or a style as a source of a Content-Security-Policy: by its hash."""
+    """The hash of a script or a style, as a source in a Content-Security-Policy."""
     return f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -146,7 +146,7 @@ EXAMPLES: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any] | None]] = 
     ("post", "/v1/unpin"): ({"text": "You are a helpful assistant."}, {"unpinned_chunks": 1}),
     ("post", "/v1/clear"): ({"text": "You are a helpful assistant."}, {"deleted_chunks": 1}),
 }
-"""A call's body, and what is answered."""
+"""Examples of a call's body and of its answer."""
 
 
 # -- the last hour ----------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ _SHOWN_ERRORS = 3
 
 @frozen
 class Guard:
-    """An ASGI application before another one. With a `token` each request below `/v1/` must have it.
+    """An ASGI application in front of another one. With a `token` each request below `/v1/` must have it.
 
     `most`: the largest body in bytes.
     """
@@ -279,7 +279,7 @@ def _bounded(receive: Receive, most: int) -> Receive:
 
 
 def as_json(detail: str, status: int) -> Response:
-    """A refusal with its reason, in ASCII, because the caller's text may not be encodable."""
+    """A refusal with its reason, in ASCII, because the caller's text may contain characters that cannot be encoded."""
     return Response(json.dumps({"detail": detail}), status, media_type="application/json")
 
 
@@ -325,7 +325,7 @@ class PromptBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def few_fields(cls, given: Any) -> Any:
-        """Reject a million fields before pydantic validates every one of them, which takes many seconds."""
+        """Reject a body with too many fields before pydantic validates them: a million take many seconds."""
         for fields in (given, given.get("tags")) if isinstance(given, dict) else ():
             if isinstance(fields, dict) and len(fields) > _MAX_FIELDS:
                 raise ValueError(f"there are more than {_MAX_FIELDS} fields or tags")
@@ -378,7 +378,7 @@ def application(
     longest: int = 1 << 18,
     about: Mapping[str, Any] | None = None,
 ) -> FastAPI:
-    """The routes. With a token each request must have it: `Authorization: Bearer ...`. The page needs none.
+    """The routes. With a token each request must have it: `Authorization: Bearer ...`. The page itself needs no token.
 
     `longest`: tokens of the longest prompt, which bounds the size of a body. `about`: model and versions.
     """
@@ -444,7 +444,7 @@ def application(
 
     @v1.get("/prefetch/{name}")
     async def prefetched(name: str) -> dict[str, Any]:
-        """How far a prefetch is."""
+        """The progress of a prefetch."""
         return await named(_at_once(lambda: service.prefetched(name)), "GET", "prefetch", name)
 
     @v1.delete("/prefetch/{name}")
@@ -504,7 +504,8 @@ def application(
 
     @v1.get("/trace")
     async def trace(after: Annotated[int, Query(ge=0, lt=1 << 63)] = 0) -> dict[str, Any]:
-        """Which chunks the requests used from this number on, by names of this process alone: see lmkv record."""
+        """The chunks that requests from this number on have used, under names that only this process knows: see lmkv
+        record."""
         return dict(service.trace(after))
 
     @v1.get("/value")
@@ -519,7 +520,8 @@ def application(
 
     @v1.get("/explain/{request:any_text}")
     async def explain(request: str) -> dict[str, Any]:
-        """Why a request was not loaded from the cache, or not all of it. Several prompts or answers have `parts`."""
+        """Why a request was not loaded from the cache, or not all of it. With several prompts or answers, the result
+        has `parts`."""
         call = _at_once(lambda: service.explain(request))
         found = await peers.ask(call, "GET", f"/v1/explain/{quote(request, safe='')}")
         parts = [{"engine": n, **part} for n, one in answering(found).items() for part in one.pop("parts", [one])]

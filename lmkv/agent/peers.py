@@ -107,11 +107,11 @@ _ANSWERS: dict[tuple[str, str], type[_Answer]] = {
 
 
 class NoAnswerError(Exception):
-    """The bytes that came are not an engine's answer to this call."""
+    """The received bytes are not an engine's answer to this call."""
 
 
 def checked(method: str, path: str, data: bytes) -> dict[str, Any]:
-    """The fields of an engine's answer to a call that is passed on. Raises NoAnswerError."""
+    """The fields of an engine's answer to a forwarded call. Raises NoAnswerError."""
     try:
         answer = _ANSWERS[method, path.split("/")[2]].model_validate_json(data)
     except ValidationError as error:
@@ -206,7 +206,8 @@ class Peers:
             await asyncio.sleep(pause)
 
     async def ask(self, call: Call, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[int, Answer]:
-        """Answers by engine; `call()` gives this one's. Engines that answer 404 are omitted; others give `unavailable`.
+        """Return the answers by engine; `call()` makes this engine's answer. Engines that answer 404 are omitted;
+        others give `unavailable`.
 
         If the body names an `engine`, only that one is asked. Raises PeerError when it does not exist or does not
         answer.

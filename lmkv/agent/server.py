@@ -40,7 +40,7 @@ UNIX = "unix:"
 _LOCALHOST = re.compile(r"(?i)^localhost\.?:")
 _NAME_DIGITS = 16
 _PATIENCE, _PAUSE = 3.0, 0.02
-"""Seconds to wait for another server that binds a socket in a folder, and between two looks."""
+"""Seconds to wait while another server binds a socket in a folder, and between two attempts."""
 
 
 def _literal(text: str) -> str:
@@ -73,9 +73,9 @@ class Address:
         return Address(f"{self.text}.{number}" if unix else f"{host}:{int(port) + number}")
 
     def private(self, number: int) -> Address:
-        """The socket at which the engines of this first one's server reach one of them: nobody else makes its file.
+        """The socket at which the engines of a server reach each other. Nobody else can create its file.
 
-        Raises OSError without a folder that is this user's alone.
+        Raises OSError if there is no folder that belongs to this user alone.
         """
         # An address means something in one container alone, and folders may be common to several.
         container = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("mnt", "net")]
@@ -187,7 +187,7 @@ _SHARE = 0.1
 _SAVED = 0.5
 """Seconds of a core that an idle service may save up."""
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 1.0
-"""Shortest pause of a worker in seconds, and the longest of any thread, so that it can end."""
+"""Shortest pause of a worker, and longest pause of any thread (so that it can end), in seconds."""
 _WORKERS = 2
 _LOOP, _WORK = 0, 1
 P = ParamSpec("P")
@@ -207,7 +207,7 @@ class Pace:
         self._ended = False
 
     def spend(self, part: int, computed: float = 0.0) -> float:
-        """Note seconds that a thread of this part has computed; returns those for which it has to pause."""
+        """Note how many seconds a thread of this part has computed; returns how many seconds it has to pause."""
         with self._lock:
             now, left = time.monotonic(), self._left
             earned, self._time = _SHARE * (now - self._time), now
@@ -218,7 +218,7 @@ class Pace:
             return 0.0 if self._ended else max(0.0, -left[part] / _SHARE)
 
     def work(self, call: Callable[[], T]) -> T:
-        """Call it on a worker's thread once the workers have time left."""
+        """Run the call on a worker's thread once the workers may compute again."""
         while pause := self.spend(_WORK):
             time.sleep(min(max(pause, _MIN_PAUSE), _MAX_PAUSE))
         begun = time.thread_time()
@@ -228,7 +228,7 @@ class Pace:
             self.spend(_WORK, time.thread_time() - begun)
 
     def end(self) -> None:
-        """Nobody pauses any more."""
+        """Let no thread pause any more."""
         self._ended = True
 
 
@@ -293,7 +293,7 @@ class _Workers(ThreadPoolExecutor):
 
 
 def paced_loop(pace: Pace | None = None) -> asyncio.AbstractEventLoop:
-    """Make the loop and its executor, at one pace. Call it in the thread that runs the loop."""
+    """Make the loop and its executor, with a common pace. Call it in the thread that runs the loop."""
     pace = pace or Pace()
     loop = asyncio.SelectorEventLoop(_PacedSelector(pace))
     loop.set_default_executor(_Workers(pace))
@@ -312,7 +312,7 @@ _SHARE_OF_FILES = 8
 
 
 def max_connections() -> int:
-    """Most connections at a time: a small part of the files that the engine may open."""
+    """Largest number of connections: a small part of the files that the engine may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_CONNECTIONS if files < 0 else min(_MAX_CONNECTIONS, files // _SHARE_OF_FILES)
 

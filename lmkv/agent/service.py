@@ -65,7 +65,7 @@ _OF_A_CALL = r"(?:(\d+)_)?{}(?:[-_](\d+))?(?:-[0-9a-f]{{8}})?"
 """vLLM's id of a request: [number of the answer_] id of the caller [-number of the prompt] [-eight hexadecimal
 digits]."""
 _USUAL, _WIDEST = 8, 128
-"""Characters of a token: above the average of texts, and the most that one may have."""
+"""Characters of a token: more than the average in texts, and the largest possible number."""
 _AT_A_CUT = 256
 """Tokens that a text cut short may have and the whole has not."""
 _SHARED_LOOKUP_LIMIT = 1.0
@@ -107,7 +107,7 @@ ClearNamespace = Callable[[str], int]
 
 
 Deleted = Callable[[Sequence[ChunkKey] | None], None]
-"""Receives the keys that a caller has deleted; None for all."""
+"""Receives the keys that a caller has deleted; None: all keys."""
 
 
 def _characters(message: Mapping[str, Any]) -> int:
@@ -141,7 +141,7 @@ class CacheService:
     Parameters
     ----------
     store : TieredStore
-        Belongs to the engine, and is not closed here.
+        Belongs to the engine; the service does not close it.
     keys_of, tokenize
         How the engine makes keys and tokens.
     chunk_size : int
@@ -149,7 +149,7 @@ class CacheService:
     pin_ttl : float
         Seconds that pins and prefetches last if a call gives no time.
     root_of : callable, optional
-        Gives the owner of a prompt's pins, prefetches and sessions; by default all have one.
+        Returns the owner of a prompt's pins, prefetches and sessions; by default there is one owner.
     requests : callable, optional
         Gives the reports of the engine's requests.
     clear_namespace : callable, optional

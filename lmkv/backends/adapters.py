@@ -263,9 +263,9 @@ class AsyncFileBackend:
 
     Notes
     -----
-    A file gets its name when it is complete and on the medium, and then never changes. A file of another length than
-    the buffer is FAILED; bytes that changed on the medium are not detected. Links are not followed, but the folder's
-    owner is not checked.
+    A file gets its name when it is complete and on the medium, and then never changes. A read is FAILED if the file has
+    another length than the buffer; bytes that changed on the medium are not detected. Links are not followed, but the
+    folder's owner is not checked.
 
     Examples
     --------

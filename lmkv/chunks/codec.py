@@ -44,7 +44,7 @@ _WRITER = struct.Struct("<4H")
 Version = tuple[int, ...]
 THIS_WRITER: Version = tuple(map(int, re.findall(r"\d+", __version__)[:3]))
 REFUSED_WRITERS: frozenset[Version] = frozenset()
-"""Versions of lmkv that have stored KV under a wrong name, as the changelog says: their chunks are not read."""
+"""Versions of lmkv that stored KV under a wrong name (see the changelog). lmkv does not read their chunks."""
 _HAS_PARENT = 1
 _AUTHENTICATED = 2
 _NO_PARENT = bytes(KEY_BYTES)
@@ -266,7 +266,7 @@ class ChunkFormat:
 
 @define
 class SegmentDigests:
-    """Computes the digests by which one written payload will be verified: `add` its segments, in their order."""
+    """Computes the digests that verify one written payload: `add` its segments, in their order."""
 
     key: bytes
     _format: ChunkFormat

@@ -34,7 +34,7 @@ class Tokens(Protocol):
 
 
 class TailKey(bytes):
-    """Key of the tokens after a prompt's last whole chunk: a chunk key that says how many `tokens` there are."""
+    """Key of the tokens after a prompt's last whole chunk: a chunk key with the number of these `tokens`."""
 
     tokens: int
 
@@ -46,7 +46,7 @@ class TailKey(bytes):
 
 
 class StateKey(bytes):
-    """Key of a state entry at the end of a chunk: a chunk key that says which of the boundary's entries it is.
+    """Key of a state entry at the end of a chunk: a chunk key with the number of the entry at this boundary.
 
     `number`: from 1 on, see `LayerPages.state`.
     """

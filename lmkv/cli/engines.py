@@ -35,7 +35,7 @@ LOG_CHARACTERS = 4000
 VOCABULARY = 1000
 """Prompts are random ids below this: every model has these tokens."""
 MAX_SOCKET_FOLDER = 70
-"""Most characters of a folder's path: the names of vLLM's sockets follow it, and both together have a limit."""
+"""Largest length of a folder's path. The names of vLLM's sockets follow it, and the whole path has a limit."""
 WRITES_ENDED = 0.5
 """Seconds without a new chunk after which a tier counts as written."""
 SHARED_DEVICE = {"gpu_memory_utilization": 0.1}
@@ -86,7 +86,7 @@ class ChildFailedError(RuntimeError):
 
 
 def same_code() -> dict[str, str]:
-    """Variables with which a child imports the lmkv of this process, and not another one that is installed."""
+    """Environment variables that make a child import the lmkv of this process, not another installed one."""
     here, others = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": f"{here}{os.pathsep}{others}" if others else here}
 
@@ -318,7 +318,7 @@ def _transfer_config(spec: EngineSpec) -> Any:
 
 
 def ask(llm: LLM, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Send one prompt alone, and give what `Answer` has. `prefetch`: makes lmkv keep it in host memory.
+    """Send one prompt alone, and return the fields of an `Answer`. `prefetch`: makes lmkv keep it in host memory.
 
     The time to the first token is vLLM's own figure, so later tokens, for the comparison of outputs, cost nothing.
     """

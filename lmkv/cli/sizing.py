@@ -1,4 +1,4 @@
-"""How large a model's KV and recurrent states are, from its config.json alone: nothing is downloaded."""
+"""Computes the size of a model's KV and recurrent states from its config.json alone, without a download."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class KVDtype(StrEnum):
 BYTES = {KVDtype.FLOAT32: 4, KVDtype.BFLOAT16: 2, KVDtype.FLOAT16: 2, KVDtype.FP8: 1}
 KINDS = frozenset({"full_attention", "sliding_attention"})
 NOT_CACHED = ("mamba", "ssm_", "linear_num_", "index_topk")
-"""Prefixes of settings of layers that keep a state, or more than keys and values."""
+"""Prefixes of the settings of layers that keep a state, or more than keys and values."""
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Sections in which a multimodal model has the settings of its language model."""
 
@@ -128,7 +128,7 @@ class Layer:
     values: int
 
     def on_a_rank(self, ranks: int) -> int:
-        """Values that one rank keeps for a token. With fewer heads than ranks, each rank has one head."""
+        """The number of values that one rank keeps for a token. With fewer heads than ranks, each rank has one head."""
         fewer, more = sorted((self.heads, ranks))
         if more % fewer:
             raise ValueError(f"{self.heads} KV heads cannot be split over {ranks} ranks")

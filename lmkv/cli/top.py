@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BINS = 24
 FEW = 50
-"""Sampled requests, below which there are no estimates; page.html has the same."""
+"""Least number of sampled requests for an estimate; page.html has the same."""
 _NOTHING = 0.0005
 _BESIDE = 8
 """Lines of the terminal for headings and borders."""
@@ -218,7 +218,7 @@ def requests(found: list[dict[str, Any]], now: float) -> Table | Text:
 
 
 def shortened(request: str, width: int = 20) -> str:
-    """A shortened id. Clients choose ids, so control characters must not reach the terminal."""
+    """A shortened id. Shorten an id for the terminal, without control characters: clients choose ids."""
     request = printable(request)
     return request if len(request) <= width else f"{request[: width - 9]}…{request[-8:]}"
 

@@ -131,7 +131,7 @@ class Request:
 
 @frozen
 class EngineStats:
-    """Totals of an engine's calls since it was opened, in tokens, and its store's state; from `Engine.stats`.
+    """The result of `Engine.stats`: totals of the engine's calls in tokens, and the state of its store.
 
     Notes
     -----

@@ -171,7 +171,7 @@ class Staging:
         return self.device.stream(compute=True).record_event()
 
     def allocate(self) -> None:
-        """Allocate the memory, unless that is done."""
+        """Allocate the memory, unless it is allocated."""
         if not hasattr(self, "loading"):
             self.ring = Ring(self.device, self.ring_bytes)
             self.loading, self._owner = self.device.allocate(self.batch_bytes)
@@ -187,7 +187,8 @@ class Staging:
 
 
 PIECE_BYTES = 32 << 20
-"""Bytes per registration: on an H100 a launch waits 1.5 ms for one, 5 for 128 MiB. A whole slab may be too much."""
+"""Bytes per registration: on an H100 a launch waits 1.5 ms for one, 5 for 128 MiB. A whole slab may be too large for
+one registration."""
 
 
 class PinnedSlab:

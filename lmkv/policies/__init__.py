@@ -175,7 +175,7 @@ _MIN_TOKENS: Final = re.compile(r"min_tokens:([1-9]\d{0,8})")
 
 
 def make_admission(name: str) -> Admission:
-    """A new admission filter: one of `ADMISSIONS`, `min_tokens:8192` for another number, or `package.module:Class`.
+    """A new admission filter: one of `ADMISSIONS`, `min_tokens:N`, or `package.module:Class`.
 
     Raises ConfigError for any other.
     """

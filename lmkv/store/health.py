@@ -286,14 +286,14 @@ def _with_names(text: str, most: int) -> str:
 
 
 def read_works(result: Read) -> bool | None:
-    """Whether the tier can be read. None: no bytes came, so the answer does not say."""
+    """Whether the tier can be read. None if no bytes came, which says nothing."""
     if result.status is ReadStatus.MISS:
         return None
     return result.status is ReadStatus.HIT or isinstance(result.error, CorruptChunkError)
 
 
 def write_works(result: Written) -> bool | None:
-    """Whether the tier accepts writes. None: no write was needed, or it was refused for lack of room."""
+    """Whether the tier accepts writes. None if no write was needed, or if it was refused for lack of space."""
     return {WriteStatus.STORED: True, WriteStatus.FAILED: False}.get(result.status)
 
 

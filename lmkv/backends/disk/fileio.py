@@ -59,7 +59,7 @@ class Scratch(threading.local):
         self._pieces: dict[str, memoryview] = {}
 
     def borrow(self, kind: str, nbytes: int) -> memoryview:
-        """`nbytes` of undefined content, until this thread borrows the same kind again."""
+        """Return `nbytes` with undefined content. They are valid until this thread borrows the same kind again."""
         piece = self._pieces.get(kind)
         if piece is None or len(piece) < nbytes:
             piece = self._pieces[kind] = self._made(nbytes)
@@ -144,7 +144,7 @@ def closed_in_children(*names: str) -> Iterator[None]:
 
 @frozen
 class Folder:
-    """An open folder. Its entries are reached by its descriptor, so renames of folders above it do not matter.
+    """An open folder. Its entries are opened by its descriptor, so renames of folders above it do not matter.
 
     `path`: for messages. `status`: when it was opened.
     """
@@ -161,7 +161,8 @@ class Folder:
 
     @contextlib.contextmanager
     def opened(self, name: str, flags: int) -> Iterator[int]:
-        """Open a file for the time of a block. Follows no link, and waits for no other end of a pipe."""
+        """Open a file for the duration of a with block. It follows no link, and does not wait for the other end of a
+        pipe."""
         flags |= _CAREFULLY
         with closed_in_children(name):
             fd = os.open(name, flags, 0o600, dir_fd=self.fd)
@@ -174,7 +175,7 @@ class Folder:
                 os.close(fd)
 
     def make(self, name: str) -> None:
-        """Create a folder in it, unless there is something of that name."""
+        """Create a folder in it, unless an entry of that name exists."""
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=self.fd)
             if self.for_group:
@@ -243,7 +244,7 @@ class OwnFile:
 
     @classmethod
     def made(cls, folder: Folder, name: str) -> Self:
-        """Make one that nobody else has. Raises `OSError`, also where a file cannot be locked."""
+        """Create and lock a new file. Raises `OSError`, also where a file cannot be locked."""
         with folder.opened(name, os.O_CREAT | os.O_EXCL | os.O_RDWR) as fd:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -255,7 +256,7 @@ class OwnFile:
 
     @property
     def is_there(self) -> bool:
-        """Whether nobody has removed it. Raises `OSError`."""
+        """Whether the file still exists. Raises `OSError`."""
         return os.fstat(self._fd).st_nlink > 0
 
     def write(self, data: bytes) -> None:
@@ -275,7 +276,7 @@ class OwnFile:
 
 
 def is_abandoned(folder: Folder, name: str) -> bool:
-    """Whether the writer of a temporary file has ended. False when that cannot be found out."""
+    """Whether the writer of a temporary file has ended. False if this is unknown."""
     try:
         # NFS locks only files that are open for writing.
         with folder.opened(name, os.O_RDWR) as fd:
@@ -340,7 +341,7 @@ class FreeSpace:
     _lock: threading.Lock = field(factory=threading.Lock, init=False, repr=False)
 
     def claim(self, nbytes: int) -> int:
-        """Claim `nbytes`; returns how many `min_free` lacks then, and claims nothing if any."""
+        """Claim `nbytes`. Returns how many bytes are then missing from `min_free`; if any are, it claims nothing."""
         if not self.min_free:
             return 0
         with self._lock:

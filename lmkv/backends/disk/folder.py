@@ -39,9 +39,9 @@ _NAME_LENGTH = 2 * KEY_BYTES + len(SUFFIX)
 class ChunkFolder:
     """`<root>/<namespace>/<first byte of the key>/<key>.kv1`, all in lower-case hexadecimal.
 
-    Names consist of digests, which can neither collide nor point outside the folder. The root is the operator's: if it
-    was removed, it is not created again. Everything below is lmkv's, for its user only, or for the root's group
-    (`Folder.for_group`).
+    Names consist of digests, which can neither collide nor point outside the folder. The root belongs to the operator:
+    if somebody removed it, it is not created again. Everything below belongs to lmkv, and is for its user only, or for
+    the root's group (`Folder.for_group`).
     """
 
     root: Root
@@ -200,7 +200,7 @@ _MAX_DESCRIPTION_BYTES = 1 << 16
 def describe(root: str, namespace: Namespace) -> None:
     """Write the description of a namespace into its folder, unless there is one.
 
-    Raises nothing, because a medium that cannot take it may still take chunks.
+    Never raises: a medium that cannot store the description may still store chunks.
     """
     fields = {**asdict(namespace, recurse=False), "extra": dict(namespace.extra)}
     text = json.dumps(fields, indent=1, ensure_ascii=True) + "\n"
@@ -291,7 +291,8 @@ class Usage:
         self._change(0, -nbytes)
 
     def listed_from(self) -> tuple[int, int]:
-        """All bytes that were ever reserved, and those not written yet: what `set` needs of a listing's beginning."""
+        """All bytes that were ever reserved, and those not written yet. `set` needs both, as of the beginning of a
+        listing."""
         # In this order: bytes that stop pending in between are in a file, which the listing finds.
         reserved = 0
         with contextlib.suppress(OSError), self._open(0) as fd:

@@ -51,7 +51,7 @@ class Root:
 
     @classmethod
     def checked(cls, path: str | os.PathLike[str]) -> Self:
-        """The existing root folder, by a path that only trusted users could have changed.
+        """Return the existing root folder, opened by a path that only trusted users could have changed.
 
         Raises `NotTrustedError` with the remedy, and `OSError`.
         """

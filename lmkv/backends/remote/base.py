@@ -90,7 +90,7 @@ Fill = Callable[[memoryview], None]
 
 
 def filler(value: memoryview) -> Fill:
-    """A function that fills buffers with the next bytes of `value`, as far as there are any."""
+    """Return a function that fills buffers with the next bytes of `value`, until its end."""
 
     def fill(part: memoryview) -> None:
         nonlocal value
@@ -130,7 +130,8 @@ class ValueCodec:
         return header
 
     def receive(self, key: ChunkKey, nbytes: int, fill: Fill, into: memoryview) -> None:
-        """Fill `into` with the payload of a value of `nbytes`, which `fill` reads on. Raises as `parsed` does."""
+        """Fill `into` with the payload of a value of `nbytes`, of which `fill` reads the next bytes. Raises as `parsed`
+        does."""
         header_bytes = self.format.header_bytes(len(into))
         start = memoryview(bytearray(min(nbytes, header_bytes)))
         fill(start)
@@ -140,7 +141,7 @@ class ValueCodec:
         self.receive_payload(header, fill, into)
 
     def receive_payload(self, header: Header, fill: Fill, into: memoryview) -> None:
-        """Fill `into` with a payload that `fill` reads on. Raises `FormatError`."""
+        """Fill `into` with a payload, of which `fill` reads the next bytes. Raises `FormatError`."""
         for index, at in enumerate(range(0, len(into), header.segment_bytes)):
             segment = into[at : at + header.segment_bytes]
             fill(segment)
@@ -156,7 +157,7 @@ class ValueCodec:
 
 
 MIN_BYTES_PER_SECOND = 16 << 20
-"""Slowest transfer of a value, in bytes per second, before it is given up."""
+"""Least speed of a transfer, in bytes per second; a slower one is given up."""
 _MAX_PAGES = 100_000
 QUIET_SECONDS = 60.0
 """Most pages of a listing, and most seconds, without one chunk. Others may have a hundred million names."""

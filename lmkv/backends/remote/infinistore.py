@@ -44,7 +44,7 @@ _SKIPPED = 1 << 20
 
 
 class Connection:
-    """Requests and their answers, until `deadline`, for one thread at a time.
+    """Sends requests and reads their answers until `deadline`, for one thread at a time.
 
     Raises OSError when the answer is late or not valid.
     """

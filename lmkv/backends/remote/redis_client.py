@@ -67,7 +67,7 @@ _limit = _Limit()
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Bound all answers to this thread in a block: by this time, and by one budget of bytes and items."""
+    """Limit all answers to this thread within a block: by a time, and by a common budget of bytes and items."""
     before, _limit.budget = _limit.budget, _Budget(time.monotonic() + seconds)
     try:
         yield
@@ -229,7 +229,8 @@ class OneSentinel(Redis):
 
 
 class NodeAnswers(Answers):
-    """The answers of a cluster's node. redis-py visits each slot, and makes a client for each node, that one names."""
+    """The answers of a cluster's node. redis-py visits each slot and makes a client for each node that an answer
+    names."""
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
         answer = super().read_response()
@@ -254,7 +255,8 @@ def _check_slots(answer: Sequence[Any]) -> None:
 class Cluster(RedisCluster):
     """redis-py's client of a cluster, which takes no parser as an option.
 
-    redis-py's `close` leaves connections open: all of a client that could not be made, and those to former nodes.
+    redis-py's `close` leaves some connections open: those of a client that could not be made, and those to former
+    nodes.
     """
 
     def __init__(self, **settings: Any) -> None:

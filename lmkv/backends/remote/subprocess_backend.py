@@ -55,7 +55,7 @@ class SubprocessBackend(RemoteBackend):
     """The module of `StoreClient`, the client in the child process; by default the subclass's."""
 
     requests: ClassVar[int] = 1
-    """Most requests that a call makes in turn; each may take the timeout."""
+    """Largest number of requests that a call makes one after the other; each may take the timeout."""
 
     def _set_up(self, options: dict[str, Any]) -> None:
         self._module = self.client_module or type(self).__module__
@@ -161,7 +161,8 @@ class ClientProcess:
         _clients.add(self)
 
     def register(self, descriptor: int, address: int, nbytes: int, seconds: float) -> None:
-        """Move payloads in this memory without a copy. The first call may take `seconds` longer to register it."""
+        """Move payloads in this memory without a copy. The first call may take `seconds` longer, to register the
+        memory."""
         with self._lock:
             if self._process is not None or self._slab[0] >= 0:
                 raise UsageError("memory is registered once, before the first call")
@@ -243,7 +244,7 @@ class ClientProcess:
         return self._connected and process is not None and process.poll() is None
 
     def leave_to_parent(self) -> None:
-        """In a forked child: close the connection, or the process would not notice the end of its parent."""
+        """In a forked child: close the connection; otherwise the process would not notice the end of its parent."""
         self._lock = threading.Lock()
         if self._process is not None:
             self._connection.close()

@@ -66,8 +66,8 @@ class BlockMap:
     def one_full_table(self) -> bool:
         """Whether vLLM can continue at the first block that was not filled.
 
-        With several block tables block ids are ambiguous. With a window the blocks before it may be null. A state is
-        read before vLLM has the step's loads begin.
+        With several block tables block ids are ambiguous. With a window the blocks before it may be null. vLLM reads a
+        state before the loads of the step begin.
         """
         return len(self.groups) == 1 and not (self.windowed or self.states or self.scratch)
 

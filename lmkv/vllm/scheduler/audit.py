@@ -33,7 +33,7 @@ _NAMED = 3
 
 
 CopiesOf = Sequence[Callable[[int], ChunkCopy | None]]
-"""For each key, makes the copy into a slot; None if its blocks are not all there."""
+"""Makes the copy of a key's chunk into a slot; None if some of its blocks are missing."""
 
 
 def named(names: Sequence[str]) -> str:

@@ -399,7 +399,7 @@ class Matcher(Planner):
     # -- allocation ---------------------------------------------------------------------------------------
 
     def allocated(self, request: Request, tables: BlockTables, tokens: int) -> None:
-        """Blocks are allocated: order the promised load of `tokens` tokens, or release its lease for 0."""
+        """Blocks are allocated: order the promised load of `tokens` tokens; if it is 0, release the lease."""
         waiting = request.waiting
         promised = self._promised.pop(request.request_id, None) is not None
         self._observer.scheduled(request, tokens, refused=promised and tokens <= 0)

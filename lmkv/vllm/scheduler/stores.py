@@ -297,7 +297,7 @@ class StateStores(Planner):
 
 
 class Endings(Planner):
-    """Carries out the wishes of requests that have ended. `stores`: their chunks may still be on their way."""
+    """Carries out the wishes of requests that have ended. `stores`: their chunks may not be stored yet."""
 
     def __init__(self, context: PlanContext, stores: ChunkStores) -> None:
         super().__init__(context)
