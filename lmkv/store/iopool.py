@@ -53,8 +53,8 @@ class Deferred:
     def run(self, submit: Callable[[Sequence[Job]], list[Job]]) -> None:
         """Run everything, including plans added meanwhile. No lock may be held.
 
-        `submit`: `IOPool.submit`, which queues jobs and returns the refused ones. An exception of one, or Ctrl-C, stops
-        no other, and is raised at the end. The interrupted plan runs again, which is harmless.
+        `submit`: `IOPool.submit`, which queues jobs and returns the refused ones. An exception in one plan, or Ctrl-C,
+        does not stop the others; it is raised at the end. The interrupted plan runs again, which is harmless.
         """
         raised: BaseException | None = None
         tries = _TRIES
@@ -163,7 +163,7 @@ class IOPool:
         return not self._closed
 
     def withdraw(self, lane: str, first: Priority) -> list[Job]:
-        """Take back a lane's waiting jobs of this priority and lower ones, in the order of service."""
+        """Remove and return a lane's waiting jobs of this priority and of less urgent ones, in the order of service."""
         with self._lock:
             jobs = self._lane(lane).take(first)
         self._idle.ring()

@@ -91,7 +91,7 @@ class Reservation(AbstractContextManager["Reservation"]):
             how(self, keys)
 
     def take(self, keys: Sequence[ChunkKey] | None) -> list[Entry]:
-        """Hand the entries of these keys (None: all) over to the caller. Called under the store's lock."""
+        """Transfer the entries of these keys (None: all) to the caller. Called under the store's lock."""
         if keys is None:
             entries, self._open = list(self._open.values()), {}
             return entries

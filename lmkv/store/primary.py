@@ -80,7 +80,8 @@ class PrimaryTier:
         return self.order.policy
 
     def slots_for_wishes(self, kind: type) -> int:
-        """Slots that pins and prefetches may still refer to. An eighth of each kind is left to loads and stores."""
+        """Number of slots that pins and prefetches may still refer to. An eighth of each kind is left to loads and
+        stores."""
         slots: int = self.slab.num_slots
         left = slots - max(1, slots // 8) - self.wished.total()
         if kind in self.shares:
@@ -318,7 +319,7 @@ class PrimaryTier:
     def recount(self, refs: Mapping[Entry, int], filled: Collection[Entry]) -> None:
         """Recount after a change that was cut short.
 
-        `refs`: references to each entry. `filled`: entries that their writer or load will make READY, or remove. An
+        `refs`: references to each entry. `filled`: entries that their writer or load will mark as READY, or remove. An
         exception within leaves the same work to do: entries change first, counts last.
         """
         entries = {}

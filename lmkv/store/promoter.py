@@ -103,7 +103,7 @@ class Promoter(Part):
     ) -> Promotion:
         """Begin a promotion: at once, or when `lookup` is done. Expired ones were released before.
 
-        Chunks of the rest of `chain` that no lower tier stores are evicted last for it.
+        To make room, it evicts the chunks of the rest of `chain` that no lower tier stores last.
         """
         promotion = Promotion(self.release, lambda: self.forked)
         end = math.inf if ttl is None else self._clock() + ttl
@@ -257,7 +257,7 @@ class Promoter(Part):
 
     @locked
     def settle(self, entry: Entry, after: Deferred) -> None:
-        """An entry is READY, or was removed unfilled: finish the promotions that waited for nothing else."""
+        """Note that an entry is READY, or was removed unfilled. Finish the promotions that waited only for it."""
         for work in self.waiters.pop(entry, ()):
             promotion, source = work.promotion, work.awaited.pop(entry)
             if entry.ready:
@@ -355,7 +355,7 @@ class Promoter(Part):
     def end_prefetches(self, after: Deferred, removed: Collection[ChunkKey] | None = None) -> None:
         """Release prefetches that have lost chunks: the rest is useless alone.
 
-        Default: all promotions with a time to live.
+        By default, check all promotions with a time to live.
         """
         for work in list(self._unreleased.values()):
             if work.end < math.inf and (work.prefetch or removed is None):

@@ -128,7 +128,7 @@ class SharedLookup(Handle):
     Each tier, fastest first, is asked for the keys that the tiers before it do not have. Done when all chunks are
     found, or all tiers have answered or failed. Thread-safe.
 
-    `states`: keys of states behind these chunks, asked for as well; they may be missing.
+    `states`: keys of states after these chunks. It asks for them as well; they may be missing.
 
     `on_done`: called once, without the lock. `seconds`: its duration, by the `clock`.
     """

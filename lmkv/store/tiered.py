@@ -177,7 +177,7 @@ class TieredStore(Part):
         return self._holders.lease(keys)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note a use of a chain's chunks, head first, in every tier."""
+        """Note in every tier that a chain's chunks, given head first, were used."""
         with self._lock, self._changes:
             for order in (self._primary.order, *(tier.index.order for tier in self._tiers)):
                 order.touch(keys)
@@ -279,7 +279,7 @@ class TieredStore(Part):
             self._promoter.resume(after)
 
     def look_up_shared(self, keys: Sequence[ChunkKey], states: int = 0) -> SharedLookup | None:
-        """Ask shared tiers, in the background, for leading chunks that no index knows, and for `states` behind each.
+        """Ask shared tiers, in the background, for leading chunks that no index knows, and for `states` after each.
 
         Never waits. None when there is nothing to ask: no tier is shared, or all chunks are known.
         """

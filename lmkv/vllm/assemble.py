@@ -92,7 +92,7 @@ def _call(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: ServedModel) -> AgentServer | None:
-    """Start the service. None if none is wanted, or if its address is taken, which is logged.
+    """Start the service. Returns None if no agent API is wanted, or if its address is in use, which is logged.
 
     Raises ConfigError for an address outside this machine.
     """
@@ -152,7 +152,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
 
 
 def about(vllm_config: Any) -> dict[str, str]:
-    """Names and versions of a server's model and programs, for people who look at several servers."""
+    """Names and versions of a server's model and programs, to tell several servers apart."""
     names = vllm_config.model_config.served_model_name or vllm_config.model_config.model
     found = {"model": str(names if isinstance(names, str) else names[0]), "vllm": compat.vllm_version()}
     with suppress(PackageNotFoundError):

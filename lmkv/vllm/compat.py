@@ -62,7 +62,7 @@ def adopt_logging() -> None:
 
 @frozen
 class KVGroup:
-    """One KV cache group of vLLM: layers with one block table. `page_formats`: a description per layer.
+    """One KV cache group of vLLM: layers that share a block table. `page_formats`: a description per layer.
 
     `block_size`: tokens of a block, on all ranks that it is spread over. `window`: tokens that a query sees with a
     sliding window, None for full attention. `number`: among all groups. `recurrent`: a block is a state.
@@ -81,7 +81,7 @@ class KVGroup:
 
 
 def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -> list[KVGroup]:
-    """The groups of a KVCacheConfig that hold prefixes, equal on both sides.
+    """The groups of a KVCacheConfig that hold prefixes; both sides get the same result.
 
     `padded`: pages with the padding behind them. `context`: ranks over which vLLM spreads the tokens of a block.
     Raises ValueError, with the reason, for a model that cannot be cached.
@@ -327,7 +327,7 @@ def transfer_results(finished: set[str], failed: set[str]) -> Any:
 def calling_scheduler() -> Any | None:
     """vLLM 0.29's scheduler, the caller of `bind_gpu_block_pool`. None for later versions.
 
-    Later versions pass to a connector what 0.29 keeps in its scheduler: see the two uses below.
+    Later versions pass values to a connector that 0.29 keeps in its scheduler: see the two uses below.
     """
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
@@ -341,7 +341,7 @@ def calling_scheduler() -> Any | None:
 
 
 def calling_core() -> Any | None:
-    """vLLM's engine core, which is making the scheduler side. None if another program makes it."""
+    """The engine core of vLLM that makes the scheduler side; None if another program makes it."""
     callers = (frame.frame.f_locals.get("self") for frame in inspect.stack(0))
     return next((each for each in callers if hasattr(each, "model_executor")), None)
 

@@ -72,7 +72,7 @@ class LMKVWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class Sides(NamedTuple):
-    """The present parts of a connector: of the scheduler's process, or of a worker's."""
+    """The sides of a connector that exist in this process: the scheduler's or a worker's."""
 
     scheduler: Scheduler | None
     worker: Worker | None
@@ -181,7 +181,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def sides(self) -> Sides:
-        """The side that this connector has, the other as None, and the model as lmkv sees it."""
+        """The side of this connector (the other one is None), and the model as lmkv sees it."""
         return Sides(self._scheduler, self._worker, self._model)
 
     # -- before there is an instance ----------------------------------------------------------------------
@@ -224,7 +224,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A preempted request does not wait for its stores: an unstored chunk is a later miss."""
+        """Returns False: a preempted request does not wait for its stores, and an unstored chunk is a later miss."""
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -342,7 +342,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.refuse(f"a worker cannot use its KV tensors: {error}")
 
     def unregister_kv_caches(self) -> None:
-        """Give the KV tensors up before the engine sleeps (vLLM 0.33)."""
+        """Release the KV tensors before the engine sleeps (vLLM 0.33)."""
         if self._worker is not None:
             self._worker.suspend()
 

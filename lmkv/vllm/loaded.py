@@ -1,7 +1,7 @@
 """The identity of the workers' model: weights, constants of layers, configuration and code.
 
-vLLM's engine core asks its workers, and reports calls that may have changed their answer. Files on disk are not read:
-they may have changed since vLLM has read them.
+vLLM's engine core asks its workers, and reports calls that may have changed their answer. lmkv does not read the files
+on disk, because they may have changed since vLLM read them.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def note_constants(worker: Any) -> None:
 
 
 def fold_constants(worker: Any) -> None:
-    """After the call: add the changed constants to the identity."""
+    """After such a call, add the changed constants to the identity."""
     for _, layer in _layers(worker.model_runner):
         before = _before_call.pop(layer, None)
         if before is None:

@@ -79,7 +79,7 @@ class Ranks:
         """The layers of the stage that has most of them; every other stage has the first of these.
 
         `layers`: of one stage. The scheduler side knows those of stage 0 only, so that all hidden layers must have
-        equal pages. Raises ValueError if they have not.
+        equal pages. Raises ValueError if they differ.
         """
         if len(self.stages) == 1:
             return tuple(layers)
@@ -269,7 +269,7 @@ def _layout_name(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def source_of(model_config: Any) -> str:
-    """Where the weights come from; `model` is a temporary folder when vLLM reads them from object storage."""
+    """The source of the weights. `model` is a temporary folder if vLLM reads them from object storage."""
     return str(getattr(model_config, "model_weights", None) or model_config.model)
 
 

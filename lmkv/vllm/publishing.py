@@ -25,7 +25,7 @@ _LOGGED = ("lmkv_hit_tokens", "lmkv_missed_tokens", "lmkv_stored_tokens", "lmkv_
 
 
 class LMKVStats(KVConnectorStats):
-    """Values counted in an interval; `data` is a `lmkv.vllm.scheduler.telemetry.Values`."""
+    """Values of an interval; `data` is a `lmkv.vllm.scheduler.telemetry.Values`."""
 
     def reset(self) -> None:
         self.data: Values = {}

@@ -1,6 +1,6 @@
 """The worker side of the connector: maps the slab, executes copy orders, reports how they ended.
 
-It decides nothing and knows no request. No method raises: a failure becomes a failed job, which the scheduler side
+It makes no decisions and knows no requests. No method raises: a failure becomes a failed job, which the scheduler side
 answers with a miss, or vLLM by recomputing the blocks.
 """
 
@@ -55,12 +55,11 @@ class Worker:
     """Executes the `StepPlan`s of one rank. All calls come from the thread that runs the model.
 
     `rank`: the rank whose part of each slot it copies. `layout`: None if this rank cannot cache the model though the
-    scheduler side can; then every order fails. `share`: (index, count) of this rank among those that have the same
-    KV, which the first of them stores. `block_level_failures`: failed loads are reported by block ids, else (see
-    `BlockMap.one_full_table`) by request ids. `layerwise`: loads and stores within a step overlap its
-    computation, for a model that calls `wait_for_layer` and `save_layer`. `engine`: the name of its slab (see
-    `slab_name`), which it finds as soon as there is one, rather than with the first order. `staging_bytes`: device
-    memory for stores.
+    scheduler side can; then every order fails. `share`: (index, count) of this rank among those that have the same KV,
+    which the first of them stores. `block_level_failures`: failed loads are reported by block ids, else (see
+    `BlockMap.one_full_table`) by request ids. `layerwise`: loads and stores within a step overlap its computation, for
+    a model that calls `wait_for_layer` and `save_layer`. `engine`: the name of its slab (see `slab_name`), which the
+    worker finds once it exists, before the first order. `staging_bytes`: device memory for stores.
     """
 
     def __init__(

@@ -22,8 +22,8 @@ class Group:
     """One block table: tokens per block and, with a sliding window, how many tokens a query sees.
 
     `table`: its number among vLLM's, None where every one of these is cached. `state`: for recurrent layers the number,
-    from 1 on, of the state entry that theirs is part of. A block of such a table is a state, not the KV of tokens;
-    which state, only vLLM knows.
+    from 1 on, of the state entry that theirs is part of. A block of such a table is a state, not the KV of tokens. Only
+    vLLM knows which state it is.
     """
 
     block_size: int
@@ -76,8 +76,8 @@ class BlockMap:
     ) -> ChunkCopy | None:
         """The copy of the first `tokens` tokens, all by default, of chunk number `chunk` into `slot`.
 
-        None when its blocks are not all there. With a sliding window, only those pages must be there that a hit
-        reads if it ends with these tokens, or one token earlier, as a whole prompt's hit does.
+        None if some of its blocks are missing. With a sliding window, only those pages must be there that a hit reads
+        if it ends with these tokens, or one token earlier, as a whole prompt's hit does.
         """
         runs, tokens = [], tokens or self.chunk_size
         for group, table in zip(self.groups, block_ids, strict=True):

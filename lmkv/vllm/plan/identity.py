@@ -1,7 +1,7 @@
 """Everything except tokens that decides KV: salt, LoRA adapter, tags, weights, and images, sounds and videos.
 
-vLLM names an item of media by `identifier`: a hash of its content, a name that its client gave it, or a counter of its
-process. Nothing tells these apart, so a name proves nothing. The tensors of vLLM's processor are what the model sees.
+vLLM names an item of media by `identifier`: a hash of its content, a name from its client, or a counter of its process.
+They look alike, so a name proves nothing. The model sees the tensors of vLLM's processor, so these are hashed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def folder_of(path: str, file: str = _CONFIG) -> Path:
 
 
 Adapter = tuple[str, Stamps]
-"""An adapter as a worker has loaded it: a digest of its weights and scales, and the state of its files before."""
+"""An adapter in the state that a worker has loaded: a digest of its weights and scales, and the earlier state of its
+files."""
 
 
 @define(eq=False)
@@ -104,7 +105,7 @@ class Adapters:
         return digest
 
     def loaded(self, number: int, digest: str) -> None:
-        """Note that a worker has loaded this under the number. Forget a different one."""
+        """Note that a worker has loaded this digest under the number. If another digest was known, forget that."""
         if number in self._known and self._known[number][1][0] != digest:
             self.forget(number)
 
@@ -133,9 +134,9 @@ class UnnamedMediaError(Exception):
 class Media:
     """Digests of the items of one engine's requests. Called on the scheduling thread only.
 
-    vLLM's caches know an item by its identifier alone: of two contents with one identifier it may compute either. So
-    the first digest of an identifier is remembered, and any other is rejected. `by_name`: the operator vouches for all
-    names, which then serve as digests.
+    vLLM's caches know an item by its identifier alone: if two contents have the same identifier, it may compute either.
+    So the first digest of an identifier is remembered, and any other is rejected. `by_name`: the operator guarantees
+    that names are unique; they then serve as digests.
     """
 
     by_name: bool = False

@@ -39,7 +39,7 @@ _NUMBERS: Final = (int, float, bool, type(None))
 
 
 def check_model(vllm_config: Any) -> None:
-    """Raise ValueError, with vLLM's reason, if no prefix of this model may be cached, or no prefill be partial."""
+    """Raise ValueError, with vLLM's reason, if vLLM caches no prefix of this model, or computes no prefill in parts."""
     from vllm import envs
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -102,7 +102,7 @@ def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def has_draft_layers(speculative: Any) -> bool:
-    """Whether drafts come from layers with separate KV, rather than from the prompt's tokens."""
+    """Whether drafts come from layers with separate KV; otherwise from the prompt's tokens."""
     return speculative.method not in ("ngram", "ngram_gpu", "suffix")
 
 
@@ -178,7 +178,7 @@ def check_spec(spec: Any) -> None:
 
 
 def has_tokens(request: Any) -> bool:
-    """Whether tokens name the request's prompt. They do not name one given as embeddings."""
+    """Whether tokens identify the request's prompt. They do not if it was given as embeddings."""
     return getattr(request, "prompt_embeds", None) is None
 
 

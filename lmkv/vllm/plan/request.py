@@ -33,8 +33,8 @@ BlockTables = Sequence[list[int]]
 class Patience:
     """The waits of one request, one after the other. All together last `deadline` seconds at most.
 
-    Each wait has its limit. It lasts from the first call of `lasts` to `end`: a request that has been
-    promised its chunks and waits for KV space alone is not waiting for them.
+    Each wait has its limit. It lasts from the first call of `lasts` to `end`. A request that has a promise for its
+    chunks, and only waits for KV space, is not waiting for chunks.
     """
 
     deadline: float
@@ -279,7 +279,7 @@ class Auditing:
 
 @define(eq=False)
 class Report:
-    """Its promised and loaded tokens, and the reason for the rest. Written by `SchedulerObserver`.
+    """The promised and the loaded tokens of a request, and the reason for the rest. Written by `SchedulerObserver`.
 
     `sources`: the last promised tokens, by the tier that has them; `source_chunks`: the same in chunks. `promised`:
     keys of that promise, and of vLLM's own hit before it. `miss`: why the rest was not promised. `counted`: whether the
@@ -347,7 +347,7 @@ class Request:
 
     @classmethod
     def of(cls, vllm: VLLMRequest, naming: Naming, identity: str | None, patience: Patience) -> Self:
-        """A new request, with the keys of its prompt.
+        """Make a request with the keys of its prompt.
 
         `identity`: of what the workers have loaded. If None, it is unknown, and the request is not cached.
         """
@@ -364,9 +364,9 @@ class Request:
         return request
 
     def follow(self) -> None:
-        """Hash the prompt; again when a streamed session gets its next input, perhaps with images.
+        """Hash the prompt. Call it again when a streamed session gets its next input, perhaps with images.
 
-        vLLM then drops the last sampled token; the other computed ones become prompt.
+        vLLM then drops the last sampled token; the other computed tokens become part of the prompt.
         """
         prompt_tokens: int = getattr(self.vllm, "num_prompt_tokens", 0)
         if prompt_tokens == self.hashed_tokens:
@@ -408,12 +408,12 @@ class Request:
 
     @property
     def last_token(self) -> int:
-        """Number of the last token, which is always computed: vLLM needs its logits."""
+        """Number of the last token. vLLM always computes it, because it needs its logits."""
         return self.vllm.num_tokens - 1
 
     @property
     def loadable(self) -> int:
-        """The most leading tokens that a load may end with."""
+        """The largest number of leading tokens that a load may fill."""
         limit = self.options.max_load_tokens
         return self.last_token if limit is None else min(self.last_token, self.waiting.computed + limit)
 

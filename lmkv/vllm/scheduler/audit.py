@@ -1,7 +1,7 @@
 """Audits: `HitAudits` recomputes a sample of hits, `LoadAudits` reads a sample of loads back; both compare.
 
-Checksums prove that the bytes are the written ones; only an audit proves that they are the right KV. The workers copy
-the fresh pages into separate slots, as a store does, and compare them with the stored chunks as numbers.
+Checksums prove that the bytes are those that were written. Only an audit proves that they are the right KV. The workers
+copy the fresh pages into separate slots, as a store does, and compare them with the stored chunks as numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def named(names: Sequence[str]) -> str:
 
 @define
 class Sampler:
-    """Draws one of `1 / rate` hits at random, so that errors with a pattern are found as well."""
+    """Chooses one of `1 / rate` hits at random, so that it also finds errors with a pattern."""
 
     rate: float
     draw: Callable[[], float] = random.random
@@ -89,11 +89,11 @@ class WrongChunks:
         self.purge(keys)
 
     def is_in(self, keys: Sequence[ChunkKey]) -> bool:
-        """Whether one of these chunks was once wrong."""
+        """Whether one of these chunks was wrong at some time."""
         return self.first_of(keys) is not None
 
     def first_of(self, keys: Sequence[ChunkKey]) -> str | None:
-        """The finding for the first of these chunks that was once wrong."""
+        """Return the finding for the first of these chunks that was wrong at some time."""
         return next((self._keys[key] for key in keys if key in self._keys), None) if self._keys else None
 
     def purge(self, keys: Sequence[ChunkKey]) -> None:
@@ -137,7 +137,7 @@ class HitAudits(Planner):
     def takes(
         self, request: Request, keys: Sequence[ChunkKey], sources: Mapping[str, int], tokens: int, seconds: float
     ) -> bool:
-        """Draw once whether the request computes its hit `keys`. It would compute `tokens` in `seconds`.
+        """Decide once, at random, whether the request computes its hit `keys`. It would compute `tokens` in `seconds`.
 
         `sources`: the chunks that are not computed yet, by tier.
         """
@@ -171,7 +171,7 @@ class HitAudits(Planner):
         return tail.tokens // size * size
 
     def takes_load(self, request: Request) -> bool:
-        """Draw whether to read back a load of this request."""
+        """Decide at random whether to read back a load of this request."""
         drawn, request.auditing.reads_back = request.auditing.reads_back, False
         return drawn or self.sampler()
 

@@ -1,4 +1,4 @@
-"""`WeightChanges`: names KV by the weights that computed it, and keeps KV of earlier weights apart.
+"""`WeightChanges`: identifies KV by the weights that computed it, and separates KV of earlier weights.
 
 vLLM and trainers change weights and adapters while requests run. A running request then has KV of both.
 """
@@ -63,9 +63,8 @@ class WeightChanges(Planner):
     # -- requests -----------------------------------------------------------------------------------------
 
     def puts_off(self, request_id: str) -> bool:
-        """Whether the weights may have changed: then a new request is hashed at its first lookup.
-
-        The engine may sleep until then.
+        """Whether the weights may have changed. A new request is then hashed at its first lookup, because the engine
+        may sleep until then.
         """
         if self._suspicions:
             self.put_off.add(request_id)
@@ -74,7 +73,8 @@ class WeightChanges(Planner):
         return bool(self._suspicions)
 
     def follow_adapter(self, request: Request) -> None:
-        """Evict vLLM's prefix cache if another adapter had this name: that cache knows adapters by name only."""
+        """Evict vLLM's prefix cache if another adapter had this name, because that cache knows adapters only by
+        name."""
         name, identity = request.lora_name, request.adapter[1]
         if name is None or self._served.setdefault(name, identity) == identity:
             return

@@ -23,15 +23,15 @@ class SchedulerOptions:
     """Made once, by the connector, from lmkv's and vLLM's configuration.
 
     `ranks`: workers that answer each order. `loads`, `stores`: False switches that direction off, as for a producer or
-    a consumer. `save_decode`: generated tokens are stored too. `save_unfull_chunk`: tails are stored and found, and
+    a consumer. `save_decode`: generated tokens are stored too. `save_unfull_chunk`: store and find tails, and find
     chunks that begin like the rest of a prompt. `whole_blocks`: a hit ends with a block, because loads by layers come
     after the step has written the rest of that block. `min_retrieve_tokens`: smaller hits are computed.
     `load_or_recompute`: compute chunks that are measured to load more slowly. `load_mode`: within the step that reads
     the KV ("sync"), between steps ("async"), or the one that delays other requests less ("auto"). `concurrent_copies`:
     the device copies while it computes. `prefetch_deadline`: most seconds that a request waits for chunks of lower
-    tiers. `lookahead`: how many tokens after a position its KV depends on, so that the end of a key's tokens cannot be
+    tiers. `lookahead`: number of tokens after a position on which its KV depends; so the last tokens of a key cannot be
     served. `state_interval`: chunks from one kept state of a long prompt to the next; 0: states and chunks get equal
-    room. `pin_ttl`: seconds that a prefetch is kept, and a priority lasts. `audit_rate`: share of loads that are read
+    space. `pin_ttl`: seconds that a prefetch is kept, and a priority lasts. `audit_rate`: share of loads that are read
     back and, if `audits_computed`, of hits that are recomputed and compared. After a wrong one, `audit_action` drops
     it, or disables loads as well. `media_by_name`: each name of an image stands for one content. `longest`: tokens of
     the longest prompt. `clock`: in seconds.

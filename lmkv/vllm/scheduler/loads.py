@@ -1,4 +1,4 @@
-"""`Loads`: the ordered loads, within a step and between steps, until every rank has answered.
+"""`Loads`: follows the ordered loads, within a step and between steps, until every rank has answered.
 
 vLLM's prefix cache shares the blocks of a load within a step from their allocation on. Until the load is known
 to have succeeded no other request may share them, and if it fails they are evicted from that cache.
@@ -48,9 +48,9 @@ class AsyncLoad:
     """Loads tokens [start, end) of one request into its blocks, while the request does not compute.
 
     `keys`: the chunks from the one with token `start` on, and the states behind the last. While up to `window` of them
-    are copied, the next ones are promoted; so a load references at most 2 * `window` slots. It ends early, naming the
-    unfilled blocks, when a chunk is lost, none arrives for `timeout` seconds, or all waits together exceed `limit`
-    seconds.
+    are copied, the next ones are promoted; so a load references at most 2 * `window` slots. It ends early and reports
+    the unfilled blocks if a chunk is lost, if no chunk arrives for `timeout` seconds, or if all waits together exceed
+    `limit` seconds.
     """
 
     store: TieredStore = field(repr=False)
@@ -67,7 +67,7 @@ class AsyncLoad:
     """As `TieredStore.promote`."""
     stopped: bool = False
     abandoned: bool = False
-    """Its request has ended: the tokens not loaded need no computation."""
+    """Whether its request has ended, so that vLLM need not compute the remaining tokens."""
     ended: bool = False
     copying: int = 0
     """Chunks of the window that is being copied, or 0."""
@@ -282,7 +282,7 @@ class Loads(Planner):
         self._follow(order.job, request, lease, tables, end, audit)
 
     def fail(self, request: Request, tables: BlockTables, end: int) -> None:
-        """Report the blocks of a promised load, up to token `end`, as failed: it could not be ordered."""
+        """Report the blocks of a promised load, up to token `end`, as failed, because it could not be ordered."""
         request.loading.failed = True
         request.waiting.release_lease()
         owner, load = self._async_loads.get(request.request_id, (None, None))

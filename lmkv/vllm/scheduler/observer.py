@@ -298,7 +298,7 @@ def _size(noted: dict[str, Any]) -> int:
 
 
 class SchedulerObserver:
-    """Passes each event of the scheduler side to its parts. Called on the scheduling thread; never waits.
+    """Passes each event of the scheduler side to its components. Called on the scheduling thread; never waits.
 
     `telemetry` counts for vLLM's `/metrics`, `explainer` finds the reasons of misses, `recent` keeps the reports
     of the last requests for the agent API, `recorder` their chunks for `lmkv record`, and `value` estimates the

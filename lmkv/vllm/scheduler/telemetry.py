@@ -145,7 +145,7 @@ class Samples:
         self._values: Values = {}
 
     def add(self, name: str, amount: float = 1, *labels: str) -> None:
-        """Increase a counter; by 0 so that its series begins."""
+        """Increase a counter. An increase by 0 starts its series."""
         with self._lock:
             series = self._values.setdefault(name, {})
             series[labels] = series.get(labels, 0) + amount

@@ -101,7 +101,7 @@ class LoadCost:
         return self.skipped[tier] % _PROBE_EVERY == 0
 
     def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:
-        """Seconds after which computing `tokens` is better than waiting for their load.
+        """Seconds after which it is better to compute `tokens` than to wait for their load.
 
         At most the time to compute them, less for a tier of known speed. Infinite if loads are always preferred; None
         while no prefill has been measured.
@@ -161,7 +161,8 @@ class Timing(Planner):
         """Chunks of one request that may be promoted at once."""
 
     def worth_loading(self, keys: Sequence[ChunkKey], ready: int, found: int, computed: int) -> float:
-        """How many leading chunks are worth loading: those before the first tier that is too slow; infinite if all are.
+        """Return how many leading chunks are worth loading: those before the first tier that is too slow. Infinite if
+        all are.
 
         Chunks `ready` to `found` are in lower tiers; the first `computed` are computed.
         """
@@ -210,7 +211,7 @@ class Timing(Planner):
         return promotion
 
     def late(self, keys: Sequence[ChunkKey], seconds: float) -> None:
-        """Record that the tiers of these chunks take twice the time waited."""
+        """Record that the tiers of these chunks take twice the time of this wait."""
         presences = self._store.catalog.lookup(keys)
         missing = [key for key, presence in zip(keys, presences, strict=True) if presence is not Presence.READY]
         for tier, (_, nbytes) in self._store.catalog.by_tier(missing).items():
