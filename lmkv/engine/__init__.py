@@ -39,7 +39,7 @@ def open_store(
 ) -> tuple[TieredStore, Namespace, KVLayout, PagedMemory]:
     """The store, namespace, layout and memory of an engine. Raises UsageError.
 
-    `identity`: the fields of the namespace that the tensors do not tell.
+    `identity`: the fields of the namespace that do not follow from the tensors.
     """
     if not isinstance(config, Config):
         raise UsageError(f"config must be a Config, as Config.load(...) makes one, not {short_repr(config)}")
@@ -96,7 +96,7 @@ def _lease_window(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) 
 
 
 class Engine:
-    """KV of token prefixes, between paged tensors and a `TieredStore`.
+    """Moves the KV of token prefixes between paged tensors and a `TieredStore`.
 
     Parameters
     ----------
@@ -222,12 +222,13 @@ class Engine:
     def store(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN, wait: float = 0.0) -> int:
         """Store the KV of a prompt from `blocks`; the first block holds its first token.
 
-        Stores only whole chunks that `blocks` covers, and copies none that a tier has. Writes chunks in host memory to
-        stores that have lost them. Returns the number of leading tokens stored now: fewer without room, or while
-        another thread stores some.
+        It stores whole chunks that `blocks` covers, and does not copy chunks that a tier already has. Writes chunks in
+        host memory to stores that have lost them. Returns the number of leading tokens that are stored now. It is
+        smaller if there is no space, or while another thread stores some of them.
 
-        Without `wait` it copies into host memory and returns; slow tiers miss some chunks. `wait`: block up to this
-        number of seconds so that none does; the prompt may be longer than host memory. Such calls run one at a time.
+        Without `wait` it copies into host memory and returns; slow tiers miss some chunks. `wait`: block for up to this
+        number of seconds, so that slow tiers get all chunks; the prompt may then be longer than host memory. Such calls
+        run one at a time.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
@@ -278,7 +279,8 @@ class Engine:
         """Fill `blocks` with the stored KV of the longest known prefix; returns its length in tokens.
 
         Tokens before `skip_tokens`, rounded down to a chunk, are not loaded. Reads lower tiers window by window through
-        host memory, which may be smaller than the prefix. A window that takes more than `timeout` seconds ends it.
+        host memory, which may be smaller than the prefix. If a window takes more than `timeout` seconds, it stops
+        there.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
@@ -307,8 +309,8 @@ class Engine:
     ) -> Iterator[LayerReader]:
         """`retrieve` layer by layer, while the model computes: `with ... as reader`.
 
-        `reader.wait(layer)` waits for a layer. Loads `reader.tokens` leading tokens, as far as they fit host memory at
-        once. Leaving the context finishes all layers and waits for the copies.
+        `reader.wait(layer)` waits for a layer. It loads `reader.tokens` leading tokens, at most as many as fit into
+        host memory at the same time. Leaving the context finishes all layers and waits for the copies.
         """
         copier, request = self._check_copies(), self._request(tokens, blocks, variant)
         keys = request.keys
@@ -388,7 +390,7 @@ class Engine:
     # -- looking ahead ------------------------------------------------------------------------------------
 
     def lookup(self, tokens: Tokens, *, variant: Variant = PLAIN, timeout: float = 1.0) -> int:
-        """How many leading tokens some tier has now; they may be evicted before they are retrieved.
+        """Return how many leading tokens some tier has now. They may be evicted before they are retrieved.
 
         Shared tiers are asked for chunks of other processes, for at most `timeout` seconds.
         """
@@ -400,7 +402,7 @@ class Engine:
     def prefetch(self, tokens: Tokens, *, variant: Variant = PLAIN) -> Prefetch:
         """Start to bring a prompt's KV into host memory and return at once.
 
-        Demanded loads go first. Prefetches share a bounded part of host memory; the prompt's chunks that do not fit
+        Loads that somebody waits for go first. Prefetches share a limited part of host memory: chunks that do not fit
         are left out. The others stay there for the engine's `pin_ttl` seconds.
         """
         self._check_open()
@@ -412,7 +414,8 @@ class Engine:
     def pin(self, tokens: Tokens, *, ttl: float | None = None, variant: Variant = PLAIN) -> int:
         """Keep leading chunks that are in host memory there for `ttl` seconds; returns how many tokens they have.
 
-        Pins take no more than their share of host memory: for new ones the oldest end, first of the variant with most.
+        Pins take no more than their share of host memory. Beyond it, the oldest pins end, first those of the variant
+        with most pins.
         """
         self._check_open()
         limit = self._pin_ttl if ttl is None else seconds(ttl, "ttl")
