@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 LIST_BATCH = 1024
 _PAUSE_AFTER, _PAUSE = 64, 5e-5
-"""Files of a listing after which other threads may run, and seconds for them: see `lmkv.store.catalog`."""
+"""After this number of files a listing pauses, for this number of seconds, so that other threads may run: see
+`lmkv.store.catalog`."""
 _REFUSED = {ENOSPC, EDQUOT, EROFS, EFBIG}
 _MAX_UNREADABLE = 4096
 
@@ -55,27 +56,27 @@ class LocalDiskBackend:
     Parameters
     ----------
     path
-        The root folder; created where missing. Several processes and namespaces may share it.
+        The root folder; created if it is missing. Several processes and namespaces may share it.
     namespace
         32 bytes, `Namespace.digest`. Chunks of other namespaces are never served.
     sync
-        Whether a stored chunk survives a power failure. "none": perhaps not, but it survives the death of the process,
-        and writing is up to twice as fast. "data": its bytes are on the medium before the file gets its name.
-        "full": so is the name. Checksums detect damage in any case.
+        Whether a stored chunk survives a power failure. "none": perhaps not, but it survives the end of the process,
+        and writing is up to twice as fast. "data": its bytes are on the medium before the file gets its name. "full":
+        its name is on the medium as well. Checksums detect damage in any case.
     direct
         O_DIRECT, so that the page cache holds no second copy of host memory. "auto" uses it where it
         works, "on" requires it, "off" uses the page cache. Memory that is not aligned to pages always goes
         through the page cache. `direct_io` says whether O_DIRECT is in use.
     min_free
-        Bytes of the file system to leave free: a chunk that would take them is REJECTED.
+        Bytes of the file system to leave free. A chunk that would use them is REJECTED.
     segment_bytes
         Payload per checksum: 1 to 4096 pages of 4096 bytes.
     chunk_tokens
         Room for token ids in each file's header. Longer lists are not recorded.
     shared
-        Whether the store should look for chunks of other processes again and again.
+        Whether the store looks for chunks of other processes repeatedly.
     authentication_key
-        32 random bytes or more: only chunks that were written with them are served, whatever others write to
+        32 random bytes or more. lmkv then serves only chunks that were written with this key, even if others write to
         the folder. Use another namespace for each key: chunks of another key count as damaged.
     name
         Name of the tier in logs and statistics.
@@ -87,13 +88,13 @@ class LocalDiskBackend:
     ConfigError
         For a bad setting, a short key, or when `direct="on"` does not work.
     BackendUnavailable
-        When `path` cannot be created, or when others may have made it (docs/security.md).
+        When `path` cannot be created, or when others may have created it (docs/security.md).
 
     Notes
     -----
-    After construction a failure of the medium is a value per key; `contains`, `delete`, `reclaim` and the listings
-    raise a `BackendError` instead, after they have tried every key. Each call tries the medium anew. Only a file
-    whose bytes are wrong is removed; one that cannot be read is replaced when its chunk is written again. Any number
+    After construction, a failure of the medium is a value for each key. `contains`, `delete`, `reclaim` and the
+    listings raise a `BackendError` instead, after they have tried every key. Each call tries the medium anew. Only a
+    file with wrong bytes is removed. A file that cannot be read is replaced when its chunk is written again. Any number
     of threads may call: I/O holds no lock but that of the byte count, for some microseconds.
 
     Examples
@@ -152,7 +153,7 @@ class LocalDiskBackend:
         return self._files.file_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Whether there is a file of a possible size. Its bytes are verified when they are read."""
+        """Whether a file of a possible size exists for each key. A read verifies its bytes."""
         self._check_keys(keys)
         try:
             with self._folder.entered() as folder:
