@@ -1,4 +1,4 @@
-"""Replays a trace over one tier, or over several tiers and engines; and the optimum that no policy beats."""
+"""Replays a trace over one tier, or over several tiers and engines, and computes the optimum that no policy exceeds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _BUSY_SECONDS = 30.0
 
 @frozen
 class TierResult:
-    """Leading chunks and tokens found in this tier and not above; chunks written to it. `tokens`: of all prompts."""
+    """The leading chunks and tokens that were found in this tier and not above it, and the chunks written to it.
+    `tokens`: of all prompts."""
 
     name: str
     tokens: int
@@ -34,7 +35,7 @@ class TierResult:
 
     @property
     def hit_ratio(self) -> float:
-        """Tokens that were found, of all tokens of prompts."""
+        """The share of prompt tokens that were found."""
         return self.hit_tokens / self.tokens if self.tokens else 0.0
 
 
@@ -84,7 +85,8 @@ def replay_tiers(
     progress: Callable[[int], None] | None = None,
     ended: Callable[[int], None] | None = None,
 ) -> list[TierResult]:
-    """Replay over the RAM of engines, and a disk that all write through to and read on a miss.
+    """Replay over the RAM of engines, and a common disk: each engine writes all chunks to it, and reads it after a
+    miss.
 
     `progress`: called with the number of requests now and then. `ended`: called with the number of each request when it
     has ended, to give the policy hints.
@@ -127,7 +129,7 @@ def _admitted(keys: Sequence[ChunkKey], disk: Shadow, admission: Admission) -> S
 
 
 def sessions_of(trace: Trace) -> list[bytes]:
-    """The session of each request: as the trace says, or the first chunk that not many sessions share."""
+    """The session of each request, from the trace, or else the first chunk that few sessions share."""
     branches: Counter[ChunkKey] = Counter()
     seen: set[ChunkKey] = set()
     for request in trace.requests:
@@ -172,8 +174,8 @@ _NEVER = 1 << 60
 def clairvoyant(trace: Trace, capacity: int) -> tuple[int, int]:
     """`(hit tokens, hit chunks)` of a cache of `capacity` chunks that knows the future.
 
-    After each request it keeps the chunks with the earliest next use, and among equals those nearer to the head. So the
-    kept chunks are closed under prefixes, and no choice of victims finds more chunks.
+    After each request it keeps the chunks with the earliest next use, and of equal ones those nearer to the head. So it
+    always keeps whole prefixes, and no other choice finds more chunks.
     """
     after = _next_uses(trace)
     next_use: dict[ChunkKey, int] = {}
