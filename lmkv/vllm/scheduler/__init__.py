@@ -1,7 +1,7 @@
 """The scheduler side of the connector: answers vLLM's lookups and plans the copies of each step.
 
-Free of vLLM types: requests and scheduler outputs are read through a few attributes, so that any schedule can
-be simulated. Nothing here waits for the I/O of tiers.
+It uses no types of vLLM: it reads requests and scheduler outputs through a few attributes, so that tests can simulate
+any schedule. It never waits for the I/O of tiers.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ class Scheduler:
     """Tracks requests and their chunks.
 
     `Matcher` and `Loads` decide about loads, `ChunkStores` and `StateStores` about stores, `HitAudits` and `LoadAudits`
-    about audits. `WeightChanges` names KV by its weights; `Endings` carries out the wishes of ended requests.
+    about audits. `WeightChanges` names KV by its weights; `Endings` carries out the pins and priorities of ended
+    requests.
 
-    `namespace`: root of every chunk key. `block_map`: how block tables map to chunks. All calls come from
-    vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request, `plan_step`,
-    `take_plan`, and later `on_report` with the workers' answers. `events`: None publishes none. `identify()`: the
-    identity of the workers' model, called now and after each call of `suspect`; if None, nothing is cached.
+    `namespace`: root of every chunk key. `block_map`: how block tables map to chunks. All calls come from vLLM's
+    scheduling thread, in the order of its steps: lookup and allocation of each request, `plan_step`, `take_plan`, and
+    later `on_report` with the workers' answers. `events`: None if no events are published. `identify()`: the identity
+    of the workers' model, called now and after each call of `suspect`; if None, nothing is cached.
     `load_adapter(lora)`: an adapter as the workers have loaded it.
     """
 
@@ -109,7 +110,7 @@ class Scheduler:
 
     @property
     def requests(self) -> Mapping[str, Request]:
-        """The requests that are known, by their ids."""
+        """The known requests, by id."""
         return MappingProxyType(self._requests)
 
     def keys_of(self, tokens: Sequence[int], cache_salt: str | None, tags: Mapping[str, str]) -> list[ChunkKey]:
@@ -126,7 +127,8 @@ class Scheduler:
         return None if identity is None else tagged_root(self._naming.namespace, tags.items(), identity, cache_salt)
 
     def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None], count: int = 0) -> None:
-        """Take over vLLM's `free()`, how many of `count` blocks are left, and `evict(blocks)` from its prefix cache."""
+        """Set vLLM's `free()`, which counts the free ones of its `count` blocks, and `evict(blocks)`, which removes
+        blocks from its prefix cache."""
         self.loads.admission.free_blocks = free
         self.loads.evict_blocks = evict
         self.changes.evict = lambda: evict(set(range(count)))
@@ -136,7 +138,7 @@ class Scheduler:
     def on_new_request(self, vllm_request: VLLMRequest) -> None:
         """Hash the request's prompt, once, and promote its chunks before it is scheduled.
 
-        If the weights may have changed, this waits for the first lookup: until then the engine may sleep.
+        If the weights may have changed, this is postponed to the first lookup, because the engine may sleep until then.
         """
         if self.changes.puts_off(vllm_request.request_id):
             return
@@ -194,7 +196,8 @@ class Scheduler:
     def get_num_new_matched_tokens(
         self, vllm_request: VLLMRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """`(tokens, asynchronous)` that can be loaded beyond those computed; None instead of tokens: ask again."""
+        """Return `(tokens, asynchronous)`: the tokens that can be loaded beyond the computed ones. None instead of
+        tokens makes vLLM ask again."""
         started, evictions = self._clock(), self.changes.evictions
         self.changes.identify()
         if vllm_request.request_id in self.changes.put_off:
@@ -253,7 +256,7 @@ class Scheduler:
         return dict(request.report.sources) if request is not None else {}
 
     def fail_load(self, request_id: str, block_ids: BlockTables, num_external_tokens: int) -> None:
-        """Report the blocks of a promised load as failed: it could not be ordered."""
+        """Report the blocks of a promised load as failed, because it could not be ordered."""
         request, tables = self._requests.get(request_id), self._block_map.select(block_ids)
         if request is None:
             self.loads.fail_unknown(tables)
@@ -369,7 +372,8 @@ class Scheduler:
         return [] if self._observer.events is None else self._observer.events.take()
 
     def republish(self) -> None:
-        """Publish all chunks again: vLLM announced that all blocks are gone, but cleared only its own cache."""
+        """Publish all chunks again: vLLM has announced that all blocks are removed, but has cleared only its own
+        cache."""
         if self._observer.events is not None:
             self._observer.events.republish()
 
@@ -379,7 +383,8 @@ class Scheduler:
         return len(self._jobs) > 0 or bool(self.loads.between_steps)
 
     def reset(self) -> None:
-        """Empty host memory. Lower tiers keep their chunks, which are found again if the weights are unchanged."""
+        """Empty host memory. Empty host memory. Lower tiers keep their chunks, which are found again if the weights are
+        unchanged."""
         self.changes.suspect()
         # Running copies may belong to ended requests.
         self._jobs.distrust()
