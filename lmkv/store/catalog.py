@@ -1,8 +1,8 @@
 """Knows which tier has which chunk, by the indexes of the tiers; `TierScanner` keeps an index equal to its backend.
 
-A tier is listed at the start; chunks that are indexed already are served meanwhile. A tier that other processes
-change is listed again and again, to find their chunks and to forget deleted ones. Chunks of a shared backend that
-cannot list are forgotten after one or two intervals, and asked for again when a request wants them.
+A tier is listed at the start; chunks that are indexed already are served meanwhile. A tier that other processes change
+is listed repeatedly, to find their chunks and to forget deleted ones. If a shared backend cannot list, its chunks are
+forgotten after one or two intervals, and asked for again when a request needs them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SHARE = 0.01
 _BATCH_KEYS = 32
 """Chunks that are indexed under one hold of the lock: some 0.06 ms."""
 PAUSE_SECONDS = 5e-5
-"""Pause between batches, so that other threads get the GIL. Without it they wait 5 ms for it again and again."""
+"""Pause between batches, so that other threads get the GIL. Without the pause, they wait 5 ms for it each time."""
 
 
 @define(eq=False, repr=False)
@@ -216,7 +216,7 @@ class Boundaries:
 
 
 class TierScanner:
-    """Lists one tier on a thread of its own. `lock`: the store's. `listed`: one has ended, and the `bell` rang."""
+    """Lists one tier on a separate thread. `lock`: the store's. `listed`: one has ended, and the `bell` rang."""
 
     def __init__(self, tier: LowerTier, lock: threading.Lock, interval: float = INTERVAL) -> None:
         self._tier = tier
