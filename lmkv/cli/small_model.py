@@ -129,21 +129,25 @@ def whole_heads(hidden: int) -> int:
 
 
 def model(
-    folder: Annotated[Path, typer.Argument(file_okay=False, help="Where to write it; made if missing.")],
+    folder: Annotated[Path, typer.Argument(file_okay=False, help="Folder to write; created if it is missing.")],
     layers: Annotated[int, typer.Option(min=1)] = 8,
     hidden: Annotated[int, typer.Option(callback=whole_heads, help="Hidden size, in heads of 64.")] = 512,
-    dtype: Annotated[str, typer.Option(help=" | ".join(BYTES_PER_VALUE))] = "float32",
+    dtype: Annotated[str, typer.Option(help=f"Data type: {', '.join(BYTES_PER_VALUE)}.")] = "float32",
     seed: int = 0,
     text: Annotated[
         Path | None,
         typer.Option(
-            exists=True, dir_okay=False, help="Make tokens of its frequent byte pairs.", show_default="a token per byte"
+            exists=True,
+            dir_okay=False,
+            help="File with text, to make tokens of its frequent byte pairs.",
+            show_default="a token per byte",
         ),
     ] = None,
     vocab: Annotated[
-        int | None, typer.Option(min=512, help="Tokens of the vocabulary.", show_default="1024; 8192 with --text")
+        int | None,
+        typer.Option(min=512, help="Size of the vocabulary, in tokens.", show_default="1024; 8192 with --text"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a small Qwen3-like model with random weights and a tokenizer for text, with a chat template."""
     if text and text.is_char_device():

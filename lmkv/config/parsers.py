@@ -1,5 +1,5 @@
-"""Parsers of settings: each takes a value as users write it, and raises ValueError with the reason. `Reading` says what
-one setting means here, for commands and the server's start alike.
+"""Parsers of settings: each takes a value as users write it, and raises ValueError with the reason. `Reading` is
+the meaning of one given setting, which commands and the server's start report alike.
 
 Values come from YAML, the environment, JSON and Python, so a number or a boolean may be text.
 """
@@ -383,7 +383,8 @@ Kind = Literal["used", "without effect", "refused", "unknown"]
 
 @frozen
 class Reading:
-    """`key`, as it was given, and where. `here`: lmkv's setting and value. `why`: the reason, or what to write instead.
+    """The meaning of `key`, as it was given, and its source. `here`: lmkv's setting and value. `why`: the reason, or
+    what to write instead.
 
     >>> print(Reading("lookup_timeout_ms", "file kv.yaml", "without effect", why="lookups time out by themselves"))
     file kv.yaml: lookup_timeout_ms has no effect: lookups time out by themselves

@@ -2,8 +2,8 @@
 
 It is the first tier, and all other tiers write from it and read into it. A shared slab is an anonymous memory file:
 other processes map it through its owner's file descriptor, /dev/shm does not limit it, and the kernel frees it with its
-last process. Its name has the engine's name and a random part: a path is never mistaken for the slab if its descriptor
-means another file, in another container or after its owner has ended.
+last process. Its name has the engine's name and a random part. So lmkv notices if the descriptor in a path means another
+file, in another container or after its owner has ended.
 """
 
 from __future__ import annotations
@@ -96,9 +96,10 @@ def find_file(engine: str) -> tuple[str, str, int] | None:
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Hold a lock of this user on this host while a slab is sized and made: each process sees the slabs before it.
+    """Hold a lock of this user on this host while a slab is sized and made, so that each process sees all earlier
+    slabs.
 
-    A process that gets no lock within `_PATIENCE` seconds goes on with a warning: two slabs may then be promised the
+    A process that gets no lock within `_PATIENCE` seconds continues with a warning: two slabs may then be promised the
     same memory.
     """
     deadline = time.monotonic() + _PATIENCE

@@ -14,7 +14,7 @@ class ManualClock:
     Parameters
     ----------
     start
-        Its first time, in seconds.
+        The initial time, in seconds.
 
     Raises
     ------

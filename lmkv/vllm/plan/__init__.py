@@ -16,12 +16,12 @@ from lmkv.memory.slab import SlabRef
 
 @frozen
 class CopyOrder:
-    """Copies that succeed or fail together. `stores`: from blocks into slots; else the other way.
+    """Copies that succeed or fail together. `stores`: copies from blocks into slots; otherwise from slots into blocks.
 
-    `failed_blocks`: blocks that nothing will fill, to be reported as failed. `between_steps`: no computation
-    of this step reads the blocks. `finishes`: id of the request whose asynchronous load ends with this order.
-    `compares`: slots to compare with the filled ones, one for each copy. `audited`: a load whose blocks are read back
-    and compared with the slots.
+    `failed_blocks`: blocks that nothing will fill, and that are reported as failed. `between_steps`: no computation of
+    this step reads the blocks. `finishes`: id of the request whose asynchronous load ends with this order. `compares`:
+    slots to compare with the filled ones, one for each copy. `audited`: a load whose blocks are read back and compared
+    with the slots.
     """
 
     job: int
@@ -47,7 +47,7 @@ class ReadOrder:
 class StepPlan:
     """The orders of one step. `reads` come before all writes of the step.
 
-    `slab`: set until every worker has mapped it. `timed`: the step's number, if its end must be reported; else 0.
+    `slab`: given until every worker has mapped it. `timed`: the step's number, if its end must be reported; else 0.
     """
 
     loads: list[CopyOrder] = field(factory=list)
@@ -90,7 +90,7 @@ class WorkerReport:
     adapters: set[tuple[int, str]] = field(factory=set)
 
     def merge(self, other: WorkerReport) -> WorkerReport:
-        """Both reports in one; the order does not matter, because ranks answer in any order."""
+        """Merge both reports. The order does not matter, because ranks answer in any order."""
         merged = dict(self.jobs)
         for job, report in other.jobs.items():
             merged[job] = merged[job].merge(report) if job in merged else report

@@ -383,7 +383,7 @@ class Scheduler:
         return len(self._jobs) > 0 or bool(self.loads.between_steps)
 
     def reset(self) -> None:
-        """Empty host memory. Empty host memory. Lower tiers keep their chunks, which are found again if the weights are
+        """Empty host memory. Lower tiers keep their chunks, which are found again if the weights are
         unchanged."""
         self.changes.suspect()
         # Running copies may belong to ended requests.
