@@ -218,7 +218,7 @@ def requests(found: list[dict[str, Any]], now: float) -> Table | Text:
 
 
 def shortened(request: str, width: int = 20) -> str:
-    """A shortened id. Shorten an id for the terminal, without control characters: clients choose ids."""
+    """Shorten an id for the terminal, and remove control characters: clients choose ids."""
     request = printable(request)
     return request if len(request) <= width else f"{request[: width - 9]}…{request[-8:]}"
 

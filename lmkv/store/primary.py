@@ -185,7 +185,7 @@ class PrimaryTier:
     def enter(
         self, key: ChunkKey, slot: int, state: State, parent: ChunkKey = b"", tokens: bytes = b"", origin: bytes = b""
     ) -> Entry:
-        """Make an entry. Add an entry. Its only reference is that of the writer or load that fills it."""
+        """Make an entry. Its only reference is that of the writer or load that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens, origin)
         if type(key) is not bytes and type(key) in self.shares:
             self.shares[type(key)].add(entry, *self.part_of(key, parent))

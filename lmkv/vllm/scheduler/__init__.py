@@ -383,8 +383,7 @@ class Scheduler:
         return len(self._jobs) > 0 or bool(self.loads.between_steps)
 
     def reset(self) -> None:
-        """Empty host memory. Lower tiers keep their chunks, which are found again if the weights are
-        unchanged."""
+        """Empty host memory. Lower tiers keep their chunks, which are found again if weights are unchanged."""
         self.changes.suspect()
         # Running copies may belong to ended requests.
         self._jobs.distrust()
