@@ -425,7 +425,7 @@ def application(
 
     @v1.post("/lookup")
     async def lookup(body: PromptBody) -> dict[str, Any]:
-        """How many leading tokens of a prompt are stored, and where."""
+        """Return how many leading tokens of a prompt are stored, and where."""
         return await each(lambda: service.lookup(body.prompt()), "/v1/lookup", body)
 
     @v1.post("/prefetch")

@@ -60,7 +60,7 @@ def _miss(missed: Mapping[str, Any]) -> str:
 
 
 _MAX_KEYS = 1 << 18
-"""Most keys of all named prefetches."""
+"""Largest number of keys of all named prefetches."""
 _OF_A_CALL = r"(?:(\d+)_)?{}(?:[-_](\d+))?(?:-[0-9a-f]{{8}})?"
 """vLLM's id of a request: [number of the answer_] id of the caller [-number of the prompt] [-eight hexadecimal
 digits]."""
@@ -76,8 +76,8 @@ _SHARED_LOOKUP_LIMIT = 1.0
 class Prompt:
     """A prompt: exactly one of text, the messages of a chat, and token ids.
 
-    `cache_salt`, `tags`: the same as in the request that will follow, which hits chunks with equal ones only.
-    `template`: arguments of the chat's template besides the messages, such as `tools`.
+    `cache_salt`, `tags`: the values of the request that will follow; it hits only chunks with equal values. `template`:
+    arguments of the chat's template besides the messages, such as `tools`.
     """
 
     text: str | None = None

@@ -256,7 +256,7 @@ def examine_model(size: KVSize) -> Iterator[Finding]:
 
 
 def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
-    """How many tokens each configured tier holds."""
+    """Return how many tokens each configured tier holds."""
     chunk, slot = size.chunk_tokens(config.chunk_size), size.slot_bytes(config.chunk_size)
     try:
         chunks = machine.clamp_capacity(config.max_local_cpu_bytes, slot) // slot

@@ -476,7 +476,8 @@ class Answer:
 
     @classmethod
     def to_command(cls, words: Sequence[str]) -> tuple[Self, Command]:
-        """The meaning of a command line of LMCache's server or `vllm serve`. Raises ConfigError for another one."""
+        """The meaning of a command line of LMCache's server or `vllm serve`. Raises ConfigError for any other command
+        line."""
         command = command_lines.translated(words)
         return cls._of(command.settings, command.readings, command.notes, of_lmcache=True), command
 

@@ -226,9 +226,9 @@ class Engine:
         host memory to stores that have lost them. Returns the number of leading tokens that are stored now. It is
         smaller if there is no space, or while another thread stores some of them.
 
-        Without `wait` it copies into host memory and returns; slow tiers miss some chunks. `wait`: block for up to this
-        number of seconds, so that slow tiers get all chunks; the prompt may then be longer than host memory. Such calls
-        run one at a time.
+        Without `wait` it copies into host memory and returns; slow tiers may then lack some chunks. `wait`: block for
+        up to this number of seconds, so that slow tiers get all chunks; the prompt may then be longer than host memory.
+        Such calls run one at a time.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
@@ -357,7 +357,7 @@ class Engine:
         return Request(self._chain(tokens, variant), blocks, self.chunk_size, self._pages)
 
     def _found(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks some tier has. Writes chunks in host memory to stores that have lost them."""
+        """Return how many leading chunks some tier has. Writes chunks in host memory to stores that have lost them."""
         found = self._store.catalog.count_prefix(keys)[1]
         self._store.write_lost(keys[:found])
         return found

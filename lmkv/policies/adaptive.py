@@ -98,7 +98,7 @@ class WeightedAge(PolicyBase):
 
 WEIGHTS: Final = (1.0, 2.0, 4.0, 16.0)
 _SAMPLED_CHUNKS: Final = 1024
-"""Most chunks of a shadow. It has at least half as many, if the tier does."""
+"""Largest number of chunks of a shadow. It has at least half as many, if the tier does."""
 _MEMORY: Final = 20.0
 """A hit counts half after this many times the tier's bytes have been requested."""
 _MARGIN: Final = 0.01
@@ -233,7 +233,7 @@ class Shadow:
         return hit
 
     def leading(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks are here."""
+        """Return how many leading chunks are here."""
         return len(list(takewhile(self._sizes.__contains__, keys)))
 
     def _insert(self, keys: Sequence[ChunkKey], hit: int, size: int) -> None:

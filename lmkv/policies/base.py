@@ -13,7 +13,7 @@ from lmkv.errors import UsageError
 from lmkv.protocols import ChunkKey
 
 _MAX_KEYS: Final = 1 << 19
-"""Most keys to remember. They take about 80 MB."""
+"""Largest number of keys to remember. They take about 80 MB."""
 
 
 @define(eq=False)

@@ -170,7 +170,7 @@ class LFU(PolicyBase):
 
     ranks: dict[ChunkKey, int] = field(init=False, factory=dict)
     uses: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """How often each known key was used."""
+    """Number of uses of each known key."""
     buckets: dict[int, OrderedDict[ChunkKey, None]] = field(init=False, factory=dict)
     """The keys of each rank, least recently used first."""
     age: int = field(init=False, default=0)
@@ -402,7 +402,7 @@ class CountsUses(PolicyBase):
 
     most: ClassVar[int] = 1
     uses: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """How often each known key was used; -1 until the request that inserted it has touched it."""
+    """Number of uses of each known key; -1 until the request that inserted it has touched it."""
 
     def add(self, key: ChunkKey) -> None:
         self.uses[key] = -1

@@ -54,7 +54,7 @@ class Trace:
 
     @cached_property
     def unique(self) -> int:
-        """How many different chunks the requests use."""
+        """Return how many different chunks the requests use."""
         return len({key for request in self.requests for key in request.keys})
 
     @cached_property

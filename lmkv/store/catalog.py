@@ -189,7 +189,7 @@ class Boundaries:
         return [*chain, *(state_keys(chain[-1], self.states) if chain and self.states else ())]
 
     def without_states(self, entries: int) -> int:
-        """How many chunks are among the first of `entries`."""
+        """Return how many chunks are among the first of `entries`."""
         return max(0, entries - self.states)
 
     def last_with_states(self, chain: Sequence[ChunkKey], first: int = 0, *, ready: bool = False) -> int:

@@ -216,7 +216,7 @@ class PrefixIndex:
 
 
 def _common(left: bytes, right: bytes) -> int:
-    """How many leading tokens are equal."""
+    """Return how many leading tokens are equal."""
     low, high = 0, min(len(left), len(right)) // _TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2

@@ -23,7 +23,7 @@ _SHARE = 0.01
 logger = logging.getLogger(__name__)
 _EVERY = 60.0
 _MOST = 100
-"""Most topics remembered."""
+"""Largest number of remembered topics."""
 _BETWEEN = re.compile(r"([\s,;'\"<>\[\]]+)")
 _KEY = re.compile("[0-9a-f]{64}")
 _DURATION = re.compile(r"\d[\d.]{0,20} ?[nuµm]?s\b")

@@ -20,18 +20,18 @@ DEFAULT_SECONDS: Final = 300.0
 _SESSION_SECONDS: Final = 86_400.0
 """A session without a request for this long is forgotten."""
 MAX_HINTED: Final = 1 << 18
-"""Most chunks of all sessions, and of all priorities, about 20 MiB of keys."""
+"""Largest number of chunks of all sessions together, and of all priorities together; their keys take about 20 MiB."""
 _OVERHEAD: Final = 16
 """Memory of a wish without its chunks, in keys."""
 _MAX_ENDING: Final = 16
-"""Most wishes about the same chunks, of several sessions or priorities."""
+"""Largest number of wishes about the same chunks, of several sessions or priorities."""
 _MAX_SHED: Final = 64
 _MAX_ENDED: Final = 1 << 14
 """About how many chunks of wishes one call ends. The rest end at their time."""
 _MAX_SESSION: Final = 1 << 14
-"""Most chunks of a session."""
+"""Largest number of chunks of a session."""
 _MAX_BRANCHES: Final = 16
-"""Most branches of a session: an agent's own conversation, and its subagents'."""
+"""Largest number of branches of a session: an agent's own conversation, and its subagents'."""
 
 
 @frozen
@@ -90,7 +90,7 @@ class Hints:
     _sessions: Wishes[bytes, list[Chain]] = field(init=False, factory=Wishes)
     """The branches of each session, by their last chains."""
     _branches: Counter[ChunkKey] = field(init=False, factory=Counter)
-    """How many branches of sessions have each chunk."""
+    """Number of branches of sessions that have each chunk."""
 
     def __attrs_post_init__(self) -> None:
         self._labelled = [policy for policy in self._policies.values() if isinstance(policy, LabelsKeys)]
@@ -319,7 +319,7 @@ class Hints:
         return counts
 
     def owned(self, tenant: str = "") -> Counter[bytes]:
-        """How many keys each owner of a tenant has priorities for."""
+        """Return how many keys each owner of a tenant has priorities for."""
         return self._tenants[tenant].owned
 
     @locked

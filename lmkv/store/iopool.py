@@ -15,7 +15,7 @@ from attrs import define, field
 from lmkv.store.guards import Bell, locked
 
 _TRIES = 10
-"""How many Ctrl-C one job or callback survives."""
+"""Number of Ctrl-C that one job or callback survives."""
 
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """A lower tier for the store: its index, its counters, and I/O on its backend that never raises.
 
-Methods without `@locked` run on I/O threads, and take the lock to plan and to note the outcome, never for I/O.
+Methods without `@locked` run on I/O threads, and take the lock to plan and to note the outcome, but not during I/O.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _MAX_TIMES = 1000
 _FIRST_BATCH, _BATCH_GROWTH = 4, 8
 _ANY = bytes(KEY_BYTES)
 _LONGEST_PAUSE = 4.0
-"""Most seconds between two writes to a tier whose writes fail."""
+"""Longest time in seconds between two writes to a tier whose writes fail."""
 _MAX_PAUSE = 600.0
-"""Most seconds without an eviction for a medium that evictions leave full."""
+"""Longest time in seconds without an eviction for a medium that evictions leave full."""
 
 
 class LowerTier:

@@ -77,7 +77,7 @@ KNOWN = frozenset({"vllm", "torch", "lmkv", "builtins", *sys.stdlib_module_names
 """Packages that compute nothing, or that are part of every key by their version."""
 _PLUG_INS = ("vllm.general_plugins", "vllm.platform_plugins")
 _WRAPPED = 20
-"""Most wrappers around a function: an object may answer any attribute with another callable."""
+"""Largest number of wrappers around a function: an object may answer any attribute with another callable."""
 _IMPORTS = {"import_module", "__import__"}
 
 

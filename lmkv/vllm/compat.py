@@ -246,7 +246,8 @@ def yield_gil() -> None:
 
 
 def draft_lookahead(vllm_config: Any) -> int:
-    """How many tokens after a position the KV of draft layers there depends on: 1 with EAGLE, or one module of MTP.
+    """Return the number of tokens after a position that the KV of draft layers there depends on: 1 with EAGLE, or one
+    module of MTP.
 
     0 if vLLM does not drop the end of its hits: without such layers, or by its configuration.
     """

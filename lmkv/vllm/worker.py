@@ -34,7 +34,7 @@ C = TypeVar("C", bound=Copier)
 logger = logging.getLogger(__name__)
 
 _ATTACHES = 3
-"""How often a rank tries to map a slab before it refuses all orders."""
+"""Number of attempts to map a slab before a rank refuses all orders."""
 
 
 @define(eq=False)

@@ -29,7 +29,7 @@ from lmkv.chunks.layout import align_up
 from lmkv.protocols import Chunk, ChunkKey
 
 TOUCH_EVERY = 60.0
-"""Least seconds between two updates of a file's modification time, which records its last use."""
+"""Shortest time in seconds between two updates of a file's modification time, which records its last use."""
 
 PIECE = 2 << 20
 """Bytes per system call: efficient for a disk, and small enough that checksums overlap with other I/O."""

@@ -283,7 +283,7 @@ class Usage:
         self._pend(-nbytes)
 
     def wrote(self, nbytes: int) -> None:
-        """Note that bytes, if they were reserved, are in a file now."""
+        """Note that these bytes are now in a file; this counts only if they were reserved."""
         self._pend(-nbytes)
 
     def subtract(self, nbytes: int) -> None:

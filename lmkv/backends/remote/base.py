@@ -160,7 +160,7 @@ MIN_BYTES_PER_SECOND = 16 << 20
 """Least speed of a transfer, in bytes per second; a slower one is given up."""
 _MAX_PAGES = 100_000
 QUIET_SECONDS = 60.0
-"""Most pages of a listing, and most seconds, without one chunk. Others may have a hundred million names."""
+"""Largest number of pages of a listing, and of seconds, without one chunk. Others may have a hundred million names."""
 _MAX_LISTED = 10_000_000
 _MAX_VALUE_BYTES = 1 << 36
 """Chunks of a listing, and bytes of one of them, at most: more is no store's of chunks."""

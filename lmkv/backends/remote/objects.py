@@ -59,7 +59,7 @@ _ERROR_CHARACTERS = 10_000
 _NO_SPACE = ("(os error 28)", "(os error 122)")
 _UNCONDITIONAL = ("501 Not Implemented", "NotImplemented", "400 Bad Request")
 _MAX_BYTES = 4 << 30
-"""Most memory of this process, whatever an answer promises."""
+"""Largest memory of this process, whatever an answer promises."""
 
 
 class ObjectStoreBackend(SubprocessBackend):

@@ -40,7 +40,7 @@ _MAX_DEPTH = 8
 _READ_BYTES = 1 << 16
 _SLOTS = 1 << 14
 MAX_NODES = 1024
-"""Most nodes of a cluster: Redis advises against more than a thousand."""
+"""Largest number of nodes of a cluster: Redis advises against more than a thousand."""
 
 
 @define

@@ -171,7 +171,8 @@ class BlockMap:
         return len(copies) == -(-end // self.chunk_size) - start // self.chunk_size
 
     def blocks_between(self, block_ids: Sequence[list[int]], start: int, end: int) -> list[int]:
-        """The blocks of tokens [start, end) in the first table, and of the states there; a failed load reports them."""
+        """The blocks of tokens [start, end) in the first table, and the blocks of the states there. A failed load
+        reports them."""
         for group, table in zip(self.groups, block_ids, strict=True):
             if not group.state:
                 blocks = table[start // group.block_size : -(-end // group.block_size)]

@@ -128,7 +128,7 @@ def is_state(spec: Any) -> bool:
 
 
 def has_runner_v2(vllm_config: Any) -> bool:
-    """Whether vLLM uses its Model Runner V2, as it does wherever it has Triton."""
+    """Whether vLLM uses its Model Runner V2, which is the case if it has Triton."""
     return getattr(vllm_config, "use_v2_model_runner", False)
 
 

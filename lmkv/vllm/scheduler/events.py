@@ -29,7 +29,7 @@ BlockHash = int | bytes
 """The hash of a block in vLLM's own events."""
 
 _BATCH_CHANGES = 1024
-"""Most changes that one step turns into events; the next step continues."""
+"""Largest number of changes that one step turns into events; the next step continues."""
 
 
 class Place(NamedTuple):
@@ -111,7 +111,7 @@ class EventRecorder:
         self._chunks: dict[ChunkKey, _Chunk] = {}
         self._changes: deque[tuple[str, ChunkKey, bool]] = deque()
         self._counts: dict[tuple[Place, int], dict[BlockHash, int]] = {}
-        """How many chunks, one per tier, contain each announced block; by place and group."""
+        """Number of chunks, one per tier, that contain each announced block; by place and group."""
         self._events: list[Event] = []
         self._failed = False
         store.catalog.add_observer(self)

@@ -132,7 +132,7 @@ class Explainer:
         return Miss(reason, missing, self._store.catalog.tier_of(keys[index]))
 
     def _without_states(self, request: Request, index: int, found: int, missing: int, *, late: bool) -> Miss:
-        """Why no hit ends behind the last chunks from number `index` on, though all are there."""
+        """Why no hit ends after the last chunks from number `index` on, although all of them are stored."""
         index = max(index, found - _LAST_BOUNDARIES)
         states = [key for end in range(index + 1, found + 1) for key in request.state_keys(end)]
         present = [key for key in states if self._store.catalog.lookup([key])[0] is not Presence.MISS]
@@ -160,7 +160,7 @@ class Explainer:
 
 _MAX_REQUESTS = 10_000
 _MAX_BYTES, _ANSWER_BYTES = 16 << 20, 1 << 20
-"""Most bytes kept, and most bytes in one answer; at least one request."""
+"""Largest number of bytes to keep, and of bytes in one answer; at least one request is in both."""
 _BYTES = 200
 """JSON bytes of a request without the names of its chunks."""
 _WANTED_SECONDS = 60.0

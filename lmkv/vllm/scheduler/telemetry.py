@@ -29,7 +29,7 @@ _SECONDS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 _LOOKUP_SECONDS = (1e-5, 5e-5, *_SECONDS[:-2])
 _BYTES = (1e6, 5e6, 1e7, 2e7, 4e7, 6e7, 8e7, 1e8, 1.5e8, 2e8)
 _INTERVAL = 1.0
-"""Least seconds between two readings of the store's counters."""
+"""Shortest time in seconds between two readings of the store's counters."""
 _BREAKER = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 _TOTALS = (
     ("evictions", "lmkv_tier_evicted_chunks", ()),
