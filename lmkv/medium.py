@@ -22,11 +22,11 @@ class MediumError(OSError):
 
 
 class Medium:
-    """The place of the folder at `path` now: its device, and the name in a small file there.
+    """The medium of the folder at `path`: its device, and the name in a small file there.
 
     A folder that is created again on the same device is on the same medium. So is a folder that is mounted again under
     another device number, if the file is the same. A medium without the file is known by its device alone. Thread-safe.
-    Raises `OSError` without the folder.
+    Raises `OSError` if there is no folder.
 
     Examples
     --------
@@ -44,7 +44,7 @@ class Medium:
     def check(self, status: os.stat_result | None = None) -> None:
         """Raise `MediumError` when the folder is on another medium, `OSError` when it is not there.
 
-        `status`: of the folder, where the caller has it.
+        `status`: the folder's, if the caller has it.
         """
         device = (status or self._status()).st_dev
         if device == self._device:

@@ -216,7 +216,7 @@ class Shared(Protocol):
     """A backend that other processes may write to.
 
     Where `shared` is true, chunks that the index does not know may be there. The store asks for them with `contains`
-    for each request, and lists a `ListsKeys` backend again and again. It reads `shared` once, when it is made.
+    for each request, and lists a `ListsKeys` backend repeatedly. It reads `shared` once, when it is made.
     """
 
     @property

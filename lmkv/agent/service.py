@@ -269,7 +269,7 @@ class CacheService:
     def end_session(
         self, name: str, cache_salt: str | None = None, tags: Mapping[str, str] = MappingProxyType({})
     ) -> bool:
-        """Evict the chunks of this session alone before all others; returns whether it was known.
+        """Evict the chunks that belong only to this session before all others; returns whether the session was known.
 
         A session with the same name but another salt or other tags is a different session.
         """
@@ -295,7 +295,7 @@ class CacheService:
         return {"unpinned_chunks": self._store.unpin(keys)}
 
     def clear(self, prompt: Prompt | None = None) -> dict[str, Any]:
-        """Delete everything, or a prompt's chunks, from every tier, also where other prompts share them."""
+        """Delete everything, or a prompt's chunks, from every tier, even if other prompts share them."""
         keys = None if prompt is None else self._read(prompt)[1]
         states = self._states_of(keys or ())
         count = self._store.clear() if keys is None else self._store.delete(keys)

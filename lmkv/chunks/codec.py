@@ -28,7 +28,7 @@ except ImportError:
     from zlib import crc32
 
 CHECKSUMS = crc32.__module__
-"""The module that computes the checksums: isal.isal_zlib where it is installed, otherwise zlib."""
+"""The module that computes the checksums: isal.isal_zlib if it is installed, otherwise zlib."""
 
 MAGIC = b"LMKV\r\n\x1a\n"
 VERSION = 1
@@ -253,7 +253,7 @@ class ChunkFormat:
         pack_header(header, into, self.authenticator)
 
     def parse(self, key: bytes, data: memoryview) -> Header:
-        """The header at the start of `data`, checked to be that of the chunk. Raises `FormatError`."""
+        """The header at the start of `data`, checked to belong to the chunk. Raises `FormatError`."""
         header = parse_header(data, self.authenticator)
         if (header.namespace, header.key) != (self.namespace, key):
             raise FormatError(f"it is chunk {header.key.hex()} of namespace {header.namespace.hex()}")

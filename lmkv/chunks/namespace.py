@@ -113,7 +113,7 @@ class Namespace:
     chunk_size, block_size
         Tokens per chunk and per block.
     layout
-        The pages' format: attention backends, and the instruction set where pages depend on it.
+        The pages' format: attention backends, and the instruction set if pages depend on it.
     ranks
         The parallel split.
     extra

@@ -309,7 +309,7 @@ def hit_specs(folder: Path, tokens: int, model: str | None, host_gib: float) -> 
 
 
 def hit_in(name: str, answer: Answer, tokens: int) -> None:
-    """Raise RuntimeError unless most of a repeated prompt was found, and all of that where it should be."""
+    """Raise RuntimeError unless most of a repeated prompt was found, and all of it in the expected tier."""
     below = sum(count for tier, count in answer.sources.items() if tier != "cpu")
     mixed = below and answer.sources.get("cpu")
     if answer.hit_tokens <= tokens // 2 or (name == DISK) != bool(below) or mixed:

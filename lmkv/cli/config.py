@@ -197,7 +197,7 @@ def command_line(command: Command, settings: Mapping[str, object]) -> str:
 
 
 def written(value: object) -> object:
-    """A value as a file has it, passwords included."""
+    """A value in the form of a YAML file, passwords included."""
     if isinstance(value, Secret):
         return value.value
     if isinstance(value, tuple):

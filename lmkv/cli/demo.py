@@ -153,7 +153,7 @@ class Measurement:
 
 
 def measure(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, keep: bool) -> Measurement:
-    """Send prompts cold and again; with a lower tier once more, to another engine."""
+    """Send prompts cold, and repeat them; with a lower tier, repeat them again, to another engine."""
     with ExitStack() as stack:
         folder = stack.enter_context(demo_folder(None, keep=keep))
         echo = stack.enter_context(progress())
@@ -185,7 +185,7 @@ def measure(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, kee
 
 
 def disk_settings(plan: Plan, folder: Path) -> tuple[dict[str, Any], FolderFacts]:
-    """Room for every prompt. Raises NoSpaceError where there is less."""
+    """Room for every prompt. Raises NoSpaceError if there is less."""
     facts = try_folder(folder)
     size = plan.gib(PROMPTS + 2) + 0.1
     found = {"local_disk": str(folder), "max_local_disk_size": size, "disk_min_free": 1.0}

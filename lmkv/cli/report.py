@@ -36,7 +36,7 @@ PACKAGES = (
 class Row:
     """One figure: `value` in `unit`. `ratio`: to `of` within the rounds, with its interval `within`.
 
-    `met`: whether `target` was reached; None where the rounds do not say.
+    `met`: whether `target` was reached; None if the rounds do not say.
     """
 
     name: str
@@ -60,8 +60,8 @@ def compared(
 ) -> Iterator[Row]:
     """A row for each name: the median of its rounds, and of its ratios to `of` in the same round.
 
-    `targets`: the greatest ratio in a unit of `LESS_IS_BETTER`, else the least. `surely`: the interval's worse end has
-    to reach them, so that noise does not pass for no cost.
+    `targets`: the greatest ratio in a unit of `LESS_IS_BETTER`, else the least. `surely`: the worse end of the interval
+    must reach them, so that noise does not hide a cost.
     """
     others = rounds[of]
     for name, values in rounds.items():
@@ -76,7 +76,7 @@ def compared(
 
 
 def reached(ratios: Sequence[float], target: float, *, less: bool, surely: bool = False) -> bool | None:
-    """Whether the median is on the target's right side; None if too few rounds disagree."""
+    """Whether the median reaches the target; None if there are too few rounds and they disagree."""
     low, high = interval(ratios)
     if len(ratios) < SURE and (len(ratios) < 2 or low <= target <= high):
         return None

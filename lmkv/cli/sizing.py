@@ -158,7 +158,7 @@ class KVSize:
         return nbytes // self.token_bytes
 
     def chunk_tokens(self, chunk_size: int) -> int:
-        """Tokens of a chunk. With recurrent layers it is vLLM's block, whatever `chunk_size` is."""
+        """Tokens of a chunk. With recurrent layers it is vLLM's block, and `chunk_size` has no effect."""
         if self.states is None:
             return chunk_size
         return self.states.block_tokens(max(1, self.token_bytes // self.layers))

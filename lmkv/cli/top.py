@@ -39,7 +39,7 @@ def top(
     advise: Annotated[bool, typer.Option("--advise", help="Estimate how much more memory or disk would save.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print once, as JSON.")] = False,
 ) -> None:
-    """Watch a running server's tiers and requests until Ctrl+C; print them once if the output is no terminal."""
+    """Watch a running server's tiers and requests until Ctrl+C; print them once if the output is not a terminal."""
     # What tiers and requests are called is no markup.
     console = Console(highlight=False, markup=False, emoji=False)
     with client_of(url, token_file) as client:
@@ -104,7 +104,7 @@ def percent(part: int, whole: int) -> str:
 
 
 def sparkline(samples: list[dict[str, Any]]) -> str:
-    """The hit rate over time; a blank where nothing was looked up."""
+    """The hit rate over time; a blank if nothing was looked up."""
     size = max(1, -(-len(samples) // _BINS))
     picked = [*samples[:-1:size], *samples[-1:]]
     changes = [

@@ -41,7 +41,7 @@ def keys_of(url: str) -> frozenset[str]:
 
 
 def setting_of(key: str) -> str:
-    """lmkv's setting that has such a key's value, but for those that are part of the address."""
+    """The setting of lmkv for the value of such a key, except for keys that are part of the address."""
     if key.endswith(("username", "aws_access_key_id", "account_url")):
         return "remote_username"
     if key.endswith(("password", "aws_secret_access_key", "account_key")):

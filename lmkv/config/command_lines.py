@@ -53,7 +53,7 @@ class Command:
         self._read(given, "refused", why=why)
 
     def unused(self, group: str, given: str, value: object = True) -> None:
-        """Read an option that is no setting here."""
+        """Read an option that is not a setting of lmkv."""
         entry = lmcache.commands()[group].get(given)
         if entry is None:
             self._read(given, "unknown")
@@ -73,7 +73,7 @@ class Command:
 
 
 def translated(words: Sequence[str]) -> Command:
-    """lmkv's command for this one. Raises ConfigError if it is no such command."""
+    """lmkv's command for this one. Raises ConfigError if it is another command."""
     server, at = _program(words)
     env, before = _variables(words[:at])
     if server:
@@ -477,7 +477,7 @@ _GIVE_COMMAND: Final = (
 
 
 def of_variables(text: str) -> dict[str, str]:
-    """The variables of an env file. Raises ConfigError for a line that is no NAME=VALUE."""
+    """The variables of an env file. Raises ConfigError for a line that is not NAME=VALUE."""
     found: dict[str, str] = {}
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if line and not line.startswith("#"):

@@ -37,7 +37,7 @@ SCHEMES: Final = {
 
 
 def split_urls(text: str) -> list[str]:
-    """URLs with blanks or commas between them; that of sentinels may name several hosts, with commas, too."""
+    """Split URLs at blanks and commas. A URL of sentinels may itself have commas between its hosts."""
     found: list[str] = []
     for piece in filter(None, re.split(r"[\s,]+", text)):
         if found and "://" not in piece and RemoteURL(found[-1]).names_sentinels:
@@ -68,7 +68,7 @@ class Secret:
 
 @frozen
 class RemoteURL:
-    """Where a remote store is. `text` has the whole URL, passwords included.
+    """The URL of a remote store. `text` has the whole URL, passwords included.
 
     >>> print(RemoteURL("redis://cache:secret@host"))
     redis://cache:***@host
@@ -353,7 +353,7 @@ def readable(value: object) -> object:
 
 
 def in_words(value: object) -> str:
-    """A value as a YAML file has it."""
+    """A value in the form of a YAML file."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

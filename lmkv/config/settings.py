@@ -440,7 +440,7 @@ _OPTIONS: Final[Mapping[str, Attribute[Any]]] = MappingProxyType(
 class Answer:
     """The meaning of all given settings, each and together. The server and all commands answer with it.
 
-    `config`: None where a setting is refused. `notes`: log lines with their levels, about several settings together.
+    `config`: None if a setting is refused. `notes`: log lines with their levels, about several settings together.
     """
 
     config: Config | None

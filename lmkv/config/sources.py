@@ -112,7 +112,7 @@ def given_settings(
 
 
 def flat(extra: object) -> dict[Any, object]:
-    """The same keys, where vLLM's dotted arguments have made mappings of them: {"lmkv": {"chunk_size": 64}}.
+    """The same keys, even if vLLM's dotted arguments have made mappings of them: {"lmkv": {"chunk_size": 64}}.
 
     Raises ConfigError for anything but a mapping.
     """
@@ -137,7 +137,7 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
     class Loader(yaml.SafeLoader):
         """Leaves 0400, 1:30 and 1.50 as they are written; refuses a key that is given twice, and all aliases.
 
-        A few lines with aliases of aliases (`*name`, `<<: *name`) would be gigabytes.
+        A few lines with aliases of aliases (`*name`, `<<: *name`) could expand to gigabytes.
         """
 
         yaml_implicit_resolvers = {  # noqa: RUF012

@@ -157,7 +157,7 @@ class Comparison:
                 yield part.layer, (first + pages[0]) * size, (first + pages[-1] + 1) * size, float(found.max())
 
     def measure(self, part: Part, copy: ChunkCopy, stored: int) -> torch.Tensor | None:
-        """The `deviation` of each page of a part; None where every byte is equal, or nothing was copied."""
+        """The `deviation` of each page of a part; None if every byte is equal, or nothing was copied."""
         computed, known = (
             _pages(self._layout, self._slab, self._rank, part, copy, slot) for slot in (copy.slot, stored)
         )

@@ -45,8 +45,8 @@ _PageRuns = dict[int, list[tuple[int, slice, npt.NDArray[np.intp]]]]
 class CPUCopier:
     """The copier for paged memory on the host: one numpy call per chunk and plane.
 
-    `take` with "clip" into an array and indexed assignment are as fast as a contiguous copy, where
-    torch's indexed copies are 15 to 40 % slower. More threads would only compete for the same memory.
+    `take` with "clip" into an array and indexed assignment are as fast as a contiguous copy. torch's indexed copies are
+    15 to 40 % slower. More threads would only compete for the same memory.
     """
 
     def __init__(self, memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> None:
@@ -125,7 +125,7 @@ def _load(planes: Sequence[_HostPlane], pages: _PageRuns) -> Event:
 
 
 def check_device(kind: str) -> None:
-    """Raise UsageError without a copier for such devices. ROCm also calls its devices "cuda"."""
+    """Raise UsageError if there is no copier for such devices. ROCm also calls its devices "cuda"."""
     if kind not in ("cpu", "cuda") or (kind == "cuda" and torch.version.hip):
         what = "an AMD GPU" if kind == "cuda" else f"a device of type {kind!r}"
         raise UsageError(f"lmkv copies to and from CPUs and NVIDIA GPUs; this is {what}")

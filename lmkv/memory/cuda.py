@@ -56,7 +56,7 @@ class _CUDAStream:
 
 
 class CUDADevice:
-    """One CUDA device. Raises OSError where there is no CUDA driver. `driver`: its library, in tests another one."""
+    """One CUDA device. Raises OSError if there is no CUDA driver. `driver`: its library, in tests another one."""
 
     def __init__(self, device: torch.device, driver: Any = None) -> None:
         self._device = device

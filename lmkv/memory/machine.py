@@ -39,7 +39,7 @@ class ControlGroup:
     V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
     def limit_bytes(self) -> int:
-        """Raises ValueError without a limit, and OSError without such a group."""
+        """Raises ValueError if there is no limit, and OSError if there is no such group."""
         return int((self.folder / self.names[0]).read_text())
 
     def free_bytes(self) -> int:
@@ -51,7 +51,7 @@ class ControlGroup:
 def control_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[ControlGroup]:
     """The groups that limit this process: its own and all above it, as far as `root` shows them.
 
-    In a container `root` usually begins at the container's own group, whatever the path in `own` says.
+    In a container, `root` usually begins at the container's own group, even if the path in `own` is longer.
     """
     lines = []
     with contextlib.suppress(OSError):
@@ -78,7 +78,8 @@ def memory_limit(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) ->
 def available_ram(
     meminfo: Path = Path("/proc/meminfo"), root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Bytes of memory that are available: MemAvailable, or less where a control group or one above it has a limit."""
+    """Bytes of memory that are available: MemAvailable, or less if the limit of a control group, or of one above it, is
+    lower."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError, KeyError):
         free = 1024 * _numbers(meminfo)["MemAvailable:"]

@@ -72,8 +72,8 @@ class PagedMemory:
     layers
         Per plane, the index of the model's layer that it belongs to; its own index by default.
     fuse
-        Treat planes as one where their blocks adjoin in memory (vLLM's block-major layouts), so that a block
-        is copied in one run.
+        Treat planes as one if their blocks adjoin in memory (vLLM's block-major layouts), so that a block is copied in
+        one run.
 
     Raises
     ------

@@ -149,7 +149,7 @@ class PolicyBase(ABC):
 
     @abstractmethod
     def put_back(self, key: ChunkKey) -> None:
-        """Put a key that `pop` returned back into the order, where it is next again."""
+        """Put a key that `pop` returned back into the order, as the next key again."""
 
     @abstractmethod
     def drop(self, key: ChunkKey) -> None:

@@ -91,8 +91,8 @@ class LRU(QueuePolicy):
 
     Notes
     -----
-    `touch` makes a chain's head the most recent: its tail is evicted first, whatever the order of
-    insertion. A release counts as a use.
+    `touch` makes a chain's head the most recent: its tail is evicted first, in any order of insertion. A release counts
+    as a use.
 
     Examples
     --------

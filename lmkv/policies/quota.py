@@ -1,4 +1,4 @@
-"""`Quotas`: keeps a share of a tier for each tenant, whatever other tenants store."""
+"""`Quotas`: keeps a share of a tier for each tenant, independent of the chunks that other tenants store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Quotas:
 
     Notes
     -----
-    A chunk belongs to the tenant that `label` names for it, or else to that of its parent. Other chunks belong to
+    A chunk belongs to the tenant that `label` names, or else to the tenant of its parent. Other chunks belong to
     nobody, for example after a restart, until their tenant asks for them.
 
     Examples

@@ -29,8 +29,8 @@ class TraceRequest:
     """One request.
 
     `time`: seconds since the start of the trace. `keys`: its chunks, head first, the last one perhaps partial.
-    `tokens`: length of its prompt. `output_tokens`: how many it generated. `session`: requests with the same one belong
-    together; empty where the trace does not say.
+    `tokens`: length of its prompt. `output_tokens`: how many it generated. `session`: requests of one session have
+    equal values; empty if the trace does not say.
     """
 
     time: float

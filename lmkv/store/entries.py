@@ -142,7 +142,7 @@ class Payloads:
     """Finds the bytes of a slot that lower tiers store: a whole chunk, a whole state, or the pages of a tail.
 
     `spans(tokens)`: where the bytes of a tail of `tokens` tokens are in a slot. `sizes`: bytes of a chunk, and of each
-    state entry; none where all of them fill their slots.
+    state entry; empty if all of them fill their slots.
     """
 
     slot_bytes: int

@@ -241,7 +241,7 @@ class IOPool:
     def close(self, timeout: float = 5.0) -> bool:
         """Finish the waiting jobs, for at most `timeout` seconds, and end the threads. Idempotent.
 
-        False if a job hangs: its daemon thread is left behind, and waiting jobs are dropped.
+        False if a job hangs: its daemon thread keeps running, and waiting jobs are dropped.
         """
         deadline = time.monotonic() + timeout
         self.drain(timeout)

@@ -161,7 +161,8 @@ class PrimaryTier:
             self.order.insert_chain((entry.key,), self.slot_bytes, (entry.parent,))
 
     def unref_chain(self, entries: Sequence[Entry]) -> None:
-        """Drop one reference to each entry of a chain, given head first. The policy gets all new ones at once."""
+        """Drop one reference to each entry of a chain, given head first. The policy gets all new evictable keys in one
+        call."""
         keys: list[ChunkKey] = []
         parents: list[ChunkKey] = []
         rest: list[Entry] = []

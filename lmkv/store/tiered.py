@@ -214,7 +214,7 @@ class TieredStore(Part):
         return self._change(partial(self._writes.write_to_shared, keys))
 
     def write_lost(self, keys: Sequence[ChunkKey]) -> None:
-        """Write chunks of a chain that are in host memory to stores without a capacity that lack them."""
+        """Write chunks of a chain from host memory to the stores that lack them and have no capacity limit."""
         self._change(partial(self._writes.write_lost, () if self._closed else keys))
 
     # -- pins ---------------------------------------------------------------------------------------------
@@ -259,9 +259,10 @@ class TieredStore(Part):
         """Bring the leading chunks of `keys` into host memory, at most `limit` of them. Never waits.
 
         Ends before the first chunk that no tier stores, or for which there is no slot. A `prefetch` is served after all
-        other loads, and ends before it exceeds its share of the slots; owners with more prefetches lose their oldest
-        for it. With `look_up_shared`, shared tiers are first asked for chunks unknown to the indexes. The promotion
-        refers to its chunks until it is released; after `ttl` seconds the next call that wants slots releases it.
+        other loads, and ends before it exceeds its share of the slots; to make room, owners with more prefetches lose
+        their oldest ones. With `look_up_shared`, shared tiers are first asked for chunks unknown to the indexes. The
+        promotion refers to its chunks until it is released; after `ttl` seconds the next call that wants slots releases
+        it.
         """
 
         def plan(after: Deferred) -> Promotion:
@@ -341,7 +342,7 @@ class TieredStore(Part):
         return self._change(plan)
 
     def clear(self, *, lower: bool = True) -> int:
-        """Remove everything, without `lower` from host memory alone; returns how many chunks that were.
+        """Remove everything, or without `lower` everything in host memory; returns the number of removed chunks.
 
         No earlier chunk is served any more, not even one that is being stored or loaded right now, or that another
         process has put into a shared tier. `drain` waits until the bytes in lower tiers are deleted.

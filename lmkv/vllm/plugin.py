@@ -68,7 +68,7 @@ def _other_module(transfer: Mapping[str, Any]) -> Iterator[str]:
 def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[dict[str, Any], bool]:
     """The `kv_transfer_config` of a command line or its `--config` file, and whether it has `--kv-offloading-size`.
 
-    `folder`: where relative paths in it start.
+    `folder`: the folder for relative paths in it.
     """
     words = list(arguments)
     options = re.search(r"--config[ =](\S+)", " ".join(words))

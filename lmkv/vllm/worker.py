@@ -443,7 +443,7 @@ class Worker:
         return failed
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """`(finished, failed)`: requests whose asynchronous load has ended, and those where it failed."""
+        """`(finished, failed)`: requests whose asynchronous load has ended, and requests for which it failed."""
         finished, self._finished_requests = self._finished_requests, set()
         failed, self._failed_requests = self._failed_requests, set()
         return finished, failed

@@ -64,9 +64,9 @@ class LocalDiskBackend:
         and writing is up to twice as fast. "data": its bytes are on the medium before the file gets its name. "full":
         its name is on the medium as well. Checksums detect damage in any case.
     direct
-        O_DIRECT, so that the page cache holds no second copy of host memory. "auto" uses it where it
-        works, "on" requires it, "off" uses the page cache. Memory that is not aligned to pages always goes
-        through the page cache. `direct_io` says whether O_DIRECT is in use.
+        O_DIRECT, so that the page cache holds no second copy of host memory. "auto" uses it if it works, "on" requires
+        it, "off" uses the page cache. Memory that is not aligned to pages always goes through the page cache.
+        `direct_io` says whether O_DIRECT is in use.
     min_free
         Bytes of the file system to leave free. A chunk that would use them is REJECTED.
     segment_bytes
@@ -95,7 +95,7 @@ class LocalDiskBackend:
     After construction, a failure of the medium is a value for each key. `contains`, `delete`, `reclaim` and the
     listings raise a `BackendError` instead, after they have tried every key. Each call tries the medium anew. Only a
     file with wrong bytes is removed. A file that cannot be read is replaced when its chunk is written again. Any number
-    of threads may call: I/O holds no lock but that of the byte count, for some microseconds.
+    of threads may call: I/O holds no lock except that of the byte count, for some microseconds.
 
     Examples
     --------
@@ -149,7 +149,7 @@ class LocalDiskBackend:
         return self._files.direct
 
     def stored_bytes(self, payload_bytes: int) -> int:
-        """Size of the file of such a payload."""
+        """Size of the file for a payload of this length."""
         return self._files.file_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:

@@ -244,7 +244,7 @@ class OwnFile:
 
     @classmethod
     def made(cls, folder: Folder, name: str) -> Self:
-        """Create and lock a new file. Raises `OSError`, also where a file cannot be locked."""
+        """Create and lock a new file. Raises `OSError`, also if a file cannot be locked."""
         with folder.opened(name, os.O_CREAT | os.O_EXCL | os.O_RDWR) as fd:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -287,7 +287,7 @@ def is_abandoned(folder: Folder, name: str) -> bool:
 
 
 def publish(folder: Folder, unfinished: str, name: str, *, replace: bool = False) -> None:
-    """Give a complete file its final name, atomically. Raises `FileExistsError` when there is such a file.
+    """Give a complete file its final name, atomically. Raises `FileExistsError` if the name is taken.
 
     `replace`: replace an existing file, which cannot be read.
     """

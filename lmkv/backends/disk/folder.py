@@ -65,7 +65,8 @@ class ChunkFolder:
 
     @contextlib.contextmanager
     def place_of(self, key: ChunkKey) -> Iterator[tuple[Folder, str]]:
-        """The folder of a chunk, and its name there. Raises `FileNotFoundError` without the folder, `OSError`."""
+        """The folder of a chunk, and its name there. Raises `FileNotFoundError` if there is no such folder, and
+        `OSError`."""
         *folders, name = self._names_of(key)
         with self.root.entered(*folders) as folder:
             yield folder, name
@@ -85,7 +86,7 @@ class ChunkFolder:
         self.make(self._names_of(key)[1])
 
     def discard(self, folder: Folder, name: str) -> None:
-        """Remove a damaged file, or move whatever cannot be removed, such as a folder, to `quarantine/`.
+        """Remove a damaged file, or move an entry that cannot be removed, such as a folder, to `quarantine/`.
 
         Raises `OSError` when neither works.
         """

@@ -186,7 +186,8 @@ class Root:
         return folder
 
     def make(self, *names: str) -> None:
-        """Create the folder with these names below the root, and those above it. Raises `OSError` without a root."""
+        """Create the folder with these names below the root, and those above it. Raises `OSError` if there is no
+        root."""
         for depth, name in enumerate(names):
             with self.entered(*names[:depth]) as folder:
                 folder.make(name)

@@ -258,7 +258,7 @@ class RemoteBackend(ABC):
         return f"{self._root}/{key.hex()}"
 
     def stored_bytes(self, payload_bytes: int) -> int:
-        """Length of the value of such a payload."""
+        """Length of the value for a payload of this length."""
         return self.codec.value_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:

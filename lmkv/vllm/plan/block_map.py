@@ -21,7 +21,7 @@ exist."""
 class Group:
     """One block table: tokens per block and, with a sliding window, how many tokens a query sees.
 
-    `table`: its number among vLLM's, None where every one of these is cached. `state`: for recurrent layers the number,
+    `table`: its number among vLLM's tables; None if all of those are cached. `state`: for recurrent layers the number,
     from 1 on, of the state entry that theirs is part of. A block of such a table is a state, not the KV of tokens. Only
     vLLM knows which state it is.
     """

@@ -244,8 +244,9 @@ class RequestOptions:
     share only with equal tags, of a text, a number, a boolean or null. `wait_for`: wait until this number of leading
     tokens is found, because another server is storing them.
 
-    A request with other tags, too many or too long ones, or more than 256 keys has no options and is not cached: it is
-    unclear which requests it shares with. Nor is one with `lmcache.token_drop`: KV is that of all tokens here.
+    A request with tags of other types, with too many or too long tags, or with more than 256 keys has no options and is
+    not cached, because it is unclear which requests it may share KV with. The same holds for a request with
+    `lmcache.token_drop`, because lmkv stores KV of all tokens.
 
     `max_load_tokens`, `max_offload_tokens`, which are vLLM's: most tokens that are loaded beyond vLLM's own
     hit, and most leading tokens that are stored. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.

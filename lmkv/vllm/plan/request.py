@@ -84,7 +84,7 @@ class Patience:
 class Miss:
     """`tokens` of a request were not loaded for a `reason` (see `lmkv.vllm.scheduler.telemetry.REASONS`).
 
-    `tier`: where they were, or are. `seconds_ago`: when they were evicted.
+    `tier`: the tier that has or had them. `seconds_ago`: when they were evicted.
     """
 
     reason: str
@@ -119,7 +119,7 @@ class Miss:
 
 @define(eq=False)
 class Audit:
-    """The hit's chunks from number `first` up to `end`, and the states behind them; `next` is compared next.
+    """The hit's chunks from number `first` up to `end`, and the states after them; `next` is compared next.
 
     `tiers`: the tier that would have delivered each chunk. `computed`: tokens of vLLM's own hit before them, which may
     have been loaded earlier. `tail`: the prompt's, if it comes next and has whole pages.
@@ -330,7 +330,7 @@ class Request:
     weights: str = field(default="", repr=False)
     """Their identity."""
     adapter: tuple[int, str] = (0, "")
-    """Its number, 0 without one, and its identity."""
+    """Its number, 0 if there is no adapter, and its identity."""
     unidentified: bool = False
     """Whether its weights, adapter or images have no identity, or changed while it ran."""
     loading: Loading = field(init=False, factory=Loading, repr=False)
@@ -448,7 +448,7 @@ class Request:
         return [*keys, self.tail] if self.tail is not None and count == self.tail_chunk else keys
 
     def state_keys(self, chunks: int) -> Sequence[StateKey]:
-        """The keys of the states behind the first `chunks` chunks; none for 0 chunks, or without recurrent layers."""
+        """The keys of the states after the first `chunks` chunks; none for 0 chunks, or without recurrent layers."""
         if not (self.naming.states and chunks):
             return ()
         if chunks > len(self.chain.keys):

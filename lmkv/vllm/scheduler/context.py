@@ -108,7 +108,7 @@ class Jobs:
         """Discard the results of all jobs ordered until now.
 
         After a failed load, KV may depend on the unfilled blocks, which vLLM's prefix cache shares with other requests.
-        After a reset, no request looks for it.
+        After a reset, no request looks for such KV.
         """
         for job in self._jobs.values():
             job.distrusted = True

@@ -47,10 +47,10 @@ class LoadWindow:
 class AsyncLoad:
     """Loads tokens [start, end) of one request into its blocks, while the request does not compute.
 
-    `keys`: the chunks from the one with token `start` on, and the states behind the last. While up to `window` of them
-    are copied, the next ones are promoted; so a load references at most 2 * `window` slots. It ends early and reports
-    the unfilled blocks if a chunk is lost, if no chunk arrives for `timeout` seconds, or if all waits together exceed
-    `limit` seconds.
+    `keys`: the chunks from the one with token `start` on, and the states after the last chunk. While up to `window` of
+    them are copied, the next ones are promoted; so a load references at most 2 * `window` slots. It ends early and
+    reports the unfilled blocks if a chunk is lost, if no chunk arrives for `timeout` seconds, or if all waits together
+    exceed `limit` seconds.
     """
 
     store: TieredStore = field(repr=False)
@@ -317,7 +317,8 @@ class Loads(Planner):
         self._jobs.begin(job, made)
 
     def begin(self, request: Request, keys: Sequence[ChunkKey], tables: BlockTables, end: int) -> None:
-        """Load `keys` up to token `end` between steps. The first of them has the first token not computed."""
+        """Load `keys` up to token `end` between steps. The first chunk contains the first token that is not
+        computed."""
         here = self._store.catalog.count_prefix(keys)[0]
         limit = self._timing.limit(keys, here, len(keys)) if here < len(keys) else None
         # Chunks all in host memory are one window, if others still find slots meanwhile.

@@ -1,8 +1,8 @@
 """`Matcher`: how many tokens a lookup promises vLLM, and how they are loaded.
 
-Chunks in host memory are loaded within the step that needs them, where vLLM can be told that such a load
-failed. Chunks of lower tiers are promoted while the request waits in vLLM's queue, so that the batch does not
-wait for them. Hits that are too long for host memory are loaded through it between steps.
+Chunks in host memory are loaded within the step that needs them, if vLLM accepts a report that such a load failed.
+Chunks of lower tiers are promoted while the request waits in vLLM's queue, so that the batch does not wait for them.
+Hits that are too long for host memory are loaded through it between steps.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class ChunkStores(Planner):
     def store_tail(self, request: Request, tables: BlockTables) -> None:
         """Order the copy of the prompt's tail, unless a chunk in host memory begins with it.
 
-        A tail needs the chunks before it, so none of them is evicted for it.
+        A tail needs the chunks before it, so none of them is evicted to make room.
         """
         tail, count, size = request.tail, request.tail_chunk, self._chunk_size
         assert tail is not None
