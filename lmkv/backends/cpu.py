@@ -28,7 +28,7 @@ class CPUPinnedBackend:
     shared
         Whether other processes of this host will map the slab.
     populate
-        Whether to have the kernel map all pages in the background, rather than when they are first used.
+        Whether the kernel maps all pages in the background, instead of at their first use.
     engine
         Name by which other processes find a shared slab, see `lmkv.memory.slab.wait_for_slab`.
     engines

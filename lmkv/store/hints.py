@@ -56,9 +56,10 @@ class _Wished:
 class Hints:
     """Passes hints on to policies that take them. Thread-safe. `lock`: the store's.
 
-    An `owner` is the root of a request's keys: two owners' sessions of one name are two sessions. Priorities are for
-    `most` chunks, of each tenant for its part of them (`part_of`, see `DividesTier`): beyond that the oldest of the
-    owner with the most chunks end. If several priorities were set for a chunk, it has the highest one.
+    An `owner` is the root of a request's keys: two owners' sessions of one name are two sessions. Priorities are
+    limited to `most` chunks, and for each tenant to its part of them (`part_of`, see `DividesTier`). Beyond that, the
+    oldest priorities of the owner with the most chunks end. If several priorities were set for a chunk, it has the
+    highest one.
 
     Examples
     --------

@@ -287,7 +287,7 @@ class SlotAllocator:
         self._max_flushing = min(max(4, self._free_target), max_flushing)
 
     def allocate(self, key: ChunkKey, after: Deferred, protect: set[ChunkKey] | None = None) -> int | None:
-        """A free slot for a chunk, evicting if need be. None: every slot is referenced or being flushed."""
+        """A free slot for a chunk, evicting if need be. None if every slot is referenced or being flushed."""
         share = None if type(key) is bytes else self._primary.shares.get(type(key))
         if share is not None and share.full:
             victim = self._primary.evict_from(share, key)
