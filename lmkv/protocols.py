@@ -294,7 +294,7 @@ class DividesTier(Protocol):
     """A policy that gives each tenant a part of the tier."""
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """The tenant of a chunk, or else of its parent, and its part, 0 to 1; "" has the rest."""
+        """The tenant of a chunk, or else of its parent, and its part, 0 to 1; the tenant "" has the rest."""
         ...
 
 

@@ -138,7 +138,7 @@ class Client(_Calls[dict[str, Any]]):
     timeout : float
         Seconds for a whole answer, in addition to the `wait` of a prefetch.
     most : int
-        Bytes of an answer.
+        Largest number of bytes of an answer.
 
     Raises
     ------

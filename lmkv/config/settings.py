@@ -188,7 +188,7 @@ class Config:
     disk_direct: Literal["auto", "on", "off"] = _option(
         "auto",
         one_of("auto", "on", "off"),
-        "Read and write past the page cache (O_DIRECT); auto: where the file system can",
+        "Read and write past the page cache (O_DIRECT); auto: if the file system can",
     )
     disk_write: Literal["through", "back"] = _option(
         "through",

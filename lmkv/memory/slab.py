@@ -305,7 +305,8 @@ class Slab(SlabMap):
 
     @property
     def ref(self) -> SlabRef:
-        """For `attach` in other processes of this host, while this process lives. Shared slabs only."""
+        """A reference with which other processes of this host can `attach`, while this process runs. Shared slabs
+        only."""
         if self.descriptor < 0:
             raise UsageError("only a shared slab can be mapped by other processes")
         path = f"/proc/{os.getpid()}/fd/{self.descriptor}"

@@ -62,8 +62,8 @@ class TierStats(TierCounters):
     `states`: of recurrent layers, in host memory; lower tiers count them as chunks. `breaker`: "open" while the tier
     keeps failing and counts as empty, "half-open" when it is about to be tried again. `write_breaker`: the same for
     writes alone, while stored chunks are still served. `hung_reads`, `hung_writes`: calls that have run for more than
-    five seconds, deletions among the writes; each keeps a thread of the tier until it ends, a read or write also
-    a slot of host memory.
+    five seconds; deletions count as writes. Each keeps a thread of the tier until it ends; a read or write also keeps a
+    slot of host memory.
     """
 
     name: str
@@ -298,7 +298,7 @@ def write_works(result: Written) -> bool | None:
 
 
 def is_full(result: Written) -> bool:
-    """Whether a deletion would help: the medium is full, rather than refusing all writes."""
+    """Whether a deletion would help: the medium is full, and does not refuse all writes."""
     code = getattr(result.error.__cause__, "errno", None) if isinstance(result.error, NoSpaceError) else None
     rejected = result.status is WriteStatus.REJECTED and result.lacking is not None
     return rejected or code in (errno.ENOSPC, errno.EDQUOT)

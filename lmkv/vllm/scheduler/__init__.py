@@ -224,7 +224,7 @@ class Scheduler:
             self._observer.telemetry.lookup_was_deferred(self._clock() - since)
 
     def match(self, request: Request, num_computed_tokens: int) -> Match:
-        """Decide what to promise to a request, or why nothing."""
+        """Decide what to promise to a request, or why to promise nothing."""
         request.waiting.release_lease()
         if request.auditing.audit is not None:
             request.auditing.audit.computed = max(request.auditing.audit.computed, num_computed_tokens)

@@ -115,7 +115,7 @@ class Matcher(Planner):
     # -- lookup -------------------------------------------------------------------------------------------
 
     def match(self, request: Request, num_computed_tokens: int) -> Match:
-        """Decide what to load beyond the computed tokens, or why nothing."""
+        """Decide what to load beyond the computed tokens, or why to load nothing."""
         self._loads.admission.end(request)
         waiting = request.waiting
         waiting.computed, waiting.between_steps = num_computed_tokens, False
