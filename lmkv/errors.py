@@ -21,7 +21,7 @@ _IN_QUERY = re.compile(r"([?&])([^=&#]*)(?:=([^&]*))?")
 SECRET = re.compile(r"(?i)passw|pass\b|pwd|pw\b|secret|token|key|credential|signature|proxy|\bsig")
 """Matches names of options with secret values."""
 _READ, _SHOWN = 8000, 1000
-"""Characters to read of a text from outside, and to show of it."""
+"""Number of characters of an outside text to read, and to show."""
 
 
 def mask_secrets(text: str) -> str:

@@ -228,7 +228,7 @@ class Policy(Protocol):
     """An eviction order over keys and their sizes in bytes, without a clock, I/O or chunk contents.
 
     Called only under the owning store's lock. A known key is either evictable or held. A key cannot be found without
-    its parent: a policy evicts children first. `lmkv.policies.PolicyBase` implements all of it but the order.
+    its parent: a policy evicts children first. `lmkv.policies.PolicyBase` implements all of it except the order.
     """
 
     def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
@@ -336,7 +336,7 @@ class Tier:
     admission : Admission, optional
         A filter for new chunks; None takes all. Host memory must have none.
     write : str
-        When a lower tier gets a chunk: "through": as it is stored, "back": as it is evicted from host memory.
+        When a lower tier gets a chunk: "through": when it is stored, "back": when host memory evicts it.
 
     Raises
     ------

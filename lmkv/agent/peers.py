@@ -128,7 +128,7 @@ logger = logging.getLogger("lmkv.agent")
 
 Answer = dict[str, Any]
 Call = Callable[[], Answer | None] | Callable[[], Awaitable[Answer | None]]
-"""A plain function waits for a worker thread of the loop; a coroutine function runs at once."""
+"""A plain function waits for a worker thread of the loop; a coroutine function runs immediately."""
 Url = Callable[[int], str]
 
 _RETRY, _AGAIN = 1.0, 10.0

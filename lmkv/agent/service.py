@@ -280,7 +280,7 @@ class CacheService:
         return self._root_of(prompt.cache_salt, prompt.tags) or b""
 
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
-        """Keep a prompt's leading chunks in host memory, as far as they are there."""
+        """Keep those leading chunks of a prompt that are in host memory there."""
         keys = self._boundaries.keys_to_promote(self._read(prompt)[1])
         seconds = self._pin_ttl if seconds is None else seconds
         return {

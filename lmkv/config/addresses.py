@@ -1,4 +1,4 @@
-"""LMCache's addresses of remote stores, and the keys of its `extra_config` that belong to them, as lmkv writes them."""
+"""Translates LMCache's addresses of remote stores, and the keys of its `extra_config` that belong to them."""
 
 from __future__ import annotations
 

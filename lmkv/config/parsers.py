@@ -248,7 +248,7 @@ def _check_variables(text: object) -> None:
 
 
 def urls(value: object) -> tuple[RemoteURL, ...]:
-    """From one URL, several with blanks or commas between them, or a list of them."""
+    """Parse one URL, several URLs with blanks or commas between them, or a list of URLs."""
     texts = () if is_nothing(value) else split_urls(value) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str | RemoteURL) for text in texts):
         raise ValueError("must be a URL, or a list of them")
@@ -346,7 +346,7 @@ def text(value: object) -> str:
 
 
 def readable(value: object) -> object:
-    """A parsed value for people to read, without passwords."""
+    """A parsed value as text, without passwords."""
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or None
     return str(value) if isinstance(value, Secret) else value

@@ -305,10 +305,10 @@ class Config:
         """Merge the sources; a later one overrides: keywords, file, environment, connector's extra config.
 
         LMKV_CONFIG_FILE can also name the `file`. `env`: LMKV_CHUNK_SIZE and so on. `extra`: vLLM's
-        `kv_connector_extra_config`, its keys plain or as `lmkv.chunk_size`. An unknown key or bad value in any of them,
-        even one that a stronger source replaces, is a `ConfigError`. If none of these is given, LMCache's settings are
-        read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`. `ranks`: those of the engine, by which
-        LMCache's sizes are multiplied.
+        `kv_connector_extra_config`, its keys plain or as `lmkv.chunk_size`. Raises ConfigError for an unknown key or a
+        bad value in any of them, even if a later source overrides it. If none of these is given, LMCache's settings are
+        read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`. `ranks`: the number of ranks of the engine,
+        by which LMCache's sizes are multiplied.
         """
         return Answer.to(file=file, env=env, extra=extra, overrides=overrides, ranks=ranks).checked()
 
@@ -389,7 +389,7 @@ class Config:
         return self.sources.get(name) or (DEFAULT if is_default else KEYWORD)
 
     def describe(self) -> list[Setting]:
-        """All settings in order of definition, for people to read."""
+        """All settings as text, in the order of their definition."""
         return [
             Setting(
                 name=name,

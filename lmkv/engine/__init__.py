@@ -400,7 +400,7 @@ class Engine:
         return self._store.catalog.count_stored(keys) * self.chunk_size
 
     def prefetch(self, tokens: Tokens, *, variant: Variant = PLAIN) -> Prefetch:
-        """Start to bring a prompt's KV into host memory and return at once.
+        """Start to load a prompt's KV into host memory, and return immediately.
 
         Loads that somebody waits for go first. Prefetches share a limited part of host memory: chunks that do not fit
         are left out. The others stay there for the engine's `pin_ttl` seconds.

@@ -108,7 +108,7 @@ class Device(Protocol):
         ...
 
     def move(self, spans: Spans, stream: Stream) -> None:
-        """Copy from device to device, any number of runs at once."""
+        """Copy any number of runs from device to device in one call."""
         ...
 
     def transfer(self, transfers: Transfers, stream: Stream) -> None:

@@ -83,7 +83,7 @@ class PagedMemory:
     Notes
     -----
     `rows` share the tensors' memory. `num_blocks`: how many blocks each block table has. Nothing is locked: computation
-    and copies must not use the same blocks at once.
+    and copies must not use the same blocks at the same time.
 
     Examples
     --------

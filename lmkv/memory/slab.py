@@ -223,7 +223,7 @@ class SlabMap:
             yield slot * self.slot_bytes + offset, (last - slot) * self.slot_bytes + nbytes
 
     def prefault(self, offset: int, nbytes: int) -> bool:
-        """Have the kernel map these pages now; False when it refuses, or cannot do that at once."""
+        """Make the kernel map these pages now. Returns False if it refuses, or cannot do so immediately."""
         # Through ctypes, which releases the GIL; mmap.madvise would keep it for the seconds that this takes.
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

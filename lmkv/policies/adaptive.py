@@ -267,7 +267,7 @@ class Shadow:
         return victims is not None
 
     def resize(self, capacity: float) -> None:
-        """Change the capacity; evicts at once when it shrinks."""
+        """Change the capacity. If it shrinks, evicts immediately."""
         self.capacity = capacity
         if self.used > capacity:
             self.evict(self.used - capacity, set())

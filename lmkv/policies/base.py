@@ -52,15 +52,15 @@ Node: TypeAlias = list[Any]
 """The base's record of a key. It is a list, because an object takes three times as long to make."""
 KEY, SIZE, PARENT, CHILDREN, FORK = range(5)
 """Places in a node. KEY is the key, SIZE its bytes (0 if only children of it are known), PARENT the parent's node or
-None, CHILDREN the number of its known children, FORK whether there have ever been `BRANCHES` of them."""
+None, CHILDREN the number of its known children, FORK whether there were `BRANCHES` of them at any time."""
 
 
 @define(eq=False)
 class PolicyBase(ABC):
     """Base of eviction policies. A subclass keeps the order, in the five methods `add` to `drop`.
 
-    The base knows the size of each key, its parent and how many children it has. When the turn of a key comes that is
-    held or has children, it is skipped. It is next as soon as it is neither. So children, which could not be found
+    The base knows the size of each key, its parent and how many children it has. The policy skips a key that is held or
+    has children. Such a key is next as soon as it is neither held nor a parent. So children, which could not be found
     without their parent, are evicted before it. Only if nothing else is left, a parent of held or protected keys is
     evicted.
 

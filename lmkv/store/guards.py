@@ -32,7 +32,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PATIENCE = 10.0
-"""Seconds in which all backends of a store must close."""
+"""Seconds that all backends of a store together have to close."""
 _GROWN, _REPLACED = 1 << 14, 1 << 17
 _wanted = threading.Event()
 
@@ -300,9 +300,9 @@ class Content:
 class Order:
     """A policy. If it raises, a `Plain` policy replaces it, and the log says so once.
 
-    It also passes hints about chunks that arrive or return: `priority_of` for those in `wished`, and which chunks were
-    given up on their way. `content`: of the tier. `freed`: bytes of these chunks, 0 if one is in use or absent. `has`:
-    whether the policy knows a chunk. Called under the store's lock.
+    It also passes hints about chunks that arrive or return: `priority_of` for those in `wished`, and which chunks
+    sessions gave up before they arrived. `content`: of the tier. `freed`: bytes of these chunks, 0 if one is in use or
+    absent. `has`: whether the policy knows a chunk. Called under the store's lock.
     """
 
     def __init__(

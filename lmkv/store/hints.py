@@ -255,15 +255,15 @@ class Hints:
             return {name: dict(policy.used_bytes()) for name, policy in tiers if isinstance(policy, LabelsKeys)}
 
     def session(self, owner: bytes, name: str, keys: Chain, *, ended: bool = False) -> None:
-        """Note the end of a session's request, and give up the chunks that it has replaced.
+        """Note the end of a session's request. Chunks that this request has replaced will be evicted first.
 
-        `ended`: the session ends with it; all its chunks that no other session shares are given up.
+        `ended`: the session ends with it; all its chunks that no other session shares will be evicted first.
         """
         with self._lock, self._changes:
             self._session(owner, name, keys, ended=ended)
 
     def end_session(self, owner: bytes, name: str) -> bool:
-        """End a session and give up its chunks. Returns whether it was known."""
+        """End a session, so that its chunks are evicted first. Returns whether it was known."""
         with self._lock, self._changes:
             key = _session_key(owner, name)
             branches = self._sessions.pop(key) or []

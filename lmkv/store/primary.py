@@ -1,4 +1,4 @@
-"""Host memory as a tier: which chunk is in which slot, how many refer to it, and which may be evicted.
+"""Host memory as a tier: the slot of each chunk, its number of references, and whether it may be evicted.
 
 Entries: absent -> WRITING (reserved) or LOADING (promoted) -> READY -> absent; docs/development/concurrency.md has the
 table. Nothing here locks, waits, copies or calls back: the store calls it under its own lock.

@@ -101,7 +101,7 @@ class Promoter(Part):
         ttl: float | None,
         owner: bytes,
     ) -> Promotion:
-        """Begin a promotion: at once, or when `lookup` is done. Expired ones were released before.
+        """Begin a promotion immediately, or when `lookup` is done. Expired ones were released before.
 
         To make room, it evicts the chunks of the rest of `chain` that no lower tier stores last.
         """

@@ -171,7 +171,7 @@ class LowerTier:
     def look_up(self, keys: Sequence[ChunkKey], *, each: bool = False) -> int:
         """Ask the backend for leading chunks unknown to the index; index and count the ones found.
 
-        Batches grow, so an unknown prompt takes few questions. `each`: ask for all keys at once.
+        Batches grow, so an unknown prompt takes few questions. `each`: ask for all keys in one call.
         """
         with self._lock:
             scan = self.index.begin_scan() if self.usable else None

@@ -1,4 +1,4 @@
-"""Copies chunks to lower tiers: as they are stored (write-through) or as they are evicted (write-back)."""
+"""Copies chunks to lower tiers when they are stored (write-through) or evicted (write-back)."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ class SlotAllocator:
         return slot
 
     def free_up(self, count: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> None:
-        """Evict for `count` slots at once, which costs half as much as one by one.
+        """Evict for `count` slots in one call, which takes half the time of separate calls.
 
         With write-back it does nothing: `allocate` evicts, since it bounds the flushes under way.
         """

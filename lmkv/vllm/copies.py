@@ -34,7 +34,7 @@ class NotReadyError(UsageError):
 class LayerwiseTransfer:
     """Copies a step's loads or stores layer by layer while the model computes the other layers.
 
-    `orders` succeed or fail together. Begins at once; no method raises.
+    `orders` succeed or fail together. Begins immediately; no method raises.
     """
 
     def __init__(self, orders: Sequence[CopyOrder], copier: Callable[[], Copier], *, loads: bool) -> None:

@@ -32,8 +32,8 @@ _LOOSE = 0.5
 class Ranks:
     """The workers of an engine. Each pipeline stage has context ranks, each of which has tensor ranks.
 
-    `replicas`: how many consecutive ranks have the same KV, of which one copy is stored. `stages`: hidden layers of
-    each pipeline stage.
+    `replicas`: number of consecutive ranks with the same KV. One copy is stored. `stages`: hidden layers of each
+    pipeline stage.
     """
 
     stages: tuple[int, ...]

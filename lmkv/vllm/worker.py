@@ -54,9 +54,9 @@ class _Running:
 class Worker:
     """Executes the `StepPlan`s of one rank. All calls come from the thread that runs the model.
 
-    `rank`: the rank whose part of each slot it copies. `layout`: None if this rank cannot cache the model though the
-    scheduler side can; then every order fails. `share`: (index, count) of this rank among those that have the same KV,
-    which the first of them stores. `block_level_failures`: failed loads are reported by block ids, else (see
+    `rank`: the rank whose part of each slot it copies. `layout`: None if this rank cannot cache the model, although the
+    scheduler side can. Then every order fails. `share`: (index, count) of this rank among the ranks with the same KV;
+    the first of these stores it. `block_level_failures`: failed loads are reported by block ids, else (see
     `BlockMap.one_full_table`) by request ids. `layerwise`: loads and stores within a step overlap its computation, for
     a model that calls `wait_for_layer` and `save_layer`. `engine`: the name of its slab (see `slab_name`), which the
     worker finds once it exists, before the first order. `staging_bytes`: device memory for stores.

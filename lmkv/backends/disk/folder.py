@@ -1,7 +1,7 @@
 """The folders of namespaces below a root, their descriptions, and the count of the bytes of all together.
 
-Payloads are not opened here. Any number of threads and processes may work in a folder at once: a file that
-another one has just removed counts as absent.
+Payloads are not opened here. Any number of threads and processes may use a folder at the same time. A file that another
+one has just removed counts as absent.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ChunkFolder:
         return os.path.join(self.root.path, self.namespace.hex())
 
     def path_of(self, key: ChunkKey) -> str:
-        """Path of a chunk, for people. The key of another namespace's chunk begins with that namespace."""
+        """Path of a chunk, for messages. The key of another namespace's chunk begins with that namespace."""
         return os.path.join(self.root.path, *self._names_of(key))
 
     def _names_of(self, key: ChunkKey) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""How vLLM's block tables map to chunks: which pages of which blocks a copy moves."""
+"""Maps vLLM's block tables to chunks: decides which pages of which blocks a copy moves."""
 
 from __future__ import annotations
 

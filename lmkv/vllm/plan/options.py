@@ -196,8 +196,8 @@ class AgentHint:
     other one shares are evicted first. `priority`: above 0, its chunks are evicted last. `waits`: seconds until the
     session probably comes back, from a tool or a person: its chunks are evicted last until then.
 
-    All else in it is ignored: parts of a request, and `offload` (every chunk is offloaded as it is computed),
-    more than 64 edits, and an id of more than 1,024 characters.
+    lmkv ignores all other fields: parts of a request, `offload` (lmkv offloads every chunk anyway), more than 64 edits,
+    and an id of more than 1,024 characters.
     """
 
     ttl: float = 0.0

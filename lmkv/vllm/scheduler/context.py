@@ -24,8 +24,8 @@ class SchedulerOptions:
 
     `ranks`: workers that answer each order. `loads`, `stores`: False switches that direction off, as for a producer or
     a consumer. `save_decode`: generated tokens are stored too. `save_unfull_chunk`: store and find tails, and find
-    chunks that begin like the rest of a prompt. `whole_blocks`: a hit ends with a block, because loads by layers come
-    after the step has written the rest of that block. `min_retrieve_tokens`: smaller hits are computed.
+    chunks that begin like the rest of a prompt. `whole_blocks`: a hit ends with a block. With loads by layers, the step
+    has otherwise written the rest of that block before the load. `min_retrieve_tokens`: smaller hits are computed.
     `load_or_recompute`: compute chunks that are measured to load more slowly. `load_mode`: within the step that reads
     the KV ("sync"), between steps ("async"), or the one that delays other requests less ("auto"). `concurrent_copies`:
     the device copies while it computes. `prefetch_deadline`: most seconds that a request waits for chunks of lower

@@ -383,7 +383,7 @@ class Loads(Planner):
     # -- ends ---------------------------------------------------------------------------------------------
 
     def step_ended(self, step: int) -> None:
-        """Time a step whose output has come. vLLM may have scheduled it before the previous step had ended."""
+        """Measure the time of a step that has ended. vLLM may have scheduled it before the previous step had ended."""
         tokens, scheduled = self._steps.pop(step, (0, 0.0))
         now = self._clock()
         self._timing.cost.note_step(tokens, now - max(scheduled, self._last_end))

@@ -112,7 +112,7 @@ class Explainer:
         """Why tokens from number `end` on are not loaded. None if there are none.
 
         `keys`: all chunks that a load may end with. `covered`: tokens of the found chunks, of which a load may bring
-        fewer. `few`: too few tokens were found for a load. `late`: the request may wait no longer.
+        fewer. `few`: too few tokens were found for a load. `late`: the request must not wait any longer.
         """
         missing = request.last_token - end
         if missing <= 0:
@@ -273,7 +273,7 @@ class TraceRecorder:
         return hashlib.blake2b(key, key=self._secret, digest_size=_NAME_BYTES).hexdigest()
 
     def since(self, number: int) -> dict[str, Any]:
-        """Requests from this number on, as many as fit into one answer. Begins to note requests.
+        """Return requests from this number on, as many as fit into one answer. Begins to note requests.
 
         `next`: the number to ask for next; `left`: requests already noted from there on.
         """
@@ -320,7 +320,7 @@ class SchedulerObserver:
     # -- a request's report -----------------------------------------------------------------------------------
 
     def looked_up(self, request: Request, miss: Miss | None, hit: int, need: int) -> None:
-        """Note a lookup that found `hit` tokens, `need` of them to load, and missed the rest."""
+        """Note a lookup that found `hit` tokens, of which `need` are loaded, and missed the rest."""
         report = request.report
         report.miss = miss
         # vLLM asks about a waiting request in every step: only changes are logged.

@@ -62,9 +62,9 @@ class LoadTime:
 class LoadCost:
     """How fast prefill and the lower tiers were, and whether a load is worth it.
 
-    A step's duration includes all waits of the engine, so a single step can make the model look slower but not faster:
-    the fastest of the recent steps counts. `prefill_speed`: tokens per second. `loads`, `skipped`: measured loads, and
-    loads that were not worth it, by tier.
+    A step's duration includes all waits of the engine, so a single step can make the model look slower, but never
+    faster. The fastest of the recent steps counts. `prefill_speed`: tokens per second. `loads`, `skipped`: measured
+    loads, and loads that were not worth it, by tier.
     """
 
     enabled: bool = True
