@@ -263,7 +263,7 @@ class Questions:
 
 
 def serve(answer: Callable[[LLM, Any], object], prepare: Callable[[], object] = lambda: None) -> NoReturn:
-    """Start the engine that is asked for first, then answer questions about it, each by `answer`."""
+    """Start the engine that the first message describes. Then answer each question with `answer`."""
     questions = Questions()  # before vLLM prints anything
     spec = EngineSpec(**next(iter(questions)))
     prepare()

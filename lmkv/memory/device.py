@@ -150,8 +150,8 @@ class Ring:
 class Staging:
     """One rank's streams and staging memory, and its kernels, compiled. It needs no slab.
 
-    `nbytes`: staging memory for stores. Loads have a quarter as much, which they reuse in the order of their stream.
-    `ring` and `loading` exist until `free`, and again after `allocate`. Raises the device's exceptions.
+    `nbytes`: staging memory for stores. Loads have a quarter of that, and reuse it in the order of their stream. `ring`
+    and `loading` exist until `free`, and again after `allocate`. Raises the device's exceptions.
     """
 
     def __init__(self, device: Device, memory: PagedMemory, nbytes: int = STAGING_BYTES) -> None:

@@ -86,7 +86,7 @@ class Share:
         return len(self._entries) >= self.limit
 
     def add(self, entry: Entry, tenant: str = "", part: float = 1.0) -> None:
-        """`part`: the tenant's, of all slots."""
+        """`part`: the tenant's part of all slots."""
         self._entries[entry.key], self._tenants[entry.key] = entry, tenant
         self._counts[tenant] += 1
         self._parts[tenant] = part
@@ -121,7 +121,7 @@ class Share:
     def oldest_unused(self, tenant: str = "") -> Entry | None:
         """The least recently used unreferenced entry of the tenant that exceeds its part by the most.
 
-        `tenant`: the one that adds an entry.
+        `tenant`: the tenant that adds an entry.
         """
         over = {each: self._counts[each] - self._parts[each] * self.limit for each in self._idle}
         over[tenant] = over.get(tenant, 0.0) + 1
