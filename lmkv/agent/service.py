@@ -159,7 +159,7 @@ class CacheService:
     longest : int, optional
         Tokens of the longest prompt that the engine takes.
     trace, value : callable, optional
-        Give the requests since a number, and estimates of the hits with more memory.
+        Return the requests since a number, and estimates of the hits with more memory.
     loads_off : callable, optional
         Whether an audit has switched loads off.
     states : int

@@ -444,7 +444,7 @@ _OFFLOADING: Final[dict[str, Callable[[Command, Any], None]]] = {
 
 
 def of_file(content: Mapping[Any, object]) -> list[str] | None:
-    """The command line that a file stands for: a connector's JSON, or the file of `vllm serve --config`.
+    """The command line that a file describes: a connector's JSON, or the file of `vllm serve --config`.
 
     Raises ConfigError for a file that starts servers, such as a manifest of Kubernetes.
     """

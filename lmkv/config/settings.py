@@ -450,7 +450,7 @@ class Answer:
     """Whether these are LMCache's settings."""
     problems: tuple[str, ...] = ()
     values: Mapping[str, object] = field(factory=dict)
-    """Those of the settings that are used, by name."""
+    """The values of the used settings, by name."""
 
     @classmethod
     def to(

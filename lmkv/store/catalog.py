@@ -154,7 +154,7 @@ class Catalog(Part):
         return drained
 
     def add_observer(self, observer: StoreObserver) -> None:
-        """Notify it of chunks that enter and leave tiers from now on. For earlier ones: `replay_to`."""
+        """Notify this observer of chunks that enter and leave tiers from now on. For earlier ones: `replay_to`."""
         with self._lock:
             self._observers.append(GuardedObserver(observer))
 
