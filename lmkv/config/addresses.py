@@ -24,7 +24,7 @@ _STORES: Final = "a store that others share (redis://, s3://, mooncake://), or s
 
 
 class RefusedError(ValueError):
-    """An address that lmkv cannot use, and the form that it can. Quotes no value."""
+    """An address that lmkv cannot use. The message gives the form that it can use. Quotes no value."""
 
 
 def translated(url: str, extra: Given) -> Found:

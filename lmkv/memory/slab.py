@@ -144,7 +144,7 @@ def promised_and_taken() -> tuple[int, int]:
 
 @frozen
 class SlabRef:
-    """A shared slab, for another process on this host to `attach`. `name`: of its memory file.
+    """A reference to a shared slab, which another process on this host can `attach`. `name`: of its memory file.
 
     The path does not count for equality: a process that is just being forked has the same file at another path.
     """

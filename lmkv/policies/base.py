@@ -258,7 +258,8 @@ class PolicyBase(ABC):
                 self.rejoin(key)
 
     def evict(self, nbytes: int, protect: Set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
-        """Remove and return evictable keys of at least `nbytes` together. None, and no change, if there are too few."""
+        """Remove and return evictable keys of at least `nbytes` together. Returns None and changes nothing if there are
+        too few."""
         if not self._leaves(nbytes, protect):
             return None
         victims: list[ChunkKey] = []

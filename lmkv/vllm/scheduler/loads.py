@@ -293,7 +293,7 @@ class Loads(Planner):
             self._order_failed(request, tables, end)
 
     def fail_unknown(self, tables: BlockTables) -> None:
-        """The same for an unknown request."""
+        """Report the blocks of a promised load of an unknown request as failed."""
         unfilled = [block for table in tables for block in table if block]
         self.evict_blocks(set(unfilled))
         self._builder.load([], unfilled)

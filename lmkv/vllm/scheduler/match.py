@@ -416,7 +416,7 @@ class Matcher(Planner):
             waiting.lease = None
 
     def end_step(self) -> None:
-        """Withdraw the promises not taken up: a step was scheduled."""
+        """Withdraw the promises that vLLM has not taken up in the step that was just scheduled."""
         # A lease kept by a waiting request would keep its chunks from eviction.
         for request in self._promised.values():
             request.waiting.release_lease()
