@@ -236,8 +236,8 @@ class CacheService:
     def prefetch(self, prompt: Prompt, name: str) -> tuple[Callable[[], dict[str, Any]], Future[None]]:
         """Load a prompt's chunks into host memory, and keep them there for a while, under this name.
 
-        Returns a function that gives its progress, and a future that is cancelled when it ends: done, cancelled, or
-        replaced by another one of the same name.
+        Returns a function that gives its progress, and a future that is cancelled when the prefetch ends: it is done,
+        cancelled, or replaced by another one of the same name.
         """
         tokens, keys = self._read(prompt)
         keys = self._found(keys, len(tokens)) if self._boundaries.states else keys
@@ -324,8 +324,8 @@ class CacheService:
     def explain(self, request: str) -> dict[str, Any] | None:
         """Return a request's report with a sentence that explains it; None if it is not among the last requests.
 
-        `request`: the id in the answer. A call with several prompts, or answers, is as many requests: the first one's
-        report is returned, with all reports in their order as `parts`.
+        `request`: the id in the answer. A call with several prompts or answers consists of several requests. The report
+        of the first one is returned, with all reports in order as `parts`.
         """
         ids = re.compile(_OF_A_CALL.format(re.escape(request)))
         parts: dict[tuple[int, int], dict[str, Any]] = {}

@@ -41,8 +41,8 @@ class CPUPinnedBackend:
 
     Notes
     -----
-    The verbs of `Backend` copy under one lock. A store that has this as its first tier takes the slots over with
-    `take_slab`, copies nothing here, and the verbs raise `UsageError` from then on.
+    The verbs of `Backend` copy under one lock. A store with this backend as its first tier takes over the slots with
+    `take_slab`, and copies nothing here. From then on the verbs raise `UsageError`.
 
     Examples
     --------

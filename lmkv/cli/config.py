@@ -1,7 +1,7 @@
 """`lmkv config`: shows settings with their sources, checks a file, and converts LMCache's file.
 
-All three report a setting as `lmkv doctor` and a server's start do, and end with the same exit status: 0 if all is used
-as it is, 1 with remarks that change what is cached, 2 if something is refused.
+All three report a setting as `lmkv doctor` and a server's start do, and end with the same exit status: 0 if every
+setting is used as it is, 1 if a remark changes what is cached, and 2 if a setting is refused.
 """
 
 from __future__ import annotations

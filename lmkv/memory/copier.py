@@ -56,8 +56,8 @@ DONE: Event = Done()
 class Copier(Protocol):
     """Copies between one rank's paged memory and its segment of the slots. Not thread-safe.
 
-    All calls come from the thread that launches the computation, and are ordered with it: a store reads the results of
-    all computation launched before it, and computation launched after a load reads the loaded blocks.
+    All calls come from the thread that launches the computation, and are ordered with it. A store reads the results of
+    all computation launched before it. Computation launched after a load reads the loaded blocks.
     """
 
     @property

@@ -1,9 +1,9 @@
 """The slab: one region of host memory in equal slots, with room for one chunk each.
 
-It is the first tier, and all other tiers write from it and read into it. A shared slab is an anonymous memory file:
-other processes map it through its owner's file descriptor, /dev/shm does not limit it, and the kernel frees it with its
-last process. Its name has the engine's name and a random part. So lmkv notices if the descriptor in a path means another
-file, in another container or after its owner has ended.
+It is the first tier, and all other tiers write from it and read into it. A shared slab is an anonymous memory file,
+which other processes map through its owner's file descriptor. /dev/shm does not limit it, and the kernel frees it with
+its last process. Its name has the engine's name and a random part. So lmkv notices if the descriptor in a path means
+another file, in another container or after its owner has ended.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ class ADAPTIVE(WeightedAge):
 
     Notes
     -----
-    The shadows of a small tier have all its chunks, those of a large one a sample of about 1,024, which costs less.
+    The shadows of a small tier have all its chunks. Those of a large tier have a sample of about 1,024 chunks, to save
+    time.
 
     Examples
     --------

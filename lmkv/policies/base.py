@@ -51,8 +51,8 @@ KEPT: Final = 0.5
 Node: TypeAlias = list[Any]
 """The base's record of a key. It is a list, because an object takes three times as long to make."""
 KEY, SIZE, PARENT, CHILDREN, FORK = range(5)
-"""Places in a node. KEY is the key, SIZE its bytes (0 if only children of it are known), PARENT the parent's node or
-None, CHILDREN the number of its known children, FORK whether there were `BRANCHES` of them at any time."""
+"""Places in a node. KEY is the key. SIZE is its bytes; 0 if only children of it are known. PARENT is the parent's node
+or None. CHILDREN is the number of its known children. FORK says whether there were `BRANCHES` of them at any time."""
 
 
 @define(eq=False)

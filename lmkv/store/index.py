@@ -1,9 +1,9 @@
 """The index of a lower tier: its keys, their sizes, and how much of its capacity they take.
 
-A key is absent, being written, stored, distrusted (stored, but it could not be read), a tombstone (never served again,
-its bytes still there) or being reclaimed (its bytes are being deleted). Only an absent key, a distrusted one or a
-tombstone can be written, so that old bytes never pass for new ones. A distrusted key counts, but is not found until it
-is written again or seen on the medium again.
+A key is absent, being written, or stored. It is distrusted if it is stored but could not be read. It is a tombstone if
+it is never served again, but its bytes are still there. It is being reclaimed while its bytes are being deleted. Only
+an absent key, a distrusted one or a tombstone can be written, so that old bytes never pass for new ones. A distrusted
+key counts, but is not found until it is written again or seen on the medium again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`TieredStore`: host memory over lower tiers, and the verbs on both.
 
-One lock guards the metadata of all tiers. It is never held during I/O, copies, log lines or callbacks: each
-method plans these under it into an `Deferred`, which runs after its release. All parts of a store share that lock.
+One lock guards the metadata of all tiers. It is never held during I/O, copies, log lines or callbacks: each method
+plans these under it into a `Deferred`, which runs after its release. All parts of a store share that lock.
 """
 
 from __future__ import annotations
@@ -344,8 +344,8 @@ class TieredStore(Part):
     def clear(self, *, lower: bool = True) -> int:
         """Remove everything, or without `lower` everything in host memory; returns the number of removed chunks.
 
-        No earlier chunk is served any more, not even one that is being stored or loaded right now, or that another
-        process has put into a shared tier. `drain` waits until the bytes in lower tiers are deleted.
+        No earlier chunk is served any more. This includes chunks that are just being stored or loaded, and chunks of
+        other processes in a shared tier. `drain` waits until the bytes in lower tiers are deleted.
         """
 
         def plan(after: Deferred) -> int:

@@ -236,8 +236,8 @@ def _calls_hooks(module: Any) -> bool:
 def yield_gil() -> None:
     """Let other threads run, in a step that computes nothing and waits for them.
 
-    An engine core in a separate process pauses after such a step. One in the caller's process does not: it kept
-    the interpreter from the disk's threads, so that a hit from there took four times as long.
+    An engine core in a separate process pauses after such a step. One in the caller's process does not. Without this,
+    the disk's threads did not get the interpreter, and a hit from disk took four times as long.
     """
     from vllm import envs
 

@@ -131,10 +131,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     Notes
     -----
-    Has no lock: vLLM calls the methods of each role from one thread. On the scheduler side no
-    method waits for I/O or a copy. An unexpected exception is logged and answered as a miss; one that leaves
-    a promised load without an order fails that load, which vLLM recomputes if `kv_load_failure_policy` is
-    "recompute".
+    Has no lock: vLLM calls the methods of each role from one thread. On the scheduler side no method waits for I/O or a
+    copy. An unexpected exception is logged, and counts as a miss. If it leaves a promised load without an order, that
+    load fails, and vLLM recomputes it if `kv_load_failure_policy` is "recompute".
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:

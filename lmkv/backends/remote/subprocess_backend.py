@@ -41,8 +41,8 @@ _MAX_ROOM_BYTES = 1 << 30
 class SubprocessBackend(RemoteBackend):
     """A store behind a client that a subclass names. Its URL may have the options `clients` and `zero_copy`.
 
-    All calls about a name go to one process, in turn: no write of this backend comes between the lookup of a name and
-    the store of its value.
+    All calls about a name go to one process, one after the other. So no write of this backend comes between the lookup
+    of a name and the store of its value.
     """
 
     module: ClassVar[str]

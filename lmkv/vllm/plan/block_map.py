@@ -76,8 +76,8 @@ class BlockMap:
     ) -> ChunkCopy | None:
         """The copy of the first `tokens` tokens, all by default, of chunk number `chunk` into `slot`.
 
-        None if some of its blocks are missing. With a sliding window, only those pages must be there that a hit reads
-        if it ends with these tokens, or one token earlier, as a whole prompt's hit does.
+        None if some of its blocks are missing. With a sliding window, only the pages must be there that a hit reads if
+        it ends with these tokens, or one token earlier. A hit of a whole prompt ends one token earlier.
         """
         runs, tokens = [], tokens or self.chunk_size
         for group, table in zip(self.groups, block_ids, strict=True):

@@ -248,8 +248,8 @@ class RequestOptions:
     not cached, because it is unclear which requests it may share KV with. The same holds for a request with
     `lmcache.token_drop`, because lmkv stores KV of all tokens.
 
-    `max_load_tokens`, `max_offload_tokens`, which are vLLM's: most tokens that are loaded beyond vLLM's own
-    hit, and most leading tokens that are stored. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.
+    `max_load_tokens`, `max_offload_tokens`, which are vLLM's options: largest number of tokens to load beyond vLLM's
+    own hit, and of leading tokens to store. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.
 
     `do_remote_decode`, also vLLM's: another server will decode. A `kv_producer` then answers with the
     `wait_for` to give to that server.

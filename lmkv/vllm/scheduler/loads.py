@@ -1,7 +1,7 @@
 """`Loads`: follows the ordered loads, within a step and between steps, until every rank has answered.
 
-vLLM's prefix cache shares the blocks of a load within a step from their allocation on. Until the load is known
-to have succeeded no other request may share them, and if it fails they are evicted from that cache.
+vLLM's prefix cache shares the blocks of a load within a step from their allocation on. No other request may share them
+until the load is known to have succeeded. If it fails, they are evicted from that cache.
 """
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ class AsyncLoad:
 class AsyncLoadAdmission:
     """Decides whether another request may load between steps.
 
-    vLLM cannot preempt a request whose blocks are being filled. Before it schedules another one it reserves
-    the blocks that these still need, but vLLM 0.32 reserves too few for layers with a sliding window: two
-    requests can then wait for each other's blocks without end. For such models another request is admitted only
-    when the free blocks suffice for all of them. `free_blocks()`: how many vLLM has.
+    vLLM cannot preempt a request whose blocks are being filled. Before it schedules another one, it reserves the blocks
+    that such requests still need. For layers with a sliding window, vLLM 0.32 reserves too few, so two requests can
+    wait for each other's blocks forever. For such models another request is admitted only when the free blocks suffice
+    for all of them. `free_blocks()`: how many vLLM has.
     """
 
     def __init__(self, block_map: BlockMap) -> None:

@@ -300,9 +300,9 @@ def _size(noted: dict[str, Any]) -> int:
 class SchedulerObserver:
     """Passes each event of the scheduler side to its components. Called on the scheduling thread; never waits.
 
-    `telemetry` counts for vLLM's `/metrics`, `explainer` finds the reasons of misses, `recent` keeps the reports
-    of the last requests for the agent API, `recorder` their chunks for `lmkv record`, and `value` estimates the
-    hits with more memory. `events` makes KV events; None if vLLM publishes none.
+    `telemetry` counts for vLLM's `/metrics`. `explainer` finds the reasons of misses. `recent` keeps the reports of the
+    last requests for the agent API. `recorder` keeps their chunks for `lmkv record`. `value` estimates the hits with
+    more memory. `events` makes KV events; None if vLLM publishes none.
     """
 
     def __init__(self, store: TieredStore, chunk_size: int, clock: Clock, events: EventRecorder | None) -> None:

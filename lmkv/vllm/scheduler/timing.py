@@ -1,4 +1,5 @@
-"""When to load: whether a tier is faster than the model, how long to wait for it, and whether to load within a step."""
+"""Decides when to load: whether a tier is faster than the model, how long to wait for it, and whether to load within a
+step."""
 
 from __future__ import annotations
 
