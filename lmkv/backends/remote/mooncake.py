@@ -52,11 +52,11 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
     Notes
     -----
     Nothing is connected before the first call. The client runs in separate processes: its `setup` holds the GIL for
-    half a minute if the master does not answer, and so does a read from a dead host. The store's slab is registered, so
-    values move from and to its slots without a copy. A failed read ends its process, so that late bytes cannot reach a
-    slot that another chunk uses by then. Anybody who reaches Mooncake's port can read and write registered memory. Over
-    TCP, `drop_inbound` drops all callers. Over RDMA, the slab is not registered if there is an `authentication_key`:
-    the user then does not trust others on the network.
+    half a minute if the master does not answer, and a read from a dead host takes equally long. The store's slab is
+    registered, so values move from and to its slots without a copy. A failed read ends its process, so that late bytes
+    cannot reach a slot that another chunk uses by then. Anybody who reaches Mooncake's port can read and write
+    registered memory. Over TCP, `drop_inbound` drops all callers. Over RDMA, the slab is not registered if there is an
+    `authentication_key`: the user then does not trust others on the network.
 
     Examples
     --------
