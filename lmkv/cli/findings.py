@@ -122,7 +122,7 @@ EXTRAS = {
 
 
 def examine_extras(config: Config) -> Iterator[Finding]:
-    """Whether what the settings name can be imported."""
+    """Whether the modules that the settings need can be imported."""
     for name, (extra, modules) in EXTRAS.items():
         missing = [module for module in modules if getattr(config, name) and find_spec(module) is None]
         if missing:

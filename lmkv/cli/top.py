@@ -152,7 +152,7 @@ def sizes(found: list[dict[str, Any]]) -> Table:
 
 
 def advice(value: dict[str, Any]) -> Iterator[str]:
-    """Sentences on the savings of another size of each tier."""
+    """Sentences about what another size of each tier would save."""
     if value.get("sampled_requests", 0) < FEW:
         yield f"Only {value.get('sampled_requests', 0)} requests were sampled so far: ask again later."
         return

@@ -1,6 +1,6 @@
 """`Request`: one request's options, its chunk keys, and the progress of its loads, stores and audits.
 
-Each part names its one writer. All are read everywhere, on the scheduling thread only.
+Each part names the only class that writes it. All are read everywhere, on the scheduling thread only.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ class Request:
         self.tail_chunk, self.storing.tail_due = len(self.chain.keys), True
 
     def leave_out(self) -> None:
-        """Store and load nothing: at least in part, the request's weights or inputs are unknown."""
+        """Store and load nothing, because the request's weights or inputs are unknown, at least in part."""
         self.unidentified = self.options.skip_save = self.options.skip_load = True
 
     @property
