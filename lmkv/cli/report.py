@@ -60,8 +60,8 @@ def compared(
 ) -> Iterator[Row]:
     """A row for each name: the median of its rounds, and of its ratios to `of` in the same round.
 
-    `targets`: the greatest ratio in a unit of `LESS_IS_BETTER`, else the least. `surely`: the worse end of the interval
-    must reach them, so that noise does not hide a cost.
+    `targets`: the largest accepted ratio for a unit of `LESS_IS_BETTER`, the smallest for others. `surely`: the worse
+    end of the interval must reach them, so that noise does not hide a cost.
     """
     others = rounds[of]
     for name, values in rounds.items():

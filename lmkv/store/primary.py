@@ -296,7 +296,7 @@ class PrimaryTier:
         return victim
 
     def begin_flush(self, victim: Entry) -> None:
-        """Keep a victim until its flush, its only reference, has ended; longer if it is leased."""
+        """Keep a victim until its flush has ended, or longer if somebody leases it. The flush is its only reference."""
         victim.flushing = True
         victim.refs = 1
         if type(victim.key) in self.shares:
