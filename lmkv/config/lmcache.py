@@ -108,7 +108,7 @@ class Translation:
         return [reading for reading in self.readings if reading.kind == kind]
 
     def remarks(self) -> list[tuple[int, str]]:
-        """Remarks for the user's log, with their levels, on readings and together."""
+        """Remarks for the user's log, with their levels: on single readings, and on all together."""
         unknown = [f"{each.key} ({each.source})" for each in self.of("unknown")]
         remarks = [
             (logging.INFO, "settings of LMCache without effect here", [each.key for each in self.of("without effect")]),
