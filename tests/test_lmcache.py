@@ -198,12 +198,22 @@ def test_what_has_no_effect_is_named_in_one_line_at_info() -> None:
 
 
 def test_unknown_keys_are_named_in_a_warning(file: Path) -> None:
-    file.write_text("chunk_siz: 1\n5: 1\n2026-01-01: 1\n")
+    file.write_text("local_cpu: true\nchunk_siz: 1\n5: 1\n2026-01-01: 1\n")
     env = {"LMCACHE_CONFIG_FILE": str(file), "LMCACHE_CHUNKS": "1"}
     text = remarks(load(env, extra={"lmcache.extra_config": {"use_odirct": 1}}), logging.WARNING)
     assert f"'chunk_siz' (file {file})" in text
     assert "'chunks' (environment LMCACHE_CHUNKS)" in text
     assert "'extra_config.use_odirct'" in text
+
+
+def test_a_file_of_which_nothing_is_read_is_refused(file: Path) -> None:
+    file.write_text("cache_config: {chunk_size: 64}\nchunk_siz: 1\n")
+    answer = Answer.to(env={"LMCACHE_CONFIG_FILE": str(file), "LMCACHE_CHUNK_SIZE": "64"})
+    assert answer.problems[1:] == (f"file {file}: unknown key 'chunk_siz' = '1'; did you mean 'chunk_size'?",)
+    assert [(each.key, each.kind) for each in answer.readings if each.kind != "used"] == [
+        ("'cache_config'", "refused"),
+        ("'chunk_siz'", "refused"),
+    ]
 
 
 def test_a_flood_of_unknown_keys_is_one_short_warning() -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from attrs import asdict
+from attrs import asdict, evolve
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -137,16 +137,17 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
         return Answer.to_command(words)
     if own := set(content) & (own_keys() - set(lmcache.table())) if migrate else ():
         raise ConfigError(f"file {file}: is lmkv's already: LMCache has no {', '.join(sorted(own))}")
-    # The content is passed on, because a pipe can be read only once.
-    if migrate or is_lmcache(content, likely=ranks is not None or "lmc" in file.name.lower()):
-        return Answer.to(env={lmcache.ENV_FILE: str(file)}, read=lambda _: content, ranks=ranks), None
-    return Answer.to(file=file, env={}, read=lambda _: content), None
-
-
-def is_lmcache(content: Content, *, likely: bool) -> bool:
-    """Whether a file's content is LMCache's. `likely`: the answer for a file whose settings all belong to both."""
     keys, ours, theirs = set(content), own_keys(), {*lmcache.table(), "extra_config"}
-    return bool(keys & (theirs - ours) or (likely and keys & theirs)) and not keys & (ours - theirs)
+    likely = ranks is not None or "lmc" in file.name.lower() or bool(migrate and keys & theirs)
+    # The content is passed on, because a pipe can be read only once.
+    env, read = {lmcache.ENV_FILE: str(file)}, lambda _: content
+    if ((likely and keys) or keys & (theirs - ours)) and not keys & (ours - theirs):
+        return Answer.to(env=env, read=read, ranks=ranks), None
+    answer = Answer.to(file=file, env={}, read=read)
+    # A file of settings that both have says not whose it is.
+    both = keys & theirs and not keys & (ours - theirs)
+    notes = [(level, f"if the file is LMCache's: {text}") for level, text in lmcache.translate(env, {}, read).notes]
+    return evolve(answer, notes=(*answer.notes, *notes * bool(both))), None
 
 
 def own_keys() -> set[str]:
@@ -193,6 +194,10 @@ def command_line(command: Command, settings: Mapping[str, object]) -> str:
     transfer["kv_load_failure_policy"] = "recompute"
     if settings:
         transfer["kv_connector_extra_config"] = settings
+    if command.several:
+        beside = command.several["kv_connector_extra_config"]["connectors"]
+        extra = {"connectors": [transfer if each is None else each for each in beside]}
+        transfer = {"kv_load_failure_policy": "recompute", **command.several, "kv_connector_extra_config": extra}
     return shlex.join([*command.before, *(command.kept or ["MODEL"]), TRANSFER, json.dumps(transfer)])
 
 

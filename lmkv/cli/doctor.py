@@ -40,7 +40,10 @@ def doctor(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings as well.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")] = False,
 ) -> None:
-    """Check the configuration, this machine and the remote stores before a start. Exit code 1 for an error."""
+    """Check the configuration, this machine and the remote stores before a start.
+
+    The exit status is 2 if a setting is refused, 1 for any other error and for a remark that changes what is cached.
+    """
     logging.getLogger("lmkv").setLevel(logging.ERROR)
     size = size_of(model, kv_cache_dtype, tensor_parallel_size) if model else None
     findings = list(examine(os.environ, json_object(extra), size, tensor_parallel_size))
@@ -51,7 +54,10 @@ def doctor(
     if size:
         answer["model"] = {**asdict(size), "token_bytes": size.token_bytes}
     give(answer, lambda: show(findings, show_all=show_all), as_json=as_json)
-    sys.exit(1 if problems or (strict and warnings) else 0)
+    of_settings = [found for found in findings if found.area == "configuration"]
+    refused = any(found.problem for found in of_settings)
+    matters = any(found.warning for found in of_settings)
+    sys.exit(2 if refused else int(bool(problems or matters or (strict and warnings))))
 
 
 def size_of(model: Path, dtype: KVDtype, ranks: int) -> KVSize:

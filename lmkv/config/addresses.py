@@ -18,6 +18,7 @@ _AWS: Final = re.compile(
     r"(?P<bucket>[a-z0-9][a-z0-9.-]*)\.s3[.-]((dualstack\.)?(?P<region>[a-z0-9-]+)\.)?amazonaws\.com(\.cn)?",
     re.IGNORECASE,
 )
+_WHICH: Final = "it does not tell the bucket from the host: s3://BUCKET?endpoint="
 _NO_TTL: Final = 86_400
 """Seconds that LMCache keeps a value where `valkey_enable_ttl` is on and `valkey_ttl_sec` is not given."""
 _STORES: Final = "a store that others share (redis://, s3://, mooncake://), or shared_memory on one machine"
@@ -66,10 +67,10 @@ def _s3(url: str, extra: Given) -> Found:
     elif ":" in place or place == "localhost" or re.fullmatch(r"[0-9.]+", place):
         bucket, _, path = path.partition("/")
         if not bucket:
-            raise RefusedError("it names no bucket: s3://BUCKET?endpoint=http://HOST:PORT&region=REGION")
+            raise RefusedError(f"{_WHICH}http://HOST:PORT&region=REGION")
         options["endpoint"] = f"{'https' if secure else 'http'}://{place}"
     elif "." in place and not parts.query:
-        raise RefusedError("it does not tell the bucket from the host: s3://BUCKET?endpoint=https://HOST&region=REGION")
+        raise RefusedError(f"{_WHICH}https://HOST&region=REGION")
     else:
         bucket = place
     if region:

@@ -41,10 +41,21 @@ class Command:
     settings: list[Setting] = field(factory=list)
     readings: list[Reading] = field(factory=list)
     notes: list[tuple[int, str]] = field(factory=list)
+    several: dict[str, Any] = field(factory=dict)
+    """A MultiConnector with the connectors that stay, and None in lmkv's place."""
 
     def use(self, given: str, name: str, value: object) -> None:
         self.settings.append((name, value, given))
         self._read(given, "used", here=name)
+
+    def use_folder(self, given: str, folder: object, capacity: object = None) -> None:
+        """Use it as the disk tier, of which there is one."""
+        if any(name == "local_disk" for name, _, _ in self.settings):
+            self.refuse(given, "one folder is the disk tier: leave it out, or write it into remote_url: file:///FOLDER")
+            return
+        self.use(given, "local_disk", folder)
+        if capacity is not None:
+            self.use(given, "max_local_disk_size", capacity)
 
     def leave(self, given: str, why: str) -> None:
         self._read(given, "without effect", why=why)
@@ -52,11 +63,12 @@ class Command:
     def refuse(self, given: str, why: str) -> None:
         self._read(given, "refused", why=why)
 
-    def unused(self, group: str, given: str, value: object = True) -> None:
-        """Read an option that is not a setting of lmkv."""
-        entry = lmcache.commands()[group].get(given)
+    def unused(self, group: str, name: str, value: object = True, given: str = "") -> None:
+        """Read an option that is no setting here. `given`: where, if not by its name alone."""
+        known, given = lmcache.commands()[group], given or name
+        entry = known.get(name)
         if entry is None:
-            self._read(given, "unknown")
+            self._read(given, "unknown", why=lmcache.hint(name, known))
         elif entry.is_idle(value, {}):
             self.leave(given, entry.idle_because({}))
         else:
@@ -107,11 +119,11 @@ def _program(words: Sequence[str]) -> tuple[bool, int]:
 
 
 def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """LMCache's variables before a program, as a shell or `docker run -e` sets them, and the other words."""
+    """Variables that LMCache reads, before a program, as a shell or `docker run -e` sets them, and the other words."""
     env: dict[str, str] = {}
     others: list[str] = []
     for word in words:
-        found = re.fullmatch(r"(?:-e|--env=)?(LMCACHE_\w+)=(.*)", word, re.DOTALL)
+        found = re.fullmatch(r"(?:-e|--env=)?(LMCACHE_\w+|MOONCAKE_CONFIG_PATH)=(.*)", word, re.DOTALL)
         if found is None:
             others.append(word)
             continue
@@ -151,11 +163,11 @@ def _of_server(flags: list[tuple[str, str]], env: Env) -> Command:
         elif name == "--eviction-policy" and value in ("LRU", "ARC"):
             command.use(name, "cache_policy", value)
         elif name == "--eviction-policy":
-            command.refuse(name, "LRU and ARC are the same here; there are others, and quotas keep tenants apart")
+            command.refuse(name, "write LRU or ARC: memory is freed as it is needed, and quotas keep tenants apart")
         elif name == "--l2-adapter":
             _use_adapter(command, value, env)
         else:
-            command.unused("server", name)
+            command.unused("server", name, value or True)
     return command
 
 
@@ -167,25 +179,27 @@ def _use_adapter(command: Command, text: str, env: Env) -> None:
     except (ValueError, TypeError, KeyError, RecursionError):
         command.refuse("--l2-adapter", "it is no JSON object with a type")
         return
-    if adapter.get("serde"):
-        command.refuse(f"{given}: serde", "KV is stored as it is, without a codec: leave it out")
+    adapter = {_RENAMED.get(key, key): value for key, value in adapter.items()}
     if kind in ("fs", "fs_native") and adapter.get("max_capacity_gb"):
-        command.use(given, "local_disk", adapter.get("base_path"))
-        command.use(given, "max_local_disk_size", adapter["max_capacity_gb"])
+        command.use_folder(given, adapter.get("base_path"), adapter["max_capacity_gb"])
     elif kind not in _ADAPTERS:
         command.refuse(given, "there is no such tier here: a folder, Redis, Valkey, S3 or Mooncake can be one")
+        return
     else:
-        _use_store(command, given, lambda: (_ADAPTERS[kind](adapter, env), _renamed(kind, adapter, env)))
-        if "max_capacity_gb" in adapter or "eviction" in adapter:
-            command.leave(f"{given}: its capacity and eviction", "a remote store evicts by itself")
-    _leave_rest(command, given, adapter)
+        _use_store(command, given, lambda: (_ADAPTERS[kind](adapter, env), _joined(kind, adapter, env)))
+        if "max_capacity_gb" in adapter:
+            command.leave(f"{given}: max_capacity_gb", "a remote store evicts by itself")
+    _use_rest(command, given, adapter)
 
 
-def _leave_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
-    """Name the keys of a tier that are no settings here, so that none is dropped in silence."""
-    for key in sorted(tier.keys() - lmcache.commands()["tiers"].keys() - addresses.ALL_KEYS):
-        known = lmcache.table().get(f"extra_config.{key}")
-        command.leave(f"{given}: {key}", known.why if known and known.why else "lmkv has no such setting")
+def _use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
+    """The prefix of a tier, and its keys that are no settings here, so that none is dropped in silence."""
+    if tier.get("prefix"):
+        command.use(f"{given}: prefix", "remote_prefix", tier["prefix"])
+    known = lmcache.commands()["tiers"]
+    for key in sorted(tier.keys() - addresses.ALL_KEYS):
+        if key not in known or known[key].kind in ("refused", "without_effect"):
+            command.unused("tiers", key, tier[key], f"{given}: {key}")
 
 
 def _use_store(command: Command, given: str, described: Callable[[], tuple[str, Mapping[str, Any]]]) -> None:
@@ -194,14 +208,29 @@ def _use_store(command: Command, given: str, described: Callable[[], tuple[str, 
         found = addresses.translated(*described())
     except addresses.RefusedError as error:
         command.refuse(given, str(error))
+        return
     except KeyError as error:
         command.refuse(given, f"it has no {error}")
-    else:
-        command.settings += [(name, value, given) for name, value in found.items()]
-        command.readings.append(Reading(given, _SOURCE, "used", "remote_url"))
+        return
+    before = {name: value for name, value, _ in command.settings if name in (*found, *_LOGIN)}
+    if before and len(before | found) > 1:
+        command.refuse(
+            given, "of several stores each has its login in remote_url: redis://USER:PASSWORD@HOST,s3://BUCKET"
+        )
+        return
+    if before:
+        urls = before["remote_url"]
+        found["remote_url"] = [*(urls if isinstance(urls, list) else [urls]), found["remote_url"]]
+    command.settings += [(name, value, given) for name, value in found.items()]
+    command.readings.append(Reading(given, _SOURCE, "used", "remote_url"))
 
 
-def _renamed(kind: str, adapter: Mapping[str, Any], env: Env) -> dict[str, Any]:
+_LOGIN: Final = ("remote_username", "remote_password", "remote_ttl")
+_RENAMED: Final = {"master_server_addr": "master_server_address", "rdma_devices": "device_name", "key_prefix": "prefix"}
+"""Keys of an adapter under the names that other sources have."""
+
+
+def _joined(kind: str, adapter: Mapping[str, Any], env: Env) -> dict[str, Any]:
     """Keys of an adapter as `extra_config` has them."""
     if kind == "resp":
         return {name: adapter.get(name) or env.get(f"LMCACHE_RESP_{name.upper()}") for name in ("username", "password")}
@@ -223,10 +252,20 @@ def _resp_address(adapter: Mapping[str, Any], env: Env) -> str:
     return f"resp://{host}{f':{port}' if port else ''}"
 
 
+def _s3_address(adapter: Mapping[str, Any], _: Env) -> str:
+    place, options = str(adapter["s3_endpoint"]).removeprefix("s3://"), {}
+    if adapter.get("s3_addressing_style") == "path":
+        options["endpoint"] = f"{'http' if adapter.get('disable_tls') else 'https'}://{place}"
+        place = adapter["s3_bucket"]
+    if adapter.get("s3_ca_bundle"):
+        options["ssl_ca_certs"] = adapter["s3_ca_bundle"]
+    return f"s3://{place}{'?' * bool(options)}{urlencode(options, safe=':/')}"
+
+
 _ADAPTERS: Final[dict[str, Callable[[Mapping[str, Any], Env], str]]] = {
     **dict.fromkeys(("fs", "fs_native"), lambda adapter, _: f"fs://host:0{adapter['base_path']}"),
     "resp": _resp_address,
-    "s3": lambda adapter, _: "s3://" + str(adapter["s3_endpoint"]).removeprefix("s3://"),
+    "s3": _s3_address,
     "valkey": lambda adapter, _: f"valkey://{adapter['startup_nodes']}",
     "mooncake_store": lambda adapter, _: f"mooncakestore://{adapter['master_server_address']}/",
 }
@@ -337,19 +376,19 @@ def _update(found: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> None:
     connector, items = transfer.get("kv_connector"), flat(transfer.get("kv_connector_extra_config") or {})
+    if connector == "MultiConnector":
+        _use_several(command, transfer, items.get("connectors"), env)
+        return
     command.role = transfer.get("kv_role") or "kv_both"
     if connector not in (None, *_CONNECTORS):
-        command.refuse(f"{TRANSFER} {connector}", _OTHERS.get(str(connector), _OTHER))
+        command.refuse(f"{TRANSFER} {connector}", _OTHER)
         return
     if "kv_connector_module_path" in transfer:
         command.leave("kv_connector_module_path", "LMKVConnector is found by its name")
     for key in transfer.keys() - _READ_KEYS:
         command.leave(key, "lmkv does not read it")
     if connector == "LMCacheMPConnector":
-        command.notes.append((logging.WARNING, _NO_SERVER))
-        for key in [key for key in items if str(key).startswith("lmcache.mp.")]:
-            command.leave(key, "there is no cache server")
-            del items[key]
+        command.refuse(f"{TRANSFER} {connector}", lmcache.table()["mp.host"].why)
     own = {key: value for key, value in items.items() if key in lmcache.commands()["offloading"]}
     for key, value in own.items():
         if key in _OFFLOADING:
@@ -359,15 +398,27 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
     theirs = {key: value for key, value in items.items() if lmcache.owns(key)}
     if connector is not None:
         command.take(lmcache.translate(env, theirs, read_yaml, command.ranks))
-    command.readings += [
-        Reading(str(key), _SOURCE, "unknown") for key in items if key not in own and not lmcache.owns(key)
-    ]
+    for key in items:
+        if key not in own and not lmcache.owns(key):
+            command.unused("offloading", str(key))
+
+
+def _use_several(command: Command, transfer: Mapping[str, Any], connectors: object, env: Env) -> None:
+    """A MultiConnector: what becomes lmkv, together, and the others as they are."""
+    given = [each for each in connectors if isinstance(each, Mapping)] if isinstance(connectors, list) else []
+    ours = [each for each in given if each.get("kv_connector") in _CONNECTORS]
+    if not ours:
+        command.refuse(f"{TRANSFER} MultiConnector", _OTHER)
+        return
+    for each in ours:
+        _use_transfer(command, each, env)
+    kept = [None if each is ours[0] else each for each in given if each is ours[0] or each not in ours]
+    command.several = {**transfer, "kv_connector_extra_config": {"connectors": kept}} if len(kept) > 1 else {}
 
 
 _READ_KEYS: Final = {
     *("kv_connector", "kv_role", "kv_connector_extra_config", "kv_connector_module_path", "kv_load_failure_policy")
 }
-_NO_SERVER: Final = "LMCache's server has the sizes and tiers: give its command line to lmkv config migrate, too"
 _CONNECTORS: Final = (
     *("LMCacheConnectorV1", "LMCacheMPConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"),
     *("LMCacheConnectorV1Dynamic", "LMKVConnector", "LMCacheConnector"),
@@ -375,9 +426,6 @@ _CONNECTORS: Final = (
 _OTHER: Final = (
     f"only {', '.join(_CONNECTORS[:4])} can be migrated; another connector can stay beside lmkv, in a MultiConnector"
 )
-_OTHERS: Final = {
-    "MultiConnector": "give each of its connectors as a command line of its own, and put what they become into it"
-}
 
 
 def _bytes(command: Command, given: str, name: str, value: object, times: int = 1) -> None:
@@ -399,19 +447,18 @@ def _secondary(command: Command, tiers: object) -> None:
         if tier.get("type") == "obj":
             store = inner if isinstance(inner := tier.get("store_config"), Mapping) else tier
             _use_store(command, given, partial(_object_store, store))
-            if tier.get("prefix"):
-                command.use(f"{given}: prefix", "remote_prefix", tier["prefix"])
             tier = {**tier, **store}
-        elif tier.get("type") != "fs" or not tier.get("root_dir"):
+        elif tier.get("type") in ("p2p", "kvcr"):
+            command.refuse(given, lmcache.table()["enable_p2p"].why)
+            continue
+        elif tier.get("type") not in ("fs", "fs_python") or not tier.get("root_dir"):
             command.refuse(given, "local_disk and remote_url make such tiers: docs/tiers.md")
             continue
-        elif "max_disk_gib" in tier:
-            command.use(given, "local_disk", tier["root_dir"])
-            command.use(given, "max_local_disk_size", tier["max_disk_gib"])
         else:
-            command.use(given, "local_disk", tier["root_dir"])
-            command.refuse(given, "a folder needs a capacity: max_local_disk_size, in GiB")
-        _leave_rest(command, given, tier)
+            command.use_folder(given, tier["root_dir"], tier.get("max_disk_gib"))
+            if "max_disk_gib" not in tier:
+                command.refuse(given, "a folder needs a capacity: max_local_disk_size, in GiB")
+        _use_rest(command, given, tier)
 
 
 def _object_store(tier: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -430,7 +477,10 @@ _OFFLOADING: Final[dict[str, Callable[[Command, Any], None]]] = {
         command, "cpu_bytes_to_use_per_rank", "max_local_cpu_size", value, command.ranks or 1
     ),
     "disk_capacity_bytes": lambda command, value: _bytes(command, "disk_capacity_bytes", "max_local_disk_size", value),
-    "disk_path": lambda command, value: command.use("disk_path", "local_disk", value),
+    "disk_path": lambda command, value: command.use_folder("disk_path", value),
+    "shared_storage_path": lambda command, value: _use_store(
+        command, "shared_storage_path", lambda: (f"fs://host:0{value}", {})
+    ),
     "block_size": lambda command, value: command.use("block_size", "chunk_size", value),
     "eviction_policy": lambda command, value: command.use("eviction_policy", "cache_policy", value),
     "offload_prompt_only": lambda command, value: command.use(
@@ -469,6 +519,7 @@ _MANIFESTS: Final = {
     frozenset({"image"}): "of a container",
     frozenset({"containers"}): "of containers",
     frozenset({"servingEngineSpec"}): "of values for a Helm chart",
+    frozenset({"applications"}): "of Ray Serve",
 }
 _GIVE_COMMAND: Final = (
     "give its container's variables and command, as lmkv config migrate -- LMCACHE_CHUNK_SIZE=256 vllm serve ..., or "

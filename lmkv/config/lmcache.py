@@ -157,9 +157,12 @@ def translate(
 ) -> Translation:
     """Translate all given settings of LMCache. `read`: gives the content of a YAML file; `ranks`: of an engine."""
     given = _flat(_merged(env, extra, read))
+    strange = {source for _, source in given.values()} - {given[key][1] for key in given.keys() & table().keys()}
     result = Translation()
     # remote_url stays among the given, as other settings have no effect without it.
     translated = _join_address(given, result)
+    if env.get(_MOONCAKE) and str(given.get("remote_url", ("", ""))[0]).startswith("mooncake"):
+        result.notes.append((logging.WARNING, f"{_MOONCAKE} is not read: write what its file has into extra_config"))
     _drop_disk_without_room(given, result)
     _multiply_sizes(given, result, ranks)
     for key, entry in [(key, entry) for key, entry in table().items() if key in given and key not in translated]:
@@ -177,15 +180,33 @@ def translate(
                 result.readings.append(Reading(key, source, "used", entry.setting))
     unknown = [key for key in given if key not in table()]
     for number, key in enumerate(unknown):
-        close = nearest(key, table()) if number < MAX_NAMES else ""
-        why = f"did you mean {close}?" if close else ""
-        result.readings.append(Reading(short_repr(key), given[key][1], "unknown", why=why))
+        value, source = given[key]
+        if source in strange and source.startswith("file "):
+            # Nobody means to have a file of which nothing is read: it is refused, as lmkv's own would be.
+            result.settings.append((key, value, source))
+            result.readings.append(Reading(short_repr(key), source, "used", str(key)))
+        else:
+            why = hint(key, table()) if number < MAX_NAMES else ""
+            result.readings.append(Reading(short_repr(key), source, "unknown", why=why))
     return result
+
+
+_MOONCAKE: Final = "MOONCAKE_CONFIG_PATH"
+
+
+def hint(name: object, known: Mapping[str, KnownSetting]) -> str:
+    """The known name that may be meant, and whether it has an effect; "" if none is similar."""
+    if not (close := nearest(name, known)):
+        return ""
+    more = {"refused": ", which cannot be used", "without_effect": ", which has no effect"}
+    return f"did you mean {close}{more.get(known[close].kind, '')}?"
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
     """The most similar name, or "". It takes milliseconds."""
-    return next(iter(difflib.get_close_matches(str(name)[:100], names, n=1)), "")
+    short = {each.removeprefix(_INNER): each for each in names}
+    close = difflib.get_close_matches(str(name).removeprefix(_INNER)[:100], short, n=1, cutoff=0.7)
+    return short[close[0]] if close else ""
 
 
 def _join_address(given: _Given, result: Translation) -> set[str]:

@@ -168,13 +168,16 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
             return super().construct_mapping(node, deep)
 
     try:
-        content = yaml.load(read_named(path, pipes=pipes).decode(), Loader)
+        text = read_named(path, pipes=pipes).decode()
+        # JSON has tabs where it likes.
+        content = yaml.load(text.expandtabs() if path.suffix == ".json" else text, Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"file {path}: {_yaml_reason(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"file {path}: must map keys to values, not be a {type(content).__name__}")
+        why = f"must map keys to values, not be a {type(content).__name__}: write a line chunk_size: 256 and so on"
+        raise ConfigError(f"file {path}: {why}")
     return content
 
 

@@ -126,7 +126,8 @@ class TestCheck:
             (tmp_path / name).write_text("chunk_size: 256\nlocal_cpu: true\nmax_local_cpu_size: 5\n")
             done = run("check", tmp_path / name, *options)
             assert (done.exit_code, whose in done.stdout) == (0, True)
-            assert ("rank" in done.stdout) is (whose == "LMCache's settings")
+            assert "rank" in done.stdout
+            assert ("if the file is LMCache's: max_local_cpu_size" in done.stdout) is (whose == "lmkv's settings")
         (tmp_path / "lmc_own.yaml").write_text("chunk_size: 256\npin_ttl: 60\n")
         assert "lmkv's settings" in run("check", tmp_path / "lmc_own.yaml").stdout
 

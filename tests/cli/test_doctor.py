@@ -365,9 +365,9 @@ class TestLevels:
             ("{}", True, "Nothing is wrong.", 0),
             ('{"max_local_cpu_size": 1000000}', False, "1 warning", 0),
             ('{"max_local_cpu_size": 1000000}', True, "1 warning", 1),
-            ('{"lmcache.chunk_siz": 1, "lmcache.local_cpu": false}', False, "2 warnings", 0),
+            ('{"lmcache.chunk_siz": 1, "lmcache.local_cpu": false}', False, "2 warnings", 1),
             ('{"max_local_cpu_size": 1000000, "remote_url": "redis://127.0.0.1:1"}', False, "1 warning, 1 error", 1),
-            ('{"chunk_size": "x", "pin_share": 2}', False, "2 errors", 1),
+            ('{"chunk_size": "x", "pin_share": 2}', False, "2 errors", 2),
         ],
     )
     def test_the_last_line_counts_and_the_exit_code_says_so(
@@ -416,7 +416,7 @@ class TestShow:
         monkeypatch.syspath_prepend(old_vllm(tmp_path))
         for value in ("[/x]", "[red]"):
             result = CliRunner().invoke(app, ["doctor"], env={"LMKV_CHUNK_SIZE": value})
-            assert result.exit_code == 1, result.output
+            assert result.exit_code == 2, result.output
             assert not isinstance(result.exception, MarkupError)
             assert f"chunk_size = '{value}'" in result.stdout
 

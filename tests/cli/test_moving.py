@@ -207,7 +207,7 @@ COMMANDS: dict[str, tuple[str, Right]] = {
             """'{"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", """
             """"kv_connector_extra_config": {"lmcache.mp.host": "tcp://h", "lmcache.chunk_size": 128}}'"""
         ),
-        Right(1, {"chunk_size": 128}, ("vllm serve m --port 8000", "lmcache.mp.host has no effect")),
+        Right(2, {"chunk_size": 128}, ("vllm serve m --port 8000", "mp.host cannot be used: there is no cache server")),
     ),
     "vLLM's own flags": (
         "vllm serve m --kv-offloading-size=64 --kv-offloading-backend native --max-model-len 4096",
@@ -276,9 +276,26 @@ def test_what_people_publish_is_used_as_meant_or_refused_with_a_way_out(name: st
     assert {key: settings.get(key) for key in case.get("settings", {})} == case.get("settings", {})
     if case["status"] < 2:
         assert Config.load(env={}, extra=settings).sources.keys() == settings.keys(), "a server takes it"
-    elif "file" in case:
+    if "file" in case:
         checked = run("config", "check", *words)
-        assert (checked.exit_code, checked.stderr) == (2, done.stderr), "the same reasons"
+        assert (checked.exit_code, checked.stderr) == (case["status"], done.stderr), "the same reasons"
+
+
+SERVER_KEYS = [key for key in lmcache.table() if key.startswith("mp.")]
+
+
+@pytest.mark.parametrize("key", SERVER_KEYS)
+def test_an_engine_of_lmcaches_server_is_answered_alike(key: str, tmp_path: Path) -> None:
+    extra = {f"lmcache.{key}": "1"}
+    transfer = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    (tmp_path / "transfer.json").write_text(json.dumps(transfer, indent="\t"))
+    started = [(each.kind, each.why) for each in Answer.to(env={}, extra=extra).readings]
+    for words in (["check", str(tmp_path / "transfer.json")], ["migrate", "--", "vllm", "serve", "m"]):
+        more = ["--kv-transfer-config", json.dumps(transfer)] if "serve" in words else []
+        done = run("config", words[0], "--json", *words[1:], *more)
+        readings = json.loads(done.stdout)["readings"]
+        assert done.exit_code == 2, "its connector has no server"
+        assert [(each["kind"], each["why"]) for each in readings if each["key"].endswith(key)] == started
 
 
 def test_ten_thousand_unknown_keys_are_answered_at_once() -> None:

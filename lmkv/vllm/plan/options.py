@@ -10,6 +10,8 @@ from typing import Any, Final, Self
 
 from attrs import define, field
 
+from lmkv.errors import short_repr
+
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
 """KV cache kinds with one block after the other for the tokens of a prefix, and no other state."""
 
@@ -35,6 +37,15 @@ MAX_TAG_CHARACTERS: Final = 4096
 _MAX_KEYS: Final = 256
 _MAX_NUMBER: Final = 1 << 32
 _TAGS: Final = ("lmkv.tag.", "lmcache.tag.")
+_OPTIONS: Final = {
+    *(
+        f"lmkv.{name}"
+        for name in ("skip_save", "skip_load", "report", "prefetch", "prefetch_tokens", "pin", "wait_for")
+    ),
+    *(f"lmcache.{name}" for name in ("skip_save", "skip_load", "max_offload_tokens", "token_drop")),
+}
+_MAX_SAID: Final = 20
+"""Unknown options of requests that the log names, at most."""
 _NUMBERS: Final = (int, float, bool, type(None))
 
 
@@ -274,6 +285,7 @@ class RequestOptions:
         params = getattr(request, "kv_transfer_params", None)
         params = params if isinstance(params, Mapping) else {}
         tags = _tags(params)
+        _name_unknown(params)
         if params.get("lmcache.token_drop"):
             _say_that_none_is_dropped()
             tags = None
@@ -295,6 +307,18 @@ class RequestOptions:
             remote_decode=_is_true(params.get("do_remote_decode")),
             tags=tags,
         )
+
+
+def _name_unknown(params: Mapping[Any, Any]) -> None:
+    """Log each option that lmkv does not know, once."""
+    for key in params if len(params) <= _MAX_KEYS else ():
+        unknown = isinstance(key, str) and key.startswith(("lmkv.", "lmcache.")) and key not in _OPTIONS
+        if unknown and not key.startswith(_TAGS) and key not in _said and len(_said) < _MAX_SAID:
+            _said.add(key)
+            logging.getLogger(__name__).warning("lmkv: a request has %s, which is no option here", short_repr(key))
+
+
+_said: Final[set[str]] = set()
 
 
 @functools.cache
@@ -326,7 +350,11 @@ def _text(value: object) -> str | None:
 
 
 def _is_true(value: object) -> bool:
-    return value is True or (isinstance(value, str) and len(value) <= 4 and value.lower() in ("1", "true", "yes", "on"))
+    return (
+        value is True
+        or (type(value) is int and value == 1)
+        or (isinstance(value, str) and len(value) <= 4 and value.lower() in ("1", "true", "yes", "on"))
+    )
 
 
 def _token_ids(value: object, longest: int) -> tuple[int, ...]:

@@ -120,7 +120,7 @@ class TestOptions:
         params = {
             "lmkv.skip_save": True,
             "lmkv.skip_load": "true",
-            "lmkv.report": 1,
+            "lmkv.report": 2,
             "lmkv.prefetch": True,
             "lmkv.prefetch_tokens": [1, 2, 3],
             "lmkv.pin": 30,
@@ -132,7 +132,7 @@ class TestOptions:
         options = RequestOptions.of(_request(kv_transfer_params=params))
         assert options.skip_save
         assert options.skip_load
-        assert not options.report, "1 is not a boolean"
+        assert not options.report, "2 is not a boolean"
         assert options.prefetch
         assert options.prefetch_tokens == (1, 2, 3)
         assert options.pin_seconds == 30.0

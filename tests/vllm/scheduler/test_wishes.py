@@ -158,6 +158,21 @@ def test_tokens_are_never_dropped_and_the_log_says_so(caplog: pytest.LogCaptureF
     assert "a request with lmcache.token_drop is computed, and neither stored nor loaded" in caplog.text, "once"
 
 
+def test_an_option_that_nobody_reads_is_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmkv.vllm.plan.options._said", set())
+    options = {"lmcache.ttl": 60, "lmkv.skip_sav": True, "lmcache.tag.user": "a", "do_remote_decode": False}
+    for _ in range(2):
+        assert of_params({**options, "lmcache.skip_save": 1}) == RequestOptions(skip_save=True, tags=(("user", "a"),))
+    named = [record.getMessage() for record in caplog.records]
+    assert named == [
+        f"lmkv: a request has '{name}', which is no option here" for name in ("lmcache.ttl", "lmkv.skip_sav")
+    ]
+    of_params({f"lmkv.{number}": 1 for number in range(200)})
+    assert len(caplog.records) <= 20, "a client does not fill the log"
+
+
 @pytest.mark.parametrize("params", NO_TAGS.values(), ids=NO_TAGS)
 def test_a_request_whose_tags_are_unclear_shares_with_nobody(engine: SimulatedVLLM, params: dict[str, Any]) -> None:
     wishes = {"lmkv.report": True, "lmkv.pin": 60, "agent_hint": {"session_id": "1", "session_ended": True}}
