@@ -101,7 +101,7 @@ def check(
 ) -> None:
     """Check a file: say of each setting whether it is used, without effect, refused or unknown."""
     try:
-        answer = read_file(file, tensor_parallel_size)[0]
+        answer, command = read_file(file, tensor_parallel_size)
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
     if as_json:
@@ -109,7 +109,7 @@ def check(
         found = {"of": "LMCache" if answer.of_lmcache else "lmkv", "settings": settings}
         typer.echo(json.dumps({**as_dict(answer), **found}))
     else:
-        whose = "LMCache's settings" if answer.of_lmcache else "lmkv's settings"
+        whose = "settings of a command" if command else f"{'LMCache' if answer.of_lmcache else 'lmkv'}'s settings"
         verdict = ("which can be used as they are", "which can be used, with remarks", "which cannot be used")
         typer.echo(f"{file}: {whose}, {verdict[answer.status]}")
         for reading in answer.readings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -86,6 +87,9 @@ class Command:
 
 def translated(words: Sequence[str]) -> Command:
     """lmkv's command for this one. Raises ConfigError if it is another command."""
+    if len(words) > 2 and words[-2] in ("-c", "-lc"):
+        # What a shell would start, as manifests have it.
+        words = [*words[:-3], *_split(words[-1])]
     server, at = _program(words)
     env, before = _variables(words[:at])
     if server:
@@ -95,6 +99,13 @@ def translated(words: Sequence[str]) -> Command:
     if any(map(_IMAGE.fullmatch, before)):
         command.notes.append((logging.INFO, "the image must have lmkv in it: see Containerfile"))
     return command
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{short_repr(text)}: {str(error).lower()}") from None
 
 
 _SERVERS: Final = ("lmcache.v1.multiprocess.server", "lmcache.v1.multiprocess.http_server")
@@ -389,6 +400,9 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
         command.leave(key, "lmkv does not read it")
     if connector == "LMCacheMPConnector":
         command.refuse(f"{TRANSFER} {connector}", lmcache.table()["mp.host"].why)
+    if connector == "LMKVConnector" and not all(map(lmcache.owns, items)):
+        _keep_own(command, items)
+        return
     own = {key: value for key, value in items.items() if key in lmcache.commands()["offloading"]}
     for key, value in own.items():
         if key in _OFFLOADING:
@@ -401,6 +415,17 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
     for key in items:
         if key not in own and not lmcache.owns(key):
             command.unused("offloading", str(key))
+
+
+def _keep_own(command: Command, items: Mapping[Any, object]) -> None:
+    """lmkv's own settings, beside which LMCache's are not read."""
+    for key, value in items.items():
+        name = str(key).removeprefix("lmkv.")
+        if lmcache.owns(key):
+            command.leave(name, "settings of lmkv's own are given")
+        else:
+            command.settings.append((name, value, lmcache.EXTRA))
+            command.readings.append(Reading(name, lmcache.EXTRA, "used", name))
 
 
 def _use_several(command: Command, transfer: Mapping[str, Any], connectors: object, env: Env) -> None:

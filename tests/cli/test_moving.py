@@ -197,6 +197,38 @@ COMMANDS: dict[str, tuple[str, Right]] = {
             ("raw_block cannot be used: there is no such tier", "--gds-l1-path cannot be used", "--what is unknown"),
         ),
     ),
+    "a shell's": (
+        "/bin/sh -c 'exec lmcache server --l1-size-gb 60'",
+        Right(0, {"shared_memory": "/dev/shm/lmkv", "max_shared_memory_size": 60.0}),
+    ),
+    "several stores": (
+        """lmcache server --l2-adapter '{"type":"resp","host":"a"}' --l2-adapter '{"type":"s3","s3_endpoint":"b"}'""",
+        Right(0, {"remote_url": ["redis://a", "s3://b"]}),
+    ),
+    "several stores, and a login": (
+        (
+            """lmcache server --l2-adapter '{"type":"resp","host":"a","password":"p"}' """
+            """--l2-adapter '{"type":"s3","s3_endpoint":"b"}'"""
+        ),
+        Right(2, {"remote_url": "redis://a"}, ("of several stores each has its login in remote_url",)),
+    ),
+    "misspelled keys": (
+        """lmcache server --l1-size 5 --l2-adapter '{"type": "fs", "base_path": "/a", "numworkers": 3}'""",
+        Right(
+            1,
+            {"remote_url": "file:///a"},
+            ("--l1-size is unknown: did you mean --l1-size-gb?", "did you mean num_workers, which has no effect?"),
+        ),
+    ),
+    "two connectors that become one": (
+        (
+            "vllm serve m --kv-transfer-config "
+            """'{"kv_connector":"MultiConnector", "kv_role":"kv_both", "kv_connector_extra_config":{"connectors":["""
+            """{"kv_connector":"OffloadingConnector", "kv_connector_extra_config":{"cpu_bytes_to_use":1073741824}}, """
+            """{"kv_connector":"OffloadingConnector", "kv_connector_extra_config":{"shared_storage_path":"/kv"}}]}}'"""
+        ),
+        Right(0, {"max_local_cpu_size": 1.0, "remote_url": "file:///kv"}),
+    ),
     "a cluster of Valkey, and a bucket": (
         """lmcache server --l2-adapter '{"type": "valkey", "startup_nodes": "a:1,b:2", "cluster_mode": true}'""",
         Right(0, {"remote_url": "valkey+cluster://a:1"}),
@@ -228,6 +260,20 @@ COMMANDS: dict[str, tuple[str, Right]] = {
             """{"secondary_tiers": [{"type": "fs", "root_dir": "/data/kv"}, {"type": "obj"}]}}'"""
         ),
         Right(2, {}, ("a folder needs a capacity", "secondary_tiers: obj cannot be used")),
+    ),
+    "lmkv's own": (
+        (
+            """vllm serve m --kv-transfer-config '{"kv_connector": "LMKVConnector", """
+            """"kv_connector_extra_config": {"lmkv.chunk_size": 64, "max_local_cpu_size": 2}}'"""
+        ),
+        Right(0, {"chunk_size": 64, "max_local_cpu_size": 2.0}),
+    ),
+    "lmkv's own, misspelled": (
+        (
+            """vllm serve m --kv-transfer-config '{"kv_connector": "LMKVConnector", """
+            """"kv_connector_extra_config": {"chunk_siz": 64, "lmcache.local_cpu": false}}'"""
+        ),
+        Right(2, {}, ("unknown key 'chunk_siz' = 64; did you mean 'chunk_size'?", "local_cpu has no effect")),
     ),
     "another connector": (
         """vllm serve m --kv-transfer-config '{"kv_connector": "NixlConnector"}'""",
