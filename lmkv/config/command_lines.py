@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -287,7 +288,7 @@ _ADAPTERS: Final[dict[str, Callable[[Mapping[str, Any], Env], str]]] = {
 
 def _of_vllm(words: Sequence[str], env: Env) -> Command:
     command = Command()
-    options, command.kept = _options(words)
+    options, command.kept = _options(_with_file(command, words))
     ranks = {"tensor": 1, "pipeline": 1}
     for name, value in options:
         if (kind := _RANKS.get(name)) and value.isdecimal():
@@ -302,6 +303,18 @@ def _of_vllm(words: Sequence[str], env: Env) -> Command:
     except ValueError as error:
         command.refuse(TRANSFER, str(error))
     return command
+
+
+def _with_file(command: Command, words: Sequence[str]) -> Sequence[str]:
+    """The options of the file that `--config` names, before the others."""
+    at = next((at for at, word in enumerate(words) if word == "--config"), len(words))
+    if at + 1 >= len(words):
+        return words
+    try:
+        return [*_as_words(read_yaml(Path(words[at + 1]))), *words[:at], *words[at + 2 :]]
+    except ConfigError as error:
+        command.notes.append((logging.WARNING, f"--config is not read: {error}"))
+        return words
 
 
 def connector_of(words: Sequence[str]) -> dict[str, Any]:
@@ -528,13 +541,21 @@ def of_file(content: Mapping[Any, object]) -> list[str] | None:
             raise ConfigError(f"is a file {kind}, of which no settings are read: {_GIVE_COMMAND}")
     if "kv_connector" in content:
         return ["vllm", "serve", "MODEL", TRANSFER, json.dumps(content)]
-    names = {str(key).replace("_", "-"): key for key in content}
-    if not names.keys() & {TRANSFER[2:], "kv-offloading-size"}:
+    if not {str(key).replace("_", "-") for key in content} & {TRANSFER[2:], "kv-offloading-size"}:
         return None
-    words = ["vllm", "serve"]
-    for name, key in names.items():
-        value = content[key]
-        words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    return ["vllm", "serve", *_as_words(content)]
+
+
+def _as_words(content: Mapping[Any, object]) -> list[str]:
+    """The options of `vllm serve --config FILE` on a command line."""
+    words: list[str] = []
+    for key, value in content.items():
+        name = str(key).replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            several = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *(each if isinstance(each, str) else json.dumps(each) for each in several)]
     return words
 
 
@@ -559,6 +580,6 @@ def of_variables(text: str) -> dict[str, str]:
         if line and not line.startswith("#"):
             match = re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", line)
             if match is None:
-                raise ConfigError(f"line {number} is no NAME=VALUE")
+                raise ConfigError(f"line {number} is no NAME=VALUE: {_GIVE_COMMAND}")
             found[match[1]] = match[2]
     return found

@@ -156,9 +156,9 @@ def translate(
     env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, ranks: int | None = None
 ) -> Translation:
     """Translate all given settings of LMCache. `read`: gives the content of a YAML file; `ranks`: of an engine."""
-    given = _flat(_merged(env, extra, read))
-    strange = {source for _, source in given.values()} - {given[key][1] for key in given.keys() & table().keys()}
     result = Translation()
+    given = _flat(_merged(env, extra, read, result), result)
+    strange = {source for _, source in given.values()} - {given[key][1] for key in given.keys() & table().keys()}
     # remote_url stays among the given, as other settings have no effect without it.
     translated = _join_address(given, result)
     if env.get(_MOONCAKE) and str(given.get("remote_url", ("", ""))[0]).startswith("mooncake"):
@@ -276,7 +276,7 @@ def _multiply_sizes(given: _Given, result: Translation, ranks: int | None) -> No
         result.notes.append((logging.INFO, f"{key}: {words}"))
 
 
-def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) -> _Given:
+def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, result: Translation) -> _Given:
     """Value and source of each key. As in LMCache: file, environment, extra configuration, the later the stronger."""
     found: _Given = {}
     for name in named(env, extra):
@@ -286,11 +286,16 @@ def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read) ->
             # LMCache strips quotes that a shell or a YAML file has left.
             found[_key(name)] = env[name].strip("\"'"), f"{VARIABLE}{name}"
     file = env.get(ENV_FILE)
-    below = {key: (value, f"file {file}") for key, value in read(Path(file)).items()} if file else {}
+    try:
+        below = {key: (value, f"file {file}") for key, value in read(Path(file)).items()} if file else {}
+    except ConfigError as error:
+        why = str(error).removeprefix(f"file {file}: ")
+        result.readings.append(Reading(ENV_FILE, f"file {file}", "refused", why=why))
+        return found
     return below | found
 
 
-def _flat(found: _Given) -> _Given:
+def _flat(found: _Given, result: Translation) -> _Given:
     """The same settings, with each key of `extra_config` as its own setting."""
     inner, source = found.pop("extra_config", (None, ""))
     if isinstance(inner, str):
@@ -299,7 +304,9 @@ def _flat(found: _Given) -> _Given:
         except (ValueError, RecursionError):
             inner = ()
     if not isinstance(inner, dict | None):
-        raise ConfigError(f"{source}: extra_config must be a mapping, in the environment as JSON")
+        why = "it must be a mapping, in the environment as JSON"
+        result.readings.append(Reading("extra_config", source, "refused", why=why))
+        inner = {}
     keys = {key if isinstance(key, str) else short_repr(key): value for key, value in (inner or {}).items()}
     return found | {f"extra_config.{key}": (value, source) for key, value in keys.items()}
 

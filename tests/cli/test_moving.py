@@ -344,6 +344,32 @@ def test_an_engine_of_lmcaches_server_is_answered_alike(key: str, tmp_path: Path
         assert [(each["kind"], each["why"]) for each in readings if each["key"].endswith(key)] == started
 
 
+def test_a_file_of_options_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
+    text = "model: m\ntensor-parallel-size: 2\nenable-prefix-caching: false\nenforce_eager: true\nmiddleware: [a, b]\n"
+    (tmp_path / "vllm.yaml").write_text(text)
+    words = ["LMCACHE_MAX_LOCAL_CPU_SIZE=4", "vllm", "serve", "--config", str(tmp_path / "vllm.yaml"), "--port", "1"]
+    transfer = ["--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}']
+    done = run("config", "migrate", "--", *words, *transfer)
+    assert done.exit_code == 0
+    assert done.stdout.startswith(
+        "vllm serve --model m --tensor-parallel-size 2 --no-enable-prefix-caching --enforce-eager --middleware a b --port "
+    )
+    assert '{"max_local_cpu_size": 8.0}' in done.stdout, "for each of two ranks there"
+    gone = run("config", "migrate", "--", *words[:4], "/no/such.yaml", *transfer)
+    assert (gone.exit_code, "--config is not read: file /no/such.yaml: not found" in gone.output) == (1, True)
+
+
+def test_a_source_that_cannot_be_read_hides_no_other() -> None:
+    env = {"LMCACHE_CONFIG_FILE": "/no/such.yaml", "LMCACHE_EXTRA_CONFIG": "{'use_odirect': True}"}
+    answer = Answer.to(env={**env, "LMCACHE_ENABLE_PD": "1", "LMCACHE_CHUNK_SIZE": "64"})
+    assert [line.partition(": ")[0] for line in answer.problems] == [
+        "file /no/such.yaml",
+        "environment LMCACHE_EXTRA_CONFIG",
+        "environment LMCACHE_ENABLE_PD",
+    ]
+    assert answer.values == {"chunk_size": 64}
+
+
 def test_ten_thousand_unknown_keys_are_answered_at_once() -> None:
     keys = {f"max_local_gpu_size_{number}": 1 for number in range(10_000)}
     for extra in (keys, {f"lmcache.{key}": value for key, value in keys.items()}):
