@@ -352,7 +352,7 @@ def test_a_file_of_options_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
     done = run("config", "migrate", "--", *words, *transfer)
     assert done.exit_code == 0
     assert done.stdout.startswith(
-        "vllm serve --model m --tensor-parallel-size 2 --no-enable-prefix-caching --enforce-eager --middleware a b --port "
+        "vllm serve --model m --tensor-parallel-size 2 --no-enable-prefix-caching --enforce-eager --middleware a b "
     )
     assert '{"max_local_cpu_size": 8.0}' in done.stdout, "for each of two ranks there"
     gone = run("config", "migrate", "--", *words[:4], "/no/such.yaml", *transfer)
