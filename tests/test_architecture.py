@@ -71,7 +71,7 @@ BUDGET = {
     "plugins": 33,
     "policies": 998,
     "simulation": 420,
-    "config": 1708,
+    "config": 1716,
     "memory": 1322,
     "store": 3606,
     "backends": 389,
@@ -119,7 +119,7 @@ BEYOND = {
     "plugins": "entry points, or a place in a module",
     "policies": "hints have owners and ends, quotas divide what tails and states take",
     "simulation": "traces are read within bounds of bytes and time",
-    "config": "files, flags and variables of LMCache in both modes, of vLLM's own offloading, and of several connectors",
+    "config": "files, flags and variables of LMCache in both modes, of vLLM's own offloading, of several connectors",
     "memory": "loads are read back and compared, on the device",
     "store": "wishes with owners, a breaker for each kind of call, calls that an interrupt cuts short",
     "engine": "options of each request are checked",
@@ -133,7 +133,7 @@ BEYOND = {
 }
 """Why a room has more lines than its aim."""
 
-WHOLE = 19866
+WHOLE = 19874
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -555,8 +555,19 @@ def _as_words(content: Mapping[Any, object]) -> list[str]:
             words.append(f"--{name}" if value else f"--no-{name}")
         else:
             several = value if isinstance(value, list) else [value]
-            words += [f"--{name}", *(each if isinstance(each, str) else json.dumps(each) for each in several)]
+            words += [f"--{name}", *(each if isinstance(each, str) else json.dumps(_typed(each)) for each in several)]
     return words
+
+
+def _typed(value: object) -> object:
+    """The same with its numbers, which `read_yaml` leaves as text."""
+    if isinstance(value, dict):
+        return {key: _typed(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(_typed, value))
+    if isinstance(value, str) and re.fullmatch(r"-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?", value):
+        return json.loads(value)
+    return value
 
 
 _MANIFESTS: Final = {

@@ -346,7 +346,7 @@ def test_an_engine_of_lmcaches_server_is_answered_alike(key: str, tmp_path: Path
 
 def test_a_file_of_options_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
     text = "model: m\ntensor-parallel-size: 2\nenable-prefix-caching: false\nenforce_eager: true\nmiddleware: [a, b]\n"
-    (tmp_path / "vllm.yaml").write_text(text)
+    (tmp_path / "vllm.yaml").write_text(f"{text}hf-overrides: {{a: 3, b: [0.5, x], c: 007}}\n")
     words = ["LMCACHE_MAX_LOCAL_CPU_SIZE=4", "vllm", "serve", "--config", str(tmp_path / "vllm.yaml"), "--port", "1"]
     transfer = ["--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}']
     done = run("config", "migrate", "--", *words, *transfer)
@@ -354,6 +354,7 @@ def test_a_file_of_options_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
     assert done.stdout.startswith(
         "vllm serve --model m --tensor-parallel-size 2 --no-enable-prefix-caching --enforce-eager --middleware a b "
     )
+    assert """'{"a": 3, "b": [0.5, "x"], "c": "007"}'""" in done.stdout
     assert '{"max_local_cpu_size": 8.0}' in done.stdout, "for each of two ranks there"
     gone = run("config", "migrate", "--", *words[:4], "/no/such.yaml", *transfer)
     assert (gone.exit_code, "--config is not read: file /no/such.yaml: not found" in gone.output) == (1, True)
