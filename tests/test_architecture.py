@@ -71,9 +71,9 @@ BUDGET = {
     "plugins": 33,
     "policies": 998,
     "simulation": 420,
-    "config": 1716,
-    "memory": 1322,
-    "store": 3606,
+    "config": 1711,
+    "memory": 1315,
+    "store": 3600,
     "backends": 389,
     "backends.disk": 1066,
     "backends.remote": 1924,
@@ -81,8 +81,8 @@ BUDGET = {
     "engine": 457,
     "": 62,
     "agent": 1290,
-    "vllm": 2232,
-    "vllm.plan": 853,
+    "vllm": 2233,
+    "vllm.plan": 852,
     "vllm.scheduler": 2543,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
@@ -133,7 +133,7 @@ BEYOND = {
 }
 """Why a room has more lines than its aim."""
 
-WHOLE = 19874
+WHOLE = 19845
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

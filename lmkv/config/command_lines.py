@@ -431,7 +431,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
 
 
 def _keep_own(command: Command, items: Mapping[Any, object]) -> None:
-    """lmkv's own settings, beside which LMCache's are not read."""
+    """lmkv's own settings. If there are any, LMCache's are not read."""
     for key, value in items.items():
         name = str(key).removeprefix("lmkv.")
         if lmcache.owns(key):
