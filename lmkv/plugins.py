@@ -45,7 +45,8 @@ def load(place: str, wanted_by: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{wanted_by}: {place} cannot be loaded: {safe_repr(error)}") from error
+        why = f"{safe_repr(error)}; install its package here, or correct the name"
+        raise ConfigError(f"{wanted_by}: {place} cannot be loaded: {why}") from error
 
 
 def make(place: str, wanted_by: str, kind: type[Any], *args: Any, **options: Any) -> Any:
@@ -62,5 +63,5 @@ def make(place: str, wanted_by: str, kind: type[Any], *args: Any, **options: Any
         # Its message and its traceback may have the password of a URL.
         raise ConfigError(f"{wanted_by}: {place} cannot be made: {mask_secrets(safe_repr(error))}") from None
     if not isinstance(made, kind):
-        raise ConfigError(f"{wanted_by}: {place} lacks methods of lmkv.protocols.{kind.__name__}")
+        raise ConfigError(f"{wanted_by}: {place} lacks methods of lmkv.protocols.{kind.__name__}: add them")
     return made

@@ -68,7 +68,7 @@ BUDGET = {
     "protocols": 148,
     "chunks": 551,
     "medium": 55,
-    "plugins": 33,
+    "plugins": 34,
     "policies": 998,
     "simulation": 420,
     "config": 1711,

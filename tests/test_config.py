@@ -547,7 +547,7 @@ def test_aliases_are_refused_before_they_are_gigabytes(in_file: Callable[[str], 
 def test_a_value_that_is_not_what_its_tag_says_is_refused_and_not_shown(in_file: Callable[[str], Config]) -> None:
     for value in ("!!bool hunter2", "!!int hunter2", "!!int ''", "!!float ''", "!!timestamp hunter2"):
         text = f"pin_ttl: 9\nremote_password: {value}\n"
-        told = refused("line 2: a value is not what its tag says", lambda text=text: in_file(text))
+        told = refused("line 2: the value does not fit its !!tag: leave the tag out", lambda text=text: in_file(text))
         assert "hunter2" not in told
 
 

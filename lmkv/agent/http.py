@@ -526,7 +526,7 @@ def application(
         found = await peers.ask(call, "GET", f"/v1/explain/{quote(request, safe='')}")
         parts = [{"engine": n, **part} for n, one in answering(found).items() for part in one.pop("parts", [one])]
         if not parts:
-            raise HTTPException(404, f"request {request} is not among the last ones that were scheduled")
+            raise HTTPException(404, f"request {request} is not among the last ones, which /v1/requests lists")
         return {**parts[0], "parts": parts} if len(parts) > 1 else parts[0]
 
     @v1.post("/engines", include_in_schema=False)

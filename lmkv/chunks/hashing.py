@@ -205,7 +205,7 @@ def _native_uint32(tokens: Tokens, start: int, stop: int) -> array[int]:
         try:
             return _from_ndarray(tokens[start:stop], start)
         except RuntimeError as error:  # of torch: a sparse tensor, or one without memory
-            raise UsageError(f"tokens cannot be read: {short_repr(str(error))}") from None
+            raise UsageError(f"tokens must be a dense tensor with memory: {short_repr(str(error))}") from None
     if start == 0 and isinstance(tokens, (list, tuple)):
         # Slicing a long list would cost a tenth of hashing it. A bad token past `stop` must not matter.
         try:

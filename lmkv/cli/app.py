@@ -74,6 +74,8 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in COMMANDS:
             self.load(args[0])
+        elif args[0] in ("show", "check", "migrate"):
+            ctx.fail(f"No such command {args[0]!r}: it is lmkv config {args[0]}")
         return super().resolve_command(ctx, args)
 
     def load(self, name: str) -> None:

@@ -7,6 +7,7 @@ setting is used as it is, 1 if a remark changes what is cached, and 2 if a setti
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 from collections.abc import Iterator, Mapping
@@ -44,13 +45,16 @@ Ranks = Annotated[
 
 @app.command("show")
 def show(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A YAML file of settings; else LMKV_CONFIG_FILE.")
+    ] = None,
     extra: Annotated[str, typer.Option(help="kv_connector_extra_config, as JSON.")] = "{}",
     tensor_parallel_size: Ranks = None,
     as_json: AsJson = False,
 ) -> None:
     """Show every setting with its value and source: default, file, variable, or kv_connector_extra_config."""
     try:
-        answer = Answer.to(env=os.environ, extra=json_object(extra), ranks=tensor_parallel_size)
+        answer = Answer.to(file=file, env=os.environ, extra=json_object(extra), ranks=tensor_parallel_size)
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
     config = answer.config
@@ -102,6 +106,7 @@ def check(
     """Check a file: say of each setting whether it is used, without effect, refused or unknown."""
     try:
         answer, command = read_file(file, tensor_parallel_size)
+        answer = with_doubt(answer)
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
     if as_json:
@@ -120,6 +125,24 @@ def check(
     end(answer, as_json=as_json)
 
 
+def odd_folder(setting: str, folder: str) -> str:
+    """A warning about a path that is probably a mistake."""
+    path = Path(folder)
+    if not path.is_absolute():
+        return f"{setting} {folder} is relative to the folder in which the server starts: write a path that begins with /"
+    if not path.parent.exists():
+        return f"{setting} {folder}: {path.parent} does not exist and will be made: is it mounted?"
+    return ""
+
+
+def with_doubt(answer: Answer) -> Answer:
+    """Add a remark on a relative folder, which is usual in a library and unusual in a server."""
+    folder = answer.config.local_disk if answer.config is not None else None
+    if folder is None or Path(folder).is_absolute():
+        return answer
+    return evolve(answer, notes=(*answer.notes, (logging.WARNING, odd_folder("local_disk", folder))))
+
+
 def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
     """The meaning of a file's settings, and its command if it has one. `migrate`: they must be LMCache's."""
     if file.suffix in (".env", ".sh") or file.name == ".env":
@@ -129,6 +152,8 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
             raise ConfigError(f"file {file}: {error}") from None
         return Answer.to(env=env, ranks=ranks), None
     content = read_yaml(file)
+    if migrate and not content:
+        raise ConfigError(f"file {file}: sets nothing, so that there is nothing to migrate")
     try:
         words = command_lines.of_file(content)
     except ConfigError as error:

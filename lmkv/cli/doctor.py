@@ -27,6 +27,9 @@ MARKS = {"error": ("✗ ", "red"), "warning": ("! ", "yellow"), "ok": ("✓ ", "
 
 
 def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A YAML file of settings; else LMKV_CONFIG_FILE.")
+    ] = None,
     extra: Annotated[str, typer.Option(metavar="JSON", help="kv_connector_extra_config.")] = "{}",
     model: Annotated[
         Path | None,
@@ -46,7 +49,7 @@ def doctor(
     """
     logging.getLogger("lmkv").setLevel(logging.ERROR)
     size = size_of(model, kv_cache_dtype, tensor_parallel_size) if model else None
-    findings = list(examine(os.environ, json_object(extra), size, tensor_parallel_size))
+    findings = list(examine(os.environ, json_object(extra), size, tensor_parallel_size, file))
     problems = [found.problem for found in findings if found.problem]
     warnings = [found.warning for found in findings if found.warning]
     answer: dict[str, Any] = {"ok": not problems, "problems": problems, "warnings": warnings}

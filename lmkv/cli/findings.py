@@ -6,14 +6,18 @@ import logging
 import os
 import platform
 import resource
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from errno import EADDRINUSE
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
+from socket import AF_INET, AF_INET6
+from urllib.parse import unquote, urlsplit
 
 from attrs import frozen
 
@@ -21,6 +25,7 @@ from lmkv import __version__, plugins
 from lmkv.chunks import codec
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.chunks.namespace import Authenticator
+from lmkv.cli.config import odd_folder
 from lmkv.cli.sizing import KVSize
 from lmkv.cli.stores import VERBS, refusals, remedy, try_folder
 from lmkv.config import GIB, Answer, Config
@@ -32,6 +37,10 @@ from lmkv.vllm import compat, plugin
 IMPORT_TIMEOUT = 300.0
 SERVERS_TIMEOUT = 10.0
 PROCESSES = Path("/proc")
+BLOCK, LARGE = 16, 4096
+"""Tokens of vLLM's block, and of a chunk at most that prompts often have in common."""
+SMALL = 64 << 20
+"""Bytes of a tier, below which GiB were probably not meant."""
 
 
 @frozen
@@ -51,10 +60,14 @@ class Finding:
 
 
 def examine(
-    env: Mapping[str, str], extra: Mapping[str, object], size: KVSize | None = None, ranks: int | None = None
+    env: Mapping[str, str],
+    extra: Mapping[str, object],
+    size: KVSize | None = None,
+    ranks: int | None = None,
+    file: Path | None = None,
 ) -> Iterator[Finding]:
     try:
-        answer = Answer.to(env=env, extra=extra, ranks=ranks)
+        answer = Answer.to(file=file, env=env, extra=extra, ranks=ranks)
     except ConfigError as error:
         config, problems = None, [str(error)]
     else:
@@ -64,12 +77,15 @@ def examine(
         yield Finding("configuration", "", "", problem=problem)
     if config is not None:
         yield from examine_configuration(config)
-        yield from examine_secrets(config)
+        secrets = list(examine_secrets(config))
+        yield from secrets
         yield from examine_extras(config)
+        yield from examine_agent(config)
         yield from examine_memory(config)
         yield from examine_shared_memory(config)
         yield from examine_disk(config)
-        yield from examine_stores(config)
+        if not any(found.problem for found in secrets):
+            yield from examine_stores(config)
         if size:
             yield from examine_model(size)
             yield from examine_room(size, config)
@@ -93,7 +109,17 @@ def examine_readings(answer: Answer) -> Iterator[Finding]:
 def examine_configuration(config: Config) -> Iterator[Finding]:
     """Every setting, and where its value comes from."""
     for setting in config.describe():
-        yield Finding("configuration", setting.name, str(setting), note=setting.source)
+        warning = odd_chunks(config.chunk_size) if setting.name == "chunk_size" else ""
+        yield Finding("configuration", setting.name, str(setting), note=setting.source, warning=warning)
+
+
+def odd_chunks(tokens: int) -> str:
+    """A warning of a chunk size that is probably not meant."""
+    if tokens % BLOCK:
+        return f"chunk_size {tokens} is no multiple of {BLOCK}, vLLM's block size unless --block-size names another one"
+    if tokens > LARGE:
+        return f"chunk_size {tokens}: prompts share whole chunks alone, so shorter common beginnings are computed again"
+    return ""
 
 
 def examine_secrets(config: Config) -> Iterator[Finding]:
@@ -135,6 +161,29 @@ def examine_extras(config: Config) -> Iterator[Finding]:
             yield Finding("extras", name, "not found", problem=str(error))
 
 
+def examine_agent(config: Config) -> Iterator[Finding]:
+    """Whether the server may listen at the agent's address."""
+    address = config.agent_listen
+    if address is None:
+        return
+    try:
+        if address.startswith("unix:"):
+            folder = os.path.dirname(address.removeprefix("unix:"))
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise OSError(0, f"{folder} is no folder that this user can write to: make it or name another")
+        else:
+            host, _, port = address.rpartition(":")
+            socket.create_server((host.strip("[]"), int(port)), family=AF_INET6 if "[" in host else AF_INET).close()
+    except OSError as error:
+        used = error.errno == EADDRINUSE
+        why = "another process listens there: end it or name another port" if used else str(error.strerror).lower()
+        told = f"agent_listen {address}: {why}"
+        # A server that runs with this configuration is no error.
+        yield Finding("agent", "address", address, problem="" if used else told, warning=told if used else "")
+    else:
+        yield Finding("agent", "address", address, note="can be listened at")
+
+
 def examine_memory(config: Config) -> Iterator[Finding]:
     """The limits of this machine, and the size of host memory within them."""
     yield Finding("memory", "available", gibibytes(machine.available_ram()))
@@ -154,7 +203,9 @@ def examine_memory(config: Config) -> Iterator[Finding]:
 
 
 def cut_down(setting: str, wanted: int, given: int) -> str:
-    """A warning about a size for which there is no space."""
+    """A warning about a size for which there is no space, or that is probably in another unit."""
+    if wanted < SMALL:
+        return f"{setting} is {wanted / (1 << 20):.3g} MiB, less than some chunks of a large model: it is in GiB"
     if given // ALIGNMENT >= wanted // ALIGNMENT:
         return ""
     return f"{setting} is {gibibytes(wanted)}, and there is room for {gibibytes(given)}: that much will be used"
@@ -176,6 +227,10 @@ def examine_shared_memory(config: Config) -> Iterator[Finding]:
         return
     note = f"of {gibibytes(wanted)} in {folder}, on {kind or 'an unknown file system'}"
     warning = cut_down("max_shared_memory_size", wanted, given)
+    if kind not in machine.IN_MEMORY:
+        warning = (
+            f"shared_memory {folder} is on {kind or 'an unknown file system'}, not in memory: name one in /dev/shm"
+        )
     yield Finding("memory", "shared memory", gibibytes(given), note=note, warning=warning)
 
 
@@ -197,7 +252,7 @@ def examine_disk(config: Config) -> Iterator[Finding]:
         yield Finding("disk", "folder", config.local_disk, problem=unusable("local_disk", config.local_disk, error))
         return
     made = "" if facts.tried == config.local_disk else f"will be created; tried in {facts.tried}"
-    yield Finding("disk", "folder", config.local_disk, note=made, warning=odd_folder(config.local_disk))
+    yield Finding("disk", "folder", config.local_disk, note=made, warning=odd_folder("local_disk", config.local_disk))
     way = "O_DIRECT" if facts.direct_io else "through the page cache"
     yield Finding("disk", "reads and writes", way, note=f"disk_direct = {config.disk_direct}")
     room, wanted = facts.free_bytes - config.disk_min_free_bytes, config.max_local_disk_bytes
@@ -208,20 +263,12 @@ def examine_disk(config: Config) -> Iterator[Finding]:
     yield Finding("disk", "free", free, note=enough, problem="" if room > 0 else problem, warning=warning)
 
 
-def odd_folder(folder: str) -> str:
-    """A warning about a path that is probably a mistake."""
-    path = Path(folder)
-    if not path.is_absolute():
-        return f"local_disk {folder} is below whatever folder the server is started in: give a path from /"
-    if not path.parent.exists():
-        return f"local_disk {folder}: {path.parent} does not exist and will be made: is it mounted?"
-    return ""
-
-
 def examine_stores(config: Config) -> Iterator[Finding]:
     """Write a chunk to each remote store, read it back and delete it; find the refused calls."""
     for url in config.remotes:
         name, wanted = url.store_kind, f"remote_url {url}"
+        # Before the folder is made to try it.
+        odd = odd_folder("remote_url", unquote(urlsplit(url.text).path)) if url.scheme == "file" else ""
         try:
             refused = refusals(config, url)
         except ConfigError as error:
@@ -230,7 +277,7 @@ def examine_stores(config: Config) -> Iterator[Finding]:
         works = ", ".join(verb for verb in VERBS if verb not in refused)
         if not works and len(set(refused.values())) == 1:
             refused = {"all calls": refused[VERBS[0]]}
-        yield Finding("remote stores", name, str(url), note=f"tried: {works}" if works else "")
+        yield Finding("remote stores", name, str(url), note=f"tried: {works}" if works else "", warning=odd)
         for verb, reason in refused.items():
             problem = f"{wanted}: {verb} fail: {reason}; {remedy(verb, reason)}"
             yield Finding("remote stores", verb, "refused", problem=problem)

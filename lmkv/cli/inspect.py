@@ -35,6 +35,8 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.cli import server
 from lmkv.cli.server import SECONDS, duration, fail, give
 from lmkv.config import GIB
+from lmkv.config.parsers import number
+from lmkv.config.settings import written_instead
 from lmkv.errors import BackendError
 from lmkv.protocols import Listed
 
@@ -174,17 +176,15 @@ def prune(
     older_than: Annotated[
         str, typer.Option(metavar="TIME", help="Delete chunks unused for this time: 30m, 12h, 7d, 2w.")
     ] = "",
-    max_size: Annotated[
-        float | None, typer.Option(min=0, metavar="GIB", help="Delete until this size is left.")
-    ] = None,
+    max_size: Annotated[str, typer.Option(metavar="GIB", help="Delete until this size is left.")] = "",
     namespace: Which = "",
     as_json: AsJson = False,
 ) -> None:
     """Delete the chunks that were used least recently."""
-    if not older_than and max_size is None:
+    if not older_than and not max_size:
         raise typer.BadParameter("missing: --older-than, --max-size or both")
     before = time.time() - seconds_of(older_than) if older_than else -math.inf
-    most = math.inf if max_size is None else max_size * GIB
+    most = bytes_of(max_size) if max_size else math.inf
     remove(path, least_recently_used(found_in(path, namespace), before, most), as_json=as_json)
 
 
@@ -253,6 +253,14 @@ def seconds_of(duration: str) -> float:
             f"{duration!r} is not a duration such as 30m, 12h, 7d or 2w", param_hint="--older-than"
         )
     return float(match[1]) * SECONDS[match[2]]
+
+
+def bytes_of(gib: str) -> float:
+    try:
+        return float(number(0)(gib)) * GIB
+    except ValueError as error:
+        why = f"{gib!r} {error}{written_instead('GiB', gib)}"
+        raise typer.BadParameter(why, param_hint="--max-size") from None
 
 
 @contextmanager

@@ -191,6 +191,8 @@ def address_of(url: str, token_file: Path | None) -> tuple[str, str | None]:
             url, token = url or config.agent_listen or DEFAULT, token or config.token
     except (ConfigError, OSError, UnicodeError) as error:
         fail(error)
+    if re.match(r"(?!unix:|https?:)[a-z][a-z+.-]*://", url, re.IGNORECASE):
+        fail(f"{url} is no address of an agent API: give unix:/path, HOST:PORT or a URL with http:// to --url")
     return url if re.match(r"unix:|https?://", url) else f"http://{url}", token
 
 
@@ -226,10 +228,10 @@ def json_object(text: str) -> dict[str, object]:
         value = json.loads(text)
     except RecursionError:
         raise typer.BadParameter("is nested too deeply", param_hint="--extra") from None
-    except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}", param_hint="--extra") from None
+    except ValueError:
+        value = None
     if not isinstance(value, dict):
-        raise typer.BadParameter("must be a JSON object", param_hint="--extra")
+        raise typer.BadParameter("""must be a JSON object, such as '{"chunk_size": 256}'""", param_hint="--extra")
     return value
 
 
@@ -283,7 +285,11 @@ def record(
     as_json: AsJson = False,
 ) -> None:
     """Record chunk accesses for `lmkv simulate`: which chunks, and when, without texts, tokens and names."""
-    with client_of(url, token_file) as client, out.open("w", encoding="utf-8") as file:
+    try:
+        file = out.open("w", encoding="utf-8")
+    except OSError as error:
+        fail(f"{out} cannot be written: {str(error.strerror).lower()}; name a file in a folder that you can write to")
+    with file, client_of(url, token_file) as client:
         count = 0
         try:
             for count in written(client, file, seconds):

@@ -214,7 +214,8 @@ def _read(file: Path) -> Settings:
     try:
         config = json.loads(read_named(file, _MOST_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read, and nothing is downloaded: {error}") from None
+        why = str(error.strerror).lower() if isinstance(error, OSError) and error.strerror else error
+        raise ValueError(f"{file} cannot be read: {why}; name a model's folder, with config.json in it") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file} is not a JSON object")
     return config

@@ -162,7 +162,8 @@ def model(
     except ImportError as error:
         sys.exit(f"lmkv model needs transformers and safetensors: {how_to_install('cli')} ({error})")
     except OSError as error:
-        sys.exit(f"the model cannot be written: {error}")
+        why = f"{error.filename}: {str(error.strerror).lower()}" if error.strerror else str(error)
+        sys.exit(f"the model cannot be written: {why}; name a folder that you can write to")
     answer = {"path": str(folder), **asdict(made), "kv_bytes_per_token": made.kv_bytes_per_token}
     words = f"{folder}: {layers} layers, {made.kv_bytes_per_token:,} bytes of KV per token ({dtype})"
     give(answer, lambda: typer.echo(words), as_json=as_json)

@@ -18,7 +18,7 @@ _AWS: Final = re.compile(
     r"(?P<bucket>[a-z0-9][a-z0-9.-]*)\.s3[.-]((dualstack\.)?(?P<region>[a-z0-9-]+)\.)?amazonaws\.com(\.cn)?",
     re.IGNORECASE,
 )
-_WHICH: Final = "it does not tell the bucket from the host: s3://BUCKET?endpoint="
+_WHICH: Final = "it does not tell the bucket from the host: write s3://BUCKET?endpoint="
 _NO_TTL: Final = 86_400
 """Seconds that LMCache keeps a value where `valkey_enable_ttl` is on and `valkey_ttl_sec` is not given."""
 _STORES: Final = "a store that others share (redis://, s3://, mooncake://), or shared_memory on one machine"

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from ipaddress import ip_address
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import unquote, urlsplit
@@ -146,7 +147,7 @@ def is_nothing(value: object) -> bool:
 
 def integer(minimum: int, maximum: int = 1 << 40) -> Parse:
     def parse(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str):
+        if isinstance(value, bool) or not isinstance(value, Integral | str):
             raise ValueError("must be a whole number")
         if isinstance(value, str) and not _WHOLE_NUMBER.fullmatch(value):
             raise ValueError("must be a whole number, in digits alone")
@@ -165,7 +166,7 @@ def number(minimum: float, maximum: float = 1e9, *, above: bool = False) -> Pars
     """A finite number from `minimum` (or `above` it) to `maximum`."""
 
     def parse(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float | str) or "_" in str(value)[:400]:
+        if isinstance(value, bool) or not isinstance(value, Real | str) or "_" in str(value)[:400]:
             raise ValueError("must be a number")
         try:
             found = float(value)
@@ -207,7 +208,8 @@ def plugin_name(names: Callable[[], Iterable[str]], *, numbered: str = "") -> Pa
             return value.strip()
         # The names of installed packages are the last: to find them takes 10 ms.
         if (found := _named(value, names())) is None:
-            raise ValueError(f"must be one of {', '.join(names())}, or package.module:Class")
+            choices = ", ".join((*names(), *([f"{numbered}:8192"] if numbered else [])))
+            raise ValueError(f"must be one of {choices}, or package.module:Class")
         return found
 
     return parse
@@ -222,7 +224,7 @@ def path(value: object) -> str | None:
     text = os.fspath(value)
     if isinstance(text, str) and text.lower() in _SWITCHES:
         raise ValueError("must be a path or file:///path, no switch")
-    _check_variables(text)
+    _check_template(text)
     if isinstance(text, str) and text != text.strip():
         raise ValueError("must not begin or end with a blank")
     if isinstance(text, str) and (url := _FILE_URL.fullmatch(text)):
@@ -239,25 +241,32 @@ def path(value: object) -> str | None:
 
 
 _SWITCHES: Final = frozenset({"true", "yes", "on"})
-_VARIABLE: Final = re.compile(r"\$\{[^}]*\}")
+_VARIABLE: Final = re.compile(r"\$\{[^}]*\}|\$\([^)]*\)|\{\{.*?\}\}|(?:^|(?<=[/@]))\$[A-Z_][A-Z0-9_]*(?=[/:]|$)")
 
 
-def _check_variables(text: object) -> None:
+def _check_template(text: object) -> None:
+    """Raise ValueError for what a shell or a template should have replaced before."""
     if isinstance(text, str) and (found := _VARIABLE.search(text)):
         raise ValueError(f"has a variable that nothing replaces: write the value of {found[0]}")
+    if isinstance(text, str) and len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        raise ValueError("has quotes of its own: leave them out")
 
 
 def urls(value: object) -> tuple[RemoteURL, ...]:
     """Parse one URL, several URLs with blanks or commas between them, or a list of URLs."""
+    _check_template(value)
     texts = () if is_nothing(value) else split_urls(value) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str | RemoteURL) for text in texts):
         raise ValueError("must be a URL, or a list of them")
     found = [text if isinstance(text, RemoteURL) else RemoteURL(text) for text in texts if text]
     for url in found:
-        _check_variables(url.text)
+        _check_template(url.text)
     for scheme in (url.scheme for url in found if not plugins.is_place(url.scheme)):
         if scheme not in (known := schemes()):
-            close = get_close_matches(scheme.partition("/")[0][:100], known, n=1)
+            name = re.split("[:/]", scheme)[0][:100]
+            if name in ("http", "https"):
+                raise ValueError(f"is no store's: S3 is s3://BUCKET?endpoint={name}://HOST:PORT&region=REGION")
+            close = [name] if name in known else get_close_matches(name, known, n=1)
             forms = f"one of {', '.join(f'{each}://' for each in known)}, or with package.module:Class"
             raise ValueError(
                 f"has an unknown scheme: did you mean {close[0]}://?" if close else f"must begin with {forms}"

@@ -42,7 +42,7 @@ from lmkv.config.parsers import (
     text,
     urls,
 )
-from lmkv.config.sources import ENV_FILE, KEYWORD, flat, given_settings, read_named, read_yaml
+from lmkv.config.sources import ENV_FILE, ENV_LEVEL, ENV_PREFIX, KEYWORD, flat, given_settings, read_named, read_yaml
 from lmkv.errors import SECRET, ConfigError, short_repr
 from lmkv.policies import ADMISSIONS, POLICIES, policy_names
 
@@ -73,7 +73,14 @@ class _Parsed:
 
 
 def _converter(attribute: Attribute[Any]) -> Parse:
-    return lambda value: value.value if isinstance(value, _Parsed) else _parsed(attribute, value, KEYWORD).value
+    def convert(value: object) -> object:
+        """The parsed value, or the error, which is raised with those of all other settings."""
+        try:
+            return (value if isinstance(value, _Parsed) else _parsed(attribute, value, KEYWORD)).value
+        except ConfigError as error:
+            return error
+
+    return convert
 
 
 def _parsed(attribute: Attribute[Any], value: object, source: str) -> _Parsed:
@@ -81,22 +88,35 @@ def _parsed(attribute: Attribute[Any], value: object, source: str) -> _Parsed:
         return _Parsed(attribute.metadata["parse"](value))
     except ValueError as error:
         visible = "'***'" if attribute.metadata["parse"] is secret else short_repr(value)
-        unit = _in_unit(attribute.metadata["unit"], value)
-        raise ConfigError(f"{source}: {attribute.name} = {visible} {error}{unit}") from None
+        advice = written_instead(attribute.metadata["unit"], value)
+        raise ConfigError(f"{source}: {attribute.name} = {visible} {error}{advice}") from None
 
 
-def _in_unit(unit: str, value: object) -> str:
-    """The unit of a refused value, and the number to write where the value has a unit or is in bytes."""
-    if not unit.isalpha():
-        return ""
-    digits = short_repr(value).strip("' ")
-    if unit != "GiB":
-        return f", in {unit}"
-    if re.fullmatch(r"[0-9]{7,18}", digits):
-        return f", in GiB: so many bytes are {int(digits) / GIB:g}"
-    if found := re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([kKMGT])i?B?", digits):
-        return f", in GiB, without a unit: {float(found[1]) * 1024.0 ** ('KMGT'.index(found[2].upper()) - 2):g}"
-    return ", in GiB"
+_UNITS: Final[Mapping[str, Mapping[str, float]]] = {
+    "GiB": {"k": 2.0**-20, "m": 2.0**-10, "g": 1, "t": 1024},
+    "s": {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400},
+    "0..1": {"%": 0.01},
+}
+"""Unit of a setting -> units that people write, and how many of the setting's each is."""
+
+
+def written_instead(unit: str, value: object) -> str:
+    """The unit of a refused value, and the number to write where the value has another unit, or other signs."""
+    text = short_repr(value).strip("' ").lower()
+    told = f", in {unit}" if unit.isalpha() else ""
+    if text in ("none", "", "auto", "default"):
+        return f"{told}; leave it out for its default"
+    if re.fullmatch(r""""[^"]*"|'[^']*'""", text):
+        return f"{told}, without quotes of its own"
+    if unit == "GiB" and re.fullmatch(r"[0-9]{7,18}", text):
+        return f", in GiB: so many bytes are {int(text) / GIB:g}"
+    if re.fullmatch(r"[0-9]{1,15},([0-9]{1,2}|[0-9]{4,9})", text):
+        return f"{told}, with a point: {text.replace(',', '.')}"
+    if found := re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([a-z]+|%)", text):
+        word = found[2].removesuffix("b").removesuffix("i") if unit == "GiB" else found[2]
+        if factor := _UNITS.get(unit, {}).get(word):
+            return f"{told}, without a unit: {float(found[1]) * factor:g}"
+    return told
 
 
 @frozen
@@ -123,7 +143,7 @@ class Config:
     Raises
     ------
     ConfigError
-        A key is unknown, or a value is bad; the message names key, value and source.
+        Values are bad; the message names key, value and source of each. `load` raises it for an unknown key, too.
 
     Notes
     -----
@@ -272,7 +292,12 @@ class Config:
     """Log lines about the sources, with their levels; `load` fills it in."""
 
     def __attrs_post_init__(self) -> None:
-        if problems := list(self._problems()):
+        refused = {name: value for name in _OPTIONS if isinstance(value := getattr(self, name), ConfigError)}
+        for name in refused:
+            object.__setattr__(self, name, _OPTIONS[name].default)
+        # What follows from a setting that is refused is no problem of its own.
+        together = (line for line in self._problems() if not any(name in line for name in refused))
+        if problems := [*map(str, refused.values()), *together]:
             raise ConfigError("\n".join(problems))
 
     def _problems(self) -> Iterator[str]:
@@ -286,6 +311,8 @@ class Config:
         for name in ("remote_password", "agent_token", "authentication_key"):
             if getattr(self, name) and getattr(self, f"{name}_file"):
                 yield self._problem(f"{name}_file", f"and {name} are both given")
+        if len({*self.remotes}) < len(self.remotes):
+            yield self._problem("remote_url" if self.remote_url else "remote_urls", "has a store twice: leave one out")
         if self.authentication_key and (short := _too_short(self.authentication_key.value.encode())):
             yield self._problem("authentication_key", short)
         open_to_all = self.agent_listen and not self.agent_listen.startswith("unix:")
@@ -381,7 +408,8 @@ class Config:
         try:
             return read_named(getattr(self, name))
         except OSError as error:
-            self._refuse(name, f"cannot be read: {error}")
+            why = error.strerror.lower() if error.strerror else error
+            self._refuse(name, f"cannot be read: {why}; name a file that the server's user may read")
 
     def source(self, name: str) -> str:
         """Where the value of `name` comes from."""
@@ -413,12 +441,16 @@ class Config:
     @property
     def keeps_nothing(self) -> bool:
         """Whether no tier keeps a chunk beyond the request that stores it."""
-        return not (self.local_cpu or self.shared_memory or self.local_disk or self.remotes)
+        disk = self.local_disk and self.disk_admission != "none"
+        return not (self.local_cpu or self.shared_memory or disk or self.remotes)
 
     def doubts(self, given: Iterable[str]) -> Iterator[tuple[int, str]]:
         """Remarks on settings that do nothing, with their level. `given`: names of those that somebody has set."""
         if self.keeps_nothing:
             yield logging.WARNING, _KEEPS_NOTHING
+        for name, most in _LONG.items():
+            if getattr(self, name) > most:
+                yield logging.WARNING, self._problem(name, "is in seconds: divide it by 1000 if it is milliseconds")
         for needed, names in _ONLY_WITH.items():
             if not getattr(self, needed):
                 for name in [each for each in given if each in names[1:]]:
@@ -466,10 +498,14 @@ class Answer:
         """See `Config.load`. `read` gives a file's content. Raises ConfigError for a source that cannot be read."""
         extra, file = flat(extra or {}), file or env.get(ENV_FILE)
         settings = list(given_settings(overrides, file, env, extra, read))
-        theirs = lmcache.named(env, extra)
+        theirs, doubts = lmcache.named(env, extra), list(_doubts_of_names(env))
+        if file and not any(source == f"file {file}" for _, _, source in settings):
+            doubts.append(f"file {file}: sets nothing: write a line such as chunk_size: 256")
         if not theirs or settings or file:
-            ignored = f"settings of lmkv's own are given, so LMCache's are not read: {lmcache.join_names(theirs)}"
-            return cls._of(settings, [], [(logging.WARNING, ignored)] if theirs else [])
+            if theirs:
+                names = lmcache.join_names(theirs)
+                doubts.append(f"settings of lmkv's own are given, so LMCache's are not read: {names}")
+            return cls._of(settings, [], [(logging.WARNING, doubt) for doubt in doubts])
         translation = lmcache.translate(env, extra, read, ranks)
         remarks, notes = translation.remarks(), translation.notes
         return cls._of(translation.settings, translation.readings, notes, remarks=remarks, of_lmcache=True)
@@ -544,6 +580,17 @@ class Answer:
         return self.config
 
 
+def _doubts_of_names(env: Mapping[str, str]) -> Iterator[str]:
+    """Variables that look like lmkv's and are not read, or not as they are."""
+    for name in sorted(env):
+        big = name.upper()
+        if name != big and (big == ENV_FILE or big.removeprefix(ENV_PREFIX).lower() in _OPTIONS.keys() - {big.lower()}):
+            yield f"environment {name} is not read: write {big}"
+    if (level := env.get(ENV_LEVEL, "")) and level.upper() not in logging.getLevelNamesMapping():
+        levels = "DEBUG, INFO, WARNING or ERROR"
+        yield f"environment {ENV_LEVEL}: {short_repr(level)} is no level and is not used: write {levels}"
+
+
 def _with_value(reading: Reading, values: Mapping[str, object]) -> Reading:
     name = reading.here
     return evolve(reading, here=f"{name} = {in_words(readable(values[name]))}") if name in values else reading
@@ -558,9 +605,11 @@ _ONLY_WITH: Final = {
     ),
 }
 """Attribute -> its setting, and the settings that have an effect only with it."""
+_LONG: Final = {"remote_timeout": 60, "prefetch_deadline": 600}
+"""Seconds above which a value is probably in milliseconds."""
 _KEEPS_NOTHING: Final = (
-    "no tier keeps anything, so nothing will hit: local_cpu is off, and there is none of shared_memory, local_disk "
-    "and remote_url"
+    "no tier keeps anything, so nothing will hit: local_cpu is off, and there is none of shared_memory, remote_url "
+    "and a local_disk that admits chunks"
 )
 
 
@@ -574,10 +623,10 @@ def _known(key: Any, value: object, source: str) -> Attribute[Any]:
     if key in _OPTIONS:
         return _OPTIONS[key]
     visible = "'***'" if isinstance(key, str) and SECRET.search(key[:100]) else short_repr(value)
-    raise ConfigError(f"{source}: unknown key {short_repr(key)} = {visible}{_hint(key)}")
+    raise ConfigError(f"{source}: unknown key {short_repr(key)} = {visible}{_hint(key, value)}")
 
 
-def _hint(key: object) -> str:
+def _hint(key: object, value: object) -> str:
     if not isinstance(key, str) or len(key) > 100:
         return "; keys are names of settings"
     if key.startswith("kv_"):
@@ -590,5 +639,10 @@ def _hint(key: object) -> str:
         unit = ", in GiB" if entry.setting.endswith("_size") else ""
         here = f"here it is {entry.setting!r}{unit}" if entry.setting else "leave it out"
         return f"; it is an option of vLLM's own offloading: {here}"
-    close = lmcache.nearest(name, _OPTIONS)
+    plain = name.lower().removeprefix(ENV_PREFIX.lower())
+    if plain.startswith("config"):
+        return f"; name a file of settings in {ENV_FILE}, or to Config.load as file="
+    if isinstance(value, Mapping) or plain == "lmkv":
+        return "; lmkv has no sections: write the settings inside it, each by its own name"
+    close = lmcache.nearest(plain, _OPTIONS)
     return f"; did you mean {close!r}?" if close else ""

@@ -83,7 +83,8 @@ def _part(fd: int, most: int, until: float, *, begun: bool) -> bytes:
 KEYWORD: Final = "keyword"
 ENV_PREFIX: Final = "LMKV_"
 ENV_FILE: Final = "LMKV_CONFIG_FILE"
-RESERVED_ENV: Final = frozenset({ENV_FILE, "LMKV_LOG_LEVEL", "LMKV_CHECK_LOCKS"})
+ENV_LEVEL: Final = "LMKV_LOG_LEVEL"
+RESERVED_ENV: Final = frozenset({ENV_FILE, ENV_LEVEL, "LMKV_CHECK_LOCKS"})
 
 
 def given_settings(
@@ -97,7 +98,7 @@ def given_settings(
     for key, value in overrides.items():
         yield key, value, KEYWORD
     if file:
-        for key, value in read(Path(file)).items():
+        for key, value in read(Path(os.path.expanduser(file))).items():
             yield key, value, f"file {os.fspath(file)}"
     for name in sorted(env):
         if name.startswith(ENV_PREFIX) and name not in RESERVED_ENV and not SERVICE_LINK.fullmatch(name):
@@ -156,7 +157,8 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
                 return super().construct_object(node, deep)
             except (ValueError, LookupError, AttributeError, ArithmeticError):
                 # These quote the value, which may be a password.
-                raise yaml.YAMLError(f"line {node.start_mark.line + 1}: a value is not what its tag says") from None
+                line = f"line {node.start_mark.line + 1}"
+                raise yaml.YAMLError(f"{line}: the value does not fit its !!tag: leave the tag out") from None
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             lines: dict[str, int] = {}
@@ -176,8 +178,8 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        why = f"must map keys to values, not be a {type(content).__name__}: write a line chunk_size: 256 and so on"
-        raise ConfigError(f"file {path}: {why}")
+        form = "a line such as chunk_size: 256 for each, with a blank after the colon and no dash before it"
+        raise ConfigError(f"file {path}: must map settings to values: write {form}")
     return content
 
 
@@ -200,4 +202,7 @@ def _yaml_reason(error: Exception) -> str:
     problem = re.sub(
         r"""(['"])(?:\\.|(?!\1).)*\1""", lambda found: found[0] if ours.fullmatch(found[0]) else "...", problem
     )
-    return f"{place}: {problem}; a value with : # or a sign before it needs quotes, and no tab may be in it"
+    if problem == "found unhashable key":
+        return f"{place}: a key is in brackets: replace a template's {{{{ name }}}} by its value"
+    form = "write key: value, with a blank after the colon"
+    return f"{place}: {problem}; {form}; a value with : # or a sign before it needs quotes, and no tab may be in it"

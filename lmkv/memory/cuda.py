@@ -99,7 +99,7 @@ class CUDADevice:
             self._batched = None
             logger.warning(
                 "lmkv: the driver refuses batched copies (CUDA error %d): each copy is a call from now on, which "
-                "delays the model's thread",
+                "delays the model's thread; a newer driver may take them",
                 status,
             )
         copies = (transfers.targets.tolist(), transfers.sources.tolist(), transfers.sizes.tolist())

@@ -20,7 +20,7 @@ RAM_SHARE = 0.8
 CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
 """Bytes. Version 1 shows a larger number where there is no limit."""
-_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _FILE_SYSTEM_SHARE = 0.9
 """Largest share of the free file system for chunks: vLLM also has queues in /dev/shm."""
 
@@ -151,7 +151,7 @@ def check_in_memory(folder: str) -> None:
             f"shared_memory: {folder} is on hugetlbfs, where files cannot be written; for huge pages mount a tmpfs "
             "with the option huge=within_size"
         )
-    if kind not in _IN_MEMORY:
+    if kind not in IN_MEMORY:
         logger.warning(
             "lmkv: shared_memory: %s is on %s, not in memory; name a folder in /dev/shm or another tmpfs, or use "
             "local_disk for it",

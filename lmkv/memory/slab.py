@@ -112,7 +112,7 @@ def one_at_a_time() -> Iterator[None]:
             stack.callback(os.close, fd)
             _lock(fd, deadline)
         except OSError as error:
-            logger.warning("lmkv: slabs created at the same time may be promised the same memory: %s", error)
+            logger.warning("lmkv: engines that start together may take more memory than there is: %s", error)
         yield
 
 

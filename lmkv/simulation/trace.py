@@ -296,7 +296,7 @@ def _is_name(value: object) -> bool:
 def _once(names: list[Any]) -> list[Any]:
     """Raise ValueError where a chunk would come before itself."""
     if len({*names}) < len(names):
-        raise ValueError("a request has a block twice")
+        raise ValueError("a request has a block twice: leave out the second one, or give it another id")
     return names
 
 

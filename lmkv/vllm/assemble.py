@@ -194,9 +194,9 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
             transfer.kv_load_failure_policy,
         )
     if config.audit_rate and compat.draft_lookahead(vllm_config):
-        logger.warning("lmkv: only loads are audited: the KV of draft layers differs between equal chunks")
+        logger.warning("lmkv: loads are audited, and hits are not: the KV of draft layers differs between equal chunks")
     elif config.audit_rate and not all(model.numbers):
-        logger.warning("lmkv: only loads are audited: this KV cache stores scales between its numbers")
+        logger.warning("lmkv: loads are audited, and hits are not: this KV cache stores scales between its numbers")
     if model.block_map.states:
         size = model.block_map.chunk_size
         logger.info(

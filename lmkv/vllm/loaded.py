@@ -148,7 +148,7 @@ def adapter(worker: Any, lora: Any) -> Adapter | None:
         return _adapter_digest(manager.lmkv_load(lora)), before
     except Exception as error:
         names = printable(str(lora.lora_path)), safe_repr(error)
-        logger.warning("lmkv: a worker cannot identify the adapter %s: %s", *names)
+        logger.warning("lmkv: a worker cannot identify the adapter %s, so its requests are not cached: %s", *names)
         return None
 
 

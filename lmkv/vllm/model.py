@@ -147,7 +147,7 @@ class ServedModel:
             memory = PagedMemory([padded(*pair) for pair in zip(rows, sizes, strict=True)], groups, fuse=False)
         found = [row.shape[1] for row in memory.rows]
         if found != sizes:
-            raise ValueError(f"pages of {found} bytes instead of {self.layout.layers}")
+            raise ValueError(f"the pages of its KV tensors have {found} bytes, and those of vLLM's plan {sizes}")
         return memory
 
     def parts(self, rows: Sequence[torch.Tensor]) -> list[Part]:

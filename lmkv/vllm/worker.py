@@ -465,4 +465,4 @@ class Worker:
             elif not process_ends:
                 self._release_slab()
         except Exception:
-            logger.exception("lmkv: the device has failed, and cannot release host memory")
+            logger.exception("lmkv: the device has failed, so host memory is released only when this process ends")

@@ -111,7 +111,7 @@ class TestCheck:
         assert "'bar' is unknown" in done.stdout
 
     def test_a_file_of_lmkv(self, file: Path) -> None:
-        for text in ("pin_ttl: 60\nchunk_size: 64\n", "chunk_size: 64\ndisk_io_threads: 2\n", ""):
+        for text in ("pin_ttl: 60\nchunk_size: 64\n", "chunk_size: 64\ndisk_io_threads: 2\n"):
             file.write_text(text)
             # The environment does not matter.
             done = run("check", file, LMKV_CHUNK_SIZE="abc", LMCACHE_REMOTE_SERDE="cachegen")
@@ -137,7 +137,7 @@ class TestCheck:
             "lookup_timeout_ms: 3\nchunk_size: abc\n": "chunk_size = 'abc' must be a whole number",
             "chunk_siz: 1\n": "did you mean 'chunk_size'?",
             "disk_sync: full\nremote_serde: cachegen\n": "unknown key 'remote_serde'",
-            "- 1\n": "must map keys to values",
+            "- 1\n": "must map settings to values",
             "\tchunk_size: 1\n": "no tab may be in it",
             "kv_role: kv_both\n": "give what is inside kv_connector_extra_config",
             "remote_url: rediss//host\n": "did you mean rediss://?",

@@ -56,7 +56,7 @@ def old_vllm(folder: Path) -> str:
 
 
 def disk(folder: Path, **settings: object) -> Mapping[str, Finding]:
-    config = Config(local_disk=str(folder), **{"max_local_disk_size": 0.01, "disk_min_free": 0, **settings})  # type: ignore[arg-type]
+    config = Config(local_disk=str(folder), **{"max_local_disk_size": 0.1, "disk_min_free": 0, **settings})  # type: ignore[arg-type]
     return by_name(list(findings.examine_disk(config)))
 
 
@@ -332,7 +332,7 @@ class TestLevels:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_path: Path
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        for folder, why in ((Path("kv"), "below whatever folder"), (tmp_path / "a" / "b", "is it mounted?")):
+        for folder, why in ((Path("kv"), "relative to the folder"), (tmp_path / "a" / "b", "is it mounted?")):
             [warning], problems = told(disk(folder).values())
             assert (why in warning, problems) == (True, [])
         assert told(disk(tmp_path / "kv").values()) == ([], [])

@@ -174,7 +174,7 @@ class TestDoctor:
         (folder / "empty").mkdir()
         result = doctor("--model", str(folder / name))
         assert result.exit_code == 2
-        assert "nothing is downloaded" in " ".join(result.output.replace("│", " ").split())
+        assert "name a model's folder" in " ".join(result.output.replace("│", " ").split())
 
     def test_no_word_is_broken_at_80_columns(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

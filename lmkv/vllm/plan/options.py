@@ -109,7 +109,7 @@ def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         spread = getattr(parallel, name, 1) > 1
         if spread and not all(hasattr(group.kv_cache_spec, "dcp_sharded") for group in kv_cache_config.kv_cache_groups):
-            raise ValueError(f"{name} > 1 is supported from vLLM 0.32 on")
+            raise ValueError(f"{name} > 1 is supported from vLLM 0.32 on: install that, or set it to 1")
 
 
 def has_draft_layers(speculative: Any) -> bool:

@@ -1,0 +1,206 @@
+"""Configurations as people get them wrong: each has an answer that says what to write instead."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from lmkv.cli import findings
+from lmkv.cli.app import app
+from lmkv.config import Config
+from lmkv.errors import ConfigError
+from lmkv.memory import machine
+from tests.kit import every, raised
+
+S3 = "S3 is s3://BUCKET?endpoint=https://HOST:PORT&region=REGION"
+FILES = {
+    "# nothing\n": "sets nothing: write a line such as chunk_size: 256",
+    "lmkv:\n  chunk_size: 64\n": "lmkv has no sections: write the settings inside it",
+    "tiers: {disk: {size: 100}}\n": "lmkv has no sections",
+    "LMKV_CHUNK_SIZE: 64\n": "did you mean 'chunk_size'?",
+    "Chunk-Size: 64\n": "did you mean 'chunk_size'?",
+    "config_file: kv.yaml\n": "name a file of settings in LMKV_CONFIG_FILE, or to Config.load as file=",
+    "LMKV_CHUNK_SIZE=64\n": "a line such as chunk_size: 256 for each, with a blank after the colon",
+    "chunk_size:64\n": "with a blank after the colon",
+    "- chunk_size: 64\n": "no dash before it",
+    "chunk_size: 64\nlocal_cpu:false\n": "line 3, column 1: could not find expected ':'; write key: value, with",
+    "local_disk: {{ .Values.disk }}\n": "line 1, column 14: a key is in brackets: replace a template's {{ name }}",
+    "local_disk: $HOME/kv\n": "write the value of $HOME",
+    "remote_url: redis://$(REDIS_HOST):6379\n": "write the value of $(REDIS_HOST)",
+    "remote_url: redis://u:p@$HOST/0\n": "write the value of $HOST",
+    "remote_url: '{{ redis_url }}'\n": "write the value of {{ redis_url }}",
+    "remote_url: https://u:hunter2@minio:9000/bucket\n": S3,
+    "remote_url: redis:cache:6379\n": "did you mean redis://?",
+    "remote_url: [redis://a, redis://a]\n": "has a store twice: leave one out",
+    "remote_url: redis://a\nremote_urls: redis://a\n": "has a store twice: leave one out",
+    "max_local_cpu_size: 10,5\n": "must be a number, in GiB, with a point: 10.5",
+    "max_local_cpu_size:\n": "must be a number, in GiB; leave it out for its default",
+    "disk_io_threads: auto\n": "leave it out for its default",
+    "audit_rate: 5%\n": "must be a number, without a unit: 0.05",
+    "pin_ttl: 5m\n": "must be a number, in s, without a unit: 300",
+    "remote_ttl: 7d\n": "in s, without a unit: 604800",
+    "remote_timeout: 500ms\n": "in s, without a unit: 0.5",
+    "remote_url: redis://a\nremote_timeout: 500\n": "is in seconds: divide it by 1000 if it is milliseconds",
+    "prefetch_deadline: 30000\n": "is in seconds: divide it by 1000",
+    "disk_admission: min_tokens:8k\n": "min_tokens:8192, or package.module:Class",
+    "local_disk: C:\\kv\nmax_local_disk_size: 1\n": "give a path from /",
+    "local_cpu: no\nlocal_disk: /kv\nmax_local_disk_size: 1\ndisk_admission: none\n": "no tier keeps anything",
+}
+"""Content of a file -> what `lmkv config check` says of it."""
+
+
+def run(*words: str, **env: str) -> Result:
+    return CliRunner().invoke(app, list(words), env={"COLUMNS": "300", **env})
+
+
+def test_a_file_that_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "kv.yaml"
+
+    def check(text: str, said: str) -> None:
+        file.write_text(text)
+        done = run("config", "check", str(file))
+        assert done.exit_code in (1, 2)
+        assert said in done.output
+        assert "hunter2" not in done.output
+
+    every(list(FILES.items()), check)
+    file.write_text("")
+    assert "nothing to migrate" in run("config", "migrate", str(file)).output
+
+
+TRANSFER = {"kv_connector": "LMKVConnector", "kv_connector_extra_config": {"lmkv.chunk_siz": 64}}
+
+
+def test_settings_of_lmkv_inside_those_of_vllm(tmp_path: Path) -> None:
+    """They were taken for LMCache's, whose unknown keys are no errors."""
+    for content in (TRANSFER, {"model": "m", "kv-transfer-config": json.dumps(TRANSFER)}):
+        (tmp_path / "kv.json").write_text(json.dumps(content))
+        done = run("config", "check", str(tmp_path / "kv.json"))
+        assert (done.exit_code, "did you mean 'chunk_size'?" in done.output) == (2, True)
+
+
+VARIABLES: list[tuple[dict[str, str], str]] = [
+    ({"LMKV_LOCAL_DISK": '"/nvme/kv"'}, "has quotes of its own: leave them out"),
+    ({"LMKV_MAX_LOCAL_CPU_SIZE": '"10"'}, "must be a number, in GiB, without quotes of its own"),
+    ({"LMKV_CONFIG": "kv.yaml"}, "name a file of settings in LMKV_CONFIG_FILE"),
+    ({"lmkv_chunk_size": "64"}, "environment lmkv_chunk_size is not read: write LMKV_CHUNK_SIZE"),
+    ({"lmkv_config_file": "kv.yaml"}, "environment lmkv_config_file is not read: write LMKV_CONFIG_FILE"),
+    ({"LMKV_LOG_LEVEL": "verbose"}, "'verbose' is no level and is not used: write DEBUG, INFO, WARNING or ERROR"),
+    ({"LMKV_CHUNK_SIZE": ""}, "leave it out for its default"),
+]
+
+
+def test_variables_that_are_wrong() -> None:
+    def check(env: dict[str, str], said: str) -> None:
+        done = run("config", "show", **env)
+        assert done.exit_code in (1, 2)
+        assert said in done.output
+
+    every(VARIABLES, check)
+    assert run("config", "show", lmkv_other="1", LMKV_LOG_LEVEL="debug").exit_code == 0
+
+
+def test_a_file_of_settings_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell does not expand it within quotes."""
+    (tmp_path / "kv.yaml").write_text("chunk_size: 64\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Config.load(env={"LMKV_CONFIG_FILE": "~/kv.yaml"}).chunk_size == 64
+
+
+def test_python_hears_of_all_errors_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(chunk_size="x", pin_share=2, local_disk="/kv", max_local_cpu_size="10GB", agent_listen="127.0.0.1:1")  # type: ignore[arg-type]
+    told = str(caught.value).splitlines()
+    assert [line.split()[1] for line in told] == [
+        *("chunk_size", "max_local_cpu_size", "pin_share", "local_disk", "agent_listen")
+    ]
+    # What follows from a refused setting is no error of its own.
+    assert str(raised(ConfigError, "no switch", Config, local_disk="true", max_local_disk_size=1)).count("\n") == 0
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = Config(chunk_size=np.int64(64), max_local_cpu_size=np.float32(1.5))  # type: ignore[arg-type]
+    assert (config.chunk_size, config.max_local_cpu_size) == (64, 1.5)
+    assert (type(config.chunk_size), type(config.max_local_cpu_size)) == (int, float)
+
+
+COMMANDS: list[tuple[str, str]] = [
+    ("check kv.yaml", "it is lmkv config check"),
+    ("doctor --extra chunk_size=64", """must be a JSON object, such as '{"chunk_size": 256}'"""),
+    ("doctor --extra [1]", "must be a JSON object"),
+    ("prune {} --max-size 10GB", "'10GB' must be a number, in GiB, without a unit: 10"),
+    ("prune {} --max-size -1", "'-1' must be at least 0, in GiB"),
+    ("top --url ftp://host", "give unix:/path, HOST:PORT or a URL with http:// to --url"),
+    ("record {}/no/trace.jsonl", "no such file or directory; name a file in a folder that you can write to"),
+    ("doctor --model {}", "name a model's folder, with config.json in it"),
+]
+
+
+def test_command_lines_that_are_wrong(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def check(line: str, said: str) -> None:
+        done = run(*line.format(tmp_path).split())
+        assert done.exit_code in (1, 2)
+        assert said in done.output
+
+    every(COMMANDS, check)
+
+
+# -- what only doctor sees ----------------------------------------------------------------------------------
+
+
+def told(area: Callable[[Config], Any], **settings: Any) -> list[str]:
+    """Problems and warnings of a part of doctor."""
+    return [each.problem or each.warning for each in area(Config(**settings)) if each.level != "ok"]
+
+
+def test_doctor_takes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "examine_vllm", lambda env: iter(()))
+    (tmp_path / "kv.yaml").write_text("chunk_size: 100\n")
+    for words in (("doctor",), ("config", "show")):
+        assert "100 tokens" in run(*words, str(tmp_path / "kv.yaml")).output
+    assert run("doctor", str(tmp_path / "kv.yaml"), "--strict").exit_code == 1
+
+
+def test_chunks_of_a_size_that_is_not_meant() -> None:
+    for tokens, said in ((100, "is no multiple of 16, vLLM's block size"), (1 << 20, "share whole chunks alone")):
+        [warning] = told(findings.examine_configuration, chunk_size=tokens)
+        assert said in warning
+    assert told(findings.examine_configuration, chunk_size=4096) == []
+
+
+def test_a_secret_that_cannot_be_read_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "examine_vllm", lambda env: iter(()))
+    extra = {"remote_url": "redis://127.0.0.1:1", "remote_password_file": str(tmp_path / "none")}
+    found = [each.problem for each in findings.examine({}, extra) if each.area in ("secrets", "remote stores")]
+    assert len(found) == 1
+    assert found[0].endswith("no such file or directory; name a file that the server's user may read")
+
+
+def test_an_address_where_the_server_cannot_listen(tmp_path: Path) -> None:
+    [problem] = told(findings.examine_agent, agent_listen=f"unix:{tmp_path}/no/lmkv.sock")
+    assert "make it or name another" in problem
+    assert told(findings.examine_agent, agent_listen=f"unix:{tmp_path}/lmkv.sock") == []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        [warning] = told(findings.examine_agent, agent_listen=address, agent_token="t")
+        assert warning == f"agent_listen {address}: another process listens there: end it or name another port"
+    assert told(findings.examine_agent, agent_listen=address, agent_token="t") == []
+
+
+def test_folders_and_sizes_that_are_not_meant(tmp_path: Path) -> None:
+    [warning] = told(findings.examine_memory, max_local_cpu_size=0.01)
+    assert warning.startswith("max_local_cpu_size is 10.2 MiB, less than some chunks")
+    if machine.file_system_of(str(tmp_path)) not in machine.IN_MEMORY:
+        [warning] = told(findings.examine_shared_memory, shared_memory=str(tmp_path), max_shared_memory_size=0.1)
+        assert "not in memory: name one in /dev/shm" in warning
+    [warning] = told(findings.examine_stores, remote_url=f"file://{tmp_path}/share/kv")
+    assert "is it mounted?" in warning
