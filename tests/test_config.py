@@ -362,7 +362,7 @@ def test_what_is_no_configuration_is_one_short_error(file: Path, in_file: Callab
 def test_the_source_of_an_error_is_where_the_value_came_from() -> None:
     refused(r"^environment LMKV_MAX_LOCAL_DISK_SIZE: ", env={"LMKV_MAX_LOCAL_DISK_SIZE": "3"})
     refused(r"^kv_connector_extra_config: unknown key 7", extra={7: 1})
-    refused(r"^file .*null byte", file="/k\0v")
+    refused(r"^file .*null (byte|character)", file="/k\0v")
 
 
 # -- remote stores ---------------------------------------------------------------------------------------
