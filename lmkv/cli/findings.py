@@ -116,7 +116,8 @@ def examine_configuration(config: Config) -> Iterator[Finding]:
 def odd_chunks(tokens: int) -> str:
     """A warning of a chunk size that is probably not meant."""
     if tokens % BLOCK:
-        return f"chunk_size {tokens} is no multiple of {BLOCK}, vLLM's block size unless --block-size names another one"
+        size = f"{BLOCK}, vLLM's block size unless --block-size names another one"
+        return f"chunk_size {tokens} is no multiple of {size}: the server rounds it up to one"
     if tokens > LARGE:
         return f"chunk_size {tokens}: prompts share whole chunks alone, so shorter common beginnings are computed again"
     return ""
