@@ -129,7 +129,7 @@ def odd_folder(setting: str, folder: str) -> str:
     """A warning about a path that is probably a mistake."""
     path = Path(folder)
     if not path.is_absolute():
-        return f"{setting} {folder} is relative to the folder in which the server starts: write a path that begins with /"
+        return f"{setting} {folder} is relative to the folder of the server's start: write a path from /"
     if not path.parent.exists():
         return f"{setting} {folder}: {path.parent} does not exist and will be made: is it mounted?"
     return ""

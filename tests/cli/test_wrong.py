@@ -50,7 +50,7 @@ FILES = {
     "remote_url: redis://a\nremote_timeout: 500\n": "is in seconds: divide it by 1000 if it is milliseconds",
     "prefetch_deadline: 30000\n": "is in seconds: divide it by 1000",
     "disk_admission: min_tokens:8k\n": "min_tokens:8192, or package.module:Class",
-    "local_disk: C:\\kv\nmax_local_disk_size: 1\n": "give a path from /",
+    "local_disk: C:\\kv\nmax_local_disk_size: 1\n": "write a path from /",
     "local_cpu: no\nlocal_disk: /kv\nmax_local_disk_size: 1\ndisk_admission: none\n": "no tier keeps anything",
 }
 """Content of a file -> what `lmkv config check` says of it."""
