@@ -196,7 +196,7 @@ class PolicyBase(ABC):
                 if node is None:
                     node = nodes[key] = [key, size, None, 0, False]
                 elif node[SIZE]:
-                    raise UsageError(f"chunk {key.hex()} is already in the policy")
+                    raise UsageError(f"chunk {key.hex()} is already in the policy: insert each chunk once")
                 else:
                     node[SIZE] = size
                 above = None

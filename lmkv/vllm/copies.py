@@ -86,7 +86,7 @@ class LayerwiseTransfer:
         try:
             call()
         except NotReadyError as error:
-            logger.debug("lmkv: copies fail: %s", error)
+            logger.debug("lmkv: the step loads and stores nothing more: %s", error)
             self._pipeline = None
         except Exception:
             logger.exception("lmkv: a copy of %d orders failed", len(self.orders))

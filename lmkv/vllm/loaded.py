@@ -420,7 +420,7 @@ class Loaded:
         try:
             found = [] if core is None else core.model_executor.collective_rpc(identity)
         except Exception as error:
-            logger.warning("lmkv: the workers cannot identify their weights: %r", error)
+            logger.warning("lmkv: caches nothing until the workers can identify their weights: %r", error)
             found = []
         if core is None or not found or not all(found):
             logger.warning("lmkv: nothing is cached: the weights of the workers are unknown")

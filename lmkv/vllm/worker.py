@@ -170,7 +170,7 @@ class Worker:
                 self._staging.allocate()
             self._suspended = False
         except Exception as error:
-            logger.exception("lmkv: no staging memory after the engine woke up")
+            logger.exception("lmkv: caches nothing from now on: the device has no staging memory left after the sleep")
             self.refuse(f"the device has no staging memory left after the engine's sleep: {error}")
 
     def begin(self, plan: StepPlan) -> None:
@@ -278,7 +278,8 @@ class Worker:
             try:
                 event = copy(self._ready_copier(), order) if order.copies else DONE
             except NotReadyError as error:
-                logger.log(logging.DEBUG if self._warned else logging.WARNING, "lmkv: copies fail: %s", error)
+                level = logging.DEBUG if self._warned else logging.WARNING
+                logger.log(level, "lmkv: loads and stores nothing: %s", error)
                 self._warned = True
                 self._finish(order, 0.0, ok=False)
             except Exception:
