@@ -119,7 +119,7 @@ BEYOND = {
     "plugins": "entry points, or a place in a module",
     "policies": "hints have owners and ends, quotas divide what tails and states take",
     "simulation": "traces are read within bounds of bytes and time",
-    "config": "files, flags and variables of LMCache in both modes, of vLLM's own offloading, of several connectors",
+    "config": "files, flags and variables of LMCache in both modes, of vLLM's own offloading, of several",
     "memory": "loads are read back and compared, on the device",
     "store": "wishes with owners, a breaker for each kind of call, calls that an interrupt cuts short",
     "engine": "options of each request are checked",

@@ -209,7 +209,7 @@ def test_unknown_keys_are_named_in_a_warning(file: Path) -> None:
 def test_a_file_of_which_nothing_is_read_is_refused(file: Path) -> None:
     file.write_text("cache_config: {chunk_size: 64}\nchunk_siz: 1\n")
     answer = Answer.to(env={"LMCACHE_CONFIG_FILE": str(file), "LMCACHE_CHUNK_SIZE": "64"})
-    assert answer.problems[1:] == (f"file {file}: unknown key 'chunk_siz' = '1'; did you mean 'chunk_size'?",)
+    assert answer.problems[1:] == (f"file {file}: unknown key 'chunk_siz' = 1; did you mean 'chunk_size'?",)
     assert [(each.key, each.kind) for each in answer.readings if each.kind != "used"] == [
         ("'cache_config'", "refused"),
         ("'chunk_siz'", "refused"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from lmkv.cli.server import fail, json_object
 from lmkv.config import Answer, Config, Setting, command_lines, lmcache, read_named, read_yaml
 from lmkv.config.command_lines import TRANSFER, Command
 from lmkv.config.parsers import Secret
-from lmkv.errors import ConfigError
+from lmkv.errors import ConfigError, short_repr
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -147,11 +148,16 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     """The meaning of a file's settings, and its command if it has one. `migrate`: they must be LMCache's."""
     if file.suffix in (".env", ".sh") or file.name == ".env":
         try:
-            env = command_lines.of_variables(read_named(file).decode())
+            env = variables_in(read_named(file).decode())
         except (ConfigError, OSError, ValueError) as error:
             raise ConfigError(f"file {file}: {error}") from None
         return Answer.to(env=env, ranks=ranks), None
-    content = read_yaml(file)
+    try:
+        content = read_yaml(file)
+    except ConfigError as error:
+        if file.suffix in _SETTINGS:
+            raise
+        raise ConfigError(f"{error}; of a file that starts servers, {command_lines.GIVE_COMMAND}") from None
     if migrate and not content:
         raise ConfigError(f"file {file}: sets nothing, so that there is nothing to migrate")
     try:
@@ -159,7 +165,8 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     except ConfigError as error:
         raise ConfigError(f"file {file}: {error}") from None
     if words:
-        return Answer.to_command(words)
+        # A connector alone does not say of how many ranks its engine is.
+        return Answer.to_command(words, ranks if "kv_connector" in content else ranks or 1)
     if own := set(content) & (own_keys() - set(lmcache.table())) if migrate else ():
         raise ConfigError(f"file {file}: is lmkv's already: LMCache has no {', '.join(sorted(own))}")
     keys, ours, theirs = set(content), own_keys(), {*lmcache.table(), "extra_config"}
@@ -173,6 +180,22 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     both = keys & theirs and not keys & (ours - theirs)
     notes = [(level, f"if the file is LMCache's: {text}") for level, text in lmcache.translate(env, {}, read).notes]
     return evolve(answer, notes=(*answer.notes, *notes * bool(both))), None
+
+
+def variables_in(text: str) -> dict[str, str]:
+    """The variables of an env file, without remarks. Raises ConfigError for a line that is not NAME=VALUE."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+        if line and not line.startswith("#"):
+            match = re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)=('[^']*'|\"[^\"]*\"|.*?)(\s+#.*)?", line)
+            if match is None:
+                raise ConfigError(f"line {number} is no NAME=VALUE: {command_lines.GIVE_COMMAND}")
+            found[match[1]] = match[2]
+    return found
+
+
+_SETTINGS = ("", ".yaml", ".yml", ".json")
+"""Ends of the names of files that have settings alone."""
 
 
 def own_keys() -> set[str]:
@@ -192,7 +215,11 @@ def migrate(
     command: Command | None
     try:
         if len(words) > 1:
-            answer, command = Answer.to_command(words)
+            plain = without_shell(words)
+            answer, command = Answer.to_command(plain, tensor_parallel_size or 1)
+            if plain is not words:
+                left = logging.INFO, "what else the shell's string does is left out"
+                answer = evolve(answer, notes=(*answer.notes, left))
         else:
             answer, command = read_file(Path(words[0]), tensor_parallel_size, migrate=True)
     except ConfigError as error:
@@ -212,6 +239,47 @@ def migrate(
     for comment in (*left_out(answer), *remarks(answer)):
         typer.echo(f"# {comment}")
     end(answer, as_json=as_json)
+
+
+def without_shell(words: list[str]) -> list[str]:
+    """The command that a shell's string starts, as manifests have it, with the variables that the string sets."""
+    flag = next((at for at in range(1, len(words) - 1) if _SHELL.fullmatch(" ".join(words[at - 1 : at + 1]))), None)
+    if flag is None:
+        return words
+    before, script, arguments = words[: flag - 1], words[flag + 1], words[flag + 3 :]
+    parts = [
+        [each for word in part for each in (arguments if word in ("$@", "$*") else [word])]
+        for part in commands_in(script)
+    ]
+    parts = [part[part[0] in ("export", "exec") :] for part in parts if part]
+    variables = [word for part in parts if all("=" in word for word in part) for word in part]
+    started = list(filter(command_lines.program, parts))
+    if len(started) > 1:
+        raise ConfigError(f"{short_repr(script)} starts several servers: give the command of each by itself")
+    found = variables + (started or parts or [[]])[-1]
+    return [*before, *["env"] * bool(before and found and "=" in found[0]), *found]
+
+
+_SHELL = re.compile(r"(\S*/)?(ba|da|k|z)?sh -[a-z]*c")
+
+
+def commands_in(script: str) -> list[list[str]]:
+    """The commands of a shell's string, without what they write into files."""
+    script = re.sub(r"\\\n|(?<=\s)[12](?=>)", " ", script)
+    lexer = shlex.shlex(script, posix=True, punctuation_chars=";&|<>\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    found: list[list[str]] = [[]]
+    into_file = False
+    try:
+        for word in lexer:
+            if into_file or set(word) <= set(";&|<>\n"):
+                into_file = not into_file and ("<" in word or ">" in word)
+                found += [[]] * (set(word) <= set(";&|\n"))
+            else:
+                found[-1].append(word)
+    except ValueError as error:
+        raise ConfigError(f"{short_repr(script)}: {str(error).lower()}") from None
+    return found
 
 
 def command_line(command: Command, settings: Mapping[str, object]) -> str:

@@ -97,6 +97,11 @@ def _valkey(url: str, extra: Given) -> Found:
     return found | _login(_text(extra, "valkey_username"), _text(extra, "valkey_password"))
 
 
+def _redis_cluster(url: str, _: Given) -> Found:
+    # The others are found through it.
+    return {"remote_url": url.split(",", maxsplit=1)[0]}
+
+
 def _resp(url: str, extra: Given) -> Found:
     found: Found = {"remote_url": f"redis://{url.partition('://')[2]}"}
     return found | _login(_text(extra, "username"), _text(extra, "password"))
@@ -160,6 +165,7 @@ _FORMS: Final[dict[str, Callable[[str, Given], Any]]] = {
     "s3": _s3,
     "valkey": _valkey,
     "resp": _resp,
+    "redis-cluster": _redis_cluster,
     "fs": _folder,
     **dict.fromkeys(("mooncake", "mooncakestore"), _mooncake),
     "infinistore": _infinistore,

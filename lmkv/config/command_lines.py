@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -45,6 +46,8 @@ class Command:
     notes: list[tuple[int, str]] = field(factory=list)
     several: dict[str, Any] = field(factory=dict)
     """A MultiConnector with the connectors that stay, and None in lmkv's place."""
+    merged: bool = False
+    """Whether several connectors become one."""
 
     def use(self, given: str, name: str, value: object) -> None:
         self.settings.append((name, value, given))
@@ -65,16 +68,27 @@ class Command:
     def refuse(self, given: str, why: str) -> None:
         self._read(given, "refused", why=why)
 
+    def unknown(self, given: str, why: str) -> None:
+        self._read(given, "unknown", why=why)
+
     def unused(self, group: str, name: str, value: object = True, given: str = "") -> None:
         """Read an option that is no setting here. `given`: where, if not by its name alone."""
         known, given = lmcache.commands()[group], given or name
         entry = known.get(name)
         if entry is None:
-            self._read(given, "unknown", why=lmcache.hint(name, known))
+            self.unknown(given, lmcache.hint(name, known))
         elif entry.is_idle(value, {}):
             self.leave(given, entry.idle_because({}))
         else:
             self.refuse(given, entry.why)
+
+    def leave_variables(self, env: Env, reader: str) -> None:
+        """Say of each variable of LMCache's that it is not read. `reader`: what does not read it."""
+        for name in env:
+            key = lmcache.key_of(name)
+            known = lmcache.table().get(key)
+            why = known.why if known is not None and known.kind == "without_effect" else f"{reader} does not read it"
+            self.readings.append(Reading(key, f"{lmcache.VARIABLE}{name}", "without effect", why=why))
 
     def _read(self, given: str, kind: Kind, *, here: str = "", why: str = "") -> None:
         self.readings.append(Reading(given, _SOURCE, kind, here, why))
@@ -86,48 +100,40 @@ class Command:
         self.notes += translation.notes
 
 
-def translated(words: Sequence[str]) -> Command:
-    """lmkv's command for this one. Raises ConfigError if it is another command."""
-    if len(words) > 2 and words[-2] in ("-c", "-lc"):
-        # What a shell would start, as manifests have it.
-        words = [*words[:-3], *_split(words[-1])]
-    server, at = _program(words)
+def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
+    """lmkv's command for this one. `ranks`: of an engine, where its options name none. Raises ConfigError if it is
+    another command.
+    """
+    if (found := program(words)) is None:
+        name = next((word for word in words if "=" not in word), "")
+        what = "starts none of these" if len(words) > 1 else "is no command"
+        raise ConfigError(f"{_GIVE}; {short_repr(name)} {what}")
+    server, at = found
     env, before = _variables(words[:at])
     if server:
         return _of_server(_flags(words[at:]), env)
-    command = _of_vllm(words[at:], env)
+    command = _of_vllm(words[at:], env, ranks)
     command.before = before
     if any(map(_IMAGE.fullmatch, before)):
         command.notes.append((logging.INFO, "the image must have lmkv in it: see Containerfile"))
     return command
 
 
-def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"{short_repr(text)}: {str(error).lower()}") from None
-
-
+_GIVE: Final = "lmkv is a connector of vLLM: give `lmcache server ...` or `vllm serve ...`"
 _SERVERS: Final = ("lmcache.v1.multiprocess.server", "lmcache.v1.multiprocess.http_server")
-_ENGINES: Final = ("vllm.entrypoints.openai.api_server", "dynamo.vllm")
+_ENGINES: Final = ("vllm.entrypoints.openai.api_server", "dynamo.vllm", "huggingfaceserver")
 _IMAGE: Final = re.compile(r"[\w./-]*/vllm-openai[\w.-]*([:@].*)?")
 
 
-def _program(words: Sequence[str]) -> tuple[bool, int]:
-    """Whether LMCache's server is started, and where its or vLLM's options begin."""
-    for at, (word, following) in enumerate(zip(words, [*words[1:], ""], strict=True)):
+def program(words: Sequence[str]) -> tuple[bool, int] | None:
+    """Whether LMCache's server is started, and where its or vLLM's options begin; None if neither is started."""
+    for at, (word, following) in enumerate(pairwise([*words, ""])):
         name = word.rpartition("/")[2]
         if (name, following) == ("lmcache", "server") or (word == "-m" and following in _SERVERS):
             return True, at + 2
         if (name, following) == ("vllm", "serve") or (word == "-m" and following in _ENGINES):
             return False, at + 2
-    for at, word in enumerate(words):
-        if _IMAGE.fullmatch(word):
-            return False, at + 1
-    what = "starts none of these" if len(words) > 1 else "is no command"
-    why = f"lmkv is a connector of vLLM: give `lmcache server ...` or `vllm serve ...`; {short_repr(words[0])} {what}"
-    raise ConfigError(why)
+    return next(((False, at + 1) for at, word in enumerate(words) if _IMAGE.fullmatch(word)), None)
 
 
 def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -180,6 +186,9 @@ def _of_server(flags: list[tuple[str, str]], env: Env) -> Command:
             _use_adapter(command, value, env)
         else:
             command.unused("server", name, value or True)
+    resp = any(reading.key == "--l2-adapter resp" for reading in command.readings)
+    others = {name: value for name, value in env.items() if not (resp and name.startswith("LMCACHE_RESP_"))}
+    command.leave_variables(others, "LMCache's server")
     return command
 
 
@@ -232,6 +241,7 @@ def _use_store(command: Command, given: str, described: Callable[[], tuple[str, 
         return
     if before:
         urls = before["remote_url"]
+        command.settings = [each for each in command.settings if each[0] != "remote_url"]
         found["remote_url"] = [*(urls if isinstance(urls, list) else [urls]), found["remote_url"]]
     command.settings += [(name, value, given) for name, value in found.items()]
     command.readings.append(Reading(given, _SOURCE, "used", "remote_url"))
@@ -286,22 +296,26 @@ _ADAPTERS: Final[dict[str, Callable[[Mapping[str, Any], Env], str]]] = {
 # -- vllm serve -------------------------------------------------------------------------------------------
 
 
-def _of_vllm(words: Sequence[str], env: Env) -> Command:
-    command = Command()
+def _of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
+    command = Command(ranks=ranks)
     options, command.kept = _options(_with_file(command, words))
-    ranks = {"tensor": 1, "pipeline": 1}
+    given = dict(options)
+    if counts := {kind: int(given[name]) for name, kind in _RANKS.items() if given.get(name, "").isdecimal()}:
+        command.ranks = math.prod(counts.values())
     for name, value in options:
-        if (kind := _RANKS.get(name)) and value.isdecimal():
-            ranks[kind] = int(value)
-        elif name == "--kv-offloading-size":
-            command.use(name, "max_local_cpu_size", value)
-        elif name.startswith("--kv-offloading-"):
-            command.unused("offloading", name)
-    command.ranks = ranks["tensor"] * ranks["pipeline"]
+        if name in ("--kv-offloading-backend", "--connector"):
+            command.unused("offloading", name, value)
+    size = given.get(_SIZE)
+    if size is not None and given.get("--kv-offloading-backend") != "lmcache":
+        command.leave_variables(env, "vLLM's own offloading")
+        env = {}
     try:
         _use_transfer(command, _transfer(options), env)
     except ValueError as error:
         command.refuse(TRANSFER, str(error))
+    if size is not None:
+        # Last, because it replaces the connector's own size in vLLM, too.
+        command.use(_SIZE, "max_local_cpu_size", size)
     return command
 
 
@@ -363,6 +377,7 @@ def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
     return dotted or found
 
 
+_SIZE: Final = "--kv-offloading-size"
 _RANKS: Final = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tensor"),
     **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pipeline"),
@@ -407,6 +422,9 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
     if connector not in (None, *_CONNECTORS):
         command.refuse(f"{TRANSFER} {connector}", _OTHER)
         return
+    if transfer.get("kv_load_failure_policy", "recompute") != "recompute":
+        why = f"recompute is written for {short_repr(transfer['kv_load_failure_policy'])}: a request goes on without KV"
+        command.notes.append((logging.INFO, f"kv_load_failure_policy: {why} that cannot be loaded"))
     if "kv_connector_module_path" in transfer:
         command.leave("kv_connector_module_path", "LMKVConnector is found by its name")
     for key in transfer.keys() - _READ_KEYS:
@@ -423,11 +441,15 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
         else:
             command.unused("offloading", str(key), value)
     theirs = {key: value for key, value in items.items() if lmcache.owns(key)}
-    if connector is not None:
-        command.take(lmcache.translate(env, theirs, read_yaml, command.ranks))
-    for key in items:
-        if key not in own and not lmcache.owns(key):
-            command.unused("offloading", str(key))
+    if connector in _VLLMS:
+        command.leave_variables(env, str(connector))
+        env = {}
+    command.take(lmcache.translate(env, theirs, read_yaml, command.ranks))
+    for key in sorted(map(str, items.keys() - own.keys() - theirs.keys())):
+        if key in lmcache.table() and connector not in _VLLMS:
+            command.unknown(key, f"LMCache reads it as lmcache.{key}")
+        else:
+            command.unused("offloading", key)
 
 
 def _keep_own(command: Command, items: Mapping[Any, object]) -> None:
@@ -448,8 +470,11 @@ def _use_several(command: Command, transfer: Mapping[str, Any], connectors: obje
     if not ours:
         command.refuse(f"{TRANSFER} MultiConnector", _OTHER)
         return
+    command.merged = len(ours) > 1
+    if all(each["kv_connector"] in _VLLMS for each in ours):
+        command.leave_variables(env, "vLLM's own offloading")
     for each in ours:
-        _use_transfer(command, each, env)
+        _use_transfer(command, each, env if each["kv_connector"] not in _VLLMS else {})
     kept = [None if each is ours[0] else each for each in given if each is ours[0] or each not in ours]
     command.several = {**transfer, "kv_connector_extra_config": {"connectors": kept}} if len(kept) > 1 else {}
 
@@ -457,8 +482,9 @@ def _use_several(command: Command, transfer: Mapping[str, Any], connectors: obje
 _READ_KEYS: Final = {
     *("kv_connector", "kv_role", "kv_connector_extra_config", "kv_connector_module_path", "kv_load_failure_policy")
 }
+_VLLMS: Final = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 _CONNECTORS: Final = (
-    *("LMCacheConnectorV1", "LMCacheMPConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"),
+    *("LMCacheConnectorV1", "LMCacheMPConnector", *_VLLMS),
     *("LMCacheConnectorV1Dynamic", "LMKVConnector", "LMCacheConnector"),
 )
 _OTHER: Final = (
@@ -538,7 +564,7 @@ def of_file(content: Mapping[Any, object]) -> list[str] | None:
     """
     for keys, kind in _MANIFESTS.items():
         if keys <= content.keys():
-            raise ConfigError(f"is a file {kind}, of which no settings are read: {_GIVE_COMMAND}")
+            raise ConfigError(f"is a file {kind}, of which no settings are read: {GIVE_COMMAND}")
     if "kv_connector" in content:
         return ["vllm", "serve", "MODEL", TRANSFER, json.dumps(content)]
     if not {str(key).replace("_", "-") for key in content} & {TRANSFER[2:], "kv-offloading-size"}:
@@ -555,16 +581,16 @@ def _as_words(content: Mapping[Any, object]) -> list[str]:
             words.append(f"--{name}" if value else f"--no-{name}")
         else:
             several = value if isinstance(value, list) else [value]
-            words += [f"--{name}", *(each if isinstance(each, str) else json.dumps(_typed(each)) for each in several)]
+            words += [f"--{name}", *(each if isinstance(each, str) else json.dumps(typed(each)) for each in several)]
     return words
 
 
-def _typed(value: object) -> object:
+def typed(value: object) -> object:
     """The same with its numbers, which `read_yaml` leaves as text."""
     if isinstance(value, dict):
-        return {key: _typed(each) for key, each in value.items()}
+        return {key: typed(each) for key, each in value.items()}
     if isinstance(value, list):
-        return list(map(_typed, value))
+        return list(map(typed, value))
     if isinstance(value, str) and re.fullmatch(r"-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?", value):
         return json.loads(value)
     return value
@@ -578,19 +604,7 @@ _MANIFESTS: Final = {
     frozenset({"servingEngineSpec"}): "of values for a Helm chart",
     frozenset({"applications"}): "of Ray Serve",
 }
-_GIVE_COMMAND: Final = (
+GIVE_COMMAND: Final = (
     "give its container's variables and command, as lmkv config migrate -- LMCACHE_CHUNK_SIZE=256 vllm serve ..., or "
     "the settings inside it as a file of their own"
 )
-
-
-def of_variables(text: str) -> dict[str, str]:
-    """The variables of an env file. Raises ConfigError for a line that is not NAME=VALUE."""
-    found: dict[str, str] = {}
-    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
-        if line and not line.startswith("#"):
-            match = re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", line)
-            if match is None:
-                raise ConfigError(f"line {number} is no NAME=VALUE: {_GIVE_COMMAND}")
-            found[match[1]] = match[2]
-    return found

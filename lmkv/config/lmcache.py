@@ -148,7 +148,7 @@ def owns(name: object) -> bool:
 def named(env: Mapping[str, str], extra: Mapping[Any, object]) -> list[str]:
     """Names of LMCache's settings that are given: variables, then keys of the extra configuration."""
     variables = [name for name in sorted(env) if name.startswith(ENV_PREFIX) and (name != ENV_FILE or env[name])]
-    known = [name for name in variables if _key(name) in table() or not SERVICE_LINK.fullmatch(name)]
+    known = [name for name in variables if key_of(name) in table() or not SERVICE_LINK.fullmatch(name)]
     return known + [name for name in extra if owns(name)]
 
 
@@ -284,7 +284,7 @@ def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, re
             found[name.removeprefix(PREFIX)] = extra[name], EXTRA
         elif name != ENV_FILE:
             # LMCache strips quotes that a shell or a YAML file has left.
-            found[_key(name)] = env[name].strip("\"'"), f"{VARIABLE}{name}"
+            found[key_of(name)] = env[name].strip("\"'"), f"{VARIABLE}{name}"
     file = env.get(ENV_FILE)
     try:
         below = {key: (value, f"file {file}") for key, value in read(Path(file)).items()} if file else {}
@@ -311,7 +311,7 @@ def _flat(found: _Given, result: Translation) -> _Given:
     return found | {f"extra_config.{key}": (value, source) for key, value in keys.items()}
 
 
-def _key(variable: str) -> str:
+def key_of(variable: str) -> str:
     return variable.removeprefix(ENV_PREFIX).lower()
 
 

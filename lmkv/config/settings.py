@@ -511,11 +511,11 @@ class Answer:
         return cls._of(translation.settings, translation.readings, notes, remarks=remarks, of_lmcache=True)
 
     @classmethod
-    def to_command(cls, words: Sequence[str]) -> tuple[Self, Command]:
+    def to_command(cls, words: Sequence[str], ranks: int | None = 1) -> tuple[Self, Command]:
         """The meaning of a command line of LMCache's server or `vllm serve`. Raises ConfigError for any other command
-        line."""
-        command = command_lines.translated(words)
-        return cls._of(command.settings, command.readings, command.notes, of_lmcache=True), command
+        line. `ranks`: of an engine, where its options name none."""
+        command = command_lines.translated(words, ranks)
+        return cls._of(command.settings, command.readings, command.notes, of_lmcache=True, command=command), command
 
     @classmethod
     def _of(
@@ -526,8 +526,9 @@ class Answer:
         *,
         remarks: Sequence[tuple[int, str]] = (),
         of_lmcache: bool = False,
+        command: Command | None = None,
     ) -> Self:
-        """From `(key, value, source)`; a later one replaces an earlier one."""
+        """From `(key, value, source)`; a later one replaces an earlier one, which is said of a command."""
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
         own, problems = list[Reading](), [str(each) for each in readings if each.kind == "refused"]
@@ -542,6 +543,11 @@ class Answer:
                 problems.append(str(error))
                 own.append(Reading(str(key), source, "refused", why=str(error).removeprefix(f"{source}: ")))
                 continue
+            if command is not None and key in values and values[key].value != parsed.value:
+                # Merged connectors had each their own; in vLLM, too, one option replaces another.
+                level = logging.WARNING if command.merged else logging.INFO
+                now, before = (in_words(readable(each.value)) for each in (parsed, values[key]))
+                notes = [*notes, (level, f"{key}: {now} ({source}) replaces {before} ({sources[key]})")]
             values[key], sources[key] = parsed, source
             own.append(Reading(key, source, "used", f"{key} = {in_words(readable(parsed.value))}"))
         if unknown > lmcache.MAX_NAMES:
@@ -622,7 +628,7 @@ def _too_short(key: bytes) -> str:
 def _known(key: Any, value: object, source: str) -> Attribute[Any]:
     if key in _OPTIONS:
         return _OPTIONS[key]
-    visible = "'***'" if isinstance(key, str) and SECRET.search(key[:100]) else short_repr(value)
+    visible = "'***'" if isinstance(key, str) and SECRET.search(key[:100]) else short_repr(command_lines.typed(value))
     raise ConfigError(f"{source}: unknown key {short_repr(key)} = {visible}{_hint(key, value)}")
 
 
