@@ -178,7 +178,7 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     answer = Answer.to(file=file, env={}, read=read)
     # A file of settings that both have says not whose it is.
     both = keys & theirs and not keys & (ours - theirs)
-    notes = [(level, f"if the file is LMCache's: {text}") for level, text in lmcache.translate(env, {}, read).notes]
+    notes = [(level, f"if the file is LMCache's: {text}") for level, text in lmcache.translate(env, {}, read).remarks()]
     return evolve(answer, notes=(*answer.notes, *notes * bool(both))), None
 
 

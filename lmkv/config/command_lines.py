@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -435,7 +436,8 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
         _keep_own(command, items)
         return
     own = {key: value for key, value in items.items() if key in lmcache.commands()["offloading"]}
-    for key, value in own.items():
+    # In this order the bytes of a rank replace those of all, as in vLLM.
+    for key, value in sorted(own.items(), key=itemgetter(0)):
         if key in _OFFLOADING:
             _OFFLOADING[key](command, value)
         else:
