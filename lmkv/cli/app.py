@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from typer.main import get_command
 
 from lmkv import __version__
 
+UsageError: Any = typer.BadParameter.__base__
 TRY, CONFIGURE, FOLDERS, SERVERS = "Try", "Configure", "Folders of chunks", "Running servers"
 COMMANDS = {
     "demo": (
@@ -55,6 +57,19 @@ COMMANDS = {
 }
 """Name -> its module, and its heading and line in the help."""
 
+_SERVE = "vllm serve MODEL --kv-transfer-config, as the README has it"
+ELSEWHERE = {
+    **{name: f"lmkv config {name}" for name in ("show", "check", "migrate")},
+    **dict.fromkeys(("serve", "server", "start", "run"), _SERVE),
+    **dict.fromkeys(("status", "stats", "monitor"), "lmkv top"),
+}
+"""Another name of a command -> its name."""
+HINTS = {
+    r"--(config|config-file|file)$": "name the file as an argument, without an option",
+    r"extra argument\S* \(\S+:\d+\)": "give a server's address with --url",
+}
+"""Form of a usage error -> what to write."""
+
 EXAMPLES = (
     "Examples:",
     'lmkv doctor --extra \'{"local_disk": "/nvme/kv", "max_local_disk_size": 100}\'',
@@ -74,9 +89,17 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in COMMANDS:
             self.load(args[0])
-        elif args[0] in ("show", "check", "migrate"):
-            ctx.fail(f"No such command {args[0]!r}: it is lmkv config {args[0]}")
+        elif args[0] in ELSEWHERE:
+            ctx.fail(f"No such command {args[0]!r}: it is {ELSEWHERE[args[0]]}")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            found = [hint for form, hint in HINTS.items() if re.search(form, error.message)]
+            error.message = "; ".join([error.message, *found])
+            raise
 
     def load(self, name: str) -> None:
         """Import a command, with all its options."""

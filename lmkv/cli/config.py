@@ -100,13 +100,19 @@ def show_table(settings: list[Setting], remarks: list[str]) -> None:
 
 @app.command("check")
 def check(
-    file: Annotated[Path, typer.Argument(help="A YAML file, lmkv's or LMCache's, or a list of LMCache's variables.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            help="A YAML file, lmkv's or LMCache's, a list of LMCache's variables, or -- and a command line.",
+            metavar="FILE",
+        ),
+    ],
     tensor_parallel_size: Ranks = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a file: say of each setting whether it is used, without effect, refused or unknown."""
+    """Check a file or a command line: say of each setting whether it is used, without effect, refused or unknown."""
     try:
-        answer, command = read_file(file, tensor_parallel_size)
+        answer, command = read_words(words, tensor_parallel_size)
         answer = with_doubt(answer)
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
@@ -117,7 +123,7 @@ def check(
     else:
         whose = "settings of a command" if command else f"{'LMCache' if answer.of_lmcache else 'lmkv'}'s settings"
         verdict = ("which can be used as they are", "which can be used, with remarks", "which cannot be used")
-        typer.echo(f"{file}: {whose}, {verdict[answer.status]}")
+        typer.echo(f"{words[0]}: {whose}, {verdict[answer.status]}")
         for reading in answer.readings:
             if reading.kind != "refused":
                 typer.echo(f"  {reading.in_words}")
@@ -131,6 +137,8 @@ def odd_folder(setting: str, folder: str) -> str:
     path = Path(folder)
     if not path.is_absolute():
         return f"{setting} {folder} is relative to the folder of the server's start: write a path from /"
+    if setting == "local_disk" and Path("/dev/shm") in path.parents:
+        return f"{setting} {folder} is in memory: name a folder on a disk, or write shared_memory for it"
     if not path.parent.exists():
         return f"{setting} {folder}: {path.parent} does not exist and will be made: is it mounted?"
     return ""
@@ -142,6 +150,16 @@ def with_doubt(answer: Answer) -> Answer:
     if folder is None or Path(folder).is_absolute():
         return answer
     return evolve(answer, notes=(*answer.notes, (logging.WARNING, odd_folder("local_disk", folder))))
+
+
+def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
+    """The meaning of the settings of a file, or of a command line."""
+    if len(words) == 1:
+        return read_file(Path(words[0]), ranks, migrate=migrate)
+    plain = without_shell(words)
+    answer, command = Answer.to_command(plain, ranks or 1)
+    left = [] if plain is words else [(logging.INFO, "what else the shell's string does is left out")]
+    return evolve(answer, notes=(*answer.notes, *left)), command
 
 
 def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
@@ -212,16 +230,8 @@ def migrate(
 
     A command line works as well: `lmkv config migrate -- lmcache server --l1-size-gb 100`, or `-- vllm serve ...`.
     """
-    command: Command | None
     try:
-        if len(words) > 1:
-            plain = without_shell(words)
-            answer, command = Answer.to_command(plain, tensor_parallel_size or 1)
-            if plain is not words:
-                left = logging.INFO, "what else the shell's string does is left out"
-                answer = evolve(answer, notes=(*answer.notes, left))
-        else:
-            answer, command = read_file(Path(words[0]), tensor_parallel_size, migrate=True)
+        answer, command = read_words(words, tensor_parallel_size, migrate=True)
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
     settings = {name: written(value) for name, value in answer.values.items()}

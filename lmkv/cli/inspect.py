@@ -34,10 +34,9 @@ from lmkv.chunks.codec import ChunkFormat, Header
 from lmkv.chunks.namespace import Namespace
 from lmkv.cli import server
 from lmkv.cli.server import SECONDS, duration, fail, give
-from lmkv.config import GIB
-from lmkv.config.parsers import number
+from lmkv.config import GIB, parsers
 from lmkv.config.settings import written_instead
-from lmkv.errors import BackendError
+from lmkv.errors import BackendError, mask_secrets
 from lmkv.protocols import Listed
 
 logger = logging.getLogger(__name__)
@@ -146,7 +145,22 @@ def least_recently_used(found: list[Content], before: float, max_bytes: float) -
 _SHOWN_DIGITS = 12
 
 _FOLDER = "The folder that local_disk names."
-Below = Annotated[Path, typer.Argument(exists=True, file_okay=False, metavar="FOLDER", help=_FOLDER)]
+
+
+def folder_of(text: str) -> Path:
+    """The folder as `local_disk` names it."""
+    shown = mask_secrets(text)
+    try:
+        found = Path(parsers.path(text) or text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{shown!r} {error}; a remote store is tried by lmkv doctor, not listed") from None
+    if not found.is_dir():
+        raise typer.BadParameter(f"{shown!r} is no folder: name that of local_disk; a server is named with --url")
+    return found
+
+
+_ARGUMENT = typer.Argument(parser=folder_of, metavar="FOLDER", help=_FOLDER)
+Below = Annotated[Path, _ARGUMENT]
 Which = Annotated[
     str, typer.Option("--namespace", metavar="DIGITS", help="Only namespaces that begin with these hexadecimal digits.")
 ]
@@ -189,7 +203,7 @@ def prune(
 
 
 def clear(
-    path: Annotated[Path | None, typer.Argument(exists=True, file_okay=False, metavar="FOLDER", help=_FOLDER)] = None,
+    path: Annotated[Path | None, _ARGUMENT] = None,
     namespace: Which = "",
     url: Annotated[str, typer.Option(help="A running server's agent API: unix:/path, HOST:PORT or URL.")] = "",
     text: Annotated[str, typer.Option(help="With --url: only this prompt's chunks; - reads standard input.")] = "",
@@ -257,7 +271,7 @@ def seconds_of(duration: str) -> float:
 
 def bytes_of(gib: str) -> float:
     try:
-        return float(number(0)(gib)) * GIB
+        return float(parsers.number(0)(gib)) * GIB
     except ValueError as error:
         why = f"{gib!r} {error}{written_instead('GiB', gib)}"
         raise typer.BadParameter(why, param_hint="--max-size") from None
