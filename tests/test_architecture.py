@@ -78,7 +78,7 @@ BUDGET = {
     "backends.disk": 1066,
     "backends.remote": 1924,
     "build": 112,
-    "engine": 457,
+    "engine": 459,
     "": 62,
     "agent": 1290,
     "vllm": 2234,

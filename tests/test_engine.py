@@ -541,6 +541,7 @@ def test_what_cannot_be_together_is_refused(model: Model, tmp_path: Path) -> Non
     raised(UsageError, r"slot_bytes=layout\.slot_bytes", Engine, small, namespace(), layout=layout)
     small.close()
     raised(UsageError, "host memory", TieredStore, disk(tmp_path))
+    raised(UsageError, "model is empty", Engine.open, model.tensors, block_size=BLOCK, block_axis=1, model="")
     tier = host(model.layout, 4)
     with Engine(TieredStore(tier), namespace(), layout=model.layout) as engine:
         assert engine.lookup(tokens(32)) == 0

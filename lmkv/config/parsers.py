@@ -219,11 +219,11 @@ def path(value: object) -> str | None:
     """A plain path from a path or a file URL, or None."""
     if is_nothing(value):
         return None
-    if not isinstance(value, str | os.PathLike):
-        raise ValueError("must be a path or file:///path")
+    if not isinstance(value, str | os.PathLike) or re.search(r",\s*/", str(value)):
+        raise ValueError("must be a single path or file:///path")
     text = os.fspath(value)
-    if isinstance(text, str) and text.lower() in _SWITCHES:
-        raise ValueError("must be a path or file:///path, no switch")
+    if isinstance(text, str) and _NO_PATH.fullmatch(text):
+        raise ValueError("must be a path or file:///path, no switch and no number: write ./NAME if it is a name")
     _check_template(text)
     if isinstance(text, str) and text != text.strip():
         raise ValueError("must not begin or end with a blank")
@@ -240,7 +240,7 @@ def path(value: object) -> str | None:
     return os.path.join(os.curdir, path) if is_nothing(path) else path
 
 
-_SWITCHES: Final = frozenset({"true", "yes", "on"})
+_NO_PATH: Final = re.compile(r"(?i)true|yes|on|[0-9.]*[0-9]\s*([kmgt]i?b?)?")
 _VARIABLE: Final = re.compile(r"\$\{[^}]*\}|\$\([^)]*\)|\{\{.*?\}\}|(?:^|(?<=[/@]))\$[A-Z_][A-Z0-9_]*(?=[/:]|$)")
 
 

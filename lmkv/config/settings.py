@@ -21,6 +21,7 @@ from lmkv.config import command_lines, lmcache
 from lmkv.config.command_lines import Command
 from lmkv.config.parsers import (
     GIB,
+    SCHEMES,
     Parse,
     Quota,
     Reading,
@@ -89,13 +90,16 @@ def _parsed(attribute: Attribute[Any], value: object, source: str) -> _Parsed:
     except ValueError as error:
         visible = "'***'" if attribute.metadata["parse"] is secret else short_repr(value)
         advice = written_instead(attribute.metadata["unit"], value)
+        size = f"max_{attribute.name}_size"
+        advice += f"; the size is {size}" if size in _OPTIONS and re.match("'?[0-9]", visible) else ""
         raise ConfigError(f"{source}: {attribute.name} = {visible} {error}{advice}") from None
 
 
 _UNITS: Final[Mapping[str, Mapping[str, float]]] = {
     "GiB": {"k": 2.0**-20, "m": 2.0**-10, "g": 1, "t": 1024},
     "s": {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400},
-    "0..1": {"%": 0.01},
+    "0..1": {"%": 0.01, "": 0.01},
+    "tokens": {"k": 1024},
 }
 """Unit of a setting -> units that people write, and how many of the setting's each is."""
 
@@ -112,10 +116,11 @@ def written_instead(unit: str, value: object) -> str:
         return f", in GiB: so many bytes are {int(text) / GIB:g}"
     if re.fullmatch(r"[0-9]{1,15},([0-9]{1,2}|[0-9]{4,9})", text):
         return f"{told}, with a point: {text.replace(',', '.')}"
-    if found := re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([a-z]+|%)", text):
+    if found := re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([a-z]*|%)", text):
         word = found[2].removesuffix("b").removesuffix("i") if unit == "GiB" else found[2]
         if factor := _UNITS.get(unit, {}).get(word):
-            return f"{told}, without a unit: {float(found[1]) * factor:g}"
+            form = "as a share" if unit == "0..1" else "without a unit"
+            return f"{told}, {form}: {float(found[1]) * factor:.12g}"
     return told
 
 
@@ -322,8 +327,8 @@ class Config:
     @classmethod
     def load(
         cls,
-        *,
         file: str | os.PathLike[str] | None = None,
+        *,
         env: Mapping[str, str] = os.environ,
         extra: Mapping[str, object] | None = None,
         ranks: int | None = None,
@@ -448,6 +453,9 @@ class Config:
         """Remarks on settings that do nothing, with their level. `given`: names of those that somebody has set."""
         if self.keeps_nothing:
             yield logging.WARNING, _KEEPS_NOTHING
+        if 0 < sum(each.percent for each in self.quotas) <= 1:
+            told = "quotas are in percent, and 1 percent together at most: multiply each by 100 if it is a share"
+            yield logging.WARNING, f"{self.source('quotas')}: {told}"
         for name, most in _LONG.items():
             if getattr(self, name) > most:
                 yield logging.WARNING, self._problem(name, "is in seconds: divide it by 1000 if it is milliseconds")
@@ -496,6 +504,13 @@ class Answer:
         ranks: int | None = None,
     ) -> Self:
         """See `Config.load`. `read` gives a file's content. Raises ConfigError for a source that cannot be read."""
+        for name, given, kind, form in (
+            ("file", file, str | os.PathLike | None, "a path (settings are keywords)"),
+            ("env", env, Mapping, "a mapping, such as os.environ or {}"),
+            ("ranks", ranks, int | None, "a whole number"),
+        ):
+            if not isinstance(given, kind):
+                raise ConfigError(f"{name} must be {form}, not a {type(given).__name__}")
         extra, file = flat(extra or {}), file or env.get(ENV_FILE)
         settings = list(given_settings(overrides, file, env, extra, read))
         theirs, doubts = lmcache.named(env, extra), list(_doubts_of_names(env))
@@ -639,16 +654,25 @@ def _hint(key: object, value: object) -> str:
         return "; it is no setting: give what is inside kv_connector_extra_config"
     name = key.removeprefix(lmcache.PREFIX)
     theirs = lmcache.table().get(name) or lmcache.table().get(f"extra_config.{name}")
+    plain = name.lower().removeprefix(ENV_PREFIX.lower())
+    own = name == key and not (theirs and theirs.setting) and not isinstance(value, Mapping)
+    if own and (meant := _meant(plain)):
+        return f"; did you mean {meant!r}?"
     if theirs and (name != key or name not in _OPTIONS):
         return f"; it is LMCache's, {f'here it is {theirs.setting!r}' if theirs.setting else theirs.why}"
     if entry := lmcache.commands()["offloading"].get(name):
         unit = ", in GiB" if entry.setting.endswith("_size") else ""
         here = f"here it is {entry.setting!r}{unit}" if entry.setting else "leave it out"
         return f"; it is an option of vLLM's own offloading: {here}"
-    plain = name.lower().removeprefix(ENV_PREFIX.lower())
     if plain.startswith("config"):
         return f"; name a file of settings in {ENV_FILE}, or to Config.load as file="
     if isinstance(value, Mapping) or plain == "lmkv":
         return "; lmkv has no sections: write the settings inside it, each by its own name"
     close = lmcache.nearest(plain, _OPTIONS)
     return f"; did you mean {close!r}?" if close else ""
+
+
+def _meant(key: str) -> str:
+    """The shortest name with all words of a key, "" if there is none. A kind of store counts as the word remote."""
+    words = {"remote" if word in SCHEMES.keys() - {"file"} else word for word in key.split("_")}
+    return min((name for name in _OPTIONS if words <= {*name.split("_")}), key=lambda name: name.count("_"), default="")

@@ -190,6 +190,8 @@ class Engine:
         compute different KV need a different `model` or `revision`. The namespace also has the tensors' shapes,
         strides, dtypes and, from a mapping, names. Raises UsageError for tensors that are not blocks of dense bytes.
         """
+        if model == "":
+            raise UsageError("model is empty: name it, because engines of one name share KV")
         config = Config.load() if config is None else config
         store, namespace, layout, memory = open_store(
             kv_caches, config, block_size=block_size, block_axis=block_axis, model=model, revision=revision

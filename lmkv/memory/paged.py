@@ -104,7 +104,7 @@ class PagedMemory:
         fuse: bool = True,
     ) -> None:
         if not rows:
-            raise UsageError("no KV tensors to register")
+            raise UsageError("no KV tensors to register: give one for each layer")
         self.rows, self.groups = list(rows), list(groups or [0] * len(rows))
         self.num_blocks = _num_blocks(self.rows, self.groups)
         self.layers = [range(layer, layer + 1) for layer in layers or range(len(rows))]

@@ -43,7 +43,19 @@ FILES = {
     "max_local_cpu_size: 10,5\n": "must be a number, in GiB, with a point: 10.5",
     "max_local_cpu_size:\n": "must be a number, in GiB; leave it out for its default",
     "disk_io_threads: auto\n": "leave it out for its default",
-    "audit_rate: 5%\n": "must be a number, without a unit: 0.05",
+    "audit_rate: 5%\n": "must be a number, as a share: 0.05",
+    "pin_share: 50\n": "must be at most 1, as a share: 0.5",
+    "chunk_size: 1k\n": "in tokens, without a unit: 1024",
+    "quotas: {alice: 0.4, bob: 0.6}\n": "multiply each by 100 if it is a share",
+    "local_disk: [/a, /b]\nmax_local_disk_size: 1\n": "must be a single path",
+    "local_disk: /a,/b\nmax_local_disk_size: 1\n": "must be a single path",
+    "local_disk: 500\n": "no switch and no number",
+    "shared_memory: 16GB\n": "write ./NAME if it is a name; the size is max_shared_memory_size",
+    "local_cpu: 40\n": "off; the size is max_local_cpu_size",
+    "disk: {size: 100}\n": "lmkv has no sections",
+    "password_file: /x\n": "did you mean 'remote_password_file'?",
+    "disk: /kv\n": "did you mean 'local_disk'?",
+    "cpu_size: 10\n": "did you mean 'max_local_cpu_size'?",
     "pin_ttl: 5m\n": "must be a number, in s, without a unit: 300",
     "remote_ttl: 7d\n": "in s, without a unit: 604800",
     "remote_timeout: 500ms\n": "in s, without a unit: 0.5",
@@ -89,6 +101,10 @@ def test_settings_of_lmkv_inside_those_of_vllm(tmp_path: Path) -> None:
 VARIABLES: list[tuple[dict[str, str], str]] = [
     ({"LMKV_LOCAL_DISK": '"/nvme/kv"'}, "has quotes of its own: leave them out"),
     ({"LMKV_MAX_LOCAL_CPU_SIZE": '"10"'}, "must be a number, in GiB, without quotes of its own"),
+    ({"LMKV_DISK": "/kv"}, "did you mean 'local_disk'?"),
+    ({"LMKV_REDIS_URL": "redis://h"}, "did you mean 'remote_url'?"),
+    ({"LMKV_S3_URL": "s3://b"}, "did you mean 'remote_url'?"),
+    ({"LMKV_VALKEY": "valkey://h"}, "did you mean 'remote_url'?"),
     ({"LMKV_CONFIG": "kv.yaml"}, "name a file of settings in LMKV_CONFIG_FILE"),
     ({"lmkv_chunk_size": "64"}, "environment lmkv_chunk_size is not read: write LMKV_CHUNK_SIZE"),
     ({"lmkv_config_file": "kv.yaml"}, "environment lmkv_config_file is not read: write LMKV_CONFIG_FILE"),
@@ -131,6 +147,19 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert (type(config.chunk_size), type(config.max_local_cpu_size)) == (int, float)
 
 
+def test_arguments_in_python_that_are_wrong(tmp_path: Path) -> None:
+    (tmp_path / "kv.yaml").write_text("chunk_size: 64\n")
+    assert Config.load(tmp_path / "kv.yaml", env={}).chunk_size == 64
+    for given, said in (
+        ({"env": None}, "env must be a mapping, such as os.environ or {}, not a NoneType"),
+        ({"env": ["LMKV_CHUNK_SIZE=64"]}, "env must be a mapping"),
+        ({"file": {"chunk_size": 64}}, r"file must be a path \(settings are keywords\), not a dict"),
+        ({"ranks": "4"}, "ranks must be a whole number, not a str"),
+        ({"extra": [("chunk_size", 64)]}, "must map keys to values"),
+    ):
+        raised(ConfigError, said, Config.load, **given)
+
+
 COMMANDS: list[tuple[str, str]] = [
     ("check kv.yaml", "it is lmkv config check"),
     ("doctor --extra chunk_size=64", """must be a JSON object, such as '{"chunk_size": 256}'"""),
@@ -139,6 +168,15 @@ COMMANDS: list[tuple[str, str]] = [
     ("prune {} --max-size -1", "'-1' must be at least 0, in GiB"),
     ("top --url ftp://host", "give unix:/path, HOST:PORT or a URL with http:// to --url"),
     ("record {}/no/trace.jsonl", "no such file or directory; name a file in a folder that you can write to"),
+    ("doctor --config kv.yaml", "name the file as an argument, without an option"),
+    ("top 127.0.0.1:8377", "give a server's address with --url"),
+    ("serve Qwen/Qwen3-8B", "it is vllm serve MODEL --kv-transfer-config"),
+    ("stats", "it is lmkv top"),
+    ("inspect s3://bucket", "a remote store is tried by lmkv doctor, not listed"),
+    ("prune redis://u:hunter2@host --max-size 1", "'redis://u:***@host' must be a path"),
+    ("clear 127.0.0.1:8377", "a server is named with --url"),
+    ("inspect file://{}/none", "is no folder"),
+    ("config check -- vllm bench", "give `lmcache server ...` or `vllm serve ...`"),
     ("doctor --model {}", "name a model's folder, with config.json in it"),
 ]
 
@@ -202,5 +240,13 @@ def test_folders_and_sizes_that_are_not_meant(tmp_path: Path) -> None:
     if machine.file_system_of(str(tmp_path)) not in machine.IN_MEMORY:
         [warning] = told(findings.examine_shared_memory, shared_memory=str(tmp_path), max_shared_memory_size=0.1)
         assert "not in memory: name one in /dev/shm" in warning
+    size = {"max_local_disk_size": 0.1, "disk_min_free": 0}
+    [warning] = told(findings.examine_disk, local_disk="/dev/shm/lmkv-not-there", **size)
+    assert "is in memory: name a folder on a disk" in warning
     [warning] = told(findings.examine_stores, remote_url=f"file://{tmp_path}/share/kv")
     assert "is it mounted?" in warning
+
+
+def test_a_command_line_is_checked_as_a_file_is() -> None:
+    done = run("config", "check", "--", "vllm", "serve", "m", "--kv-transfer-config", json.dumps(TRANSFER))
+    assert (done.exit_code, "did you mean 'chunk_size'?" in done.output) == (2, True)
