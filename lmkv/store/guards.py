@@ -216,7 +216,7 @@ def _after_fork() -> None:
         # One object in a bad state must not keep the others from closing.
         attempt(
             instance.after_fork,
-            lambda error: logger.warning("lmkv: closing a store in a forked process failed: %r", error),
+            lambda error: logger.warning("lmkv: a store's memory stays taken in a forked process: %r", error),
         )
 
 

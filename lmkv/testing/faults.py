@@ -28,7 +28,7 @@ COPIES = frozenset({"store", "load"})
 def _known(verbs: frozenset[str]) -> Callable[[object, object, frozenset[str]], None]:
     def check(_: object, __: object, given: frozenset[str]) -> None:
         if unknown := given - verbs:
-            raise ValueError(f"no such verbs: {sorted(unknown)}")
+            raise ValueError(f"no such verbs: {sorted(unknown)}; there are {sorted(verbs)}")
 
     return check
 

@@ -105,7 +105,7 @@ def identity(worker: Any) -> str:
             _watch_adapters(runner.lora_manager)
         return _identity(worker.vllm_config, _layers(runner), (worker, runner))
     except Exception as error:
-        logger.warning("lmkv: the weights of a worker cannot be identified: %r", error)
+        logger.warning("lmkv: caches nothing: the weights of a worker cannot be identified: %r", error)
         return ""
 
 

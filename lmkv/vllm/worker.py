@@ -283,7 +283,7 @@ class Worker:
                 self._warned = True
                 self._finish(order, 0.0, ok=False)
             except Exception:
-                logger.exception("lmkv: a copy of %d chunks failed", len(order.copies))
+                logger.exception("lmkv: a copy of %d chunks failed: they are misses", len(order.copies))
                 self._finish(order, time.monotonic() - started, ok=False)
             else:
                 self._warned = False
@@ -318,7 +318,7 @@ class Worker:
                     return
                 item.event = following
         except Exception:
-            logger.exception("lmkv: a copy of %d chunks failed while it ran", len(item.order.copies))
+            logger.exception("lmkv: a copy of %d chunks failed while it ran: they are misses", len(item.order.copies))
             self._finish(item.order, time.monotonic() - item.started, ok=False)
             return
         self._running.append(item)

@@ -236,7 +236,7 @@ def drop_inbound() -> None:
     deadline = time.monotonic() + _LIMIT
     while _drop_once():
         if time.monotonic() > deadline:
-            raise ConnectionError("unaccepted connections to the ports of the client cannot be dropped")
+            raise ConnectionError("unaccepted connections to the ports of the client stay open, so it is not used")
         time.sleep(0.001)
     # Filter connections that were accepted since.
     _drop_once()

@@ -171,7 +171,7 @@ class Answers:
         """The first character of a line, and the others."""
         while (end := self._ahead.find(b"\r\n", 0, _MAX_LINE_BYTES)) < 0:
             if len(self._ahead) >= _MAX_LINE_BYTES:
-                raise exceptions.InvalidResponse("a line without an end")
+                raise exceptions.InvalidResponse("a line without an end: does another program answer?")
             room = bytearray(_READ_BYTES)
             self._ahead += room[: self._receive(memoryview(room))]
         self._budget.spend(end + 2)
@@ -339,7 +339,7 @@ class RedisURL:
             # OpenSSL takes one that is not there.
             self._refuse("ssl_ca_path names no folder")
         if parts.scheme != "unix" and not re.fullmatch("/?[0-9]*", parts.path):
-            self._refuse("its database must be a number")
+            self._refuse("its database must be a number, such as /0; remote_prefix gives names")
         self.retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.1), 1, (exceptions.ConnectionError,))
         self._settings: dict[str, Any] = {
             "socket_timeout": options.timeout,
@@ -398,7 +398,7 @@ class RedisURL:
         if self.max_connections < 1:
             self._refuse("max_connections must be at least 1")
         if settings.get("db", 0) < 0:
-            self._refuse("its database must be a number")
+            self._refuse("its database must be a number, such as /0; remote_prefix gives names")
         if not re.fullmatch("[!-~]*", settings.get("client_name", "")):
             self._refuse("client_name must be ASCII without blanks")
         if "ssl_keyfile" in settings or "ssl_certfile" in settings:
