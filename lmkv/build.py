@@ -39,8 +39,8 @@ def build_store(
 ) -> TieredStore:
     """The store of a configuration. Raises ConfigError when host memory cannot hold one chunk.
 
-    `shared`: other processes map the slots, which they find by the name of the `engine`. `engines`: how many engines
-    share this host.
+    `shared`: whether other processes map the slots, which they find by the name of the `engine`. `engines`: how many
+    engines share this host.
     """
     for level, remark in config.remarks:
         logger.log(level, "lmkv: %s", remark)

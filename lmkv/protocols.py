@@ -134,7 +134,7 @@ class Backend(Protocol):
         """Fill the caller-owned buffer with a chunk; its content is undefined unless HIT.
 
         The buffer's length is the chunk's payload length; a stored chunk of another length is FAILED. FAILED with a
-        `CorruptChunkError`: the bytes are wrong, and the chunk is deleted. Any other error may pass.
+        `CorruptChunkError`: the bytes are wrong, and the chunk is deleted. Any other error may be temporary.
         """
         ...
 
@@ -184,11 +184,11 @@ class SharesRoom(Protocol):
         ...
 
     def reclaim(self, keys: Sequence[ChunkKey]) -> int:
-        """`delete`, of other namespaces' chunks too; returns the bytes that this freed."""
+        """Delete as `delete` does, also chunks of other namespaces; returns the freed bytes."""
         ...
 
     def list_all(self) -> Iterator[list[Listed]]:
-        """`list_keys`, of other namespaces' chunks too."""
+        """List as `list_keys` does, also chunks of other namespaces."""
         ...
 
 
@@ -341,7 +341,7 @@ class Tier:
     Raises
     ------
     ValueError
-        `write` is neither.
+        `write` is neither "through" nor "back".
 
     Notes
     -----

@@ -528,7 +528,7 @@ def test_what_is_no_file_is_not_opened() -> None:
     master = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
     fcntl.ioctl(master, TIOCSPTLCK, bytes(4))
     (number,) = struct.unpack("i", fcntl.ioctl(master, TIOCGPTN, bytes(4)))
-    raised(ConfigError, "it is no file", load, file=f"/dev/pts/{number}")
+    raised(ConfigError, "it is not a file", load, file=f"/dev/pts/{number}")
     poll = select.poll()
     poll.register(master, select.POLLHUP)
     assert not poll.poll(0)
@@ -674,7 +674,7 @@ READ: dict[str, dict[str, object]] = {
 
 def test_a_whole_number_in_a_file_is_what_it_looks_like(in_file: Callable[[str], Config]) -> None:
     """So is every other number, choice and text."""
-    why = {"chunk_size": "a whole number, in digits alone", "max_local_cpu_size": "a number"}
+    why = {"chunk_size": "a whole number, with digits only", "max_local_cpu_size": "a number"}
 
     def check(name: str, written: str, read: object) -> None:
         text = f"{name}: {written}\n"

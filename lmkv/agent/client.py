@@ -204,7 +204,7 @@ class AsyncClient(_Calls[Awaitable[dict[str, Any]]]):
                 async for part in response.aiter_raw():
                     self._add(found, part)
         except TimeoutError:
-            raise httpx.ReadTimeout(f"no whole answer within {limit:g} s") from None
+            raise httpx.ReadTimeout(f"no complete answer within {limit:g} s") from None
         return _whole(response, found)
 
     async def aclose(self) -> None:
@@ -273,7 +273,7 @@ def _decoded(data: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(data)
     except RecursionError as error:
-        raise ValueError("the answer is too deep") from error
+        raise ValueError("the answer is nested too deeply") from error
     if not isinstance(answer, dict):
-        raise ValueError("the answer is no object")
+        raise ValueError("the answer is not a JSON object")
     return answer

@@ -80,7 +80,7 @@ REFERENCE_HEADERS = {
 
 
 def reference(document: Mapping[str, Any]) -> str:
-    """The page of an OpenAPI document."""
+    """The reference page that shows an OpenAPI document."""
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>lmkv</title><style>{STYLE}</style>"
     intro = (
         "<h1>lmkv</h1><p>Each call needs the header <code>Authorization: Bearer TOKEN</code>, where the server has a "
@@ -200,7 +200,7 @@ _MIN_BYTES, _MAX_BYTES = 1 << 20, 8 << 20
 
 
 def max_body_bytes(longest: int) -> int:
-    """Largest body for prompts of up to `longest` tokens. Parsing one blocks the interpreter."""
+    """Largest body for prompts of up to `longest` tokens. Parsing a body blocks the interpreter."""
     return min(max(_MIN_BYTES, _TOKEN_BYTES * longest), _MAX_BYTES)
 
 
@@ -210,7 +210,7 @@ _SHOWN_ERRORS = 3
 
 @frozen
 class Guard:
-    """An ASGI application in front of another one. With a `token` each request below `/v1/` must have it.
+    """An ASGI application in front of another one. If there is a `token`, each request below `/v1/` must send it.
 
     `most`: the largest body in bytes.
     """
@@ -284,7 +284,7 @@ def as_json(detail: str, status: int) -> Response:
 
 
 async def refused(_: Request, error: Any) -> Response:
-    """Name the wrong fields without their values, which are prompts and salts."""
+    """Name the wrong fields without their values, because values may be prompts and salts."""
     assert isinstance(error, RequestValidationError)
     wrong = [f"{'.'.join(map(str, each['loc']))[:80]}: {each['msg']}" for each in error.errors()[:_SHOWN_ERRORS]]
     return as_json("; ".join(wrong), 422)
@@ -336,7 +336,7 @@ class PromptBody(BaseModel):
         if template and self.messages is None:
             raise UsageError("tools and chat_template_kwargs belong to messages")
         if "chat_template" in template:
-            raise UsageError("chat_template cannot be given: the server's is used")
+            raise UsageError("chat_template is not accepted: the server uses its own")
         return Prompt(self.text, self.messages, self.tokens, self.cache_salt, self.tags, template)
 
 
@@ -378,9 +378,10 @@ def application(
     longest: int = 1 << 18,
     about: Mapping[str, Any] | None = None,
 ) -> FastAPI:
-    """The routes. With a token each request must have it: `Authorization: Bearer ...`. The page itself needs no token.
+    """Make the application. If there is a token, each request must send it: `Authorization: Bearer ...`. The page
+    itself needs no token.
 
-    `longest`: tokens of the longest prompt, which bounds the size of a body. `about`: model and versions.
+    `longest`: length of the longest prompt in tokens, which bounds the size of a body. `about`: model and versions.
     """
     started = time.time()
     peers = peers or Peers()
@@ -420,7 +421,7 @@ def application(
     ) -> dict[str, Any]:
         found = await peers.ask(call, method, f"/v1/{kind}/{quote(name, safe='')}", body)
         if not found:
-            raise HTTPException(404, f"there is no {kind} {name}, or its time is over")
+            raise HTTPException(404, f"there is no {kind} {name}, or it has expired")
         return merged(found)
 
     @v1.post("/lookup")

@@ -117,7 +117,7 @@ def checked(method: str, path: str, data: bytes) -> dict[str, Any]:
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False, include_context=False)[0]
         reason = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
-        raise NoAnswerError(f"the answer is not one of this version of lmkv: {printable(reason)}") from None
+        raise NoAnswerError(f"the answer does not come from this version of lmkv: {printable(reason)}") from None
     return answer.model_dump(exclude_unset=True)
 
 
@@ -161,8 +161,8 @@ class _Other:
 class Peers:
     """The engines of one server, by number. All others announce themselves to the first one, repeatedly.
 
-    `number`: this engine's. `url`: gives the URL of an engine's service, and may raise OSError. It must be this user's
-    socket, because the token is sent there. Called on the service's event loop only.
+    `number`: the number of this engine. `url`: returns the URL of an engine's service, or raises OSError. The URL must
+    name a socket of this user, because the token is sent there. Call all methods on the service's event loop.
     """
 
     number: int = 0
@@ -206,8 +206,8 @@ class Peers:
             await asyncio.sleep(pause)
 
     async def ask(self, call: Call, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[int, Answer]:
-        """Return the answers by engine; `call()` makes this engine's answer. Engines that answer 404 are omitted;
-        others give `unavailable`.
+        """Return the answers by engine; `call()` makes this engine's answer. Engines that answer 404 are omitted. For
+        an engine that cannot be reached, the answer has `unavailable` with the reason.
 
         If the body names an `engine`, only that one is asked. Raises PeerError when it does not exist or does not
         answer.
@@ -217,7 +217,7 @@ class Peers:
         wanted = body.pop("engine", None)
         numbers = [self.number, *sorted(self._others)]
         if wanted not in (None, *numbers):
-            raise PeerError(f"there is no such engine; there are {', '.join(map(str, numbers))}", 400)
+            raise PeerError(f"there is no such engine; the engines are {', '.join(map(str, numbers))}", 400)
         asked = numbers if wanted is None else [wanted]
         others = [self._other(number, method, path, body) for number in asked if number != self.number]
         loop = asyncio.get_running_loop()

@@ -195,7 +195,8 @@ T = TypeVar("T")
 
 
 class Pace:
-    """The loop has one half of the share, and the workers the other half, so neither waits for the other.
+    """Limits the computing time of the service: half for the event loop, half for the workers, so neither waits for the
+    other.
 
     Either may use time that the other leaves. Thread-safe.
     """
@@ -207,7 +208,9 @@ class Pace:
         self._ended = False
 
     def spend(self, part: int, computed: float = 0.0) -> float:
-        """Note how many seconds a thread of this part has computed; returns how many seconds it has to pause."""
+        """Note how many seconds a thread of the loop or of the workers has computed; returns how many seconds it must
+        pause.
+        """
         with self._lock:
             now, left = time.monotonic(), self._left
             earned, self._time = _SHARE * (now - self._time), now
@@ -373,7 +376,7 @@ def _config(app: FastAPI, *, first: bool) -> Config:
 class AgentServer:
     """Serves an application at `url`, in a separate thread, until `close`.
 
-    `inside`: gives a second address for the server's other engines, so that strangers cannot take their connections. If
+    `inside`: gives a second address for the server's other engines, so that clients cannot use up their connections. If
     it raises OSError, the engine continues without the others.
     """
 

@@ -157,7 +157,7 @@ class CacheService:
     deleted : callable, optional
         Receives the keys of deleted chunks.
     longest : int, optional
-        Tokens of the longest prompt that the engine takes.
+        Length of the longest prompt that the engine takes, in tokens.
     trace, value : callable, optional
         Return the requests since a number, and estimates of the hits with more memory.
     loads_off : callable, optional
@@ -269,7 +269,7 @@ class CacheService:
     def end_session(
         self, name: str, cache_salt: str | None = None, tags: Mapping[str, str] = MappingProxyType({})
     ) -> bool:
-        """Evict the chunks that belong only to this session before all others; returns whether the session was known.
+        """Let the chunks that belong only to this session be evicted first; returns whether the session was known.
 
         A session with the same name but another salt or other tags is a different session.
         """
@@ -280,7 +280,7 @@ class CacheService:
         return self._root_of(prompt.cache_salt, prompt.tags) or b""
 
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
-        """Keep those leading chunks of a prompt that are in host memory there."""
+        """Pin the leading chunks of a prompt that are in host memory."""
         keys = self._boundaries.keys_to_promote(self._read(prompt)[1])
         seconds = self._pin_ttl if seconds is None else seconds
         return {
@@ -304,7 +304,7 @@ class CacheService:
         return {"deleted_chunks": count}
 
     def clear_namespace(self, beginning: str) -> dict[str, Any]:
-        """Delete the chunks of the namespace, as `lmkv inspect` names it, that begins with these digits."""
+        """Delete the chunks of the one namespace that begins with these digits, as `lmkv inspect` shows them."""
         if self._clear_namespace is None:
             raise UsageError("this engine has no folder with namespaces")
         return {"deleted_chunks": self._clear_namespace(beginning)}
@@ -378,7 +378,7 @@ class CacheService:
             raise
         except Exception as error:
             # Tokenizers and templates may raise any exception.
-            raise UsageError(f"the tokenizer does not take this prompt: {type(error).__name__}") from error
+            raise UsageError(f"the tokenizer refuses this prompt: {type(error).__name__}") from error
 
     def _tokens(self, keys: Sequence[ChunkKey]) -> int:
         """Tokens of these chunks; a state has none."""

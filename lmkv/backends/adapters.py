@@ -1,4 +1,6 @@
-"""Backends around others: `AsyncAdapter` for coroutines, `WrapperBackend` to see every call. `NullBackend` is empty."""
+"""Backends that wrap others: `AsyncAdapter` runs coroutines, `WrapperBackend` sees every call. `NullBackend` stores
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -108,9 +110,9 @@ class AsyncAdapter:
 
     Notes
     -----
-    A coroutine that missed its deadline may run on, because a thread in a system call cannot be cancelled. It must not
-    reach the caller's memory then, so each call copies the payload, or reads into a separate buffer. If that copy
-    matters, write a blocking backend.
+    A coroutine that missed its deadline may keep running, because a thread in a system call cannot be cancelled. It
+    must not reach the caller's memory then, so each call copies the payload, or reads into a separate buffer. If that
+    copy matters, write a blocking backend.
 
     One lock keeps a call from being started after `close`; no call runs under it.
 
@@ -254,7 +256,8 @@ class AsyncFileBackend:
     Parameters
     ----------
     folder
-        Folder of the files. It is created for its user only if it is missing. Its file system needs hard links.
+        Folder of the files. If it is missing, it is created, and only its user may enter it. Its file system needs hard
+        links.
 
     Raises
     ------

@@ -92,7 +92,7 @@ class CPUPinnedBackend:
         with self._lock:
             self._check_open()
             if self._slots:
-                raise UsageError(f"backend {self.name!r} has chunks: a store needs one without")
+                raise UsageError(f"backend {self.name!r} has chunks: a store needs an empty one")
             self._taken = True
             return self._slab
 

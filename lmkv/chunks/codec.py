@@ -136,7 +136,7 @@ def peek_header_bytes(start: memoryview) -> int:
     if magic != MAGIC:
         raise FormatError("it does not begin with the magic of lmkv's chunk files")
     if version != VERSION:
-        raise FormatError(f"its header has version {version}, its name version {VERSION}")
+        raise FormatError(f"its header has version {version}, but its name has version {VERSION}")
     if nbytes % PAGE or not PAGE <= nbytes <= MAX_HEADER_BYTES:
         raise FormatError(f"a header cannot be {nbytes} bytes long")
     return int(nbytes)
@@ -223,8 +223,8 @@ def plausible_file_bytes(nbytes: int) -> bool:
 class ChunkFormat:
     """Packs and verifies the chunks of a namespace, on any medium.
 
-    `max_tokens`: most token ids that a header records. `authenticator`: None without a key; then only checksums verify
-    the bytes.
+    `max_tokens`: largest number of token ids that a header records. `authenticator`: None without a key; then only
+    checksums verify the bytes.
     """
 
     namespace: bytes = field(repr=bytes.hex)

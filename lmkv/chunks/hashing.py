@@ -48,7 +48,7 @@ class TailKey(bytes):
 class StateKey(bytes):
     """Key of a state entry at the end of a chunk: a chunk key with the number of the entry at this boundary.
 
-    `number`: from 1 on, see `LayerPages.state`.
+    `number`: the number of the entry, from 1 on; see `LayerPages.state`.
     """
 
     number: int
@@ -100,7 +100,7 @@ class KeyChain:
             self._absorb(memoryview(ids), complete - done)
 
     def parent(self, position: int) -> bytes:
-        """The key before `keys[position]`, empty for the first. `len(keys)` is the position of the next."""
+        """The key before `keys[position]`, empty for the first. Position `len(keys)` is that of the next key."""
         if not 0 <= position <= len(self.keys):
             raise UsageError(f"there is no chunk {position} in a chain of {len(self.keys)}")
         return self.keys[position - 1] if position else b""

@@ -146,7 +146,7 @@ class KVLayout:
         return next(layer.pages_per_chunk for layer in self.layers if layer.group == group)
 
     def spans(self, tokens: int) -> list[slice]:
-        """The places in a chunk of the pages of its first `tokens` tokens."""
+        """Where the pages of a chunk's first `tokens` tokens are in the chunk."""
         found = []
         for rank, (number, layer) in product(range(self.num_ranks), enumerate(self.layers)):
             if layer.state:

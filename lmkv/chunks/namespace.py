@@ -80,9 +80,9 @@ def _sorted_items(extra: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple
 
 
 def tenants_of(cache_salt: str | None, tags: Iterable[tuple[str, str]]) -> list[str]:
-    """Names that a quota may have for a request: the label of its salt, and its tags as `name:value`.
+    """The names by which a quota can mean a request: the label of its salt, and its tags as `name:value`.
 
-    A tag with a colon in its name has none: another tag could have the same.
+    A tag with a colon in its name is left out: another tag could have the same name.
     """
     return [
         *([salt_label(cache_salt)] if cache_salt else ()),

@@ -79,7 +79,7 @@ EXAMPLES = (
 
 
 class Commands(TyperGroup):
-    """The subcommands by name. For the help, their lines are enough. A command is imported when it runs."""
+    """The subcommands by name. The help needs only one line of each. A command is imported when it runs."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

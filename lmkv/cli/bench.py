@@ -71,7 +71,7 @@ def bench(
         bool, typer.Option("--json", help="Print the result as JSON as well, in the last line.")
     ] = False,
 ) -> None:
-    """Benchmark this machine: lmkv's copies, lookups and disk with their limits, and a hit on real vLLM.
+    """Benchmark this machine: compare lmkv's copies, lookups and disk with their limits, and time a hit on real vLLM.
 
     lmkv's settings in the environment and in files are ignored.
     """
@@ -143,7 +143,7 @@ def copies(layers: int, chunks: int, rounds: int) -> Iterator[Row]:
 
 
 def wait_until_populated() -> None:
-    """Wait for the threads that map this process's slots: a clock of CPU time counts their work."""
+    """Wait for the threads that map this process's slots, because a clock of CPU time counts their work as well."""
     for thread in threading.enumerate():
         if thread.name == "lmkv-populate":
             thread.join()

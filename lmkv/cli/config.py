@@ -40,7 +40,8 @@ Content = Mapping[Any, object]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Ranks = Annotated[
-    int | None, typer.Option("--tensor-parallel-size", min=1, help="vLLM's option: LMCache's sizes are for each rank.")
+    int | None,
+    typer.Option("--tensor-parallel-size", min=1, help="vLLM's option, by which LMCache's sizes are multiplied."),
 ]
 
 
@@ -110,7 +111,7 @@ def check(
     tensor_parallel_size: Ranks = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a file or a command line: say of each setting whether it is used, without effect, refused or unknown."""
+    """Check a file or a command line, and say whether each setting is used, without effect, refused or unknown."""
     try:
         answer, command = read_words(words, tensor_parallel_size)
         answer = with_doubt(answer)
@@ -163,7 +164,7 @@ def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) ->
 
 
 def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
-    """The meaning of a file's settings, and its command if it has one. `migrate`: they must be LMCache's."""
+    """The meaning of a file's settings, and its command if it has one. `migrate`: whether they must be LMCache's."""
     if file.suffix in (".env", ".sh") or file.name == ".env":
         try:
             env = variables_in(read_named(file).decode())
@@ -207,7 +208,7 @@ def variables_in(text: str) -> dict[str, str]:
         if line and not line.startswith("#"):
             match = re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)=('[^']*'|\"[^\"]*\"|.*?)(\s+#.*)?", line)
             if match is None:
-                raise ConfigError(f"line {number} is no NAME=VALUE: {command_lines.GIVE_COMMAND}")
+                raise ConfigError(f"line {number} is not NAME=VALUE: {command_lines.GIVE_COMMAND}")
             found[match[1]] = match[2]
     return found
 

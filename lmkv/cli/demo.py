@@ -57,7 +57,7 @@ def demo(
     tier: Annotated[
         Medium,
         typer.Option(
-            help="ram: repeat the prompts; disk: kill and restart vLLM before that; remote: end vLLM and "
+            help="ram: repeat the prompts; disk: kill and restart vLLM before the repetition; remote: end vLLM and "
             "start another one, over the store of --url."
         ),
     ] = Medium.RAM,
@@ -104,7 +104,7 @@ class Plan:
         return KV_ROOM * prompts * self.max_tokens * self.model.kv_bytes_per_token / 2**30
 
     def spec(self, settings: dict[str, Any]) -> EngineSpec:
-        """Host memory takes every prompt, so that lmkv evicts nothing."""
+        """The engine to start. Its host memory takes every prompt, so that lmkv evicts nothing."""
         blocks = int(self.max_tokens * KV_ROOM) // LARGEST_BLOCK + 2
         host = {"chunk_size": CHUNK_TOKENS, "local_cpu": True, "max_local_cpu_size": self.gib(PROMPTS + 1)}
         return EngineSpec(
@@ -124,10 +124,11 @@ class Plan:
 
 @frozen(kw_only=True)
 class Measurement:
-    """`hit_tier`: where most of the hit was. `speedup`: of the last repetition over the cold prompts.
+    """`hit_tier`: where most of the hit was. `speedup`: how many times faster the last repetition is than the cold
+    prompts.
 
-    `warm_ttft_s`: with the chunks in host memory. `disk_ttft_s`, `direct_io`: after a restart, from disk.
-    `remote_ttft_s`: in another engine, from a remote store.
+    `warm_ttft_s`: seconds to the first token with the chunks in host memory. `disk_ttft_s`, `direct_io`: after a
+    restart, from disk. `remote_ttft_s`: in another engine, from a remote store.
     """
 
     prompt_tokens: int
@@ -185,7 +186,7 @@ def measure(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, kee
 
 
 def disk_settings(plan: Plan, folder: Path) -> tuple[dict[str, Any], FolderFacts]:
-    """Room for every prompt. Raises NoSpaceError if there is less."""
+    """Settings of a disk tier with room for every prompt. Raises NoSpaceError if the disk has less."""
     facts = try_folder(folder)
     size = plan.gib(PROMPTS + 2) + 0.1
     found = {"local_disk": str(folder), "max_local_disk_size": size, "disk_min_free": 1.0}

@@ -62,9 +62,9 @@ def _small_model(value: Any) -> Any:
 class EngineSpec:
     """One vLLM engine. `model`: a name or a path, or a model with random weights to be written.
 
-    `max_tokens`: longest request. `kv_bytes`: vLLM's KV space, None for its default.
-    `prefix_caching`: vLLM's own; without it every repeated prompt is answered by the connector. `settings`:
-    the connector's, None for an engine without a connector. `connector_module`: of one that vLLM does not know by name.
+    `max_tokens`: longest request. `kv_bytes`: vLLM's KV space, None for its default. `prefix_caching`: whether vLLM's
+    prefix cache is on; without it, only the connector finds repeated prompts. `settings`: those of the connector; None
+    for an engine without a connector. `connector_module`: the module of a connector that vLLM does not know by name.
     `options`: further arguments of vLLM's `LLM`.
     """
 
@@ -182,8 +182,8 @@ def _has_ended(child: subprocess.Popen[str]) -> bool:
 class Answer:
     """One request: its output, the seconds to its first token, and the tokens that were not computed.
 
-    `sources`: tokens that were loaded, by tier. `load_gb_s`: the speed of the copy to the device, in 1e9
-    bytes per second; `load_s` its seconds. `wait_s`: seconds that it waited for lower tiers before.
+    `sources`: tokens that were loaded, by tier. `load_gb_s`: the speed of the copy to the device, in 1e9 bytes per
+    second. `load_s`: the seconds of this copy. `wait_s`: seconds that the request waited for lower tiers before it.
     """
 
     token_ids: tuple[int, ...] = field(converter=tuple)
@@ -198,8 +198,8 @@ class Answer:
 class EngineProcess(ChildProcess):
     """An engine in a separate process, ready to answer.
 
-    `folder`: for its log, its sockets and a small model. `python`: an interpreter of an environment with vLLM
-    and the other imports of this module. `module`: the program, which `serve`s. Raises ChildFailedError.
+    `folder`: the folder for its log, its sockets and a small model. `python`: an interpreter of an environment with
+    vLLM and the other imports of this module. `module`: the program, which `serve`s. Raises ChildFailedError.
     """
 
     module = "lmkv.cli.engines"
@@ -219,7 +219,9 @@ class EngineProcess(ChildProcess):
         self.device: str = machine["device"]
 
     def send(self, seed: int, tokens: int, output_tokens: int = 1, *, prefetch: bool = False) -> Answer:
-        """Send the random prompt of a seed, alone, and wait for its answer. `prefetch`: have host memory keep it."""
+        """Send the random prompt of a seed, alone, and wait for its answer. `prefetch`: whether lmkv keeps it in host
+        memory.
+        """
         return Answer(
             **self.ask({"seed": seed, "tokens": tokens, "output_tokens": output_tokens, "prefetch": prefetch})
         )
@@ -277,7 +279,7 @@ def serve(answer: Callable[[LLM, Any], object], prepare: Callable[[], object] = 
 
 
 def open_engine(spec: EngineSpec, folder: Path) -> LLM:
-    """Start vLLM in this process. `folder`: for its sockets and a small model, which is written once."""
+    """Start vLLM in this process. `folder`: the folder for its sockets and a small model, which is written once."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if len(str(folder)) <= MAX_SOCKET_FOLDER:

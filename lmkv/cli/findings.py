@@ -45,7 +45,9 @@ SMALL = 64 << 20
 
 @frozen
 class Finding:
-    """One fact. `problem`: why something will not work, with the remedy; `warning`: what works otherwise than given."""
+    """One fact. `problem`: why something will not work, with the remedy; `warning`: what works differently than
+    configured.
+    """
 
     area: str
     name: str
@@ -396,7 +398,7 @@ def plugin_finding(env: Mapping[str, str]) -> Finding:
 
 
 def examine_servers() -> Iterator[Finding]:
-    """Find this user's vLLM servers here whose options both name lmkv and replace it.
+    """Find vLLM servers of this user on this machine with options that name lmkv and others that replace it.
 
     Skips other users' processes: they may name any number of files.
     """

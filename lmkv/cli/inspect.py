@@ -61,7 +61,7 @@ class Content:
 
 @define
 class Totals:
-    """Totals over the headers of a namespace's chunks. `damaged`: files that cannot be served -> reason."""
+    """Totals over the headers of a namespace's chunks. `damaged`: the reason for each file that cannot be served."""
 
     tokens: int = 0
     damaged: dict[str, str] = field(factory=dict)
@@ -127,7 +127,9 @@ def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[
 
 
 def least_recently_used(found: list[Content], before: float, max_bytes: float) -> dict[bytes, list[Listed]]:
-    """Chunks by namespace that were last used `before`, and more of the oldest until `max_bytes` are left."""
+    """Chunks by namespace that were last used before the time `before`, and then the oldest ones until at most
+    `max_bytes` are left.
+    """
     excess = sum(content.nbytes for content in found) - max_bytes
     chosen: dict[bytes, list[Listed]] = {}
     by_use = sorted(((chunk, one.digest) for one in found for chunk in one.chunks), key=lambda pair: pair[0].last_used)
@@ -196,7 +198,7 @@ def prune(
 ) -> None:
     """Delete the chunks that were used least recently."""
     if not older_than and not max_size:
-        raise typer.BadParameter("missing: --older-than, --max-size or both")
+        raise typer.BadParameter("give --older-than, --max-size or both")
     before = time.time() - seconds_of(older_than) if older_than else -math.inf
     most = bytes_of(max_size) if max_size else math.inf
     remove(path, least_recently_used(found_in(path, namespace), before, most), as_json=as_json)
@@ -222,7 +224,7 @@ def clear(
     if (of_a_prompt or engine is not None) and not url:
         raise typer.BadParameter("a prompt and --engine are for a server with --url")
     if of_a_prompt and namespace:
-        raise typer.BadParameter("a prompt's chunks and a --namespace are two things to clear")
+        raise typer.BadParameter("give a prompt or --namespace, not both")
     if path is None:
         prompt = server.prompt_of(text, tokens) if text or tokens else None
         scope = server.scope_of(cache_salt, tag, engine)

@@ -34,7 +34,8 @@ PACKAGES = (
 
 @frozen
 class Row:
-    """One figure: `value` in `unit`. `ratio`: to `of` within the rounds, with its interval `within`.
+    """One figure: `value` in `unit`. `ratio`: its ratio to the figure `of` in the same rounds. `within`: the interval
+    of this ratio.
 
     `met`: whether `target` was reached; None if the rounds do not say.
     """
@@ -61,7 +62,7 @@ def compared(
     """A row for each name: the median of its rounds, and of its ratios to `of` in the same round.
 
     `targets`: the largest accepted ratio for a unit of `LESS_IS_BETTER`, the smallest for others. `surely`: the worse
-    end of the interval must reach them, so that noise does not hide a cost.
+    end of the interval must reach the target, so that noise does not hide a cost.
     """
     others = rounds[of]
     for name, values in rounds.items():

@@ -219,7 +219,7 @@ def clean(answer: Any) -> Any:
         case dict():
             return {clean(name): clean(value) for name, value in islice(answer.items(), _MOST)}
         case int() | float() if not abs(answer) < 1 << 63:
-            raise ValueError("a number without bounds")
+            raise ValueError("an infinite number")
     return answer
 
 

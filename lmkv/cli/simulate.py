@@ -31,7 +31,7 @@ UNBOUNDED, CLAIRVOYANT = "Unbounded", "Clairvoyant"
 
 @frozen
 class Row:
-    """One replay. `capacity_bytes`: None for no limit. `accesses_per_second`: of CPU time."""
+    """One replay. `capacity_bytes`: None for no limit. `accesses_per_second`: accesses per second of CPU time."""
 
     trace: str
     policy: str

@@ -47,7 +47,9 @@ class StateSize:
         return self.layers * self.layer_bytes
 
     def block_tokens(self, layer_token_bytes: int) -> int:
-        """Tokens of vLLM's blocks, which hold a state each. `layer_token_bytes`: of a token in an attention layer."""
+        """Tokens of vLLM's blocks, which hold a state each. `layer_token_bytes`: bytes of a token in an attention
+        layer.
+        """
         return -(-self.layer_bytes // (16 * layer_token_bytes)) * 16
 
 
@@ -137,9 +139,8 @@ class Layer:
 
 @frozen
 class KVSize:
-    """The KV of one token. `rank_bytes`: in the KV space of each rank; `parts`: ranks that store theirs.
-
-    `states`: of recurrent layers, if any.
+    """The KV of one token. `rank_bytes`: its bytes in the KV space of each rank. `parts`: number of ranks that store
+    their part. `states`: those of recurrent layers, if any.
     """
 
     attention: str

@@ -88,7 +88,7 @@ def _valkey(url: str, extra: Given) -> Found:
         # The others are found through it.
         found: Found = {"remote_url": f"{scheme}+cluster://{first.rstrip('/')}"}
     elif first != hosts:
-        raise RefusedError("it names several hosts: of a cluster one will do, as valkey+cluster://HOST:PORT")
+        raise RefusedError("it names several hosts: name one node of the cluster, as in valkey+cluster://HOST:PORT")
     else:
         number = _text(extra, "valkey_database")
         found = {"remote_url": f"{scheme}://{hosts.rstrip('/')}/{number}" if number else f"{scheme}://{hosts}"}
@@ -111,7 +111,7 @@ def _folder(url: str, extra: Given) -> Found:
     place, _, rest = url.partition("://")[2].partition("/")
     path = f"/{rest}"
     if not rest.strip("/") or "," in path or place.endswith("."):
-        raise RefusedError("one folder is a tier: file:///FOLDER")
+        raise RefusedError("name one folder: file:///FOLDER")
     return {"remote_url": f"file://{quote(path)}"}
 
 
@@ -138,7 +138,7 @@ def _infinistore(url: str, extra: Given) -> Found:
 def _azure(url: str, extra: Given) -> Found:
     container = url.partition("://")[2].strip("/")
     if given := sorted({"azure_connection_string", "azure_sas_token"} & extra.keys()):
-        raise RefusedError(f"{given[0]} is not read: azure_account_url and azure_account_key name account and key")
+        raise RefusedError(f"{given[0]} is not supported: use azure_account_url and azure_account_key")
     host = urlsplit(_text(extra, "azure_account_url")).hostname or ""
     return {"remote_url": f"az://{container}"} | _login(host.partition(".")[0], _text(extra, "azure_account_key"))
 
@@ -190,10 +190,10 @@ ALL_KEYS: Final = frozenset().union(*_KEYS.values())
 
 _REFUSED: Final = {
     "lm": f"there is no cache server: name {_STORES}",
-    "plugin": "LMCache's plugins are not loaded: a backend of your own makes a tier (docs/write-a-backend.md)",
+    "plugin": "LMCache's plugins are not loaded: write a backend for lmkv instead (docs/write-a-backend.md)",
     **dict.fromkeys(("blackhole", "mock", "audit"), "it is a store for LMCache's own tests"),
     **dict.fromkeys(
         ("bigtable", "eic", "hf3fs", "hfbucket", "sagemaker-hyperpod", "external"),
-        f"there is no such store here: name {_STORES}",
+        f"lmkv has no such store: name {_STORES}",
     ),
 }

@@ -25,7 +25,9 @@ from lmkv.errors import ConfigError, short_repr
 TRANSFER: Final = "--kv-transfer-config"
 _SOURCE: Final = "command line"
 _SHARED: Final = "/dev/shm/"
-_OWN_MEMORY: Final = "each engine has max_local_cpu_size (5 GiB) of its own beside the memory that all of a node share"
+_OWN_MEMORY: Final = (
+    "each engine takes max_local_cpu_size (5 GiB) in addition to the memory that all engines of a node share"
+)
 
 Setting = tuple[str, object, str]
 Env = Mapping[str, str]
@@ -35,7 +37,8 @@ Env = Mapping[str, str]
 class Command:
     """An engine's command, translated from another command line.
 
-    `before`: the words up to its options; `kept`: options that stay; `role`: its connector's; `ranks`: of an engine.
+    `before`: the words up to its options. `kept`: options that stay. `role`: the role of its connector. `ranks`: number
+    of ranks of an engine.
     """
 
     before: list[str] = field(factory=lambda: ["vllm", "serve"])
@@ -55,9 +58,11 @@ class Command:
         self._read(given, "used", here=name)
 
     def use_folder(self, given: str, folder: object, capacity: object = None) -> None:
-        """Use it as the disk tier, of which there is one."""
+        """Use the folder as the disk tier. There can be only one."""
         if any(name == "local_disk" for name, _, _ in self.settings):
-            self.refuse(given, "one folder is the disk tier: leave it out, or write it into remote_url: file:///FOLDER")
+            self.refuse(
+                given, "only one folder can be the disk tier: leave it out, or write remote_url: file:///FOLDER"
+            )
             return
         self.use(given, "local_disk", folder)
         if capacity is not None:
@@ -73,7 +78,7 @@ class Command:
         self._read(given, "unknown", why=why)
 
     def unused(self, group: str, name: str, value: object = True, given: str = "") -> None:
-        """Read an option that is no setting here. `given`: where, if not by its name alone."""
+        """Note an option that is not a setting of lmkv. `given`: the option as given, if not by its name alone."""
         known, given = lmcache.commands()[group], given or name
         entry = known.get(name)
         if entry is None:
@@ -95,7 +100,7 @@ class Command:
         self.readings.append(Reading(given, _SOURCE, kind, here, why))
 
     def take(self, translation: lmcache.Translation) -> None:
-        """Take over what LMCache's own settings become."""
+        """Take over the settings of lmkv that LMCache's settings become."""
         self.settings += translation.settings
         self.readings += translation.readings
         self.notes += translation.notes
@@ -116,7 +121,7 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
     command = _of_vllm(words[at:], env, ranks)
     command.before = before
     if any(map(_IMAGE.fullmatch, before)):
-        command.notes.append((logging.INFO, "the image must have lmkv in it: see Containerfile"))
+        command.notes.append((logging.INFO, "the image must contain lmkv: see Containerfile"))
     return command
 
 
@@ -199,13 +204,13 @@ def _use_adapter(command: Command, text: str, env: Env) -> None:
         adapter = json.loads(text)
         kind, given = str(adapter["type"]), f"--l2-adapter {adapter['type']}"
     except (ValueError, TypeError, KeyError, RecursionError):
-        command.refuse("--l2-adapter", "it is no JSON object with a type")
+        command.refuse("--l2-adapter", "it is not a JSON object with a type")
         return
     adapter = {_RENAMED.get(key, key): value for key, value in adapter.items()}
     if kind in ("fs", "fs_native") and adapter.get("max_capacity_gb"):
         command.use_folder(given, adapter.get("base_path"), adapter["max_capacity_gb"])
     elif kind not in _ADAPTERS:
-        command.refuse(given, "there is no such tier here: a folder, Redis, Valkey, S3 or Mooncake can be one")
+        command.refuse(given, "lmkv has no such tier: use a folder, Redis, Valkey, S3 or Mooncake")
         return
     else:
         _use_store(command, given, lambda: (_ADAPTERS[kind](adapter, env), _joined(kind, adapter, env)))
@@ -236,9 +241,7 @@ def _use_store(command: Command, given: str, described: Callable[[], tuple[str, 
         return
     before = {name: value for name, value, _ in command.settings if name in (*found, *_LOGIN)}
     if before and len(before | found) > 1:
-        command.refuse(
-            given, "of several stores each has its login in remote_url: redis://USER:PASSWORD@HOST,s3://BUCKET"
-        )
+        command.refuse(given, "write the login of each store into remote_url: redis://USER:PASSWORD@HOST,s3://BUCKET")
         return
     if before:
         urls = before["remote_url"]
@@ -368,7 +371,7 @@ def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
             except (ValueError, RecursionError):
                 given = None
             if not isinstance(given, dict) or not isinstance(given.get("kv_connector"), str):
-                raise ValueError("it is no JSON object with a kv_connector")
+                raise ValueError("it is not a JSON object with a kv_connector")
             found = given
         elif name.startswith(f"{TRANSFER}."):
             more: Any = value.split(",") if name.endswith("+") else _dotted_value(value)
@@ -459,7 +462,7 @@ def _keep_own(command: Command, items: Mapping[Any, object]) -> None:
     for key, value in items.items():
         name = str(key).removeprefix("lmkv.")
         if lmcache.owns(key):
-            command.leave(name, "settings of lmkv's own are given")
+            command.leave(name, "lmkv's own settings are given")
         else:
             command.settings.append((name, value, lmcache.EXTRA))
             command.readings.append(Reading(name, lmcache.EXTRA, "used", name))
@@ -489,9 +492,7 @@ _CONNECTORS: Final = (
     *("LMCacheConnectorV1", "LMCacheMPConnector", *_VLLMS),
     *("LMCacheConnectorV1Dynamic", "LMKVConnector", "LMCacheConnector"),
 )
-_OTHER: Final = (
-    f"only {', '.join(_CONNECTORS[:4])} can be migrated; another connector can stay beside lmkv, in a MultiConnector"
-)
+_OTHER: Final = f"only {', '.join(_CONNECTORS[:4])} can be migrated; a MultiConnector can combine another one with lmkv"
 
 
 def _bytes(command: Command, given: str, name: str, value: object, times: int = 1) -> None:
@@ -502,7 +503,7 @@ def _bytes(command: Command, given: str, name: str, value: object, times: int = 
     if nbytes > 0:
         command.use(given, name, nbytes / GIB)
     else:
-        command.refuse(given, "it is no number of bytes")
+        command.refuse(given, "it is not a number of bytes")
 
 
 def _secondary(command: Command, tiers: object) -> None:
@@ -566,7 +567,7 @@ def of_file(content: Mapping[Any, object]) -> list[str] | None:
     """
     for keys, kind in _MANIFESTS.items():
         if keys <= content.keys():
-            raise ConfigError(f"is a file {kind}, of which no settings are read: {GIVE_COMMAND}")
+            raise ConfigError(f"is a file {kind}, from which no settings are read: {GIVE_COMMAND}")
     if "kv_connector" in content:
         return ["vllm", "serve", "MODEL", TRANSFER, json.dumps(content)]
     if not {str(key).replace("_", "-") for key in content} & {TRANSFER[2:], "kv-offloading-size"}:
@@ -608,5 +609,5 @@ _MANIFESTS: Final = {
 }
 GIVE_COMMAND: Final = (
     "give its container's variables and command, as lmkv config migrate -- LMCACHE_CHUNK_SIZE=256 vllm serve ..., or "
-    "the settings inside it as a file of their own"
+    "the settings inside it as a separate file"
 )

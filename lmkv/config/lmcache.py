@@ -155,7 +155,9 @@ def named(env: Mapping[str, str], extra: Mapping[Any, object]) -> list[str]:
 def translate(
     env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, ranks: int | None = None
 ) -> Translation:
-    """Translate all given settings of LMCache. `read`: gives the content of a YAML file; `ranks`: of an engine."""
+    """Translate all given settings of LMCache. `read`: gives the content of a YAML file. `ranks`: number of ranks of an
+    engine.
+    """
     result = Translation()
     given = _flat(_merged(env, extra, read, result), result)
     strange = {source for _, source in given.values()} - {given[key][1] for key in given.keys() & table().keys()}

@@ -113,7 +113,7 @@ class RemoteURL:
             return self.scheme
         found = plugins.installed(plugins.BACKENDS).get(self.scheme)
         if found is None:
-            raise ConfigError(f"{self}: unknown scheme; there are: {', '.join(schemes())}")
+            raise ConfigError(f"{self}: unknown scheme; known are: {', '.join(schemes())}")
         return found
 
 
@@ -141,7 +141,7 @@ def boolean(value: object) -> bool:
 
 
 def is_nothing(value: object) -> bool:
-    """Whether a value of an option that need not be set leaves it unset: none, null, false, no, off, or empty."""
+    """Whether this value leaves an optional setting unset: none, null, false, no, off, or empty."""
     return value is None or value is False or (isinstance(value, str) and value.lower() in NOTHING)
 
 
@@ -150,7 +150,7 @@ def integer(minimum: int, maximum: int = 1 << 40) -> Parse:
         if isinstance(value, bool) or not isinstance(value, Integral | str):
             raise ValueError("must be a whole number")
         if isinstance(value, str) and not _WHOLE_NUMBER.fullmatch(value):
-            raise ValueError("must be a whole number, in digits alone")
+            raise ValueError("must be a whole number, with digits only")
         try:
             found = int(value)
         except ValueError:
@@ -223,7 +223,7 @@ def path(value: object) -> str | None:
         raise ValueError("must be a single path or file:///path")
     text = os.fspath(value)
     if isinstance(text, str) and _NO_PATH.fullmatch(text):
-        raise ValueError("must be a path or file:///path, no switch and no number: write ./NAME if it is a name")
+        raise ValueError("must be a path or file:///path, not a switch or a number: write ./NAME if it is a name")
     _check_template(text)
     if isinstance(text, str) and text != text.strip():
         raise ValueError("must not begin or end with a blank")
@@ -272,7 +272,7 @@ def urls(value: object) -> tuple[RemoteURL, ...]:
                 f"has an unknown scheme: did you mean {close[0]}://?" if close else f"must begin with {forms}"
             )
     if not all(url.text.isprintable() and " " not in url.text for url in found):
-        raise ValueError("must have printable characters alone, and no blanks")
+        raise ValueError("must have only printable characters, and no blanks")
     try:
         for url in found:
             url.check_hosts()
@@ -305,14 +305,14 @@ def quotas(value: object) -> tuple[Quota, ...]:
     if isinstance(value, str):
         value = dict(part.rpartition("=")[::2] for part in re.split(r"[\s,]+", value.strip()) if part)
     if not isinstance(value, dict) or not all(isinstance(name, str) and name for name in value):
-        raise ValueError("must be name=percent, several with blanks between")
+        raise ValueError("must be name=percent, with blanks between several of them")
     percent = number(0, 100)
     plain = {name: share.removesuffix("%") if isinstance(share, str) else share for name, share in value.items()}
     found = tuple(
         Quota(name if _SHOWN.fullmatch(name) else salt_label(name), percent(share)) for name, share in plain.items()
     )
     if sum(share.percent for share in found) > 100:
-        raise ValueError("must be 100 percent together at most")
+        raise ValueError("must add up to 100 percent at most")
     return found
 
 
@@ -323,7 +323,7 @@ def secret(value: object) -> Secret | None:
         return None
     if not isinstance(value, str):
         # YAML has read yes or no as a boolean.
-        raise ValueError("must be a text: in YAML, in quotes")
+        raise ValueError("must be text: put it in quotes in YAML")
     try:
         value.encode()
     except UnicodeEncodeError:

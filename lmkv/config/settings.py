@@ -184,7 +184,7 @@ class Config:
     )
     max_local_disk_size: float = _option(0.0, number(0), "Capacity of the disk tier", "GiB")
     cache_policy: str = _option(
-        "LRU", plugin_name(policy_names), f"Eviction order: {', '.join(POLICIES)}, or package.module:Class of your own"
+        "LRU", plugin_name(policy_names), f"Eviction order: {', '.join(POLICIES)}, or your own package.module:Class"
     )
     quotas: tuple[Quota, ...] = _option(
         (),
@@ -224,7 +224,7 @@ class Config:
         "all",
         plugin_name(lambda: ADMISSIONS, numbered="min_tokens"),
         "Which chunks go to disk: all; second_touch: those offered before, for fewer writes; min_tokens:8192: those "
-        "of requests with at least 8192 tokens; none; or package.module:Class of your own",
+        "of requests with at least 8192 tokens; none; or your own package.module:Class",
     )
     remote_url: tuple[RemoteURL, ...] = _option(
         (), urls, "Stores that others share, nearest first: redis://[user[:password]@]host[:port][/db] and so on"
@@ -322,7 +322,7 @@ class Config:
             yield self._problem("authentication_key", short)
         open_to_all = self.agent_listen and not self.agent_listen.startswith("unix:")
         if open_to_all and not (self.agent_token or self.agent_token_file):
-            yield self._problem("agent_listen", "needs an agent_token: whoever may connect may clear the cache")
+            yield self._problem("agent_listen", "needs an agent_token: anyone who can connect can clear the cache")
 
     @classmethod
     def load(

@@ -27,9 +27,9 @@ _PATIENCE: Final = 10.0
 
 
 def read_named(path: str | os.PathLike[str], limit: int = SMALL, *, pipes: bool = True) -> bytes:
-    """The content of a file, or what is written into a pipe, as the shell's `<(...)` is one.
+    """The content of a file or of a pipe, such as the shell's `<(...)`.
 
-    Raises OSError for anything else, also for more than `limit` bytes. `pipes`: a pipe is nothing to read either.
+    Raises OSError for anything else, and for more than `limit` bytes. `pipes`: whether pipes may be read.
     """
     fd, mode = _opened(path, pipes=pipes)
     try:
@@ -49,7 +49,7 @@ def _opened(path: str | os.PathLike[str], *, pipes: bool) -> tuple[int, int]:
     try:
         mode = os.fstat(place).st_mode
         if not stat.S_ISREG(mode) and not (pipes and stat.S_ISFIFO(mode)):
-            raise OSError("it is a folder: name a file in it" if stat.S_ISDIR(mode) else "it is no file")
+            raise OSError("it is a folder: name a file in it" if stat.S_ISDIR(mode) else "it is not a file")
         return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), mode
     except OSError as error:
         if error.filename is not None:
@@ -113,7 +113,7 @@ def given_settings(
 
 
 def flat(extra: object) -> dict[Any, object]:
-    """The same keys, even if vLLM's dotted arguments have made mappings of them: {"lmkv": {"chunk_size": 64}}.
+    """The same settings with plain keys. vLLM's dotted arguments turn keys into mappings: {"lmkv": {"chunk_size": 64}}.
 
     Raises ConfigError for anything but a mapping.
     """
@@ -130,7 +130,7 @@ def flat(extra: object) -> dict[Any, object]:
 def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
     """The mapping in a file, with numbers as text, which the parsers of settings take. Raises ConfigError.
 
-    `pipes`: also in a pipe, which is empty afterwards.
+    `pipes`: whether to read a pipe, which is empty afterwards.
     """
     # Imported here, because most engines have no file.
     import yaml

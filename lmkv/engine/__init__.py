@@ -42,7 +42,7 @@ def open_store(
     `identity`: the fields of the namespace that do not follow from the tensors.
     """
     if not isinstance(config, Config):
-        raise UsageError(f"config must be a Config, as Config.load(...) makes one, not {short_repr(config)}")
+        raise UsageError(f"config must be a Config, such as Config.load(...) returns, not {short_repr(config)}")
     try:
         tensors = list(kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches)
     except TypeError:
@@ -417,7 +417,7 @@ class Engine:
         """Keep leading chunks that are in host memory there for `ttl` seconds; returns how many tokens they have.
 
         Pins take no more than their share of host memory. Beyond it, the oldest pins end, first those of the variant
-        with most pins.
+        that has the most.
         """
         self._check_open()
         limit = self._pin_ttl if ttl is None else seconds(ttl, "ttl")
@@ -442,12 +442,12 @@ class Engine:
 
     @property
     def tiers(self) -> TieredStore:
-        """The store beneath."""
+        """The store that the engine uses."""
         return self._store
 
     @property
     def copier(self) -> Copier | None:
-        """None without paged memory, and once the engine is closed."""
+        """The engine's copier. None without paged memory, and once the engine is closed."""
         return self._copier
 
     def stats(self) -> EngineStats:

@@ -58,7 +58,8 @@ class Part:
 class Difference:
     """A chunk's numbers differ on one rank, in `layers`; `copy`: its number in the order.
 
-    `first`, `end`: the range of its tokens, in whole pages. `deviation`: the largest. `blocks`: of a load.
+    `first`, `end`: the range of its tokens, in whole pages. `deviation`: the largest one. `blocks`: the blocks that a
+    load has filled.
     """
 
     copy: int
@@ -80,12 +81,12 @@ def deviation(
     """Return how far the pages differ, `[page]`; both arguments are `[page, number]`. The run of 16 numbers that
     differs most counts.
 
-    `loose`: leave out the farthest runs, up to this part of all.
+    `loose`: the share of runs to leave out, those that differ most.
 
     A run's difference is relative to its computed spread from token to token, so that neither a large mean nor the
-    page's other runs hide it. `strides`: see `Part`; the smallest spread counts. `rounding`: of these numbers,
-    relative. The result is 0 for equal pages, about 1 for unrelated ones, and infinite if only one of two numbers is
-    finite.
+    page's other runs hide it. `strides`: see `Part`; the smallest spread counts. `rounding`: the relative rounding
+    error of these numbers. The result is 0 for equal pages, about 1 for unrelated ones, and infinite if only one of two
+    numbers is finite.
 
     >>> page = torch.randn((1, 64), generator=torch.Generator().manual_seed(1))
     >>> other = page.clone()
@@ -239,7 +240,9 @@ class Reading:
 
 @define(eq=False)
 class ReadBack:
-    """Reads one rank's paged memory. `parts`: of its pages, by layer. `staging`: of its device, None for a CPU."""
+    """Reads one rank's paged memory. `parts`: the content of its pages, by layer. `staging`: the staging memory of its
+    device; None for a CPU.
+    """
 
     _memory: PagedMemory
     _layout: KVLayout
@@ -271,14 +274,14 @@ class ReadBack:
         return blocks.pin_memory() if self._memory.device.type == "cuda" else blocks
 
     def digests(self, reading: Reading, copies: Sequence[ChunkCopy]) -> Digests:
-        """A reading that has ended, by part and copy."""
+        """The digests of a reading that has ended, by part and copy."""
         groups = [self._layout.layers[part.plane].group for part in self._parts]
         sizes = [len(copy.runs[group].blocks) for group in groups for copy in copies]
         found = list(reading.found.split(sizes))
         return [found[at : at + len(copies)] for at in range(0, len(found), len(copies))]
 
     def of_slots(self, copies: Sequence[ChunkCopy], slab: SlabMap) -> Digests:
-        """The digests of the copied pages in their slots. On any thread."""
+        """The digests of the copied pages in their slots. May be called on any thread."""
         return [[self._of_slot(part, copy, slab) for copy in copies] for part in self._parts]
 
     def _of_slot(self, part: Part, copy: ChunkCopy, slab: SlabMap) -> torch.Tensor:

@@ -90,15 +90,16 @@ class Copier(Protocol):
 
 
 class HasLayers(Protocol):
-    """A plane. `layers`: of the model, several if they are fused."""
+    """A plane. `layers`: the layers of the model that it has; several if they are fused."""
 
     @property
     def layers(self) -> range: ...
 
 
 def by_layer(planes: Sequence[_P], num_layers: int) -> tuple[list[list[_P]], list[list[_P]]]:
-    """For each layer, the planes to load with it (the layer is the plane's first), and to store with it (it is the
-    last)."""
+    """For each layer, the planes to load with it, and the planes to store with it. A plane is loaded with its first
+    layer, and stored with its last layer.
+    """
     to_load, to_store = (
         [[plane for plane in planes if plane.layers[at] == layer] for layer in range(num_layers)] for at in (0, -1)
     )

@@ -55,8 +55,8 @@ class Spans:
 class Transfers:
     """Copies between host and device, all in one direction and in no order among themselves.
 
-    The host's side of each lies inside one registration (`pinned`), or outside all of them. `stable`: the sources do
-    not change until all is done, so they may be read before the stream's turn.
+    The host's side of each lies inside one registration (`pinned`), or outside all of them. `stable`: whether the
+    sources stay unchanged until all is done, so that they may be read before the stream's turn.
     """
 
     sources: Addresses
@@ -86,12 +86,12 @@ class Stream(Protocol):
         ...
 
     def run(self, work: Callable[[], object]) -> None:
-        """Queue the torch operations of `work`. It may be called later."""
+        """Queue the torch operations of `work`, which may be called later."""
         ...
 
 
 class Device(Protocol):
-    """An accelerator. Only `synchronize`, `allocate`, and `transfer` of unregistered memory block.
+    """An accelerator. Only these calls block: `synchronize`, `allocate`, and `transfer` of unregistered memory.
 
     A call may raise the error of an earlier call, and a failed device may raise repeatedly.
     """
@@ -116,7 +116,7 @@ class Device(Protocol):
         ...
 
     def register(self, address: int, nbytes: int) -> Callable[[], None]:
-        """Pin host memory; returns a call that unpins it. Raises DeviceError. From any thread."""
+        """Pin host memory; returns a call that unpins it. Raises DeviceError. May be called on any thread."""
         ...
 
     def synchronize(self) -> None:
@@ -167,7 +167,7 @@ class Staging:
         device.synchronize()
 
     def record_event(self) -> Event:
-        """The end of the computation that was launched until now."""
+        """An event for the end of the computation that was launched until now."""
         return self.device.stream(compute=True).record_event()
 
     def allocate(self) -> None:
@@ -196,7 +196,7 @@ class PinnedSlab:
 
     Copies of unregistered memory are correct as well, but slower, and block the calling thread. `part`: offset and
     bytes in each slot. `turn`: (index, count) of this rank among those with the same part; each begins elsewhere.
-    `threads`: with 0, only `pin_next` registers anything.
+    `threads`: how many threads register memory; with 0 only `pin_next` does.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class PinnedSlab:
         self._pinned[first : last + 1] = True
 
     def wait(self) -> None:
-        """Wait until no more will be registered."""
+        """Wait until registration has ended."""
         for thread in self._threads:
             thread.join()
 

@@ -27,7 +27,8 @@ _FILE_SYSTEM_SHARE = 0.9
 
 @frozen
 class ControlGroup:
-    """The folder of a control group. `names`: of its files with the limit and the use, and of page cache in its `stat`.
+    """The folder of a control group. `names`: the names of its files with the limit and the use, and of the page
+    cache's entry in its `stat`.
 
     `V1`, `V2`: the names in the kernel's two interfaces.
     """
@@ -39,7 +40,7 @@ class ControlGroup:
     V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
     def limit_bytes(self) -> int:
-        """Raises ValueError if there is no limit, and OSError if there is no such group."""
+        """The limit in bytes. Raises ValueError if there is no limit, and OSError if there is no such group."""
         return int((self.folder / self.names[0]).read_text())
 
     def free_bytes(self) -> int:
@@ -102,7 +103,8 @@ def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
     """`wanted` bytes in whole slots, cut with a warning to the memory that this machine can give.
 
     `engines`: how many start on this host; each gets its share at most. Does not give memory that is promised to other
-    slabs of this host, unless less than 1/256 is wanted. Raises ConfigError when not even one slot fits.
+    slabs of this host, unless `wanted` is less than 1/256 of the available memory. Raises ConfigError when not even one
+    slot fits.
     """
     promised, taken = slab.promised_and_taken()
     room = int((available_ram() + taken) * RAM_SHARE)

@@ -113,7 +113,7 @@ class PagedMemory:
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor], *, block_axis: int = 0) -> PagedMemory:
-        """From one tensor per layer, all of one block table. `block_axis`: 0, or 1 for [2, block, ...]."""
+        """Make it from one tensor per layer, with a common block table. `block_axis`: 0, or 1 for [2, block, ...]."""
         rows = [
             (layer, block_rows(plane)) for layer, tensor in enumerate(tensors) for plane in planes(tensor, block_axis)
         ]

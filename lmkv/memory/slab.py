@@ -1,9 +1,9 @@
 """The slab: one region of host memory in equal slots, with room for one chunk each.
 
 It is the first tier, and all other tiers write from it and read into it. A shared slab is an anonymous memory file,
-which other processes map through its owner's file descriptor. /dev/shm does not limit it, and the kernel frees it with
-its last process. Its name has the engine's name and a random part. So lmkv notices if the descriptor in a path means
-another file, in another container or after its owner has ended.
+which other processes map through its owner's file descriptor. /dev/shm does not limit it, and the kernel frees it when
+the last process that maps it ends. Its name has the engine's name and a random part. So lmkv notices if the descriptor
+in a path means another file, in another container or after its owner has ended.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def name_of(path: str) -> str:
 
 
 def slab_files() -> Iterator[tuple[str, str, os.stat_result]]:
-    """Path, name and state of each slab of this user's on this host."""
+    """Path, name and state of each slab of this user on this host."""
     names = set()
     for path in glob.iglob("/proc/[0-9]*/fd/*"):
         name = name_of(path)
@@ -144,7 +144,8 @@ def promised_and_taken() -> tuple[int, int]:
 
 @frozen
 class SlabRef:
-    """A reference to a shared slab, which another process on this host can `attach`. `name`: of its memory file.
+    """A reference to a shared slab, which another process on this host can `attach`. `name`: the name of its memory
+    file.
 
     The path does not count for equality: a process that is just being forked has the same file at another path.
     """
@@ -268,7 +269,7 @@ def slab_name(engine: str, layout: KVLayout) -> str:
 
 
 def wait_for_slab(engine: str, slot_bytes: int, stop: threading.Event) -> SlabRef | None:
-    """The slab of an engine, once it has one. None if `stop` is set first."""
+    """Wait until an engine has a slab, and return it. None if `stop` is set first."""
     while not stop.is_set():
         found = find_file(engine)
         if found is not None:
@@ -281,8 +282,8 @@ def wait_for_slab(engine: str, slot_bytes: int, stop: threading.Event) -> SlabRe
 class Slab(SlabMap):
     """A slab and the list of its free slots. `allocate` and `free` are O(1) and never block.
 
-    Not thread-safe: its store, or its backend, calls them under its lock. `engine`: the name by which
-    other processes find it, when it is shared. `descriptor`: of a shared slab's memory file, else -1.
+    Not thread-safe: its store, or its backend, calls them under its lock. `engine`: the name by which other processes
+    find it, when it is shared. `descriptor`: the file descriptor of a shared slab's memory file; else -1.
     """
 
     def __init__(self, slot_bytes: int, capacity_bytes: int, *, shared: bool = False, engine: str = "") -> None:
@@ -321,7 +322,7 @@ class Slab(SlabMap):
         return next(iter(self.claim(1)), None)
 
     def claim(self, count: int) -> list[int]:
-        """At most `count` free slots, in use from now on, the next one last."""
+        """Take at most `count` free slots, in use from now on. The last one is the next to fill."""
         first = max(0, len(self._free) - count)
         slots, self._free[first:] = self._free[first:], []
         for slot in slots:

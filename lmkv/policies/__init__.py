@@ -184,7 +184,7 @@ def make_admission(name: str) -> Admission:
     if number := _MIN_TOKENS.fullmatch(name):
         return MinTokens(int(number[1]))
     if not plugins.is_place(name):
-        raise ConfigError(f"unknown admission {name!r}; there are: {', '.join(ADMISSIONS)}")
+        raise ConfigError(f"unknown admission {name!r}; known are: {', '.join(ADMISSIONS)}")
     admission: Admission = plugins.make(name, f"disk_admission {name!r}", Admission)
     return admission
 
@@ -207,7 +207,7 @@ def make_policy(name: str) -> Policy:
         return POLICIES[name]()
     place = name if plugins.is_place(name) else plugins.installed(plugins.POLICIES).get(name)
     if place is None:
-        raise ConfigError(f"unknown cache policy {name!r}; there are: {', '.join(policy_names())}")
+        raise ConfigError(f"unknown cache policy {name!r}; known are: {', '.join(policy_names())}")
     policy: Policy = plugins.make(place, f"cache_policy {name!r}", Policy)
     return policy
 

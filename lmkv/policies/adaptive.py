@@ -1,4 +1,4 @@
-"""`WeightedAge` ages chunks used again more slowly; `ADAPTIVE` tries several weights in `Shadow`s."""
+"""`WeightedAge` ages chunks more slowly once they are used again; `ADAPTIVE` tries several weights in `Shadow`s."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class ADAPTIVE(WeightedAge):
 
     Notes
     -----
-    The shadows of a small tier have all its chunks. Those of a large tier have a sample of about 1,024 chunks, to save
-    time.
+    The shadows of a small tier have all its chunks. The shadows of a large tier have a sample of about 1,024 chunks, to
+    save time.
 
     Examples
     --------

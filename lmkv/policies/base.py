@@ -73,7 +73,7 @@ class PolicyBase(ABC):
     -----
     Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected), amortised, all else
     O(1) per key. All policies take hints; see `lmkv.protocols.TakesHints`. Keys with a priority keep at most half of
-    the tier. Beyond that, those with the lowest priority are evicted, the one that was spared first before the others.
+    the tier. Beyond that, keys with the lowest priority are evicted, first the key that has been spared for longest.
 
     Examples
     --------
@@ -156,7 +156,7 @@ class PolicyBase(ABC):
         """Take a key out of the order. The policy still knows it, unless `forget` follows."""
 
     def rejoin(self, key: ChunkKey) -> None:
-        """Put a key back after a use out of the order, or after its release."""
+        """Put a key back that was used while it was out of the order, or that was released."""
         self.put_back(key)
 
     def evicted(self, key: ChunkKey, size: int) -> None:

@@ -153,9 +153,9 @@ class MRU(QueuePolicy):
 
 @define(eq=False, repr=False)
 class LFU(PolicyBase):
-    """Least frequently used, with dynamic ageing: a chunk ranks by its uses plus the rank that was evicted last.
+    """Least frequently used, with dynamic ageing: a chunk ranks by its uses plus the rank of the last evicted chunk.
 
-    So chunks that were used often long ago make way for new ones in the end.
+    So chunks that were used often, but long ago, are evicted in the end.
 
     Examples
     --------

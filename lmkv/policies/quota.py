@@ -65,7 +65,7 @@ class Quotas:
     @quotas.validator
     def _check(self, _: object, quotas: Mapping[str, float]) -> None:
         if any(quota < 0 for quota in quotas.values()) or sum(quotas.values()) > 1 + 1e-9:
-            raise UsageError(f"quotas must be 0 or more, and 100 % together at most, not {dict(quotas)}")
+            raise UsageError(f"quotas must be 0 or more, and add up to 100 % at most, not {dict(quotas)}")
 
     def __repr__(self) -> str:
         return f"<Quotas: {len(self._sizes)} keys of {len(self._policies)} tenants>"
@@ -75,14 +75,14 @@ class Quotas:
         return {tenant: used for tenant, used in self._used.items() if used}
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """The tenant of a chunk, or else of its parent, and its quota, 0 to 1. Nobody has the rest."""
+        """The tenant of a chunk, or else of its parent, and its quota, 0 to 1. Other chunks have the rest."""
         tenant = self._tenants.get(key, self._tenants.get(parent, NOBODY))
         return tenant, self.quotas.get(tenant, max(0.0, 1.0 - sum(self.quotas.values())))
 
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
         """Chunks of a chain, given head first, belong to the first of these tenants that has a quota.
 
-        Known chunks of another tenant stay there; nobody's become this one's.
+        Known chunks of another tenant keep their tenant. Known chunks without a tenant get this one.
         """
         tenant = next((name for name in names if name in self.quotas), NOBODY)
         if tenant == NOBODY:
@@ -125,7 +125,9 @@ class Quotas:
             self.insert(key, size, parent)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Tell every tenant that has chunks of the chain: if tags are tenants, prompts of several share their heads."""
+        """Note the use for every tenant that has chunks of the chain: if tags are tenants, prompts of several tenants
+        share their heads.
+        """
         for tenant in {self._tenants[key] for key in keys if key in self._sizes}:
             self._policies[tenant].touch(keys)
 
@@ -153,7 +155,9 @@ class Quotas:
                 policy.hint(keys, priority)
 
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
-        """Evict at least `nbytes`, first from tenants over their quota. None, and no change, if there are too few."""
+        """Evict at least `nbytes`, first from tenants over their quota. Returns None and changes nothing if there are
+        too few.
+        """
         spared: dict[str, int] = {}
         for key in protect:
             if key in self._sizes and key not in self._held:

@@ -25,7 +25,8 @@ _BUSY_SECONDS = 30.0
 @frozen
 class TierResult:
     """The leading chunks and tokens that were found in this tier and not above it, and the chunks written to it.
-    `tokens`: of all prompts."""
+    `tokens`: the tokens of all prompts.
+    """
 
     name: str
     tokens: int
@@ -51,7 +52,7 @@ class Router:
 
     def __attrs_post_init__(self) -> None:
         if self.kind not in ROUTERS:
-            raise UsageError(f"unknown router {self.kind!r}; there are: {', '.join(ROUTERS)}")
+            raise UsageError(f"unknown router {self.kind!r}; known are: {', '.join(ROUTERS)}")
         self._busy = [[] for _ in range(self.engines)]
 
     def choose(self, request: TraceRequest) -> int:

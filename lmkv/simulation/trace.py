@@ -64,7 +64,7 @@ class Trace:
 
 @define(eq=False)
 class Room:
-    """Memory that one trace may take. `nbytes`: at most. Raises ValueError when that is exceeded."""
+    """Memory that one trace may take, at most `nbytes`. Raises ValueError when that is exceeded."""
 
     nbytes: int
     blocks: int = 0
@@ -110,7 +110,7 @@ class KeyTable:
 
 
 def chunked(blocks: Sequence[object], per_chunk: int, *, partial: bool) -> Iterable[object]:
-    """Group `per_chunk` blocks to a chunk; `partial`: the last may have fewer."""
+    """Group `per_chunk` blocks into a chunk. `partial`: the last chunk may have fewer."""
     if per_chunk == 1:
         return blocks
     end = len(blocks) if partial else len(blocks) // per_chunk * per_chunk
@@ -135,8 +135,8 @@ def read_trace(
     """Read the trace in a file, or RAGPulse's in its folder; both may be compressed with zstd.
 
     `chunk_tokens`: None for the trace's own block. `spread`: sessions of a run-length file begin at uniformly random
-    times within this number of seconds; 0: as the file says. `memory`: bytes that it may take. Raises UsageError for
-    another file, or one that takes more, with the line and its mistake.
+    times within this number of seconds; 0: as the file says. `memory`: bytes that it may take. Raises UsageError, with
+    the line and the mistake, for a file that is not a trace, and for one that takes more memory.
     """
     if path.is_dir():
         path = next(iter(sorted(path.glob("0_trace.jsonl*"))), path / "0_trace.jsonl")
@@ -161,7 +161,7 @@ Reader = Callable[[str, Iterator[Any], int, Path, Room], Iterator[TraceRequest]]
 
 def _reader(first: Any, spread: float, seed: int) -> tuple[Reader, Callable[[Any], int]]:
     if not isinstance(first, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     if "lmkv_trace" in first:
         return _recorded, _recorded_block
     if "requests" in first:
@@ -310,7 +310,7 @@ def _session(value: Any) -> str:
 def parsed_lines(path: Path) -> Iterator[Iterator[Any]]:
     """The JSON of each non-blank line; decompresses a file with the suffix .zst.
 
-    Raises UsageError with file and line, also for errors of a block about the last line.
+    Raises UsageError with file and line, also for an error that the with block raises about the last line.
     """
     at = 0
 
@@ -335,9 +335,9 @@ def parsed_lines(path: Path) -> Iterator[Iterator[Any]]:
         reason = str(error) if type(error) is ValueError else repr(error)
         if isinstance(error, json.JSONDecodeError):
             reason = "it is not JSON; a trace has a JSON object in each line: of Mooncake, RAGPulse, or lmkv record"
-        raise UsageError(f"{path}{f', line {at}' if at else ''}: no trace: {outside(reason)}") from error
+        raise UsageError(f"{path}{f', line {at}' if at else ''}: not a trace: {outside(reason)}") from error
     except RecursionError as error:
-        raise UsageError(f"{path}, line {at}: no trace: it is nested too deeply") from error
+        raise UsageError(f"{path}, line {at}: not a trace: it is nested too deeply") from error
 
 
 @contextmanager

@@ -67,7 +67,8 @@ class Catalog(Part):
 
     @locked
     def count_found(self, keys: Sequence[ChunkKey], found: int = 0) -> int:
-        """Count the leading chunks that some tier is known to have. The caller knows this of the first `found`.
+        """Count the leading chunks that some tier is known to have. The caller already knows this for the first `found`
+        chunks.
 
         Skips a chunk whose load hangs: it may never arrive.
         """
@@ -109,7 +110,7 @@ class Catalog(Part):
     def longest_prefix(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
         """`(key, count)`: the chunk in host memory that begins with the most of `tokens`, and how many.
 
-        `origin`: see `KeyChain.origin`. Returns `(b"", 0)` if no chunk begins so.
+        `origin`: see `KeyChain.origin`. Returns `(b"", 0)` if there is no such chunk.
         """
         with self._lock:
             return self._primary.prefixes.longest(origin, tokens)
@@ -127,9 +128,8 @@ class Catalog(Part):
             return tier.name if tier else None
 
     def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, tuple[int, int]]:
-        """Chunks and bytes that each lower tier would deliver, in the order of their first chunks.
-
-        None: no tier.
+        """Chunks and bytes that each lower tier would deliver, in the order of their first chunks. The name None means
+        no tier.
         """
         found: dict[str | None, tuple[int, int]] = {}
         with self._lock:
@@ -154,7 +154,7 @@ class Catalog(Part):
         return drained
 
     def add_observer(self, observer: StoreObserver) -> None:
-        """Notify this observer of chunks that enter and leave tiers from now on. For earlier ones: `replay_to`."""
+        """Notify this observer of chunks that enter and leave tiers from now on. `replay_to` reports earlier ones."""
         with self._lock:
             self._observers.append(GuardedObserver(observer))
 
@@ -189,7 +189,7 @@ class Boundaries:
         return [*chain, *(state_keys(chain[-1], self.states) if chain and self.states else ())]
 
     def without_states(self, entries: int) -> int:
-        """Return how many chunks are among the first of `entries`."""
+        """Return how many of the first `entries` entries are chunks."""
         return max(0, entries - self.states)
 
     def last_with_states(self, chain: Sequence[ChunkKey], first: int = 0, *, ready: bool = False) -> int:
@@ -216,7 +216,9 @@ class Boundaries:
 
 
 class TierScanner:
-    """Lists one tier on a separate thread. `lock`: the store's. `listed`: one has ended, and the `bell` rang."""
+    """Lists one tier on a separate thread. `lock`: the store's. `listed`: whether a listing has ended; `bell` rings
+    then.
+    """
 
     def __init__(self, tier: LowerTier, lock: threading.Lock, interval: float = INTERVAL) -> None:
         self._tier = tier

@@ -36,10 +36,10 @@ class State(Enum):
 class Entry:
     """A chunk in host memory. Changed only under the store's lock.
 
-    `refs`: leases, reservations, running I/O, promotions and pins that refer to the slot. `removed`: out of the index
-    forever; the slot is freed with the last reference. `flushing`: evicted, and being copied to lower tiers first.
-    `in_policy`: known to the policy. `origin`: see `KeyChain.origin`; empty for a chunk that is found by its key only.
-    `prefetched`: brought by a prefetch, and not leased since.
+    `refs`: leases, reservations, running I/O, promotions and pins that refer to the slot. `removed`: whether it left
+    the index forever; the slot is freed with the last reference. `flushing`: whether it is evicted, and being copied to
+    lower tiers first. `in_policy`: whether the policy knows it. `origin`: see `KeyChain.origin`; empty for a chunk that
+    is found by its key only. `prefetched`: whether a prefetch brought it, and nobody has leased it since.
     """
 
     key: ChunkKey = field(repr=bytes.hex)
@@ -86,7 +86,7 @@ class Share:
         return len(self._entries) >= self.limit
 
     def add(self, entry: Entry, tenant: str = "", part: float = 1.0) -> None:
-        """`part`: the tenant's part of all slots."""
+        """Add an entry. `part`: the tenant's part of all slots."""
         self._entries[entry.key], self._tenants[entry.key] = entry, tenant
         self._counts[tenant] += 1
         self._parts[tenant] = part
@@ -196,7 +196,7 @@ class PrefixIndex:
             del self._chunks[origin]
 
     def longest(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
-        """`(key, count)`: the chunk whose first `count` tokens are those of `tokens`; `(b"", 0)` if none is."""
+        """`(key, count)`: the chunk whose first `count` tokens are those of `tokens`; `(b"", 0)` if there is none."""
         best, most = b"", 0
         chunks = self._chunks.get(origin, [])
         at = bisect_left(chunks, (tokens, b""))

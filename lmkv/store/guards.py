@@ -103,7 +103,8 @@ class Changes:
 
     Ctrl-C, or a MemoryError, may come between any two lines. So a mark is set before the first line of a change and
     cleared after its last. The next change that finds it set first calls `repair`, which recounts everything. An
-    exception within these methods leaves the mark right as well; the lock is in C and leaves no gap.
+    exception within these methods leaves the mark correct as well. The lock is written in C, so nothing can come
+    between it and the mark.
     """
 
     repair: Callable[[], None] = field(default=lambda: None)
@@ -172,8 +173,8 @@ class Freezer:
     """Calls `gc.freeze` as an index grows, and when many of its entries were replaced.
 
     A full collection visits every object of all indexes and stops all threads: 0.7 s with three million chunks. Entries
-    are never part of a cycle, so they are freed without it. `gc.freeze` runs after the next full collection, to keep
-    no garbage. A cycle in use at that time is never freed.
+    are never part of a cycle, so they are freed without a collection. `gc.freeze` runs after the next full collection,
+    to keep no garbage. A cycle in use at that time is never freed.
     """
 
     _size: int = 0
@@ -301,8 +302,8 @@ class Order:
     """A policy. If it raises, a `Plain` policy replaces it, and the log says so once.
 
     It also passes hints about chunks that arrive or return: `priority_of` for those in `wished`, and which chunks
-    sessions gave up before they arrived. `content`: of the tier. `freed`: bytes of these chunks, 0 if one is in use or
-    absent. `has`: whether the policy knows a chunk. Called under the store's lock.
+    sessions gave up before they arrived. `content`: the tier's content. `freed`: the bytes of given chunks; 0 if one of
+    them is in use or absent. `has`: whether the policy knows a chunk. Called under the store's lock.
     """
 
     def __init__(

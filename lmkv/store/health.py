@@ -59,11 +59,11 @@ class TierCounters:
 class TierStats(TierCounters):
     """A tier at one moment: its content, its capacity, and its totals so far.
 
-    `states`: of recurrent layers, in host memory; lower tiers count them as chunks. `breaker`: "open" while the tier
-    keeps failing and counts as empty, "half-open" when it is about to be tried again. `write_breaker`: the same for
-    writes alone, while stored chunks are still served. `hung_reads`, `hung_writes`: calls that have run for more than
-    five seconds; deletions count as writes. Each keeps a thread of the tier until it ends; a read or write also keeps a
-    slot of host memory.
+    `states`: states of recurrent layers in host memory; lower tiers count them as chunks. `breaker`: "open" while the
+    tier keeps failing and counts as empty, "half-open" when it is about to be tried again. `write_breaker`: the same
+    for writes alone, while stored chunks are still served. `hung_reads`, `hung_writes`: calls that have run for more
+    than five seconds; deletions count as writes. Each keeps a thread of the tier until it ends; a read or write also
+    keeps a slot of host memory.
     """
 
     name: str
@@ -101,8 +101,8 @@ class StoreStats:
 class Stored:
     """The content of a lower tier's index. `sizes`: bytes of each stored chunk.
 
-    `rewriting`: those of `writing` that are stored as well. `tombstones`: never served again, `reclaiming`: being
-    deleted.
+    `rewriting`: those of `writing` that are stored as well. `tombstones`: chunks that are never served again.
+    `reclaiming`: chunks that are being deleted.
     """
 
     sizes: Mapping[ChunkKey, int]
@@ -119,7 +119,7 @@ class Snapshot:
     ones.
 
     `prefetched`: the key of each slot that prefetches refer to, of a removed chunk, too. `wished`: slots of pins and
-    prefetches, by the type of the keys. `promotions`: those that are not released.
+    prefetches, by the type of the keys. `promotions`: the promotions that are not released.
     """
 
     held: Mapping[ChunkKey, Entry]
@@ -132,7 +132,7 @@ class Snapshot:
 
 @define(eq=False)
 class Breaker:
-    """Opens after `threshold` failures in a row. Pure: no lock inside, no thread, no time but `clock`'s.
+    """Opens after `threshold` failures in a row. Has no lock and no thread, and takes all times from `clock`.
 
     An open breaker refuses calls for `first_delay` seconds. Then it is half-open: it lets one call through as a trial.
     If that fails it opens again for twice as long, up to `longest_delay`; any success closes it. If failures come

@@ -56,10 +56,10 @@ class _Wished:
 class Hints:
     """Passes hints on to policies that take them. Thread-safe. `lock`: the store's.
 
-    An `owner` is the root of a request's keys: two owners' sessions of one name are two sessions. Priorities are
-    limited to `most` chunks, and for each tenant to its part of them (`part_of`, see `DividesTier`). Beyond that, the
-    oldest priorities of the owner with the most chunks end. If several priorities were set for a chunk, it has the
-    highest one.
+    An `owner` is the root of a request's keys: sessions of the same name with different owners are different sessions.
+    Priorities are limited to `most` chunks, and for each tenant to its part of them (`part_of`, see `DividesTier`).
+    Beyond that, the oldest priorities of the owner with the most chunks end. If several priorities were set for a
+    chunk, it has the highest one.
 
     Examples
     --------
@@ -103,9 +103,8 @@ class Hints:
     def set_priority(
         self, keys: Chain, priority: int, seconds: float = DEFAULT_SECONDS, owner: bytes = b"", session: str = ""
     ) -> None:
-        """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts; 0 ends the session's for this chain.
-
-        It ends with the `session`. A shorter or lower priority does not end another one.
+        """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts; 0 ends the session's priority for this
+        chain. A priority also ends with its `session`. A shorter or lower priority does not end another one.
         """
         with self._lock, self._changes:
             if priority < 0:
@@ -257,7 +256,8 @@ class Hints:
     def session(self, owner: bytes, name: str, keys: Chain, *, ended: bool = False) -> None:
         """Note the end of a session's request. Chunks that this request has replaced will be evicted first.
 
-        `ended`: the session ends with it; all its chunks that no other session shares will be evicted first.
+        `ended`: whether the session ends with it; all its chunks that no other session shares will then be evicted
+        first.
         """
         with self._lock, self._changes:
             self._session(owner, name, keys, ended=ended)
@@ -320,12 +320,12 @@ class Hints:
         return counts
 
     def owned(self, tenant: str = "") -> Counter[bytes]:
-        """Return how many keys each owner of a tenant has priorities for."""
+        """Return how many keys with a priority each owner of a tenant has."""
         return self._tenants[tenant].owned
 
     @locked
     def recount(self) -> None:
-        """After an exception: recount from the known wishes, and tell the policies, which are new."""
+        """After an exception, count the known wishes again, and tell them to the policies, which were made anew."""
         self._priorities, self._sessions = self._priorities.rebuilt(), self._sessions.rebuilt()
         self._wished.clear()
         self._ending, self._tenants = {}, {}

@@ -22,7 +22,7 @@ from lmkv.store.health import Stored
 
 
 class Victims(dict[ChunkKey, int]):
-    """Chunks to delete from the backend, and their sizes. One deleter has them at a time.
+    """Chunks to delete from the backend, and their sizes. Only one thread at a time may delete them.
 
     `room`: bytes that nothing may use until the chunks are deleted.
     """
@@ -136,7 +136,7 @@ class TierIndex:
     def begin_write(
         self, key: ChunkKey, nbytes: int, protect: Callable[[], frozenset[ChunkKey]] = frozenset
     ) -> Victims | None:
-        """Make room for a chunk. None if that fails, or while old bytes of this key are being deleted.
+        """Make room for a chunk. Returns None if that fails, or while old bytes of this key are being deleted.
 
         Returns chunks to delete before writing; afterwards pass them to `reclaimed`. `protect` names the keys
         that must not be evicted, and is called only if anything must be.
@@ -264,7 +264,7 @@ class TierIndex:
                 self._tombstones[key] = 0
 
     def clear(self) -> Collection[ChunkKey]:
-        """Mark everything but other namespaces' chunks deleted, indexed or not; returns the indexed keys.
+        """Mark all chunks as deleted, indexed or not, except those of other namespaces; returns the indexed keys.
 
         Ends a listing under way.
         """
@@ -279,7 +279,9 @@ class TierIndex:
         return stored
 
     def take_tombstones(self, replaced_by: int = 0) -> Victims:
-        """The tombstones, for the caller to delete their bytes. `replaced_by`: bytes that it then writes."""
+        """The tombstones, for the caller to delete their bytes. `replaced_by`: bytes that the caller then writes in
+        their place.
+        """
         victims, self._tombstones = Victims(self._tombstones), {}
         self._reclaiming.update(victims)
         victims.room = max(0, sum(victims.values()) - replaced_by)
@@ -356,7 +358,7 @@ class TierIndex:
     def adopt(self, found: Sequence[Listed]) -> bool:
         """Index chunks that a listing found, oldest use first; chunks beyond the capacity are deleted.
 
-        False: everything was cleared since the listing began; end it.
+        Returns False if everything was cleared since the listing began: then end the listing.
         """
         if self._listing is None:
             return False
@@ -403,7 +405,7 @@ class TierIndex:
         """Drop up to `most` chunks that the listing has not found although they were stored the whole time: others have
         deleted them.
 
-        True while there may be more.
+        Returns True while there may be more.
         """
         for _ in range(min(most, len(self._unseen))):
             key, self._sizes[key] = self._unseen.popitem()

@@ -158,7 +158,7 @@ class Holders(Part):
     def reserve(
         self, keys: Chain, parent: ChunkKey, tokens: bytes, origins: Sequence[bytes], chain: Chain, after: Deferred
     ) -> Reservation:
-        """See `TieredStore.reserve`, whose `protect` is the `chain`."""
+        """See `TieredStore.reserve`. `chain` is its argument `protect`."""
         entries: dict[ChunkKey, Entry] = {}
         accepted = 0
         width = len(tokens) // len(keys) if keys else 0

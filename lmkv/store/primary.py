@@ -287,7 +287,7 @@ class PrimaryTier:
         self.slab.free(*free)
 
     def evict_from(self, share: Share, key: ChunkKey) -> Entry | None:
-        """Evict an entry of a kind for this key; the caller removes or flushes it. None: all are in use."""
+        """Evict an entry of a kind for this key; the caller removes or flushes it. None if all are in use."""
         victim = share.oldest_unused(self.part_of(key)[0])
         if victim is not None and victim.in_policy:
             victim.in_policy = False
@@ -296,7 +296,7 @@ class PrimaryTier:
         return victim
 
     def begin_flush(self, victim: Entry) -> None:
-        """Keep a victim until its flush has ended, or longer if somebody leases it. The flush is its only reference."""
+        """Keep a victim until its flush has ended, or longer if somebody leases it. Only the flush refers to it now."""
         victim.flushing = True
         victim.refs = 1
         if type(victim.key) in self.shares:

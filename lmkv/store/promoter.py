@@ -63,7 +63,7 @@ class _Load:
 class Promoter(Part):
     """Runs promotions. `prefetch_share`: largest share of the slots that prefetches may refer to.
 
-    `waiters`: the promotions that wait for each entry. `forked`: this is a child process without threads.
+    `waiters`: the promotions that wait for each entry. `forked`: whether this is a child process without threads.
     """
 
     _allocator: SlotAllocator
@@ -101,9 +101,9 @@ class Promoter(Part):
         ttl: float | None,
         owner: bytes,
     ) -> Promotion:
-        """Begin a promotion immediately, or when `lookup` is done. Expired ones were released before.
+        """Begin a promotion immediately, or when `lookup` is done. The caller has released expired promotions.
 
-        To make room, it evicts the chunks of the rest of `chain` that no lower tier stores last.
+        If it must make room, it evicts last those other chunks of `chain` that no lower tier stores.
         """
         promotion = Promotion(self.release, lambda: self.forked)
         end = math.inf if ttl is None else self._clock() + ttl
@@ -348,7 +348,7 @@ class Promoter(Part):
                 self._release(promotion, after)
 
     def are_prefetched(self, entries: Sequence[Entry]) -> bool:
-        """Whether prefetches refer to any of them."""
+        """Whether prefetches refer to any of these entries."""
         return any(entry in self._prefetches for entry in entries)
 
     @locked

@@ -125,8 +125,8 @@ class Promotion(Handle):
 class SharedLookup(Handle):
     """Asks shared tiers for the leading chunks of some keys; made by `TieredStore.look_up_shared`.
 
-    Each tier, fastest first, is asked for the keys that the tiers before it do not have. Done when all chunks are
-    found, or all tiers have answered or failed. Thread-safe.
+    Each tier, fastest first, is asked for the keys that the tiers before it do not have. It is done when all chunks are
+    found, or when all tiers have answered or failed. Thread-safe.
 
     `states`: keys of states after these chunks. It asks for them as well; they may be missing.
 

@@ -110,7 +110,7 @@ class LowerTier:
 
     @property
     def hangs(self) -> Priority | None:
-        """The most urgent priority that must not wait, because calls of the backend hang."""
+        """The most urgent priority of the jobs that must not be queued, because calls of the backend hang."""
         if self._reads.hangs or self._lookups.hangs:
             return Priority.LOAD
         return Priority.DELETION if any(each.hangs for each in (self._writes, self._others, self._clears)) else None
@@ -171,7 +171,7 @@ class LowerTier:
     def look_up(self, keys: Sequence[ChunkKey], *, each: bool = False) -> int:
         """Ask the backend for leading chunks unknown to the index; index and count the ones found.
 
-        Batches grow, so an unknown prompt takes few questions. `each`: ask for all keys in one call.
+        Batches grow, so an unknown prompt takes few questions. `each`: whether to ask for all keys in one call.
         """
         with self._lock:
             scan = self.index.begin_scan() if self.usable else None
@@ -303,7 +303,8 @@ class LowerTier:
     def write(self, chunk: Chunk, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]) -> None:
         """Store a chunk, making room first.
 
-        Called under the lock: `is_wanted()`, and `protect()`, the keys that must not be evicted for it.
+        It calls `is_wanted()` and `protect()` under the lock. `protect()` returns the keys that must not be evicted for
+        the chunk.
         """
         if self.index.clearing:
             self.delete_all()

@@ -222,7 +222,7 @@ class TieredStore(Part):
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes = b"") -> int:
         """Keep the leading READY chunks of `keys` in host memory for `ttl` seconds from now; returns how many.
 
-        If pins exceed their share, the oldest pins of the `owner` with most of them end.
+        If pins exceed their share, the owner that has the most loses its oldest ones.
         """
         with self._lock, self._changes:
             return self._pins.pin(keys, ttl, owner)

@@ -67,7 +67,7 @@ class Ranked(Generic[K]):
 
 @define(eq=False)
 class Owners:
-    """The size of each owner's wishes, and the owner with the largest. `total`: of all."""
+    """The size of each owner's wishes, and the owner with the largest. `total`: the size of all wishes."""
 
     total: int = 0
     owned: Counter[bytes] = field(factory=Counter)
@@ -99,7 +99,7 @@ class Wish(NamedTuple, Generic[V]):
 class Wishes(Generic[K, V]):
     """Wishes by key. Not thread-safe: the store calls it under its lock.
 
-    When all together exceed a limit, the owner with most of them loses its oldest one. So an owner never loses a wish
+    When all together exceed a limit, the owner that has the most loses its oldest one. So an owner never loses a wish
     to an owner with more. `total`: the sum of the sizes. Every call is O(log n) for the n wishes that there are.
 
     Examples
@@ -129,7 +129,7 @@ class Wishes(Generic[K, V]):
         return key in self._wishes
 
     def add(self, key: K, owner: bytes, *, size: int, end: float, value: V) -> None:
-        """Add a wish. It replaces an earlier one with the same key. An `end` of infinity is none."""
+        """Add a wish. It replaces an earlier one with the same key. A wish with an infinite `end` does not expire."""
         self.pop(key)
         self._wishes[key] = Wish(owner, size, end, value)
         self._of.setdefault(owner, OrderedDict())[key] = None
@@ -220,8 +220,8 @@ class Pins:
 
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes) -> int:
         """Pin the leading READY chunks for `ttl` seconds; returns how many. An existing pin never ends sooner because
-        of this. If pins exceed their share, the oldest pins of the owner with most of them end, the last ones of a
-        chain first.
+        of this. If pins exceed their share, the owner that has the most loses its oldest ones, each chain from its last
+        chunk on.
         """
         entries, end = self._primary.leading_ready(keys), self._clock() + ttl
         for kind, group in groupby(entries, lambda entry: type(entry.key)):
@@ -266,7 +266,7 @@ class Pins:
             self._end(pins.clear())
 
     def recount(self) -> list[Entry]:
-        """After an exception: recount. Returns the entries of the remaining pins."""
+        """Recount after an exception. Returns the entries of the remaining pins."""
         self._of, self._of_key, entries = {group: pins.rebuilt() for group, pins in self._of.items()}, {}, []
         for pins in self._of.values():
             for key, entry in pins.items():

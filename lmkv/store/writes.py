@@ -76,8 +76,8 @@ class _Flush:
 class Writes(Part):
     """Makes copies in lower tiers. `on_slots_freed`: called without the lock when ended copies may have freed slots.
 
-    `most`: most copies of a tier that wait for its threads or run. Only these copies hold slots of host memory, so that
-    some are left for loads.
+    `most`: largest number of a tier's copies that wait for its threads or run. Only these copies hold slots of host
+    memory, so that some are left for loads.
     """
 
     _on_slots_freed: Callable[[Deferred], None]
@@ -92,7 +92,7 @@ class Writes(Part):
 
     @locked
     def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: Deferred) -> None:
-        """Plan the copies that write-through tiers want of entries that were just stored."""
+        """Plan copies of entries that were just stored, for the write-through tiers that want them."""
         for tier in self._tiers:
             self._write_through(tier, entries, chain, after)
 
@@ -151,7 +151,7 @@ class Writes(Part):
 
     @locked
     def flush(self, victim: Entry, after: Deferred) -> bool:
-        """Plan the copies that write-back tiers want of a victim; False when none of them does."""
+        """Plan copies of a victim for the write-back tiers that want it. Returns False if none wants it."""
         wanted = [tier for tier in self._tiers if self._wanted(tier, (victim,), "back")]
         tiers = [tier for tier in wanted if self._room(tier)]
         for tier in wanted:

@@ -52,7 +52,7 @@ def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]
         if isinstance(prompt, str):
             return list(found.encode(prompt))
         if theirs := sorted(_of_the_tokenizer(found) & template.keys()):
-            raise UsageError(f"chat_template_kwargs are for the template: {', '.join(theirs)} would be the tokenizer's")
+            raise UsageError(f"chat_template_kwargs cannot have {', '.join(theirs)}, which the tokenizer takes")
         given = {**template, "tokenize": True, "return_dict": False}
         if template.get("tools"):
             given["tools"] = _tools(template["tools"])
@@ -211,7 +211,9 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
 def make_scheduler(
     vllm_config: VllmConfig, config: Config, model: ServedModel, describe_blocks: BlockDescriber | None
 ) -> Scheduler:
-    """The scheduler side, with its store. `describe_blocks`: for KV events; None, vLLM publishes none."""
+    """The scheduler side, with its store. `describe_blocks`: describes blocks in KV events; None if vLLM publishes
+    none.
+    """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     has_device = vllm_config.device_config.device_type != "cpu"

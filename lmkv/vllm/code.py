@@ -148,17 +148,17 @@ def foreign_methods(kind: type) -> set[str]:
     foreign = {place: call for place, call in calls if place not in KNOWN | {package, ""}}
     own = [call for place, call in calls if place == package and not (package in KNOWN or _version(package))]
     if "__main__" in foreign or any(map(_has_values, [*foreign.values(), *own])):
-        raise ValueError(f"a method of {kind.__name__} has hidden values, or is in no package")
+        raise ValueError(f"a method of {kind.__name__} uses values that are in no file, or is in no package")
     return {place for place in foreign if not _version(place)} - packages_of_plug_ins()
 
 
 def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping[int, str]) -> list[str]:
-    """Functions of vLLM attached to a layer that belong to another one, each with its place.
+    """The functions that are attached to a layer but belong to another layer of vLLM, each with its place.
 
-    Raises ValueError where somebody attached another function to it: it has values that are nowhere visible, or may
-    read them anywhere. A function without such values is accepted if it belongs to the layer's package. If it belongs
-    to another installed package, it must be neither a hook nor a replaced method. `parts`: the layer, its backend...
-    `places`: of layers, by `id`.
+    Raises ValueError where any other function is attached to the layer: it may have values that are visible nowhere, or
+    read them from anywhere. A function without such values is accepted if it belongs to the layer's package. If it
+    belongs to another installed package, it must be neither a hook nor a replaced method. `parts`: the layer, its
+    backend... `places`: the places of layers, by `id`.
     """
     everywhere = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
     hooks: list[Mapping[int, Any]] = [layer._forward_hooks, layer._forward_pre_hooks, *everywhere]

@@ -65,8 +65,8 @@ class KVGroup:
     """One KV cache group of vLLM: layers that share a block table. `page_formats`: a description per layer.
 
     `block_size`: tokens of a block, on all ranks that it is spread over. `window`: tokens that a query sees with a
-    sliding window, None for full attention. `number`: among all groups. `recurrent`: a block is a state.
-    `specs`: vLLM's, per layer.
+    sliding window, None for full attention. `number`: its index among all groups. `recurrent`: whether a block is a
+    state. `specs`: vLLM's description of each layer.
     """
 
     layers: tuple[str, ...]
@@ -83,8 +83,8 @@ class KVGroup:
 def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -> list[KVGroup]:
     """The groups of a KVCacheConfig that hold prefixes; both sides get the same result.
 
-    `padded`: pages include the padding after them. `context`: ranks over which vLLM spreads the tokens of a block.
-    Raises ValueError, with the reason, for a model that cannot be cached.
+    `padded`: whether pages include the padding after them. `context`: number of ranks over which vLLM spreads the
+    tokens of a block. Raises ValueError, with the reason, for a model that cannot be cached.
     """
     places = _places(kv_cache_config)
     for group in kv_cache_config.kv_cache_groups:
@@ -111,7 +111,7 @@ def _group(number: int, group: Any, places: Mapping[str, tuple[int, int]], padde
     specs = [by_layer[name] for name in names] if by_layer else [spec] * len(names)
     windows = {_window(one) for one in specs}
     if len(windows) > 1:
-        raise ValueError(f"one block table for layers with different windows {windows}")
+        raise ValueError(f"layers with different windows {windows} share a block table")
     # Tensors are views of the pages without the padding that makes them as large as other layers'.
     pages = [int(getattr(one, "real_page_size_bytes", one.page_size_bytes)) for one in specs]
     # vLLM gives each specification a tensor, and the scheduler one specification for all layers of a group:
@@ -147,7 +147,7 @@ def _page_format(spec: Any) -> str:
 
 
 class Numbers(NamedTuple):
-    """Numbers of a page: their torch.dtype, their bytes, 0 for the whole page, and `Part.strides`."""
+    """Numbers of a page: their torch.dtype, their bytes (0 if they fill the page), and `Part.strides`."""
 
     dtype: Any
     nbytes: int = 0
@@ -291,8 +291,8 @@ def preempted(scheduler_output: Any) -> Iterable[str]:
 def written_early(scheduler_output: Any, *, every: bool) -> set[int]:
     """Blocks that vLLM may write into before the workers get this step's metadata.
 
-    It copies blocks that a prompt shares in part, and zeroes new ones. `every`: all new ones count, because layers of
-    several kinds share the memory: it also copies states of recurrent layers.
+    It copies blocks that a prompt shares in part, and zeroes new ones. `every`: whether all new blocks count, because
+    layers of several kinds share the memory: vLLM also copies states of recurrent layers.
     """
     written = {target for _, target in getattr(scheduler_output, "kv_cache_block_copies", None) or ()}
     written.update(scheduler_output.new_block_ids_to_zero or ())

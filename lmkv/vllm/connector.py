@@ -118,7 +118,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         The engine's configuration. lmkv's own settings are read from the environment, the file that
         `LMKV_CONFIG_FILE` names, and `kv_transfer_config.kv_connector_extra_config`.
     role : KVConnectorRole
-        The side to be: `SCHEDULER`, which has the index and the I/O threads, or `WORKER`, which copies.
+        Which side this instance is: `SCHEDULER`, which has the index and the I/O threads, or `WORKER`, which copies.
     kv_cache_config : vllm.v1.kv_cache_interface.KVCacheConfig
         The KV cache groups and the number of blocks, as vLLM has laid them out.
 
@@ -149,7 +149,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self._place = role, id(vllm_config.model_config)
             if _CONNECTORS.setdefault(self._place, self) is not self:
-                raise ValueError("another LMKVConnector of this engine caches it already: configure only one")
+                raise ValueError("this engine already has another LMKVConnector: configure only one")
             check_device(vllm_config.device_config.device_type)
             pipelined = role is KVConnectorRole.WORKER and vllm_config.parallel_config.pipeline_parallel_size > 1
             stage = compat.worker_ranks()[0] if pipelined else 0

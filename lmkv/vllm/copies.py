@@ -135,13 +135,13 @@ class Comparer:
     def register(
         self, memory: PagedMemory, layout: KVLayout | None, parts: Sequence[Part], staging: Staging | None
     ) -> None:
-        """Set the paged memory to read back. `parts`: of its pages, by layer."""
+        """Set the paged memory to read back. `parts`: the content of its pages, by layer."""
         self._parts, self._layout = parts, layout
         self._back = None if layout is None else ReadBack(memory, layout, parts, self._rank, staging)
         self.forget()
 
     def forget(self) -> None:
-        """Forget all digests, those of running comparisons as well: the paged memory loses its pages."""
+        """Forget all digests, also those of running comparisons, because the paged memory loses its pages."""
         self._loaded: LRUCache[int, Digests] = LRUCache(_REMEMBERED, _number)
 
     def begin(self, order: CopyOrder, slab: SlabMap | None) -> Comparing:

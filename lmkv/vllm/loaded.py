@@ -384,8 +384,8 @@ _BLOCK = 1 << 20
 def digest_on_device(data: torch.Tensor) -> str:
     """Digest of a flat tensor, computed on its device.
 
-    Each word of 32 bits is multiplied by a factor of its place, an odd number of 64 bits, and these are added up,
-    modulo 2**64. Two different tensors have equal sums with a probability of about 2**-32 for each of two rows of
+    Each word of 32 bits is multiplied by a factor of its place, an odd number of 64 bits, and the products are added
+    up, modulo 2**64. Two different tensors have equal sums with a probability of about 2**-32 for each of two rows of
     factors; SHA-256 puts the sums of all blocks together.
     """
     import torch

@@ -78,8 +78,8 @@ class Ranks:
     def widest_stage(self, layers: Sequence[LayerPages], stage: int) -> tuple[LayerPages, ...]:
         """The layers of the stage that has most of them; every other stage has the first of these.
 
-        `layers`: of one stage. The scheduler side knows those of stage 0 only, so that all hidden layers must have
-        equal pages. Raises ValueError if they differ.
+        `layers`: the layers of one stage. The scheduler side knows those of stage 0 only, so that all hidden layers
+        must have equal pages. Raises ValueError if they differ.
         """
         if len(self.stages) == 1:
             return tuple(layers)
@@ -108,10 +108,10 @@ def _stages(vllm_config: Any) -> tuple[int, ...]:
 class ServedModel:
     """A served model. `layers`: names of the layers that `layout` describes.
 
-    `fused`: the layers of a block lie next to each other in memory, and `layout` describes all of them as one
-    layer. `ranks`: the workers; of pipeline stages, `layout` describes the one with most layers. `numbers`: of each
-    layer's pages; none if a page has other data as well. `experts`: whether tokens choose among experts. `dtype`: the
-    model's.
+    `fused`: whether the layers of a block lie next to each other in memory, so that `layout` describes all of them as
+    one layer. `ranks`: the workers. With pipeline stages, `layout` describes the stage that has the most layers.
+    `numbers`: the numbers of each layer's pages; none if a page has other data as well. `experts`: whether tokens
+    choose among experts. `dtype`: the model's data type.
     """
 
     block_map: BlockMap

@@ -51,7 +51,7 @@ def register() -> None:
 
 
 def obstacles(transfer: Mapping[str, Any], *, offloads: bool) -> Iterator[str]:
-    """Reasons for which vLLM does not use lmkv. `offloads`: vLLM was given `kv_offloading_size`, too."""
+    """Reasons for which vLLM does not use lmkv. `offloads`: whether vLLM was also given `kv_offloading_size`."""
     if NAME not in repr(transfer):
         return
     if offloads:

@@ -56,10 +56,11 @@ class Worker:
 
     `rank`: the rank whose part of each slot it copies. `layout`: None if this rank cannot cache the model, although the
     scheduler side can. Then every order fails. `share`: (index, count) of this rank among the ranks with the same KV;
-    the first of these stores it. `block_level_failures`: failed loads are reported by block ids, else (see
-    `BlockMap.one_full_table`) by request ids. `layerwise`: loads and stores within a step overlap its computation, for
-    a model that calls `wait_for_layer` and `save_layer`. `engine`: the name of its slab (see `slab_name`), which the
-    worker finds once it exists, before the first order. `staging_bytes`: device memory for stores.
+    the first of these stores it. `block_level_failures`: whether failed loads are reported by block ids; otherwise (see
+    `BlockMap.one_full_table`) by request ids. `layerwise`: whether loads and stores within a step overlap its
+    computation, for a model that calls `wait_for_layer` and `save_layer`. `engine`: the name of its slab (see
+    `slab_name`), which the worker finds once it exists, before the first order. `staging_bytes`: device memory for
+    stores.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Worker:
     def register(self, memory: PagedMemory, parts: Sequence[Part] = ()) -> None:
         """Set the paged memory that orders refer to, and allocate staging memory on its device.
 
-        `parts`: its numbers, by layer.
+        `parts`: the content of its pages, by layer.
         """
         with self._attaching:
             if self._copier is not None:
@@ -363,7 +364,7 @@ class Worker:
 
     @property
     def copier(self) -> Copier | None:
-        """None until there is a slab to copy from."""
+        """The copier. None until there is a slab to copy from."""
         return self._copier
 
     def wrap_copier(self, wrap: Callable[[Copier], C]) -> C:

@@ -74,7 +74,7 @@ def test_tools_and_what_else_a_template_is_given_belong_to_a_chat(store: TieredS
     assert client.lookup(messages)["hit_tokens"] == 0
     for prompt in ("hello", [1, 2]):
         raised(httpx.HTTPStatusError, "belong to messages", client.lookup, prompt, **given)
-    with pytest.raises(httpx.HTTPStatusError, match="the server's is used"):
+    with pytest.raises(httpx.HTTPStatusError, match="the server uses its own"):
         client.lookup(messages, chat_template_kwargs={"chat_template": "{{ 1 }}"})
 
 

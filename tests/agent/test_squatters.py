@@ -232,7 +232,7 @@ def test_who_answers_nonsense_is_asked_again_once_it_announces_itself(store: Tie
             before = len(other.asked)
             for _ in range(3):
                 why = engines_of(client.stats())[1]["unavailable"]
-                assert "not one of this version of lmkv" in why
+                assert "not come from this version of lmkv" in why
                 assert client.requests()["unavailable"] == {"1": why}
             assert len(other.asked) == before + 1
         other.bytes = as_json(STATS)
@@ -267,7 +267,7 @@ def test_who_never_comes_back_is_forgotten() -> None:
         clock.advance(2)
         while len(history.snapshot()["samples"]) < before + 3:
             await asyncio.sleep(0)
-        with pytest.raises(PeerError, match="there is no such engine; there are 0"):
+        with pytest.raises(PeerError, match="there is no such engine; the engines are 0"):
             await peers.ask(lambda: dict(STATS), "POST", "/v1/lookup", {"engine": 1})
         running.cancel()
 

@@ -194,7 +194,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, fill: Fill) -> None:
     for words, says in (
         ("inspect", f"No lmkv chunks in {tmp_path}"),
         ("clear --yes", f"No lmkv chunks in {tmp_path}"),
-        ("prune", "missing: --older-than, --max-size or both"),
+        ("prune", "give --older-than, --max-size or both"),
         ("prune --older-than soon", "not a duration"),
         ("inspect --namespace zz", "begins with zz"),
     ):

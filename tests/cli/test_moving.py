@@ -62,7 +62,7 @@ FILES = {
     ),
     "cluster_nodes.yaml": Right(0, {"remote_url": "valkey+cluster://a.example:6379"}),
     "old_names.yaml": Right(2, {}, ("max_local_cache_size", "write max_local_cpu_size, in GiB")),
-    "old_path.yaml": Right(2, {}, ("weka_path cannot be used: there are no such media",)),
+    "old_path.yaml": Right(2, {}, ("weka_path cannot be used: lmkv has no such medium",)),
     "unset_variable.yaml": Right(2, {}, ("has a variable that nothing replaces: write the value of ${CACHE_DIR}",)),
     "bytes.yaml": Right(2, {}, ("must be at most 1e+09, in GiB: so many bytes are 10",)),
     "codec_without_store.yaml": Right(
@@ -75,7 +75,7 @@ VARIABLES = {
         {"local_disk": "/kv-store", "max_local_disk_size": 640.0},
         (f"max_local_cpu_size: {EACH}", f"max_local_disk_size: {EACH}"),
     ),
-    "disk_true.env": Right(2, {}, ("local_disk = 'True' must be a path or file:///path, no switch",)),
+    "disk_true.env": Right(2, {}, ("local_disk = 'True' must be a path or file:///path, not a switch or a number",)),
     "disk_size_zero.env": Right(
         1, {"max_local_cpu_size": 100.0}, ("local_disk is not used: its max_local_disk_size is 0, as in LMCache",)
     ),
@@ -182,7 +182,7 @@ COMMANDS: dict[str, tuple[str, Right]] = {
             0,
             {"shared_memory": "/dev/shm/kv", "max_shared_memory_size": 100.0, "chunk_size": 512, "cache_policy": "ARC"}
             | {"remote_url": "redis://cache:6379", "remote_username": "me", "remote_password": "secret"},
-            ("--port has no effect: there is no cache server", "max_local_cpu_size (5 GiB) of its own"),
+            ("--port has no effect: there is no cache server", "max_local_cpu_size (5 GiB) in addition"),
         ),
     ),
     "its tiers": (
@@ -194,7 +194,7 @@ COMMANDS: dict[str, tuple[str, Right]] = {
         Right(
             2,
             {"remote_url": "file:///mnt/kv"},
-            ("raw_block cannot be used: there is no such tier", "--gds-l1-path cannot be used", "--what is unknown"),
+            ("raw_block cannot be used: lmkv has no such tier", "--gds-l1-path cannot be used", "--what is unknown"),
         ),
     ),
     "a shell's": (
@@ -210,7 +210,7 @@ COMMANDS: dict[str, tuple[str, Right]] = {
             """lmcache server --l2-adapter '{"type":"resp","host":"a","password":"p"}' """
             """--l2-adapter '{"type":"s3","s3_endpoint":"b"}'"""
         ),
-        Right(2, {"remote_url": "redis://a"}, ("of several stores each has its login in remote_url",)),
+        Right(2, {"remote_url": "redis://a"}, ("write the login of each store into remote_url",)),
     ),
     "misspelled keys": (
         """lmcache server --l1-size 5 --l2-adapter '{"type": "fs", "base_path": "/a", "numworkers": 3}'""",

@@ -164,7 +164,7 @@ HOSTILE = [
 @pytest.mark.parametrize("spread", [0, 60])
 def test_what_is_no_trace_is_refused_with_its_place(content: str, spread: int, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(content)
-    with pytest.raises(UsageError, match=r"x\.jsonl(, line [12])?: no trace: ") as refused:
+    with pytest.raises(UsageError, match=r"x\.jsonl(, line [12])?: not a trace: ") as refused:
         read_trace(tmp_path / "x.jsonl", spread=spread)
     assert len(str(refused.value)) < 600
     assert str(refused.value).isprintable()
@@ -193,7 +193,7 @@ def test_a_trace_that_takes_too_much_memory_is_refused_with_the_line(
     (folder / "1_side.jsonl").write_text('{"history_id": 1, "token_length": 100000}')
     tracemalloc.start()
     try:
-        with pytest.raises(UsageError, match=r"line \d+: no trace: with this line .* more than --memory: 0.00977 GiB"):
+        with pytest.raises(UsageError, match=r"line \d+: not a trace: with .* more than --memory: 0.00977 GiB"):
             read_trace(folder, size, memory=10 << 20)
         assert tracemalloc.get_traced_memory()[1] < 30 << 20
     finally:
@@ -219,8 +219,8 @@ def test_a_file_that_is_none_or_broken_is_no_trace(tmp_path: Path, sessions: Pat
             file.write("0" * (1 << 20))
     (tmp_path / "latin.jsonl").write_bytes(b"\xff\xfe")
     for name in ("pipe", "not.zst", "cut.zst", "bomb.zst", "latin.jsonl", "none"):
-        raised(UsageError, f"{name}(, line [0-9]+)?: no trace: ", read_trace, tmp_path / name)
-    raised(UsageError, "/dev/zero: no trace: it is not a file", read_trace, Path("/dev/zero"))
+        raised(UsageError, f"{name}(, line [0-9]+)?: not a trace: ", read_trace, tmp_path / name)
+    raised(UsageError, "/dev/zero: not a trace: it is not a file", read_trace, Path("/dev/zero"))
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ FILES = {
     "quotas: {alice: 0.4, bob: 0.6}\n": "multiply each by 100 if it is a share",
     "local_disk: [/a, /b]\nmax_local_disk_size: 1\n": "must be a single path",
     "local_disk: /a,/b\nmax_local_disk_size: 1\n": "must be a single path",
-    "local_disk: 500\n": "no switch and no number",
+    "local_disk: 500\n": "not a switch or a number",
     "shared_memory: 16GB\n": "write ./NAME if it is a name; the size is max_shared_memory_size",
     "local_cpu: 40\n": "off; the size is max_local_cpu_size",
     "disk: {size: 100}\n": "lmkv has no sections",
@@ -138,7 +138,7 @@ def test_python_hears_of_all_errors_at_once() -> None:
         *("chunk_size", "max_local_cpu_size", "pin_share", "local_disk", "agent_listen")
     ]
     # What follows from a refused setting is no error of its own.
-    assert str(raised(ConfigError, "no switch", Config, local_disk="true", max_local_disk_size=1)).count("\n") == 0
+    assert str(raised(ConfigError, "not a switch", Config, local_disk="true", max_local_disk_size=1)).count("\n") == 0
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -145,7 +145,7 @@ def test_policies_are_made_by_name() -> None:
     assert isinstance(make_policy("LRU"), LRU)
     assert isinstance(make_policy("FIFO"), FIFO)
     assert make_policy("LRU") is not make_policy("LRU")
-    with pytest.raises(ConfigError, match=r"'lfu'; there are: LRU, FIFO, LFU, MRU, ARC, SLRU, S3FIFO, SIEVE, ADAPTIVE"):
+    with pytest.raises(ConfigError, match=r"'lfu'; known are: LRU, FIFO, LFU, MRU, ARC, SLRU, S3FIFO, SIEVE, ADAPTIVE"):
         make_policy("lfu")
 
 
@@ -155,7 +155,7 @@ def test_admissions_are_made_by_name() -> None:
     admission: Any = make_admission("min_tokens:512")
     assert admission.min_tokens == 512
     for unknown in ("some", "min_tokens:0", "min_tokens:", "second_touch:3"):
-        raised(ConfigError, rf"'{unknown}'; there are: all, second_touch, min_tokens, none", make_admission, unknown)
+        raised(ConfigError, rf"'{unknown}'; known are: all, second_touch, min_tokens, none", make_admission, unknown)
 
 
 def test_all_and_none_do_as_they_say() -> None:

@@ -61,7 +61,7 @@ def test_when_others_are_held_even_those_within_a_quota_go() -> None:
 
 
 def test_more_than_all_cannot_be_promised() -> None:
-    raised(UsageError, "100 % together", Quotas, LRU, {"alice": 0.6, "bob": 0.6})
+    raised(UsageError, "add up to 100 % at most", Quotas, LRU, {"alice": 0.6, "bob": 0.6})
 
 
 @given(

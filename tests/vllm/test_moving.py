@@ -74,7 +74,7 @@ def test_lmcaches_server(model: Path, tmp_path: Path, memory_path: Path) -> None
     words, comments = migrated(f"lmcache server --l1-size-gb 0.5 --chunk-size 256 --shm-name {memory_path.name}")
     at = words.index("MODEL")
     words[: at + 1] = shlex.split(serve(model))
-    assert "each engine has max_local_cpu_size (5 GiB) of its own" in comments
+    assert "each engine takes max_local_cpu_size (5 GiB) in addition" in comments
     with serving_together(*(started(model, tmp_path / name, words) for name in ("one", "two"))) as (one, two):
         ids = prompt(301, LENGTH)
         first = complete(one.url, ids)

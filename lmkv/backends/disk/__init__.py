@@ -51,7 +51,7 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 
 @define(eq=False, repr=False)
 class LocalDiskBackend:
-    """Chunks as files below `path`, in a folder of their namespace, as docs/development/format.md specifies.
+    """Stores chunks as files below `path`, in one folder per namespace: docs/development/format.md has the format.
 
     Parameters
     ----------
@@ -92,10 +92,10 @@ class LocalDiskBackend:
 
     Notes
     -----
-    After construction, a failure of the medium is a value for each key. `contains`, `delete`, `reclaim` and the
-    listings raise a `BackendError` instead, after they have tried every key. Each call tries the medium anew. Only a
-    file with wrong bytes is removed. A file that cannot be read is replaced when its chunk is written again. Any number
-    of threads may call: I/O holds no lock except that of the byte count, for some microseconds.
+    After construction, a failure of the medium is returned as a value for each key. `contains`, `delete`, `reclaim` and
+    the listings raise a `BackendError` instead, after they have tried every key. Each call tries the medium anew. Only
+    a file with wrong bytes is removed. A file that cannot be read is replaced when its chunk is written again. Any
+    number of threads may call: I/O holds no lock except that of the byte count, for some microseconds.
 
     Examples
     --------
@@ -198,7 +198,9 @@ class LocalDiskBackend:
         self.reclaim(keys)
 
     def reclaim(self, keys: Sequence[ChunkKey]) -> int:
-        """`delete`, also of other namespaces: their keys begin with it. Returns the bytes that this freed."""
+        """Delete as `delete` does, also in other namespaces: their keys begin with the namespace. Returns the freed
+        bytes.
+        """
         self._check_open()
         freed, failed = 0, []
         for key in keys:
@@ -245,7 +247,9 @@ class LocalDiskBackend:
         return self._listing(self._folder.scan())
 
     def list_all(self) -> Iterator[list[Listed]]:
-        """`list_keys` of all namespaces below the root; corrects the count of `reserve_bytes` by it."""
+        """List as `list_keys` does, in all namespaces below the root, and correct the count of `reserve_bytes` by the
+        result.
+        """
         self._check_open()
         return self._listing(self._count_all())
 
@@ -391,7 +395,7 @@ def _is_damage(error: Exception, folder: Folder, name: str) -> bool:
 
 
 def check_settings(namespace: bytes, sync: str, direct: str, segment_bytes: int) -> None:
-    """Raise ConfigError for a bad one."""
+    """Raise ConfigError for a bad setting."""
     if len(namespace) != KEY_BYTES:
         raise ConfigError(f"namespace must have {KEY_BYTES} bytes, not {len(namespace)}")
     if sync not in ("none", "data", "full"):

@@ -46,7 +46,7 @@ class WrongLengthError(Exception):
 class ChunkFiles:
     """Writes and reads the files of one namespace. Any number of threads may use it; there are no locks.
 
-    `direct`: use O_DIRECT for memory that is aligned to pages. `sync`: see `LocalDiskBackend`.
+    `direct`: whether to use O_DIRECT for memory that is aligned to pages. `sync`: see `LocalDiskBackend`.
     """
 
     format: ChunkFormat
@@ -125,7 +125,7 @@ class ChunkFiles:
         else:
             header, first, piece = self._header_of(fd, size, key), into[:0], into[:0]
         if header.payload_bytes != len(into):
-            raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, the buffer {len(into)}")
+            raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, but the buffer has {len(into)}")
         whole_segments = len(first) == len(into) or len(first) % header.segment_bytes == 0
         if header.header_bytes != header_bytes or not whole_segments:
             return header, 0
@@ -199,7 +199,7 @@ class ChunkFiles:
     def _checked(self, start: memoryview, size: int, key: ChunkKey) -> Header:
         header = self.format.parse(key, start)
         if header.file_bytes != size:
-            raise FormatError(f"it has {size} bytes, {header.file_bytes} by its header")
+            raise FormatError(f"it has {size} bytes, but its header says {header.file_bytes}")
         return header
 
 

@@ -146,7 +146,7 @@ def closed_in_children(*names: str) -> Iterator[None]:
 class Folder:
     """An open folder. Its entries are opened by its descriptor, so renames of folders above it do not matter.
 
-    `path`: for messages. `status`: when it was opened.
+    `path`: shown in messages. `status`: the status of the folder when it was opened.
     """
 
     fd: int
@@ -155,7 +155,7 @@ class Folder:
 
     @property
     def for_group(self) -> bool:
-        """Whether new entries belong to its group: it is setgid and group-writable, and others may not write."""
+        """Whether new entries belong to the folder's group: it is setgid, its group may write, and others may not."""
         wanted = stat.S_ISGID | stat.S_IWGRP
         return self.status.st_mode & (wanted | stat.S_IWOTH) == wanted
 
@@ -175,7 +175,7 @@ class Folder:
                 os.close(fd)
 
     def make(self, name: str) -> None:
-        """Create a folder in it, unless an entry of that name exists."""
+        """Create a folder in this one, unless an entry of that name exists."""
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=self.fd)
             if self.for_group:
@@ -215,8 +215,8 @@ class Folder:
 def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
     """A new file with a unique name, locked while it is written and removed when the block ends.
 
-    `is_abandoned` tells by the lock whether the writer lives: the kernel releases it however the process ends. Process
-    ids do not work for this: they are recycled, and differ between containers.
+    `is_abandoned` tells by the lock whether the writer still runs: the kernel releases the lock in any case when the
+    process ends. Process ids do not work for this: they are recycled, and differ between containers.
     """
     name = f".{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
     with folder.opened(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags) as fd:
@@ -234,7 +234,7 @@ def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
 class OwnFile:
     """A file that this process keeps locked. Others see by `is_abandoned` that the process has ended.
 
-    Forked children do not have it. Dropping it without `remove` leaves an abandoned file.
+    Forked children close it. Dropping it without `remove` leaves an abandoned file.
     """
 
     def __init__(self, fd: int, name: str) -> None:
@@ -289,7 +289,7 @@ def is_abandoned(folder: Folder, name: str) -> bool:
 def publish(folder: Folder, unfinished: str, name: str, *, replace: bool = False) -> None:
     """Give a complete file its final name, atomically. Raises `FileExistsError` if the name is taken.
 
-    `replace`: replace an existing file, which cannot be read.
+    `replace`: whether to replace an existing file, because it cannot be read.
     """
     here = {"src_dir_fd": folder.fd, "dst_dir_fd": folder.fd}
     if replace or not _link(unfinished, name, here):
@@ -329,7 +329,8 @@ def probe_direct(folder: Folder) -> bool:
 class FreeSpace:
     """Free bytes of a file system, which the kernel is asked for at most once per `max_age` seconds.
 
-    One lock guards the remembered number. The kernel is asked under it, so that concurrent writers ask once.
+    One lock guards the remembered number. A writer asks the kernel while it holds the lock, so that concurrent writers
+    ask once.
     """
 
     folder: str

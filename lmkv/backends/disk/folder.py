@@ -1,7 +1,7 @@
-"""The folders of namespaces below a root, their descriptions, and the count of the bytes of all together.
+"""The folders of namespaces below a root, their descriptions, and the count of all their bytes.
 
 Payloads are not opened here. Any number of threads and processes may use a folder at the same time. A file that another
-one has just removed counts as absent.
+process has just removed counts as absent.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ class ChunkFolder:
                         yield evolve(found, key=namespace + found.key)
 
     def scan(self, *, to_evict: bool = False) -> Iterator[Listed]:
-        """All chunks by name and size alone, in no order. Removes stale temporary files. Raises `OSError`.
+        """All chunks by name and size alone, in no particular order. Removes stale temporary files. Raises `OSError`.
 
-        `to_evict`: raise `PermissionError` at the first folder that this user may not delete from.
+        `to_evict`: whether to raise `PermissionError` at the first folder that this user may not delete from.
         """
         folders = []
         with _absent_if_removed(), self.entered() as folder:
@@ -255,7 +255,8 @@ _PAUSE = 0.001
 
 @define(eq=False)
 class Usage:
-    """The count in a root's file: bytes of all processes in use, and all bytes that were ever reserved.
+    """Two counts in a file of the root: the bytes that all processes use, and all bytes reserved since the file was
+    made.
 
     Any number of threads and processes may use it: the file is locked for each change, about 10 us long. If a process
     is killed between counting and writing, the count stays too high until the next listing of the root. A count that
@@ -292,8 +293,9 @@ class Usage:
         self._change(0, -nbytes)
 
     def listed_from(self) -> tuple[int, int]:
-        """All bytes that were ever reserved, and those not written yet. `set` needs both, as of the beginning of a
-        listing."""
+        """All bytes reserved so far, and those of them not written yet. `set` needs both, as of the beginning of a
+        listing.
+        """
         # In this order: bytes that stop pending in between are in a file, which the listing finds.
         reserved = 0
         with contextlib.suppress(OSError), self._open(0) as fd:

@@ -35,7 +35,7 @@ class NotTrustedError(PermissionError):
 class Root:
     """A root folder, which need not exist yet. Any number of threads may use it; there are no locks.
 
-    `trusted`: users by their ids. `medium`: the medium that it must be on, if given.
+    `trusted`: the ids of trusted users. `medium`: the medium that it must be on, if given.
     """
 
     path: str

@@ -45,7 +45,7 @@ class RemoteOptions:
     timeout
         Seconds to wait for a connection or an answer. A value has a second more for each 16 MiB.
     chunk_tokens
-        Most token ids that a value records.
+        Largest number of token ids that a value records.
     name
         Name of the tier in logs and statistics; by default the backend's module.
     authentication_key
@@ -72,7 +72,9 @@ class RemoteOptions:
     authentication_key: bytes | None = field(default=None, repr=False)
 
     def password_now(self) -> str | None:
-        """The password, read again if it may have changed. While that fails, it is the password of the start."""
+        """The password, read again if it may have changed. While that fails, it is the password that was read at the
+        start.
+        """
         try:
             return self.renew_password() if self.renew_password else self.password
         except (OSError, ValueError):
@@ -126,22 +128,23 @@ class ValueCodec:
         """
         header = self.format.parse(key, data)
         if header.payload_bytes != expected:
-            raise FormatError(f"its payload has {header.payload_bytes} bytes, the buffer {expected}")
+            raise FormatError(f"its payload has {header.payload_bytes} bytes, but the buffer has {expected}")
         return header
 
     def receive(self, key: ChunkKey, nbytes: int, fill: Fill, into: memoryview) -> None:
-        """Fill `into` with the payload of a value of `nbytes`, of which `fill` reads the next bytes. Raises as `parsed`
-        does."""
+        """Fill `into` with the payload of a value of `nbytes` bytes. `fill` reads its next bytes. Raises what `parsed`
+        raises.
+        """
         header_bytes = self.format.header_bytes(len(into))
         start = memoryview(bytearray(min(nbytes, header_bytes)))
         fill(start)
         header = self.parsed(key, start, len(into))
         if nbytes != header_bytes + len(into) or header.header_bytes != header_bytes:
-            raise FormatError(f"it has {nbytes} bytes, {header.header_bytes + len(into)} by its header")
+            raise FormatError(f"it has {nbytes} bytes, but its header says {header.header_bytes + len(into)}")
         self.receive_payload(header, fill, into)
 
     def receive_payload(self, header: Header, fill: Fill, into: memoryview) -> None:
-        """Fill `into` with a payload, of which `fill` reads the next bytes. Raises `FormatError`."""
+        """Fill `into` with a payload. `fill` reads its next bytes. Raises `FormatError`."""
         for index, at in enumerate(range(0, len(into), header.segment_bytes)):
             segment = into[at : at + header.segment_bytes]
             fill(segment)
@@ -149,7 +152,7 @@ class ValueCodec:
             self.format.verify(header, segment, index)
 
     def unpack(self, key: ChunkKey, value: memoryview, into: memoryview) -> None:
-        """Fill `into` with the payload of a whole value. Raises as `parsed` does."""
+        """Fill `into` with the payload of a whole value. Raises what `parsed` raises."""
         self.receive(key, len(value), filler(value), into)
 
 
@@ -262,7 +265,7 @@ class RemoteBackend(ABC):
         return self.codec.value_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Whether there is a value of each key's name. Its bytes are verified when they are read."""
+        """Whether the store has a value for each key. The bytes of a value are verified when they are read."""
         self._check_open()
         names = [self.name_of(key) for key in keys]
         try:
@@ -391,7 +394,7 @@ class HostPortBackend(RemoteBackend):
         given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
         if unknown := sorted(given.keys() - self.known.keys()):
             raise ConfigError(
-                f"{self._safe_url}: unknown option {unknown[0]!r}; there are: {', '.join(sorted(self.known))}"
+                f"{self._safe_url}: unknown option {unknown[0]!r}; known are: {', '.join(sorted(self.known))}"
             )
         try:
             options: dict[str, Any] = {key: self.known[key](value) for key, value in given.items()}

@@ -4,8 +4,8 @@ It implements the server's protocol: InfiniStore's own client waits forever for 
 server. Bytes go from the caller's memory to the socket and from the socket into the caller's memory.
 
 A chunk is two values: its payload under a random name, then an entry under the chunk's own name, with that random name
-and the header. The server reports a value as soon as its first byte arrives, and crashes if it is read or deleted
-before the last one. So the payload's name stays secret until the payload is complete.
+and the header. The server reports a value as soon as its first byte arrives, and crashes if the value is read or
+deleted before its last byte. So the payload's name stays secret until the payload is complete.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Connection:
             self.value_ended_at = time.monotonic()
 
     def skip_value(self) -> None:
-        """Read the rest of an unwanted value, because the server crashes when a client leaves within one."""
+        """Read the rest of an unwanted value, because the server crashes when a client disconnects within a value."""
         try:
             if self.is_behind and not self._left:
                 self._length()
@@ -245,9 +245,9 @@ class InfiniStoreBackend(HostPortBackend):
 
     Notes
     -----
-    Nothing is connected before the first call. Any number of threads may call, each with a separate connection
-    for as long. A put replaces an existing value, so a name is looked up first. Two engines that store a chunk at the
-    same moment both write it, with the same bytes.
+    Nothing is connected before the first call. Any number of threads may call. Each call uses a connection that no
+    other call uses meanwhile. A put replaces an existing value, so a name is looked up first. Two engines that store a
+    chunk at the same moment both write it, with the same bytes.
 
     Examples
     --------
@@ -292,14 +292,14 @@ class InfiniStoreBackend(HostPortBackend):
             return False
         header = self.codec.parsed(key, entry.header, len(into))
         if header.header_bytes != len(entry.header):
-            raise FormatError(f"its header has {len(entry.header)} bytes, {header.header_bytes} by itself")
+            raise FormatError(f"its header has {len(entry.header)} bytes, but says {header.header_bytes}")
 
         def get(connection: Connection) -> bool:
             nbytes = connection.get(entry.payload_name)
             if nbytes is None:
                 return False
             if nbytes != len(into):
-                raise FormatError(f"its payload has {nbytes} bytes, {len(into)} by its header")
+                raise FormatError(f"its payload has {nbytes} bytes, but its header says {len(into)}")
             self.codec.receive_payload(header, connection.fill, into)
             return True
 

@@ -35,10 +35,10 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
     ----------
     url
         `mooncake://host:port/`, the master's address; LMCache's `mooncakestore://` is the same. In its query:
-        `segment_size`, bytes of this host that become part of the store (0: none; other processes have it),
+        `segment_size`, bytes of this host that become part of the store (0: none; other processes give it memory),
         `local_hostname` (default: the address that this host has on the way to the master), `protocol` (`tcp` or
-        `rdma`), `device_name`, `metadata_server` (`P2PHANDSHAKE`), `local_buffer_size` (0 bytes), `clients`,
-        processes with a client each (2), and `zero_copy` (1; 0: the slab is not registered).
+        `rdma`), `device_name`, `metadata_server` (`P2PHANDSHAKE`), `local_buffer_size` (0 bytes), `clients`, processes
+        with a client each (2), and `zero_copy` (1; 0: the slab is not registered).
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
     options
@@ -175,8 +175,8 @@ class StoreClient:
     def put(self, name: str, parts: Sequence[Part]) -> str:
         """Store these parts as one value.
 
-        A plain put reports success if the name exists, even if another client has not finished it. A session fails when
-        it begins.
+        A plain put reports success if the name exists, even if another client is still writing the value. A session
+        fails at once in that case.
         """
         self.connect()
         addresses, sizes = self._located(parts)

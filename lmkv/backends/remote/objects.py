@@ -1,7 +1,7 @@
 """`ObjectStoreBackend`: chunks as objects of S3, Google Cloud Storage or Azure, or as files of a folder.
 
-obstore signs, connects and retries. It allocates as many bytes as an answer promises, and its process ends if there are
-too few. So `StoreClient` runs it in a child process.
+obstore signs, connects and retries. It allocates as many bytes as an answer promises, and its process ends if memory is
+too small for them. So `StoreClient` runs it in a child process.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ObjectStoreBackend(SubprocessBackend):
         return lambda: {**options, "password": self.options.password_now(), "files": _versions(given)}
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """List the chunks of this namespace in batches, in no order."""
+        """List the chunks of this namespace in batches, in no particular order."""
         return self._listing(self._list())
 
     def _list(self) -> Iterator[list[Listed]]:

@@ -57,8 +57,9 @@ class RedisBackend(RemoteBackend):
     url
         `redis://[user[:password]@]host[:port][/db]`; `rediss://` with TLS; `unix:///path/to/socket`; `valkey://` and
         `valkeys://` alike; `redis+cluster://` and `rediss+cluster://` for a cluster, named by any of its nodes;
-        `redis+sentinel://host[:port][,host[:port]...]/service[/db]` for the master of a service that sentinels watch;
-        `valkey` in place of `redis`. Further options of redis-py in its query: `?ssl_ca_certs=/path/ca.pem`.
+        `redis+sentinel://host[:port][,host[:port]...]/service[/db]` for the master of a service that sentinels watch.
+        `valkey` may replace `redis` in each of these. Further options of redis-py follow in its query:
+        `?ssl_ca_certs=/path/ca.pem`.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
     options
@@ -93,7 +94,7 @@ class RedisBackend(RemoteBackend):
         self._too_large, self._too_large_until = sys.maxsize, 0.0
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """List the chunks of this namespace in batches, in no order."""
+        """List the chunks of this namespace in batches, in no particular order."""
         return self._listing(self._list())
 
     def _list(self) -> Iterator[list[Listed]]:
@@ -126,7 +127,7 @@ class RedisBackend(RemoteBackend):
                 if not cursor:
                     break
                 if cursor in seen:
-                    raise exceptions.InvalidResponse("a listing that repeats itself")
+                    raise exceptions.InvalidResponse("the listing repeats itself")
                 seen.add(cursor)
 
     def _sized(self, names: Sequence[str], known: dict[ChunkKey, int]) -> list[Listed]:

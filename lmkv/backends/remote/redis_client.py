@@ -136,7 +136,7 @@ class Answers:
         if kind == b"*" and number >= 0 and depth:
             self._budget.spend(0, number)
             return [self._answer(depth - 1) for _ in range(number)]
-        raise exceptions.InvalidResponse(f"an answer that begins with {bytes(kind + text[:40])!r}")
+        raise exceptions.InvalidResponse(f"the answer begins with {bytes(kind + text[:40])!r}")
 
     def _error(self, text: bytes) -> Any:
         error: Any = self.parse_error(text.decode("utf-8", "replace"))
@@ -249,7 +249,7 @@ def _check_slots(answer: Sequence[Any]) -> None:
             nodes.update(str(node[:2]) for node in each[2:])
             slots += last - first + 1
             if not (0 <= first <= last < _SLOTS and slots <= _SLOTS and len(nodes) <= MAX_NODES):
-                raise exceptions.InvalidResponse("slots or nodes that no cluster has")
+                raise exceptions.InvalidResponse("the answer names slots or nodes that no cluster has")
 
 
 class Cluster(RedisCluster):
@@ -313,7 +313,8 @@ _LONGEST = 1e6
 class RedisURL:
     """The connections that a URL and the settings of a backend describe.
 
-    Raises ConfigError for options that no server can make work. `max_connections`: at a time.
+    Raises ConfigError for options that no server can make work. `max_connections`: largest number of connections at a
+    time.
     """
 
     def __init__(self, url: str, options: RemoteOptions) -> None:
@@ -331,7 +332,7 @@ class RedisURL:
         given = parse_qs(parts.query)
         allowed = _OPTIONS & {*REDIS_ALLOWED_KEYS} if self.is_cluster else _OPTIONS
         if refused := given.keys() - allowed - (_SENTINEL_OPTIONS if kind == "sentinel" else set()):
-            self._refuse(f"{', '.join(sorted(refused))} cannot be chosen; there are {', '.join(sorted(allowed))}")
+            self._refuse(f"{', '.join(sorted(refused))} cannot be chosen; known are {', '.join(sorted(allowed))}")
         for name in _FILES:
             if any(not os.path.isfile(path) for path in given.get(name, ())):
                 self._refuse(f"{name} names no file")

@@ -175,7 +175,7 @@ class ClientProcess:
 
     @contextmanager
     def value(self, name: str, header_bytes: int, into: memoryview) -> Iterator[tuple[int, Fill] | None]:
-        """Length of a value, and a function that reads its next bytes until the next call; None without a value.
+        """Length of a value, and a function that reads its next bytes until the next call; None if there is no value.
 
         If `into` is registered memory, the payload is in it already.
         """
@@ -204,7 +204,7 @@ class ClientProcess:
         return found
 
     def put(self, name: str, header: memoryview, payload: memoryview) -> str:
-        """Store a value; returns `stored`, `present` or the reason why neither."""
+        """Store a value; returns `stored`, `present`, or the reason for the failure."""
         nbytes = len(header) + len(payload)
         place = self._place(payload, len(header))
         with self._running(nbytes if place[0] == ROOM else len(header), nbytes):
@@ -253,7 +253,7 @@ class ClientProcess:
     def _running(self, room: int = 0, moving: int = 0) -> Iterator[None]:
         timeout = self._timeout + max(self._room, moving) / MIN_BYTES_PER_SECOND
         if not self._lock.acquire(timeout=timeout):
-            raise TimeoutError(f"calls before this one take more than {timeout:.1f} s")
+            raise TimeoutError(f"earlier calls take more than {timeout:.1f} s")
         try:
             if self._closed or os.getpid() != self._pid:
                 raise ConnectionError("it is closed, or belongs to another process")

@@ -1,6 +1,6 @@
 """The messages between the scheduler side and the workers: copy orders and reports. No vLLM types.
 
-The folder lies below both sides of the connector, and has the request, too.
+Both sides of the connector import this package, which also has `Request`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from lmkv.memory.slab import SlabRef
 
 @frozen
 class CopyOrder:
-    """Copies that succeed or fail together. `stores`: copies from blocks into slots; otherwise from slots into blocks.
+    """Copies that succeed or fail together. `stores`: whether they copy from blocks into slots; otherwise they copy
+    from slots into blocks.
 
-    `failed_blocks`: blocks that nothing will fill, and that are reported as failed. `between_steps`: no computation of
-    this step reads the blocks. `finishes`: id of the request whose asynchronous load ends with this order. `compares`:
-    slots to compare with the filled ones, one for each copy. `audited`: a load whose blocks are read back and compared
-    with the slots.
+    `failed_blocks`: blocks that nothing will fill, and that are reported as failed. `between_steps`: whether no
+    computation of this step reads the blocks. `finishes`: id of the request whose asynchronous load ends with this
+    order. `compares`: slots to compare with the filled ones, one for each copy. `audited`: whether it is a load whose
+    blocks are read back and compared with the slots.
     """
 
     job: int
@@ -59,7 +60,7 @@ class StepPlan:
 
 @define
 class JobReport:
-    """How a job ended on the `ranks` that have answered. `seconds`: those of the slowest rank.
+    """How a job ended on the `ranks` that have answered. `seconds`: the time of the slowest rank.
 
     `differences`: the result of an order that compares, or is audited.
     """

@@ -36,8 +36,8 @@ class Group:
 class BlockMap:
     """Chunks of `chunk_size` tokens, mapped to the block tables of `groups`.
 
-    `scratch`: vLLM has more tables, for blocks that hold no prefix. It computes these again for the tokens after a
-    hit, which must end with a block.
+    `scratch`: whether vLLM has more tables, for blocks that hold no prefix. vLLM fills such blocks again for the tokens
+    after a hit, so a hit must end with a block.
     """
 
     chunk_size: int
@@ -76,7 +76,7 @@ class BlockMap:
     ) -> ChunkCopy | None:
         """The copy of the first `tokens` tokens, all by default, of chunk number `chunk` into `slot`.
 
-        None if some of its blocks are missing. With a sliding window, only the pages must be there that a hit reads if
+        None if some of its blocks are missing. With a sliding window, only those pages must exist that a hit reads if
         it ends with these tokens, or one token earlier. A hit of a whole prompt ends one token earlier.
         """
         runs, tokens = [], tokens or self.chunk_size
@@ -116,7 +116,7 @@ class BlockMap:
     ) -> list[ChunkCopy]:
         """Copies that fill the blocks of tokens [start, end).
 
-        `slots`: the chunks' from the one that contains token `start` on. Blocks before `start` are not
+        `slots`: the slots of the chunks, from the one that contains token `start` on. Blocks before `start` are not
         written: their KV is valid, and other requests may be reading it.
         """
         if start >= end:

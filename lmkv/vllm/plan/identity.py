@@ -80,9 +80,9 @@ files."""
 class Adapters:
     """Identities of the LoRA adapters that one engine serves. Called on the scheduling thread only.
 
-    `load(adapter)`: an adapter as the workers have loaded it, now or before; None if unknown. vLLM silently rereads the
-    files of an adapter that it has dropped. So an adapter whose files have changed since it was loaded has no identity
-    until it gets another number.
+    `load(adapter)`: returns an adapter as the workers have loaded it, now or before; None if unknown. vLLM silently
+    rereads the files of an adapter that it has dropped. So an adapter whose files have changed since it was loaded has
+    no identity until it gets another number.
     """
 
     _load: Callable[[Any], Adapter | None]
@@ -135,8 +135,8 @@ class Media:
     """Digests of the items of one engine's requests. Called on the scheduling thread only.
 
     vLLM's caches know an item by its identifier alone: if two contents have the same identifier, it may compute either.
-    So the first digest of an identifier is remembered, and any other is rejected. `by_name`: the operator guarantees
-    that names are unique; they then serve as digests.
+    So the first digest of an identifier is remembered, and any other is rejected. `by_name`: whether the operator
+    guarantees that names are unique; they then serve as digests.
     """
 
     by_name: bool = False

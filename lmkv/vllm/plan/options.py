@@ -58,7 +58,7 @@ def check_model(vllm_config: Any) -> None:
         pooler = getattr(model, "pooler_config", None)
         kinds = [str(getattr(pooler, name, None)) for name in ("seq_pooling_type", "tok_pooling_type")]
         pooling = f" with {'/'.join(kinds)} pooling" if pooler is not None else ""
-        raise ValueError(f"vLLM computes each prompt of a model of type {model.attn_type!r}{pooling} whole")
+        raise ValueError(f"vLLM computes each prompt in one step for a model of type {model.attn_type!r}{pooling}")
     if getattr(model, "rswa_window", None) is not None:
         raise ValueError("the KV of a generated token depends on where the prompt ended (rswa_window)")
     if returns_routed_experts(vllm_config):
@@ -202,10 +202,11 @@ def must_be_computed(request: Any) -> bool:
 class AgentHint:
     """The parts of an `agent_hint` that lmkv honours.
 
-    `ttl`: seconds after its end for which its chunks are evicted last. `prefetch`: promote its chunks. `session`: its
-    id. `ended`: the session ends with this request, or this branch of it (an edit of the type `evict`): chunks that no
-    other one shares are evicted first. `priority`: above 0, its chunks are evicted last. `waits`: seconds until the
-    session probably comes back, from a tool or a person: its chunks are evicted last until then.
+    `ttl`: seconds after the request's end for which its chunks are evicted last. `prefetch`: whether to promote its
+    chunks. `session`: the session's id. `ended`: whether the session, or this branch of it (an edit of the type
+    `evict`), ends with this request: chunks that no other one shares are then evicted first. `priority`: above 0, its
+    chunks are evicted last. `waits`: seconds until the session probably comes back, from a tool or a person: its chunks
+    are evicted last until then.
 
     lmkv ignores all other fields: parts of a request, `offload` (lmkv offloads every chunk anyway), more than 64 edits,
     and an id of more than 1,024 characters.
@@ -252,15 +253,15 @@ class RequestOptions:
     `skip_save`, `skip_load`: store or load nothing. `report`: answer with the tokens that were loaded. `prefetch`:
     promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to prefetch,
     ignored if they exceed the longest prompt. `pin`: seconds to pin the request's chunks after it ends. `tag.<name>`:
-    share only with equal tags, of a text, a number, a boolean or null. `wait_for`: wait until this number of leading
-    tokens is found, because another server is storing them.
+    share KV only with requests that have an equal tag: a text, a number, a boolean or null. `wait_for`: wait until this
+    number of leading tokens is found, because another server is storing them.
 
     A request with tags of other types, with too many or too long tags, or with more than 256 keys has no options and is
     not cached, because it is unclear which requests it may share KV with. The same holds for a request with
     `lmcache.token_drop`, because lmkv stores KV of all tokens.
 
-    `max_load_tokens`, `max_offload_tokens`, which are vLLM's options: largest number of tokens to load beyond vLLM's
-    own hit, and of leading tokens to store. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.
+    `max_load_tokens`, an option of vLLM: largest number of tokens to load beyond vLLM's own hit. `max_offload_tokens`,
+    another one: largest number of leading tokens to store. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.
 
     `do_remote_decode`, also vLLM's: another server will decode. A `kv_producer` then answers with the
     `wait_for` to give to that server.
@@ -281,7 +282,7 @@ class RequestOptions:
 
     @classmethod
     def of(cls, request: Any, longest: int = MAX_TOKENS) -> Self:
-        """The options of a vLLM request. `longest`: tokens of the longest prompt."""
+        """The options of a vLLM request. `longest`: length of the longest prompt in tokens."""
         params = getattr(request, "kv_transfer_params", None)
         params = params if isinstance(params, Mapping) else {}
         tags = _tags(params)
@@ -315,7 +316,7 @@ def _name_unknown(params: Mapping[Any, Any]) -> None:
         unknown = isinstance(key, str) and key.startswith(("lmkv.", "lmcache.")) and key not in _OPTIONS
         if unknown and not key.startswith(_TAGS) and key not in _said and len(_said) < _MAX_SAID:
             _said.add(key)
-            logging.getLogger(__name__).warning("lmkv: a request has %s, which is no option here", short_repr(key))
+            logging.getLogger(__name__).warning("lmkv: a request has %s, which is an unknown option", short_repr(key))
 
 
 _said: Final[set[str]] = set()

@@ -47,7 +47,7 @@ class Patience:
     _arrived: int = field(default=0, init=False)
 
     def lasts(self, now: float, limit: Callable[[], float | None], arrived: int) -> bool:
-        """Whether the request may wait on. `arrived`: chunks that have arrived by now.
+        """Whether the request may continue to wait. `arrived`: number of chunks that have arrived by now.
 
         `limit`: seconds that this wait may last; asked once, at its beginning. None: not known. The wait then continues
         while at least one chunk arrives every `STALL` seconds.
@@ -82,9 +82,9 @@ class Patience:
 
 @frozen
 class Miss:
-    """`tokens` of a request were not loaded for a `reason` (see `lmkv.vllm.scheduler.telemetry.REASONS`).
+    """The `tokens` of a request that were not loaded, and the `reason` (see `lmkv.vllm.scheduler.telemetry.REASONS`).
 
-    `tier`: the tier that has or had them. `seconds_ago`: when they were evicted.
+    `tier`: the tier that has or had them. `seconds_ago`: seconds since they were evicted.
     """
 
     reason: str
@@ -122,7 +122,7 @@ class Audit:
     """The hit's chunks from number `first` up to `end`, and the states after them; `next` is compared next.
 
     `tiers`: the tier that would have delivered each chunk. `computed`: tokens of vLLM's own hit before them, which may
-    have been loaded earlier. `tail`: the prompt's, if it comes next and has whole pages.
+    have been loaded earlier. `tail`: the prompt's tail, if it comes next and has whole pages.
     """
 
     first: int
@@ -169,12 +169,13 @@ class VLLMRequest(Protocol):
 class Waiting:
     """A request's waits, and the decisions about its lookup. Written by `Matcher`.
 
-    `computed`: the tokens of vLLM's own hit at the last lookup. `lease`: on the chunks that this lookup promised, until
-    they are loaded or the step ends; `between_steps`: whether that load is asynchronous. `shared_lookup`, `promotion`:
-    the lookup and the promotion it waits for. `stored_elsewhere`: leading chunks found so far of another server's;
-    `look_at`: when to look for more. `worth_loading`: how many leading chunks load faster than they compute; None until
-    decided. `longest_hit`: largest number of chunks of a hit, because later states take longer to load than to compute.
-    `deferred_since`: the time of the first answer that made vLLM ask again.
+    `computed`: the tokens of vLLM's own hit at the last lookup. `lease`: a lease on the chunks that this lookup
+    promised, until they are loaded or the step ends; `between_steps`: whether that load is asynchronous.
+    `shared_lookup`, `promotion`: the lookup and the promotion it waits for. `stored_elsewhere`: number of leading
+    chunks found so far that another server stores; `look_at`: when to look for more. `worth_loading`: how many leading
+    chunks load faster than they compute; None until decided. `longest_hit`: largest number of chunks of a hit, because
+    later states take longer to load than to compute. `deferred_since`: the time of the first answer that made vLLM ask
+    again.
     """
 
     patience: Patience
@@ -216,9 +217,10 @@ class Waiting:
 
 @define
 class Loading:
-    """The results of its loads. Written by `Loads`.
+    """The results of a request's loads. Written by `Loads`.
 
-    `begun`: number of loads between steps. `failed`: it computes the rest and is offered no further load.
+    `begun`: number of loads between steps. `failed`: whether one failed, so that the request computes the rest and gets
+    no further load.
     """
 
     begun: int = 0
@@ -227,7 +229,7 @@ class Loading:
 
 @define(eq=False)
 class Storing:
-    """The progress of its stores. Written by `ChunkStores` and `StateStores`.
+    """The progress of a request's stores. Written by `ChunkStores` and `StateStores`.
 
     `stored`: leading chunks that are stored or being stored. `tail_due`: whether the tail is still unstored. `kept`:
     leading chunks up to the last states kept for other requests. `last_states`: the same up to the last states of its
@@ -265,10 +267,10 @@ class Storing:
 
 @define(eq=False)
 class Auditing:
-    """Its audits. Written by `HitAudits` and `LoadAudits`.
+    """The audits of a request. Written by `HitAudits` and `LoadAudits`.
 
     `decided`: whether the sampler has decided about an audit of its hit. `audit`: the hit that it recomputes.
-    `reads_back`: its next load is read back in any case. `tenure`: how many times it has released its blocks.
+    `reads_back`: whether its next load is read back in any case. `tenure`: how many times it has released its blocks.
     """
 
     decided: bool = False
@@ -283,7 +285,8 @@ class Report:
 
     `sources`: the last promised tokens, by the tier that has them; `source_chunks`: the same in chunks. `promised`:
     keys of that promise, and of vLLM's own hit before it. `miss`: why the rest was not promised. `counted`: whether the
-    metrics have counted its hit and miss, which happens when it is first scheduled. `last_log_line`: its tokens.
+    metrics have counted its hit and miss, which happens when it is first scheduled. `last_log_line`: the numbers of
+    tokens in its last log line.
     """
 
     sources: dict[str, int] = field(factory=dict)
@@ -301,8 +304,8 @@ class Report:
 class Naming:
     """How one engine names the KV of its requests.
 
-    `save_tails`: tails get keys, too. `states`: state entries of each boundary between chunks. `longest`: tokens of the
-    longest prompt.
+    `save_tails`: whether tails get keys, too. `states`: state entries of each boundary between chunks. `longest`:
+    length of the longest prompt in tokens.
     """
 
     namespace: Namespace
@@ -316,7 +319,9 @@ class Naming:
 
 @define(eq=False)
 class Request:
-    """One request between its arrival and its end; made by `Request.of`. `vllm`: vLLM's. `root`: of its chunk keys."""
+    """One request between its arrival and its end; made by `Request.of`. `vllm`: vLLM's request. `root`: the root of
+    its chunk keys.
+    """
 
     vllm: VLLMRequest = field(repr=lambda request: request.request_id)
     root: bytes = field(repr=False)
@@ -349,7 +354,8 @@ class Request:
     def of(cls, vllm: VLLMRequest, naming: Naming, identity: str | None, patience: Patience) -> Self:
         """Make a request with the keys of its prompt.
 
-        `identity`: of what the workers have loaded. If None, it is unknown, and the request is not cached.
+        `identity`: the identity of the weights that the workers have loaded. If None, it is unknown, and the request is
+        not cached.
         """
         options, weights = RequestOptions.of(vllm, naming.longest), identity or ""
         lora = getattr(vllm, "lora_request", None)

@@ -275,8 +275,8 @@ class Scheduler:
         """Order the copies that follow from the step that was just scheduled.
 
         `progress`: for each request of the step, its tokens whose KV is valid after it, drafts excluded.
-        `blocks_of(request_id)`: its block tables, or None. `scheduled_tokens`: of the whole step. `offers`: the
-        states that vLLM hands over, by request. `preempted`: requests that have lost their blocks. `overwritten`:
+        `blocks_of(request_id)`: its block tables, or None. `scheduled_tokens`: the tokens of the whole step. `offers`:
+        the states that vLLM hands over, by request. `preempted`: requests that have lost their blocks. `overwritten`:
         blocks that vLLM writes into before the workers get the plan.
         """
         for request_id in preempted:

@@ -292,8 +292,8 @@ class _ReadAgain(Job):
 class AuditedLoad:
     """A load whose blocks are read back.
 
-    `copies`: the chunks from number `first` on, and the states. `tenure`: its request's (see `Auditing`) when it was
-    ordered.
+    `copies`: the chunks from number `first` on, and the states. `tenure`: the request's `Auditing.tenure` when the load
+    was ordered.
     """
 
     request: Request

@@ -23,18 +23,19 @@ class SchedulerOptions:
     """Made once, by the connector, from lmkv's and vLLM's configuration.
 
     `ranks`: workers that answer each order. `loads`, `stores`: False switches that direction off, as for a producer or
-    a consumer. `save_decode`: generated tokens are stored too. `save_unfull_chunk`: store and find tails, and find
-    chunks that begin like the rest of a prompt. `whole_blocks`: a hit ends with a block. With loads by layers, the step
-    has otherwise written the rest of that block before the load. `min_retrieve_tokens`: smaller hits are computed.
-    `load_or_recompute`: compute chunks that are measured to load more slowly. `load_mode`: within the step that reads
-    the KV ("sync"), between steps ("async"), or the one that delays other requests less ("auto"). `concurrent_copies`:
-    the device copies while it computes. `prefetch_deadline`: most seconds that a request waits for chunks of lower
-    tiers. `lookahead`: number of tokens after a position on which its KV depends; so the last tokens of a key cannot be
-    served. `state_interval`: chunks from one kept state of a long prompt to the next; 0: states and chunks get equal
-    space. `pin_ttl`: seconds that a prefetch is kept, and a priority lasts. `audit_rate`: share of loads that are read
-    back and, if `audits_computed`, of hits that are recomputed and compared. After a wrong one, `audit_action` drops
-    it, or disables loads as well. `media_by_name`: each name of an image stands for one content. `longest`: tokens of
-    the longest prompt. `clock`: in seconds.
+    a consumer. `save_decode`: whether to store generated tokens, too. `save_unfull_chunk`: whether to store and find
+    tails, and to find chunks that begin like the rest of a prompt. `whole_blocks`: whether a hit must end with a block.
+    Otherwise, with loads by layers, the step would write the rest of that block before the load. `min_retrieve_tokens`:
+    smaller hits are computed. `load_or_recompute`: whether to compute chunks that are measured to load more slowly.
+    `load_mode`: within the step that reads the KV ("sync"), between steps ("async"), or the one that delays other
+    requests less ("auto"). `concurrent_copies`: whether the device copies while it computes. `prefetch_deadline`:
+    largest number of seconds that a request waits for chunks of lower tiers. `lookahead`: number of tokens after a
+    position on which its KV depends; so the last tokens of a key cannot be served. `state_interval`: chunks from one
+    kept state of a long prompt to the next; 0: states and chunks get equal space. `pin_ttl`: seconds that a prefetch is
+    kept, and a priority lasts. `audit_rate`: share of loads that are read back and, if `audits_computed`, of hits that
+    are recomputed and compared. After a wrong one, `audit_action` drops it, or disables loads as well. `media_by_name`:
+    whether each name of an image stands for one content. `longest`: length of the longest prompt in tokens. `clock`: a
+    clock in seconds.
     """
 
     ranks: int = 1
@@ -60,7 +61,7 @@ class SchedulerOptions:
 
     @classmethod
     def of(cls, config: object, **given: Any) -> Self:
-        """The options that `config` has by equal names, and those given."""
+        """The options: those that `config` has under equal names, and those given."""
         found = {each.name: getattr(config, each.name) for each in fields(cls) if hasattr(config, each.name)}
         return cls(**{**found, **given})
 
@@ -69,8 +70,8 @@ class SchedulerOptions:
 class Job:
     """An order to the workers for a request. Each planner has its own kind.
 
-    `distrusted`: ordered before a load was known to have failed, or before a reset: its copies may have been computed
-    from unfilled blocks.
+    `distrusted`: whether it was ordered before a load was known to have failed, or before a reset: its copies may have
+    been computed from unfilled blocks.
     """
 
     planner: Planner = field(repr=False)
@@ -154,4 +155,4 @@ class Planner:
         self._chunk_size = context.block_map.chunk_size
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """Follow up a job of this planner that all ranks have answered. `number`: as in the order."""
+        """Follow up a job of this planner that all ranks have answered. `number`: the number of its order."""

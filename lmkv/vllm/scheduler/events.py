@@ -2,7 +2,7 @@
 
 Events cover chunks whose blocks are known, because this engine stored or found them. The store's threads note changes,
 and the scheduling thread turns them into events. A block may be in several chunks: a prompt's tail and the chunk that
-it became, or chunks with different tags. Several tiers may be one place for routers. A block is in a place while any
+it became, or chunks with different tags. Routers may see several tiers as one place. A block is in a place while any
 chunk or tier there has it.
 """
 
@@ -48,7 +48,7 @@ def place_of(tier: str) -> Place:
 
 @frozen(kw_only=True)
 class Blocks:
-    """Consecutive blocks of one KV cache group, with the fields of vLLM's events. `tokens`: those of all blocks."""
+    """Consecutive blocks of one KV cache group, with the fields of vLLM's events. `tokens`: tokens of all blocks."""
 
     group: int
     block_size: int

@@ -30,7 +30,8 @@ logger = logging.getLogger("lmkv.vllm")
 
 @define(eq=False)
 class LoadWindow:
-    """Copies of `tokens`, ordered together. `lease`: on their slots. `last`: the load ends with this window.
+    """Copies of `tokens`, ordered together. `lease`: the lease on their slots. `last`: whether the load ends with this
+    window.
 
     `first`: number of the first chunk.
     """
@@ -148,7 +149,9 @@ class AsyncLoad:
         return LoadWindow([], self.store.lease(()), unfilled, last=True)
 
     def copied(self, ok: bool) -> None:
-        """The window's copy has ended on every rank, and its lease was released. Stop after a failure."""
+        """Note that the window's copy has ended on every rank, and that its lease was released. After a failure, stop
+        the load.
+        """
         if ok:
             self._copied += self.copying
         else:
@@ -175,7 +178,7 @@ class AsyncLoadAdmission:
     vLLM cannot preempt a request whose blocks are being filled. Before it schedules another one, it reserves the blocks
     that such requests still need. For layers with a sliding window, vLLM 0.32 reserves too few, so two requests can
     wait for each other's blocks forever. For such models another request is admitted only when the free blocks suffice
-    for all of them. `free_blocks()`: how many vLLM has.
+    for all of them. `free_blocks()`: returns how many free blocks vLLM has.
     """
 
     def __init__(self, block_map: BlockMap) -> None:
@@ -222,7 +225,7 @@ class _LoadJob(Job):
 class Loads(Planner):
     """Orders loads and follows them to their end.
 
-    `admission`: of loads between steps. `evict_blocks(blocks)`: takes blocks out of vLLM's prefix cache.
+    `admission`: decides about loads between steps. `evict_blocks(blocks)`: takes blocks out of vLLM's prefix cache.
     `on_failed_load(request_id)`: called before vLLM continues that request.
     """
 
@@ -353,7 +356,7 @@ class Loads(Planner):
                 del self._async_loads[request.request_id]
 
     def cancel(self) -> None:
-        """Planning failed: cancel the loads between steps. Those being copied end at a later call."""
+        """Cancel the loads between steps, because planning failed. Loads with a running copy end at a later call."""
         # This step overwrites released blocks that were not reread.
         self._audits.forget()
         for request, load in list(self._async_loads.values()):
@@ -392,7 +395,9 @@ class Loads(Planner):
         self._steps = {number: timed for number, timed in self._steps.items() if number > step}
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """All ranks have answered. After a failure, drop the chunks and offer the request no further load."""
+        """Follow up a load that all ranks have answered. After a failure, drop the chunks and offer the request no
+        further load.
+        """
         assert isinstance(job, _LoadJob)
         # The end of a stopped load is no separate failure.
         counts = job.tokens or job.load is None or not job.load.stopped

@@ -46,7 +46,9 @@ class Wait:
 
 @frozen
 class Hit:
-    """`tokens` beyond the computed ones are promised until the step's end. `between_steps`: how they are loaded."""
+    """`tokens` beyond the computed ones are promised until the step's end. `between_steps`: whether they are loaded
+    between steps.
+    """
 
     tokens: int
     between_steps: bool

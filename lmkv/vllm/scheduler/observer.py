@@ -112,7 +112,8 @@ class Explainer:
         """Why tokens from number `end` on are not loaded. None if there are none.
 
         `keys`: all chunks that a load may end with. `covered`: tokens of the found chunks, of which a load may bring
-        fewer. `few`: too few tokens were found for a load. `late`: the request must not wait any longer.
+        fewer. `few`: whether too few tokens were found for a load. `late`: whether the request must not wait any
+        longer.
         """
         missing = request.last_token - end
         if missing <= 0:
@@ -343,7 +344,8 @@ class SchedulerObserver:
         self.track(request, keys)
 
     def scheduled(self, request: Request, tokens: int, *, refused: bool) -> None:
-        """Note that a request has its blocks and loads `tokens` into them. `refused`: vLLM has not taken the promise.
+        """Note that a request has its blocks and loads `tokens` into them. `refused`: whether vLLM did not take the
+        promise.
 
         Its hit and miss are counted once, whether or not it is preempted later.
         """

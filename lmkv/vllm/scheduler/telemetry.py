@@ -53,7 +53,7 @@ _PREFETCH = (
 
 @frozen
 class Metric:
-    """`known`: values of its one label that are known beforehand, so that their series begin at 0."""
+    """A metric. `known`: values of its one label that are known beforehand, so that their series begin at 0."""
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
@@ -232,7 +232,7 @@ class Telemetry:
             self._samples.add("lmkv_failed_loads")
 
     def stored(self, counts: Mapping[str, int], report: JobReport, *, kept: bool) -> None:
-        """`counts`: of tokens and chunks, or of states."""
+        """Count what was stored. `counts`: the numbers of tokens and chunks, or of states."""
         if kept:
             for kind, count in counts.items():
                 self._samples.add(f"lmkv_stored_{kind}", count)
@@ -254,7 +254,7 @@ class Telemetry:
             self._samples.add("lmkv_wrong_chunks", 1, tier)
 
     def audited_load(self, *, wrong: bool, again: bool = False) -> None:
-        """Count a load whose blocks were read back; `again`: a second time."""
+        """Count a load whose blocks were read back. `again`: whether this was the second time."""
         if not again:
             self._samples.add("lmkv_audited_loads")
         if wrong:

@@ -124,7 +124,7 @@ MAX_STALL = 0.005
 class LoadMode:
     """Decides whether to load within a step or between steps.
 
-    `concurrent`: the device can copy while it computes. A CPU cannot: loads between steps gain nothing there.
+    `concurrent`: whether the device can copy while it computes. A CPU cannot: loads between steps gain nothing there.
     `computing`: requests of the last step, which a load within the next step would delay.
     """
 

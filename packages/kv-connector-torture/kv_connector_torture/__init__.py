@@ -1,1 +1,1 @@
-"""Torture of any KV connector of vLLM: `python -m kv_connector_torture --help`."""
+"""Torture tests for any KV connector of vLLM: `python -m kv_connector_torture --help`."""

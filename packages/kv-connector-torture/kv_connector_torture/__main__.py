@@ -1,13 +1,12 @@
-"""Torture any KV connector of vLLM with random requests, and compare every answer with an engine without it.
+"""Test any KV connector of vLLM with random requests, and compare each answer with that of an engine without it.
 
     python -m kv_connector_torture --requests 5000
     python -m kv_connector_torture --minutes 10 --kinds gqa,windows --connector '{
         "kv_connector": "ExampleConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": "{folder}"}}'
 
-Without --connector it is vLLM's own prefix cache that is tried. `{folder}` in it becomes a fresh folder for each
-trial, `{redis}` the URL of --redis, and `{port}` and `{port2}` free ports. The same goes for --server, the command of
-a server that is started for each trial and listens on `{port}`.
+Without --connector, this program tests vLLM's own prefix cache. In --connector, --prefill and --server, each trial
+replaces `{folder}` by a fresh folder, `{redis}` by the URL of --redis, and `{port}` and `{port2}` by free ports.
 """
 
 from __future__ import annotations
@@ -44,29 +43,39 @@ def arguments() -> argparse.Namespace:
         prog="python -m kv_connector_torture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--connector", type=_json, help="vLLM's kv_transfer_config, as JSON or @FILE; none: its own prefix cache"
+        "--connector",
+        type=_json,
+        help="vLLM's kv_transfer_config, as JSON or @FILE; by default vLLM's prefix cache alone",
     )
+    parser.add_argument("--prefill", type=_json, help="the same for a second engine, to which each request goes first")
+    parser.add_argument("--requests", type=_count, help="end after this number of requests")
     parser.add_argument(
-        "--prefill", type=_json, help="the same of a second engine, through which each request goes first"
+        "--minutes", type=_more_than_none, help="end after this number of minutes; 10 if --requests is absent"
     )
-    parser.add_argument("--requests", type=_count, help="end after so many")
-    parser.add_argument("--minutes", type=_more_than_none, help="end after so long (10 without --requests)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first schedule; the next ones count on")
-    parser.add_argument("--kinds", default="gqa", help=f"kinds of models, of {','.join(models.KINDS)}, or MODULE:TEXT")
-    parser.add_argument("--length", type=_count, default=120, help="requests of a schedule")
-    parser.add_argument("--weights", type=_count, default=1, help="models that take turns over the same storage")
-    parser.add_argument("--faults", default="", help=f"of storage: {','.join(FAULTS)}")
-    parser.add_argument("--redis", default="", help="URL of a database of its own, which is emptied again and again")
-    parser.add_argument("--server", default="", help="command of a server that the connector needs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first schedule; each next schedule adds 1")
+    parser.add_argument(
+        "--kinds", default="gqa", help=f"kinds of models: some of {','.join(models.KINDS)}, or MODULE:TEXT"
+    )
+    parser.add_argument("--length", type=_count, default=120, help="number of requests of a schedule")
+    parser.add_argument(
+        "--weights", type=_count, default=1, help="number of models that take turns over the same storage"
+    )
+    parser.add_argument("--faults", default="", help=f"faults of stored data: some of {','.join(FAULTS)}")
+    parser.add_argument("--redis", default="", help="URL of a separate database; each trial empties it")
+    parser.add_argument("--server", default="", help="command of a server on {port} that the connector needs")
     parser.add_argument("--engine", type=_json, default="{}", help="more options of vLLM's engines, as JSON or @FILE")
-    parser.add_argument("--around", action="append", default=[], metavar="MODULE:NAME", help="engines are made in it")
-    parser.add_argument("--model", type=_folder, help="folder of a model, for the kind `own`")
     parser.add_argument(
-        "--patience", type=_more_than_none, default=PATIENCE, help="seconds after which a request hangs"
+        "--around", action="append", default=[], metavar="MODULE:NAME", help="context manager in which engines are made"
     )
-    parser.add_argument("--failures", type=_count, default=1, help="end after so many schedules that fail")
-    parser.add_argument("--shrink-minutes", type=float, default=5.0, help="at most, for each failure")
-    parser.add_argument("--schedule", type=_schedule, metavar="FILE", help="do only what is in it")
+    parser.add_argument("--model", type=_folder, help="folder of your own model, to test instead of --kinds")
+    parser.add_argument(
+        "--patience", type=_more_than_none, default=PATIENCE, help="seconds after which a request counts as hanging"
+    )
+    parser.add_argument("--failures", type=_count, default=1, help="end after this number of schedules that fail")
+    parser.add_argument(
+        "--shrink-minutes", type=float, default=5.0, help="most minutes to shrink each failing schedule"
+    )
+    parser.add_argument("--schedule", type=_schedule, metavar="FILE", help="run only the schedule in this file")
     parser.add_argument("--report", default="torture-report", help="folder for reports of failures")
     options = parser.parse_args()
     # Modules that kinds are from lie in this folder, as connectors do.
@@ -145,7 +154,9 @@ class Session:
         self._started = time.monotonic()
 
     def run(self) -> int:
-        """Trial after trial, or the one of `--schedule`, until it is enough; the exit status."""
+        """Run trial after trial, or only the schedule of `--schedule`, until a limit is reached. Returns the exit
+        status.
+        """
         try:
             if self._options.schedule:
                 self._try(self._options.schedule)
@@ -207,7 +218,9 @@ class Session:
             self._report(result)
 
     def _report(self, result: Result) -> None:
-        """Write a report with the smallest schedule that fails in the same way, the smallest so far if interrupted."""
+        """Write a report with the smallest schedule that fails in the same way, or the smallest one so far after
+        Ctrl-C.
+        """
         assert result.problem is not None
         before, search = self._trials.count, Search(self._trials, result, 60 * self._options.shrink_minutes)
         try:
@@ -224,7 +237,7 @@ class Session:
             self._say(f"{size} after {self._trials.count - before} more trials: {path}")
 
     def _untested(self) -> list[str]:
-        """Counts that would be there, and not 0, had anything been tested."""
+        """The counts that are 0, so that something was not tested."""
         names = set(self._counts) | {"requests", "preemptions", "aborts", "resets", "cached_tokens"}
         if self._setup.connector is not None:
             names |= {"external_tokens", "restarts"}
@@ -235,9 +248,8 @@ class Session:
 
 @define
 class Search:
-    """Looks for the smallest schedule that fails as this result does, for so many seconds. `last`: the best so far.
-
-    `repeats`: whether it has failed again.
+    """Searches for the smallest schedule that fails as this result does, for this number of seconds. `last`: the best
+    one so far. `repeats`: whether it failed again, for each repeat.
     """
 
     _trials: Trials
@@ -250,7 +262,7 @@ class Search:
         self.last = evolve(self._found, schedule=resolved(self._found))
 
     def go(self, patience: float) -> None:
-        """Leave the last quarter of the time to repeats."""
+        """Search, and use the last quarter of the time for repeats."""
         started, whole = time.monotonic(), self.last
         end, enough = started + self._seconds, started + _TO_SHRINK * self._seconds
         # A hang takes all patience in each trial: most trials get less.

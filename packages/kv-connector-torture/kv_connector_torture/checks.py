@@ -16,9 +16,8 @@ from kv_connector_torture.schedule import Operation, Schedule
 
 @define
 class Problem:
-    """A failed check, of a `kind`: difference, truthfulness, leak, hang, alarm of `--around`, or death, of the process.
-
-    `request`: whose answer it is. `expected`, `given`: tokens, which differ at `position`.
+    """A failed check. `kind`: difference, truthfulness, leak, hang, alarm (of `--around`), or death (of the process).
+    `request`: the request with the wrong answer. `expected`, `given`: its tokens, which differ at `position`.
     """
 
     kind: str
@@ -61,9 +60,8 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def untrue(cached: int, prompt: int, longest: int) -> str | None:
-    """Why a prompt of so many tokens cannot have had `cached` of them; None if it can.
-
-    The last token is computed in any case, and nobody had more than the `longest` beginning of an earlier request.
+    """The reason why `cached` tokens of this prompt are too many; None if they are not. vLLM computes the last token in
+    any case, and no earlier request shared more than the `longest` beginning.
     """
     if cached > prompt - 1:
         return f"{cached} tokens are reported as cached, of a prompt of {prompt}, whose last one is always computed"
@@ -74,7 +72,7 @@ def untrue(cached: int, prompt: int, longest: int) -> str | None:
 
 
 def leak(left_over: Callable[[], str], patience: float, tick: Callable[[], None]) -> Problem | None:
-    """Wait until nothing is `left_over`, with `tick` to go on; what is left when patience ends."""
+    """Call `tick` until nothing is `left_over`. Returns what is left when the patience ends."""
     deadline = time.monotonic() + patience
     while left := left_over():
         if time.monotonic() > deadline:
@@ -122,7 +120,7 @@ class Answer:
         return cls(tokens, best, frozenset(ties))
 
     def differs(self, given: Answer) -> tuple[int, str] | None:
-        """The first position at which the given answer is another one, and how; none behind a near tie counts."""
+        """The first position at which the given answer differs, and how. Positions after a near tie do not count."""
         for position, token in enumerate(self.tokens):
             if position >= len(given.tokens):
                 return position, "the answer ends"

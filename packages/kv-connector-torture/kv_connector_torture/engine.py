@@ -230,7 +230,7 @@ def set_environment() -> None:
 
 
 PREFILL_ENGINE = {"distributed_executor_backend": "mp"}
-"""A process has one connector of vLLM's workers: those of the prefill engine get processes of their own."""
+"""A process has one connector of vLLM's workers: those of the prefill engine get separate processes."""
 _TO_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -242,7 +242,7 @@ _TO_PREFILL = {
 
 
 def new_side_channel() -> None:
-    """Let the next engine's NIXL listen on a port of its own."""
+    """Let the next engine's NIXL listen on a separate port."""
     from vllm import envs
 
     envs.disable_envs_cache()

@@ -35,11 +35,11 @@ _N_GRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max":
 
 @frozen
 class Kind:
-    """`make`: a model of transformers. `write`, in its place: write one into a folder, and return its path, and options
-    of engines that are not the reference. Neither: the user's own. `blocks`: so few that requests preempt each other.
-
-    `options`: of all its engines, `tortured` of those that are not the reference: what is in it no schedule changes.
-    `cpu`: of engines on CPUs. `connector`: more of `kv_connector_extra_config`. `around`: engines are made in it.
+    """`make`: makes a model of transformers. `write` may replace it: it writes a model into a folder, and returns its
+    path and options for engines under test. Without either, the model is the user's. `blocks`: number of KV blocks, so
+    small that requests preempt each other. `options`: options of all engines. `tortured`: options of engines under
+    test, which no schedule changes. `cpu`: options of engines on CPUs. `connector`: more keys of
+    `kv_connector_extra_config`. `around`: a context manager in which engines are made.
     """
 
     make: Callable[[], Any] | None = None

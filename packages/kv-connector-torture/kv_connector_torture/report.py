@@ -42,7 +42,9 @@ _LIBRARIES = ("flexkv", "hf3fs", "lmcache", "mooncake", "mori", "nixl")
 
 @frozen
 class Failure:
-    """`result`: of the smallest schedule, which had `operations` at first. `repeats`: whether it has failed again."""
+    """`result`: the result of the smallest schedule. `operations`: the length of the first failing schedule. `repeats`:
+    whether it failed again, for each repeat.
+    """
 
     result: Result
     operations: int

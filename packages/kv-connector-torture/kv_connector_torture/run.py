@@ -1,4 +1,4 @@
-"""Does what a schedule says to engines, one after the other, and compares every answer; hooks can have a part in it."""
+"""Runs a schedule on engines, one after the other, and compares every answer. Hooks can take part."""
 
 from __future__ import annotations
 
@@ -28,47 +28,49 @@ class _Asked:
 
 
 class Hooks:
-    """The hooks that a context manager of `--around` may return, to take part in a trial. These do nothing.
+    """Hooks that take part in a trial: a context manager of `--around` may return a subclass. These hooks do nothing.
 
-    `counts`: added to the trial's. One that is 0 at the end of all trials is a failure: nothing was tested.
+    `counts` are added to the trial's counts. If one of them is 0 after all trials, the run fails, because nothing was
+    tested.
     """
 
     def __init__(self) -> None:
         self.counts = Counter[str]()
 
     def begins(self, schedule: Schedule, folder: Path) -> None:
-        """A trial begins. `folder`: of the connector's files, `{folder}`."""
+        """Called when a trial begins. `folder`: the folder of the connector's files, `{folder}`."""
 
     def started(self, engine: Engine) -> None:
-        """An engine has started, the first one or another one over the same storage."""
+        """Called when an engine has started: the first one, or a later one over the same storage."""
 
     def transfer(self, name: str, tokens: Sequence[int]) -> dict[str, Any] | None:
-        """vLLM's `kv_transfer_params` of this request, or None."""
+        """Return the `kv_transfer_params` for this request, or None."""
         return None
 
     def strike(self) -> None:
-        """Break something, if it is to be. Called before each step."""
+        """Break something, or do nothing. Called before each step."""
 
     def aborts(self, names: Iterable[str]) -> Iterable[str]:
-        """Those of the requests under way that are aborted now."""
+        """Return the names of the running requests to abort now."""
         return ()
 
     def alarm(self) -> str:
-        """The finding of its own check, or "". Called after each step."""
+        """Return what a check of yours has found, or "". Called after each step."""
         return ""
 
     def left(self) -> str:
-        """What has leaked once no request is left, or "". Called until it is "", with steps in between."""
+        """Return what has leaked, or "". Called when no request is left, with steps in between, until it returns ""."""
         return ""
 
     def ended(self) -> str:
-        """The same when the engine is gone. Called once."""
+        """Return what has leaked, or "". Called once, after the engine has ended."""
         return ""
 
 
 @define
 class Execution:
-    """One schedule on engines that `engine_of` makes of the weights' number. `patience`: seconds until it is a hang.
+    """Runs one schedule on engines that `engine_of` makes for a number of weights. `patience`: seconds until a wait is
+    a hang.
 
     `run` ends with the first problem, which it returns. `reached` gets the place of each operation before it is done.
     """

@@ -1,4 +1,4 @@
-"""Schedules: what a trial does to an engine. They are made from a seed alone, and made smaller where they fail."""
+"""Schedules: what a trial does to an engine. A seed determines a schedule. A failing schedule is made smaller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from attrs import asdict, define, evolve, field, fields_dict, frozen
 
 VOCAB = 256
-"""Tokens of prompts are from 5 to this, which every vocabulary has."""
+"""Tokens of prompts are from 5 to this number. Every vocabulary has these."""
 
 LONGEST = 420
 _AT_ONCE = 6
@@ -20,7 +20,7 @@ _TAILS = (1, 3, 16, 30, 64, 90, 128)
 _ANSWERS = (1, 2, 9, 20, 40)
 
 Run = tuple[str, int]
-"""The first so many tokens of a document, or of the answer to a request, by its name."""
+"""`(name, count)`: the first `count` tokens of a document, or of the answer to a request."""
 
 
 @frozen
@@ -150,7 +150,7 @@ def _length(prompt: Iterable[Run]) -> int:
 
 
 def _beginning(prompt: Iterable[Run], tokens: int) -> list[Run]:
-    """The prompt's first tokens, few enough to leave room for a tail."""
+    """The first tokens of the prompt, with room left for a tail."""
     left, found = min(tokens, LONGEST - max(_TAILS)), []
     for name, count in prompt:
         if left > 0:
@@ -169,7 +169,7 @@ def make(
     weights: int = 1,
     faults: Sequence[str] = (),
 ) -> Schedule:
-    """A random schedule of so many requests. The same arguments make the same one."""
+    """A random schedule of this number of requests. The same arguments make the same schedule."""
     rng = random.Random(f"{seed} {kind}")
     # A generator of its own, so that schedules of older versions stay the same.
     deep = random.Random(f"{seed} {kind} resets")
@@ -201,9 +201,8 @@ def shrink(
     simpler: Callable[[T], Iterable[T]] = lambda item: (),
     over: Callable[[], bool] = lambda: False,
 ) -> list[T]:
-    """The items without those that the failure does not need, and with simpler ones for others.
-
-    `fails`: whether a list still does. `over`: whether the time has come to be content with what there is.
+    """The items that the failure needs, some of them replaced by simpler ones. `fails`: whether a list still fails.
+    `over`: whether the time is over.
     """
     found = _without_parts(list(items), fails, over)
     for index in range(len(found)):

@@ -22,13 +22,13 @@ FAULTS = ("delete", "truncate", "flip", "empty")
 
 @frozen
 class Storage:
-    """`folder`: all files of the connector. `redis`: URL of a database that holds nothing else, or ""."""
+    """`folder`: the folder of all files of the connector. `redis`: URL of a database that holds nothing else, or ""."""
 
     folder: Path
     redis: str = ""
 
     def strike(self, kind: str, pick: float) -> bool:
-        """Break what is at the place `pick`, from 0 to 1, of all that is stored. Whether there was anything."""
+        """Break the stored item at the place `pick`, from 0 (first) to 1 (last). Returns whether there was any."""
         return self._strike_files(kind, pick) or (bool(self.redis) and self._strike_redis(kind, pick))
 
     def empty_folder(self) -> None:

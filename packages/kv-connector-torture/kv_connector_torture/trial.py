@@ -1,4 +1,4 @@
-"""Trials: a schedule in a process of its own, over fresh storage, so that nothing of another one has a part in it."""
+"""Trials: each runs a schedule in a separate process, over fresh storage, so that no trial influences another one."""
 
 from __future__ import annotations
 
@@ -55,17 +55,18 @@ PATIENCE = 60.0
 """Seconds after which a request hangs."""
 
 _ENOUGH = 4
-"""Times its patience, after which a process that tells nothing is ended from outside."""
+"""A process that reports nothing for this multiple of its patience is killed."""
 
 
 @frozen
 class Setup:
     """The settings that all trials have in common.
 
-    `connector`: vLLM's kv_transfer_config, or None. `prefill`: that of an engine through which each request goes first,
-    or None. `server`: the command of a server that they need. `{folder}`, `{redis}`, `{port}`, on which the server
-    listens, and `{port2}` in all three are filled in for each trial. `engine`: more options of the engines. `around`:
-    PACKAGE.MODULE:NAME of context managers in which engines are made. `model`: of the kind `own`. `patience`: seconds.
+    `connector`: vLLM's kv_transfer_config, or None. `prefill`: the same for an engine to which each request goes first,
+    or None. `server`: the command of a server that they need, which listens on `{port}`. Each trial fills in
+    `{folder}`, `{redis}`, `{port}` and `{port2}` in all three. `engine`: more options of the engines. `around`:
+    PACKAGE.MODULE:NAME of context managers in which engines are made. `model`: the model of the kind `own`. `patience`:
+    in seconds.
     """
 
     folder: Path
@@ -180,7 +181,7 @@ class Trials:
 
 
 def _end(process: Any) -> None:
-    """End the process with all of its own ones."""
+    """End the process and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     # It leads no group yet when it is ended at its start.
