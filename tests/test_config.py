@@ -314,7 +314,7 @@ def test_a_file_that_cannot_be_used_is_refused_by_name(file: Path, in_file: Call
         ("{chunk_size: 64, chunk_size: 64}", "'chunk_size' is given twice, in lines 1 and 1"),
         ("extra_config:\n  a: 1\n  a: 2\n", "'a' is given twice, in lines 2 and 3"),
     ):
-        refused(f"{where}{lines}$", lambda text=text: in_file(text))
+        refused(f"{where}{lines}: leave one out$", lambda text=text: in_file(text))
 
 
 def test_a_config_is_a_frozen_value() -> None:

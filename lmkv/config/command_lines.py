@@ -111,7 +111,7 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
     another command.
     """
     if (found := program(words)) is None:
-        name = next((word for word in words if "=" not in word), "")
+        name = " ".join([word for word in words if "=" not in word][:2])
         what = "starts none of these" if len(words) > 1 else "is no command"
         raise ConfigError(f"{_GIVE}; {short_repr(name)} {what}")
     server, at = found
@@ -127,6 +127,7 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
 
 _GIVE: Final = "lmkv is a connector of vLLM: give `lmcache server ...` or `vllm serve ...`"
 _SERVERS: Final = ("lmcache.v1.multiprocess.server", "lmcache.v1.multiprocess.http_server")
+_PROGRAMS: Final = ("vllm", "vllm.entrypoints.cli.main")
 _ENGINES: Final = ("vllm.entrypoints.openai.api_server", "dynamo.vllm", "huggingfaceserver")
 _IMAGE: Final = re.compile(r"[\w./-]*/vllm-openai[\w.-]*([:@].*)?")
 
@@ -137,7 +138,7 @@ def program(words: Sequence[str]) -> tuple[bool, int] | None:
         name = word.rpartition("/")[2]
         if (name, following) == ("lmcache", "server") or (word == "-m" and following in _SERVERS):
             return True, at + 2
-        if (name, following) == ("vllm", "serve") or (word == "-m" and following in _ENGINES):
+        if (name in _PROGRAMS and following == "serve") or (word == "-m" and following in _ENGINES):
             return False, at + 2
     return next(((False, at + 1) for at, word in enumerate(words) if _IMAGE.fullmatch(word)), None)
 
@@ -604,6 +605,7 @@ _MANIFESTS: Final = {
     frozenset({"services"}): "of Docker Compose",
     frozenset({"image"}): "of a container",
     frozenset({"containers"}): "of containers",
+    frozenset({"env"}): "of a container's variables",
     frozenset({"servingEngineSpec"}): "of values for a Helm chart",
     frozenset({"applications"}): "of Ray Serve",
 }

@@ -183,8 +183,9 @@ def translate(
     unknown = [key for key in given if key not in table()]
     for number, key in enumerate(unknown):
         value, source = given[key]
-        if source in strange and source.startswith("file "):
-            # Nobody means to have a file of which nothing is read: it is refused, as lmkv's own would be.
+        section = isinstance(value, Mapping) and not table().keys().isdisjoint(value)
+        if (section or source in strange) and source.startswith("file "):
+            # Nobody means to have a file, or a section of settings, of which nothing is read: as in lmkv's own file.
             result.settings.append((key, value, source))
             result.readings.append(Reading(short_repr(key), source, "used", str(key)))
         else:
@@ -268,13 +269,13 @@ def _multiply_sizes(given: _Given, result: Translation, ranks: int | None) -> No
         except ValueError:
             # The parser says what is wrong with it.
             continue
+        if not each > 0 or table()[key].is_idle(value, given):
+            continue
         if ranks is None:
             words = "each rank has so much in LMCache; here it is for all of an engine's: multiply by their number"
-        elif each > 0:
+        else:
             given[key] = each * ranks, source
             words = f"each of {ranks} ranks has {each:g} GiB in LMCache; here all have {each * ranks:g} GiB together"
-        else:
-            continue
         result.notes.append((logging.INFO, f"{key}: {words}"))
 
 

@@ -644,6 +644,9 @@ def _known(key: Any, value: object, source: str) -> Attribute[Any]:
     if key in _OPTIONS:
         return _OPTIONS[key]
     visible = "'***'" if isinstance(key, str) and SECRET.search(key[:100]) else short_repr(command_lines.typed(value))
+    if isinstance(value, Mapping | list):
+        # A password may be in it.
+        visible = "{...}" if isinstance(value, Mapping) else "[...]"
     raise ConfigError(f"{source}: unknown key {short_repr(key)} = {visible}{_hint(key, value)}")
 
 

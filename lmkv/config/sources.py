@@ -165,7 +165,8 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
             for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
                 name, line = key.value, key.start_mark.line + 1
                 if name in lines:
-                    raise yaml.YAMLError(f"{short_repr(name)} is given twice, in lines {lines[name]} and {line}")
+                    twice = f"{short_repr(name)} is given twice, in lines {lines[name]} and {line}"
+                    raise yaml.YAMLError(f"{twice}: leave one out")
                 lines[name] = line
             return super().construct_mapping(node, deep)
 
@@ -179,7 +180,8 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
         return {}
     if not isinstance(content, dict):
         form = "a line such as chunk_size: 256 for each, with a blank after the colon and no dash before it"
-        raise ConfigError(f"file {path}: must map settings to values: write {form}")
+        variables = "a container's variables go to lmkv config migrate -- LMCACHE_CHUNK_SIZE=256 vllm serve ..."
+        raise ConfigError(f"file {path}: must map settings to values: write {form}; {variables}")
     return content
 
 

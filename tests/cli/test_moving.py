@@ -335,6 +335,7 @@ def test_what_people_publish_is_used_as_meant_or_refused_with_a_way_out(name: st
     done = run("config", "migrate", *words)
     found = json.loads(run("config", "migrate", "--json", *words).stdout)
     assert (done.exit_code, [text for text in case.get("says", ()) if text not in done.output]) == (case["status"], [])
+    assert [text for text in ("of-nobody", *case.get("never", ())) if text in done.output] == []
     settings = found.get("settings", {})
     assert {key: settings.get(key) for key in case.get("settings", {})} == case.get("settings", {})
     if case["status"] < 2:
