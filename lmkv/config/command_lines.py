@@ -425,15 +425,19 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
         return
     command.role = transfer.get("kv_role") or "kv_both"
     if connector not in (None, *_CONNECTORS):
-        command.refuse(f"{TRANSFER} {connector}", _OTHER)
+        close = lmcache.nearest(str(connector), ("LMKVConnector",))
+        command.refuse(f"{TRANSFER} {connector}", f"did you mean {close}?" if close else _OTHER)
         return
     if transfer.get("kv_load_failure_policy", "recompute") != "recompute":
         why = f"recompute is written for {short_repr(transfer['kv_load_failure_policy'])}: a request goes on without KV"
         command.notes.append((logging.INFO, f"kv_load_failure_policy: {why} that cannot be loaded"))
     if "kv_connector_module_path" in transfer:
         command.leave("kv_connector_module_path", "LMKVConnector is found by its name")
-    for key in transfer.keys() - _READ_KEYS:
-        command.leave(key, "lmkv does not read it")
+    for key in sorted(transfer.keys() - _READ_KEYS):
+        if key.startswith(("kv_", "enable_")) or key == "engine_id":
+            command.leave(key, "lmkv does not read it")
+        else:
+            command.refuse(key, "vLLM knows no such key: write it inside kv_connector_extra_config")
     if connector == "LMCacheMPConnector":
         command.refuse(f"{TRANSFER} {connector}", lmcache.table()["mp.host"].why)
     if connector == "LMKVConnector" and not all(map(lmcache.owns, items)):

@@ -174,7 +174,7 @@ class Config:
     shared_memory: str | None = _option(
         None,
         path,
-        "Folder in memory that the engines of a node share, such as file:///dev/shm/lmkv; none: no such tier",
+        "Folder in memory that the engines of a node share, such as file:///dev/shm/lmkv; none: no shared memory",
     )
     max_shared_memory_size: float = _option(
         0.0, number(0), "Capacity of that folder, for all engines and models together", "GiB"

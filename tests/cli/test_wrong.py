@@ -248,5 +248,11 @@ def test_folders_and_sizes_that_are_not_meant(tmp_path: Path) -> None:
 
 
 def test_a_command_line_is_checked_as_a_file_is() -> None:
-    done = run("config", "check", "--", "vllm", "serve", "m", "--kv-transfer-config", json.dumps(TRANSFER))
-    assert (done.exit_code, "did you mean 'chunk_size'?" in done.output) == (2, True)
+    rows: list[tuple[dict[str, Any], str]] = [
+        (TRANSFER, "did you mean 'chunk_size'?"),
+        ({"kv_connector": "LMKVConnectorV1"}, "did you mean LMKVConnector?"),
+        ({"kv_connector": "LMKVConnector", "local_disk": "/kv"}, "write it inside kv_connector_extra_config"),
+    ]
+    for transfer, says in rows:
+        done = run("config", "check", "--", "vllm", "serve", "m", "--kv-transfer-config", json.dumps(transfer))
+        assert (done.exit_code, says in done.output) == (2, True), done.output
