@@ -180,11 +180,10 @@ def reserve_and_fork(tell: Tell, folder: str) -> None:
     """Reserve room, and fork a child that lives on: it has no part in what its parent has reserved."""
     disk = LocalDiskBackend(folder, bytes(32))
     disk.reserve_bytes(5 * COST)
-    child = os.fork()
-    if not child:
+    if not os.fork():
+        # The child tells: by now it has closed its parent's files.
+        tell((os.getppid(), os.getpid()))
         signal.alarm(int(LIMIT))
-        signal.pause()
-    tell((os.getpid(), child))
     signal.pause()
 
 

@@ -255,4 +255,4 @@ class TestServedModel:
     @pytest.mark.parametrize("fused", [False, True])
     def test_anything_else_is_refused(self, fused: bool) -> None:
         apart = [torch.zeros((6, 64 if fused else 60), dtype=torch.uint8) for _ in range(3)]
-        raised(ValueError, "instead of", lambda: self._model(fused=fused).paged_memory(apart))
+        raised(ValueError, "and those of", lambda: self._model(fused=fused).paged_memory(apart))
