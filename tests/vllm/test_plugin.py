@@ -83,7 +83,7 @@ STARTS = [
         SERVER,
         ["--kv-transfer-config", transfer(kv_connector_extra_config={"chunk_size": "x", "pin_share": 2})],
         f"{REFUSED}kv_connector_extra_config: chunk_size = 'x' must be a whole number, with digits only, in tokens\n"
-        "kv_connector_extra_config: pin_share = 2 must be at most 1\n=====",
+        "kv_connector_extra_config: pin_share = 2 must be at most 1, as a share: 0.02\n=====",
         1,
     ),
     Start(
