@@ -82,7 +82,7 @@ def _sorted_items(extra: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple
 def tenants_of(cache_salt: str | None, tags: Iterable[tuple[str, str]]) -> list[str]:
     """The names by which a quota can mean a request: the label of its salt, and its tags as `name:value`.
 
-    A tag with a colon in its name is left out: another tag could have the same name.
+    A tag with a colon in its name is left out: `a:b` with value `c` and `a` with value `b:c` would be one name.
     """
     return [
         *([salt_label(cache_salt)] if cache_salt else ()),

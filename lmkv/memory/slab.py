@@ -147,7 +147,7 @@ class SlabRef:
     """A reference to a shared slab, which another process on this host can `attach`. `name`: the name of its memory
     file.
 
-    The path does not count for equality: a process that is just being forked has the same file at another path.
+    Equality ignores `path`, which contains the id of a process: a forked child has another path for the same file.
     """
 
     path: str = field(eq=False)

@@ -78,8 +78,8 @@ class Ranks:
     def widest_stage(self, layers: Sequence[LayerPages], stage: int) -> tuple[LayerPages, ...]:
         """The layers of the stage that has most of them; every other stage has the first of these.
 
-        `layers`: the layers of one stage. The scheduler side knows those of stage 0 only, so that all hidden layers
-        must have equal pages. Raises ValueError if they differ.
+        `layers`: the layers of one stage. The scheduler side knows only the layers of stage 0, so the pages of all
+        hidden layers have to repeat one pattern. Raises ValueError if they do not.
         """
         if len(self.stages) == 1:
             return tuple(layers)

@@ -89,8 +89,8 @@ class ObjectStoreBackend(SubprocessBackend):
     Nothing is connected before the first call. Any number of threads may call. obstore runs in separate processes,
     because an answer that promises more bytes than there are ends its process. A value is sent in one request, which
     a store does completely or not at all, and only if the name is free (`If-None-Match`). A store that ignores this
-    condition keeps the last of several concurrent writes; for one that refuses it, add `conditional_put=disabled`.
-    Keys, tokens and signatures are in no repr and no message.
+    condition keeps the last of several concurrent writes. If a store refuses the condition, add
+    `conditional_put=disabled` to the URL. Keys, tokens and signatures are in no repr and no message.
 
     Examples
     --------
