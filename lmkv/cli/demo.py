@@ -192,7 +192,7 @@ def disk_settings(plan: Plan, folder: Path) -> tuple[dict[str, Any], FolderFacts
     found = {"local_disk": str(folder), "max_local_disk_size": size, "disk_min_free": 1.0}
     needed = size + 1.0
     if facts.free_bytes < needed * 2**30:
-        reason = f"{needed:.1f} GiB are wanted, {facts.free_bytes / 2**30:.1f} GiB are free"
+        reason = f"{needed:.1f} GiB are wanted, {facts.free_bytes / 2**30:.1f} GiB are free in {folder}: name another"
         raise NoSpaceError("disk", "demo", reason=reason)
     return found, facts
 

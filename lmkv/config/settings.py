@@ -315,7 +315,7 @@ class Config:
             yield self._problem("local_disk", f"and {other} {reason}")
         for name in ("remote_password", "agent_token", "authentication_key"):
             if getattr(self, name) and getattr(self, f"{name}_file"):
-                yield self._problem(f"{name}_file", f"and {name} are both given")
+                yield self._problem(f"{name}_file", f"and {name} are both given: keep one")
         if len({*self.remotes}) < len(self.remotes):
             yield self._problem("remote_url" if self.remote_url else "remote_urls", "has a store twice: leave one out")
         if self.authentication_key and (short := _too_short(self.authentication_key.value.encode())):

@@ -481,6 +481,6 @@ class TieredStore(Part):
 
 def _run(planned: Deferred, cut_short: bool, after: Deferred) -> None:
     if cut_short:
-        logger.warning("lmkv: an exception interrupted a change of the store; its slots and indexes were counted again")
+        logger.warning("lmkv: an exception interrupted a change of the store, which is consistent again")
     after.jobs += planned.jobs
     after.callbacks += planned.callbacks

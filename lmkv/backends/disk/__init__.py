@@ -363,7 +363,7 @@ class LocalDiskBackend:
             logger.warning("lmkv: tier %r cannot use %s yet: %s", self.name, self._folder.path, error)
             direct = False
         if self.direct == "on" and not direct:
-            raise ConfigError(f"direct='on', but O_DIRECT does not work in {self._folder.path}; use 'auto'")
+            raise ConfigError(f"disk_direct is on, but O_DIRECT does not work in {self._folder.path}: set it to auto")
         return direct
 
     def _translated(self, error: OSError, action: str, key: ChunkKey = b"") -> BackendError:
