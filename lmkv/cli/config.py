@@ -186,19 +186,20 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     if words:
         # A connector alone does not say of how many ranks its engine is.
         return Answer.to_command(words, ranks if "kv_connector" in content else ranks or 1)
-    if own := set(content) & (own_keys() - set(lmcache.table())) if migrate else ():
-        raise ConfigError(f"file {file}: is lmkv's already: LMCache has no {', '.join(sorted(own))}")
     keys, ours, theirs = set(content), own_keys(), {*lmcache.table(), "extra_config"}
+    if migrate and (own := keys & (ours - lmcache.table().keys())):
+        raise ConfigError(f"file {file}: is lmkv's already: LMCache has no {', '.join(sorted(own))}")
     likely = ranks is not None or "lmc" in file.name.lower() or bool(migrate and keys & theirs)
     # The content is passed on, because a pipe can be read only once.
     env, read = {lmcache.ENV_FILE: str(file)}, lambda _: content
     if ((likely and keys) or keys & (theirs - ours)) and not keys & (ours - theirs):
         return Answer.to(env=env, read=read, ranks=ranks), None
     answer = Answer.to(file=file, env={}, read=read)
-    # A file of settings that both have says not whose it is.
-    both = keys & theirs and not keys & (ours - theirs)
+    if not keys & theirs or keys & (ours - theirs):
+        return answer, None
+    # lmkv and LMCache both have these settings, so the file may be either's.
     notes = [(level, f"if the file is LMCache's: {text}") for level, text in lmcache.translate(env, {}, read).remarks()]
-    return evolve(answer, notes=(*answer.notes, *notes * bool(both))), None
+    return evolve(answer, notes=(*answer.notes, *notes)), None
 
 
 def variables_in(text: str) -> dict[str, str]:

@@ -300,7 +300,7 @@ class Config:
         refused = {name: value for name in _OPTIONS if isinstance(value := getattr(self, name), ConfigError)}
         for name in refused:
             object.__setattr__(self, name, _OPTIONS[name].default)
-        # What follows from a setting that is refused is no problem of its own.
+        # A refused setting has consequences, which are not separate problems.
         together = (line for line in self._problems() if not any(name in line for name in refused))
         if problems := [*map(str, refused.values()), *together]:
             raise ConfigError("\n".join(problems))

@@ -137,7 +137,7 @@ def test_python_hears_of_all_errors_at_once() -> None:
     assert [line.split()[1] for line in told] == [
         *("chunk_size", "max_local_cpu_size", "pin_share", "local_disk", "agent_listen")
     ]
-    # What follows from a refused setting is no error of its own.
+    # A refused setting has consequences, which are not separate errors.
     assert str(raised(ConfigError, "not a switch", Config, local_disk="true", max_local_disk_size=1)).count("\n") == 0
 
 

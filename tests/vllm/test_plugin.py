@@ -100,7 +100,7 @@ STARTS = [
     ),
     Start(SERVER, ["--kv-transfer-config", transfer(kv_connector_extra_config={"chunk_size": 64})]),
     Start(SERVER, ["--config", "wrong.yaml"], f"{REFUSED}kv_connector_extra_config: chunk_size = 'x' must be", 1),
-    # What vLLM does not use, because something else on the command line replaces it, ends nothing.
+    # A wrong value that another option replaces ends nothing, because vLLM does not use it.
     Start(SERVER, ["--config", "wrong.yaml", "--kv-transfer-config", transfer()]),
     Start(SERVER, ["--kv-transfer-config", WRONG, "--kv-transfer-config", transfer()]),
     Start(SERVER, ["--kv-transfer-config", WRONG, *DOTTED]),
