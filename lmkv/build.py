@@ -118,7 +118,8 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None, opened
             _policy(config),
             capacity_bytes=config.max_local_disk_bytes,
             admission=make_admission(config.disk_admission),
-            write=config.disk_write,
+            # Where chunks do not stay in host memory, none is evicted from it.
+            write=config.disk_write if config.local_cpu else "through",
         )
     names: Counter[str] = Counter()
     for url in config.remotes:

@@ -71,12 +71,12 @@ BUDGET = {
     "plugins": 34,
     "policies": 998,
     "simulation": 420,
-    "config": 1822,
+    "config": 1840,
     "memory": 1315,
     "store": 3600,
     "backends": 389,
     "backends.disk": 1066,
-    "backends.remote": 1924,
+    "backends.remote": 1936,
     "build": 112,
     "engine": 459,
     "": 62,
@@ -133,7 +133,7 @@ BEYOND = {
 }
 """Why a room has more lines than its aim."""
 
-WHOLE = 19960
+WHOLE = 19990
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

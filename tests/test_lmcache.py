@@ -124,7 +124,7 @@ def test_the_three_variables_of_the_first_document() -> None:
     assert given(config) == {"chunk_size": 128, "local_cpu": False, "max_local_cpu_size": 2.5}
     assert config.source("chunk_size") == "environment LMCACHE_CHUNK_SIZE"
     (_, sizes), (level, nothing) = config.remarks
-    assert sizes.startswith("max_local_cpu_size: each rank has so much")
+    assert sizes.startswith("max_local_cpu_size: LMCache takes this much")
     assert (level, nothing.startswith("no tier keeps anything")) == (logging.WARNING, True)
 
 

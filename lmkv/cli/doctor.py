@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmkv.cli.findings import Finding, examine
-from lmkv.cli.server import give, json_object
+from lmkv.cli.server import json_object
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
 from lmkv.config.settings import DEFAULT
 
@@ -49,14 +50,16 @@ def doctor(
     """
     logging.getLogger("lmkv").setLevel(logging.ERROR)
     size = size_of(model, kv_cache_dtype, tensor_parallel_size) if model else None
-    findings = list(examine(os.environ, json_object(extra), size, tensor_parallel_size, file))
+    examined = examine(os.environ, json_object(extra), size, tensor_parallel_size, file)
+    findings = list(examined) if as_json else show(examined, show_all=show_all)
     problems = [found.problem for found in findings if found.problem]
     warnings = [found.warning for found in findings if found.warning]
-    answer: dict[str, Any] = {"ok": not problems, "problems": problems, "warnings": warnings}
-    answer["findings"] = [{**asdict(found), "level": found.level} for found in findings]
-    if size:
-        answer["model"] = {**asdict(size), "token_bytes": size.token_bytes}
-    give(answer, lambda: show(findings, show_all=show_all), as_json=as_json)
+    if as_json:
+        answer: dict[str, Any] = {"ok": not problems, "problems": problems, "warnings": warnings}
+        answer["findings"] = [{**asdict(found), "level": found.level} for found in findings]
+        if size:
+            answer["model"] = {**asdict(size), "token_bytes": size.token_bytes}
+        typer.echo(json.dumps(answer))
     of_settings = [found for found in findings if found.area == "configuration"]
     refused = any(found.problem for found in of_settings)
     matters = any(found.warning for found in of_settings)
@@ -70,26 +73,35 @@ def size_of(model: Path, dtype: KVDtype, ranks: int) -> KVSize:
         raise typer.BadParameter(str(error), param_hint="--model") from None
 
 
-def show(findings: Sequence[Finding], *, show_all: bool = False) -> None:
-    """Print a list by area, and a verdict. A `Text` is not read as markup, as a str would be."""
-    console = Console(highlight=False)
-    shown = [found for found in findings if show_all or found.level != "ok" or not is_default(found)]
-    names = max((len(found.name) for found in shown), default=0) + 2
-    for area, group in groupby(shown, key=lambda found: found.area):
+def show(findings: Iterable[Finding], *, show_all: bool = False) -> list[Finding]:
+    """Print each area as soon as it is examined, then a verdict; return the findings."""
+    # A `Text` is not read as markup, as a str would be.
+    console, seen, hidden = Console(highlight=False), list[Finding](), 0
+    for area, group in groupby(findings, key=lambda found: found.area):
+        of_area = list(group)
+        shown = [found for found in of_area if show_all or found.level != "ok" or not is_default(found)]
+        seen, hidden = seen + of_area, hidden + len(of_area) - len(shown)
         table = Table.grid(padding=(0, 2))
-        table.add_column(no_wrap=True, width=names)
+        names = max((len(found.name) + 2 for found in shown), default=0)
+        table.add_column(no_wrap=True, width=max(_NAMES, names))
         table.add_column(overflow="fold")
-        for row in values_and_notes(list(group), console.width - names - 4):
+        for row in values_and_notes(shown, console.width - max(_NAMES, names) - 4):
             table.add_row(*row)
-        console.print(Text(area, "bold"), Padding(table, (0, 0, 1, 2)), sep="\n")
-    if hidden := len(findings) - len(shown):
+        if shown:
+            console.print(Text(area, "bold"), Padding(table, (0, 0, 1, 2)), sep="\n")
+    if hidden:
         console.print(Text(f"{hidden} settings have their defaults: --all shows them", "dim"))
-    for found in findings:
+    for found in seen:
         if found.problem:
             console.print(Text.assemble(("Will not work:", "red"), " ", found.problem), soft_wrap=True)
         elif found.warning:
             console.print(Text.assemble(("Warning:", "yellow"), " ", found.warning), soft_wrap=True)
-    console.print(verdict(findings))
+    console.print(verdict(seen))
+    return seen
+
+
+_NAMES = 24
+"""Width of the column of names, wider where a name is longer."""
 
 
 def is_default(found: Finding) -> bool:

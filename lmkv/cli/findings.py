@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -76,11 +77,12 @@ def examine(
         config, problems = answer.config, list(answer.problems)
         yield from examine_readings(answer)
     for problem in problems:
-        yield Finding("configuration", "", "", problem=problem)
+        yield Finding("configuration", "refused", problem, problem=problem)
     if config is not None:
         yield from examine_configuration(config)
         secrets = list(examine_secrets(config))
         yield from secrets
+        yield from examine_secret_files(config)
         yield from examine_extras(config)
         yield from examine_agent(config)
         yield from examine_memory(config)
@@ -140,6 +142,16 @@ def examine_secrets(config: Config) -> Iterator[Finding]:
         if key is not None:
             name = Authenticator(key).identifier
             yield Finding("secrets", "authentication key", f"{name[:12]}...", note="its public identifier")
+
+
+def examine_secret_files(config: Config) -> Iterator[Finding]:
+    """Whether everybody on this machine can read a secret."""
+    for name in ("remote_password_file", "agent_token_file", "authentication_key_file"):
+        file = getattr(config, name)
+        with suppress(OSError):
+            if file and os.stat(file).st_mode & stat.S_IROTH:
+                warning = f"{name} {file}: every user of this machine can read the file: run chmod o-r {file}"
+                yield Finding("secrets", name, file, warning=warning)
 
 
 EXTRAS = {
@@ -278,11 +290,13 @@ def examine_stores(config: Config) -> Iterator[Finding]:
             yield Finding("remote stores", name, str(url), problem=str(error))
             continue
         works = ", ".join(verb for verb in VERBS if verb not in refused)
+        reasons = {verb: f"{wanted}: {verb} fail: {why}; {remedy(verb, why)}" for verb, why in refused.items()}
         if not works and len(set(refused.values())) == 1:
-            refused = {"all calls": refused[VERBS[0]]}
+            problem = reasons[VERBS[0]].replace(VERBS[0], "all calls", 1)
+            yield Finding("remote stores", name, str(url), note="every call fails", problem=problem)
+            continue
         yield Finding("remote stores", name, str(url), note=f"tried: {works}" if works else "", warning=odd)
-        for verb, reason in refused.items():
-            problem = f"{wanted}: {verb} fail: {reason}; {remedy(verb, reason)}"
+        for verb, problem in reasons.items():
             yield Finding("remote stores", verb, "refused", problem=problem)
 
 

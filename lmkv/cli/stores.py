@@ -47,6 +47,7 @@ _REMEDIES = {
     r"(?i)wrongpass|noauth|authentic|SignatureDoesNotMatch|InvalidAccessKey": "correct the user's name and password",
     r"(?i)permissiondenied|accessdenied|\b403\b": "allow s3:{action}",
     r"(?i)maxmemory|\bOOM\b|memory left|no space|quota": "give it room, or let it evict (allkeys-lru)",
+    r"closed by the server": "is it a Redis or Valkey server? With TLS its URL begins with rediss://",
     r"(?i)read.?only": "name the server that takes writes",
     r"(?i)refused|time.?out|timed out|no answer|resol|not known|unreachable": "start it, or correct remote_url",
 }

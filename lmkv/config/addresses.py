@@ -83,23 +83,16 @@ def _s3(url: str, extra: Given) -> Found:
 def _valkey(url: str, extra: Given) -> Found:
     scheme = "valkeys" if _is_on(extra, "tls_enable") else "valkey"
     hosts = url.partition("://")[2]
-    first = hosts.split(",")[0]
     if _text(extra, "valkey_mode") == "cluster":
-        # The others are found through it.
-        found: Found = {"remote_url": f"{scheme}+cluster://{first.rstrip('/')}"}
-    elif first != hosts:
-        raise RefusedError("it names several hosts: name one node of the cluster, as in valkey+cluster://HOST:PORT")
+        found: Found = {"remote_url": f"{scheme}+cluster://{hosts.rstrip('/')}"}
+    elif "," in hosts:
+        raise RefusedError("it names several hosts: write valkey+cluster://HOST:PORT,HOST:PORT for a cluster's nodes")
     else:
         number = _text(extra, "valkey_database")
         found = {"remote_url": f"{scheme}://{hosts.rstrip('/')}/{number}" if number else f"{scheme}://{hosts}"}
     if _is_on(extra, "valkey_enable_ttl"):
         found["remote_ttl"] = extra.get("valkey_ttl_sec", _NO_TTL)
     return found | _login(_text(extra, "valkey_username"), _text(extra, "valkey_password"))
-
-
-def _redis_cluster(url: str, _: Given) -> Found:
-    # The others are found through it.
-    return {"remote_url": url.split(",", maxsplit=1)[0]}
 
 
 def _resp(url: str, extra: Given) -> Found:
@@ -165,7 +158,6 @@ _FORMS: Final[dict[str, Callable[[str, Given], Any]]] = {
     "s3": _s3,
     "valkey": _valkey,
     "resp": _resp,
-    "redis-cluster": _redis_cluster,
     "fs": _folder,
     **dict.fromkeys(("mooncake", "mooncakestore"), _mooncake),
     "infinistore": _infinistore,

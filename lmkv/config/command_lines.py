@@ -318,6 +318,9 @@ def _of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
         _use_transfer(command, _transfer(options), env)
     except ValueError as error:
         command.refuse(TRANSFER, str(error))
+    if size is None and not any(name.startswith(TRANSFER) for name, _ in options):
+        told = "the command has no KV offloading: lmkv is added with 5 GiB of host memory (max_local_cpu_size)"
+        command.notes.append((logging.INFO, told))
     if size is not None:
         # Last, because it replaces the connector's own size in vLLM, too.
         command.use(_SIZE, "max_local_cpu_size", size)

@@ -272,10 +272,12 @@ def _multiply_sizes(given: _Given, result: Translation, ranks: int | None) -> No
         if not each > 0 or table()[key].is_idle(value, given):
             continue
         if ranks is None:
-            words = "each rank has so much in LMCache; here it is for all of an engine's: multiply by their number"
+            words = (
+                "LMCache takes this much for each rank, lmkv for all ranks of an engine: multiply it by their number"
+            )
         else:
             given[key] = each * ranks, source
-            words = f"each of {ranks} ranks has {each:g} GiB in LMCache; here all have {each * ranks:g} GiB together"
+            words = f"LMCache takes {each:g} GiB for each of {ranks} ranks, lmkv {each * ranks:g} GiB for all together"
         result.notes.append((logging.INFO, f"{key}: {words}"))
 
 

@@ -38,10 +38,10 @@ SCHEMES: Final = {
 
 
 def split_urls(text: str) -> list[str]:
-    """Split URLs at blanks and commas. A URL of sentinels may itself have commas between its hosts."""
+    """Split URLs at blanks and commas. A URL of a cluster or of sentinels may have commas between its hosts."""
     found: list[str] = []
     for piece in filter(None, re.split(r"[\s,]+", text)):
-        if found and "://" not in piece and RemoteURL(found[-1]).names_sentinels:
+        if found and "://" not in piece and RemoteURL(found[-1]).may_have_hosts:
             found[-1] += f",{piece}"
         else:
             found.append(piece)
@@ -53,15 +53,18 @@ def schemes() -> list[str]:
     return [*SCHEMES, *(name for name in plugins.installed(plugins.BACKENDS) if name not in SCHEMES)]
 
 
-@frozen
+@frozen(repr=False)
 class Secret:
     """A password. `value` has it.
 
     >>> Secret("letmein")
-    Secret(value='***')
+    '***'
     """
 
-    value: str = field(repr=lambda value: "'***'")
+    value: str
+
+    def __repr__(self) -> str:
+        return "'***'"
 
     def __str__(self) -> str:
         return "***"
@@ -87,17 +90,24 @@ class RemoteURL:
         return scheme if plugins.is_place(scheme) else scheme.lower()
 
     @property
-    def names_sentinels(self) -> bool:
-        return self.scheme.endswith("sentinel")
+    def may_have_hosts(self) -> bool:
+        """Whether it may name several hosts."""
+        return self.scheme.endswith(("cluster", "sentinel"))
 
-    def check_hosts(self) -> None:
-        """Raise ValueError for an invalid host or port; the error may quote a part of a password."""
-        texts = [self.text]
-        if self.names_sentinels:
-            place = re.split("[/?#]", self.text.partition("://")[2], maxsplit=1)[0]
-            texts = [f"//{host}" for host in place.rpartition("@")[2].split(",")]
-        for text in texts:
-            _ = urlsplit(text).port
+    def check_place(self) -> None:
+        """Raise ValueError for an invalid host or port, or a Redis database that is no number."""
+        rest = self.text.partition("://")[2]
+        place = re.split("[/?#]", rest, maxsplit=1)[0]
+        path = re.split("[?#]", rest.removeprefix(place), maxsplit=1)[0]
+        try:
+            hosts = [f"//{host}" for host in place.rpartition("@")[2].split(",")]
+            for text in hosts if self.may_have_hosts else [self.text]:
+                _ = urlsplit(text).port
+        except ValueError:  # it may quote a part of a password
+            raise ValueError("must have a valid host and port; in a password / is %2F, ? is %3F, # is %23") from None
+        is_redis = self.store_kind == "redis" and self.scheme != "unix" and not self.scheme.endswith("sentinel")
+        if is_redis and not re.fullmatch("/?[0-9]*/?", path):
+            raise ValueError("must name its database by a number, such as /0; the names' prefix is remote_prefix")
 
     @property
     def store_kind(self) -> str:
@@ -232,7 +242,7 @@ def path(value: object) -> str | None:
             raise ValueError("has a ? or # in its URL: write %3F or %23, or give a plain path")
         text = unquote(url["path"])
     elif isinstance(text, bytes) or _OTHER_URL.match(text):
-        raise ValueError("must be a path or file:///path")
+        raise ValueError("must be a path or file:///path; the address of a store belongs into remote_url")
     path = os.path.normpath(os.path.expanduser(text))
     if "\0" in text or path.strip("/") == "":
         raise ValueError("must be a path or file:///path, and not /")
@@ -261,24 +271,32 @@ def urls(value: object) -> tuple[RemoteURL, ...]:
     found = [text if isinstance(text, RemoteURL) else RemoteURL(text) for text in texts if text]
     for url in found:
         _check_template(url.text)
-    for scheme in (url.scheme for url in found if not plugins.is_place(url.scheme)):
-        if scheme not in (known := schemes()):
-            name = re.split("[:/]", scheme)[0][:100]
-            if name in ("http", "https"):
-                raise ValueError(f"is no store's: S3 is s3://BUCKET?endpoint={name}://HOST:PORT&region=REGION")
-            close = [name] if name in known else get_close_matches(name, known, n=1)
-            forms = f"one of {', '.join(f'{each}://' for each in known)}, or with package.module:Class"
-            raise ValueError(
-                f"has an unknown scheme: did you mean {close[0]}://?" if close else f"must begin with {forms}"
-            )
+    for before, url in zip([None, *found], found, strict=False):
+        _check_scheme(url, before)
     if not all(url.text.isprintable() and " " not in url.text for url in found):
         raise ValueError("must have only printable characters, and no blanks")
-    try:
-        for url in found:
-            url.check_hosts()
-    except ValueError:  # it may quote a part of a password
-        raise ValueError("must have a valid host and port; in a password / is %2F, ? is %3F, # is %23") from None
+    for url in found:
+        url.check_place()
     return tuple(found)
+
+
+def _check_scheme(url: RemoteURL, before: RemoteURL | None) -> None:
+    known, text = schemes(), url.text
+    name = re.split("[:/]", url.scheme)[0][:100]
+    if url.scheme in known or (plugins.is_place(url.scheme) and name not in known):
+        return
+    if name in ("http", "https"):
+        raise ValueError(f"is no store's: S3 is s3://BUCKET?endpoint={name}://HOST:PORT&region=REGION")
+    if "://" not in text and before is not None and before.store_kind == "redis":
+        raise ValueError("names several hosts: for the nodes of a cluster write redis+cluster://HOST:PORT,HOST:PORT")
+    if text.startswith(("/", "./", "~")):
+        raise ValueError("has no scheme: write file:///FOLDER for a folder that other machines share")
+    if re.fullmatch(r"(\[[0-9a-f:]+\]|[\w.-]+)(:[0-9]+)?(/[0-9]*)?", text):
+        raise ValueError("has no scheme: write redis://HOST:PORT for Redis, or s3://BUCKET for S3")
+    if close := [name] if name in known else get_close_matches(name, known, n=1):
+        raise ValueError(f"has an unknown scheme: did you mean {close[0]}://?")
+    plain = ", ".join(f"{each}://" for each in known if each.isalnum())
+    raise ValueError(f"must begin with one of {plain}, or with package.module:Class")
 
 
 _SHOWN = re.compile(r"[^:]+:.*|salt-[0-9a-f]{16}")

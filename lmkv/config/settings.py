@@ -456,6 +456,9 @@ class Config:
         if 0 < sum(each.percent for each in self.quotas) <= 1:
             told = "quotas are in percent, and 1 percent together at most: multiply each by 100 if it is a share"
             yield logging.WARNING, f"{self.source('quotas')}: {told}"
+        if self.disk_write == "back" and self.local_disk and not self.local_cpu:
+            told = "works as through does while local_cpu is off: no chunk stays in host memory until it is evicted"
+            yield logging.WARNING, self._problem("disk_write", told)
         for name, most in _LONG.items():
             if getattr(self, name) > most:
                 yield logging.WARNING, self._problem(name, "is in seconds: divide it by 1000 if it is milliseconds")

@@ -184,7 +184,7 @@ class TestMigrate:
             next(line for line in comments if "lookup_timeout_ms has no effect: lookups are in the" in line),
             "# Left out: 'bar' is unknown",
             *(
-                next(line for line in comments if line.startswith(f"# max_local_{kind}_size: each rank"))
+                next(line for line in comments if line.startswith(f"# max_local_{kind}_size: LMCache takes"))
                 for kind in ("cpu", "disk")
             ),
         ]

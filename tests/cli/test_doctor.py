@@ -90,6 +90,17 @@ class TestSecrets:
         problems = [found.problem for found in findings.examine_secrets(config)]
         assert [name for name, problem in zip(names, problems, strict=True) if name in problem] == list(names)
 
+    def test_a_file_that_everybody_may_read_is_a_warning(self, tmp_path: Path) -> None:
+        (tmp_path / "key").write_bytes(b"k" * 32)
+        config = Config(authentication_key_file=str(tmp_path / "key"))
+        warnings = []
+        for mode in (0o644, 0o640):
+            (tmp_path / "key").chmod(mode)
+            warnings.append([found.warning for found in findings.examine_secret_files(config)])
+        ((told,), none) = warnings
+        assert f"run chmod o-r {tmp_path / 'key'}" in told
+        assert not none
+
     def test_the_key_is_named_and_not_shown(self, tmp_path: Path) -> None:
         (tmp_path / "key").write_bytes(b"k" * 32)
         (found,) = findings.examine_secrets(Config(authentication_key_file=str(tmp_path / "key")))

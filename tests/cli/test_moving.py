@@ -33,7 +33,7 @@ class Right(NamedTuple):
     says: tuple[str, ...] = ()
 
 
-EACH = "each rank has so much in LMCache; here it is for all of an engine's: multiply by their number"
+EACH = "LMCache takes this much for each rank, lmkv for all ranks of an engine: multiply it by their number"
 FILES = {
     "s3_host_style.yaml": Right(
         0,
@@ -60,7 +60,7 @@ FILES = {
     "sentinel.yaml": Right(
         0, {"remote_url": "redis-sentinel://localhost:26379,localhost:26380,localhost:26381", "chunk_size": 256}
     ),
-    "cluster_nodes.yaml": Right(0, {"remote_url": "valkey+cluster://a.example:6379"}),
+    "cluster_nodes.yaml": Right(0, {"remote_url": "valkey+cluster://a.example:6379,b.example:6379,c.example:6379"}),
     "old_names.yaml": Right(2, {}, ("max_local_cache_size", "write max_local_cpu_size, in GiB")),
     "old_path.yaml": Right(2, {}, ("weka_path cannot be used: lmkv has no such medium",)),
     "unset_variable.yaml": Right(2, {}, ("has a variable that nothing replaces: write the value of ${CACHE_DIR}",)),
@@ -248,7 +248,7 @@ COMMANDS: dict[str, tuple[str, Right]] = {
     "nothing in a shell's string": ("sh -c ''", Right(2, {}, ("give `lmcache server ...` or `vllm serve ...`",))),
     "a cluster of Valkey, and a bucket": (
         """lmcache server --l2-adapter '{"type": "valkey", "startup_nodes": "a:1,b:2", "cluster_mode": true}'""",
-        Right(0, {"remote_url": "valkey+cluster://a:1"}),
+        Right(0, {"remote_url": "valkey+cluster://a:1,b:2"}),
     ),
     "an engine of LMCache's server": (
         (

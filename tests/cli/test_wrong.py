@@ -38,6 +38,12 @@ FILES = {
     "remote_url: '{{ redis_url }}'\n": "write the value of {{ redis_url }}",
     "remote_url: https://u:hunter2@minio:9000/bucket\n": S3,
     "remote_url: redis:cache:6379\n": "did you mean redis://?",
+    "remote_url: localhost:6379\n": "has no scheme: write redis://HOST:PORT for Redis",
+    "remote_url: my-bucket\n": "has no scheme: write redis://HOST:PORT for Redis, or s3://BUCKET for S3",
+    "remote_url: /mnt/kv\n": "has no scheme: write file:///FOLDER",
+    "remote_url: 'redis://a:1,b:2'\n": "write redis+cluster://HOST:PORT,HOST:PORT",
+    "remote_url: redis://u:hunter2@h/lmkv\n": "must name its database by a number, such as /0",
+    "local_disk: s3://bucket\nmax_local_disk_size: 1\n": "the address of a store belongs into remote_url",
     "remote_url: [redis://a, redis://a]\n": "has a store twice: leave one out",
     "remote_url: redis://a\nremote_urls: redis://a\n": "has a store twice: leave one out",
     "max_local_cpu_size: 10,5\n": "must be a number, in GiB, with a point: 10.5",
@@ -63,6 +69,7 @@ FILES = {
     "prefetch_deadline: 30000\n": "is in seconds: divide it by 1000",
     "disk_admission: min_tokens:8k\n": "min_tokens:8192, or package.module:Class",
     "local_disk: C:\\kv\nmax_local_disk_size: 1\n": "write a path from /",
+    "local_cpu: no\nlocal_disk: /kv\nmax_local_disk_size: 1\ndisk_write: back\n": "works as through does",
     "local_cpu: no\nlocal_disk: /kv\nmax_local_disk_size: 1\ndisk_admission: none\n": "no tier keeps anything",
 }
 """Content of a file -> what `lmkv config check` says of it."""

@@ -56,7 +56,8 @@ class RedisBackend(RemoteBackend):
     ----------
     url
         `redis://[user[:password]@]host[:port][/db]`; `rediss://` with TLS; `unix:///path/to/socket`; `valkey://` and
-        `valkeys://` alike; `redis+cluster://` and `rediss+cluster://` for a cluster, named by any of its nodes;
+        `valkeys://` alike; `redis+cluster://host[:port][,host[:port]...]` and `rediss+cluster://` for a cluster, named
+        by one or more of its nodes;
         `redis+sentinel://host[:port][,host[:port]...]/service[/db]` for the master of a service that sentinels watch.
         `valkey` may replace `redis` in each of these. Further options of redis-py follow in its query:
         `?ssl_ca_certs=/path/ca.pem`.

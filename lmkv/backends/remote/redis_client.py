@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import starmap
 from ssl import SSLWantReadError
 from typing import Any, NoReturn
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -24,7 +25,7 @@ from attrs import define
 from redis import ConnectionPool, Redis, RedisCluster, UsernamePasswordCredentialProvider, exceptions
 from redis._parsers import _RESP2Parser
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.cluster import REDIS_ALLOWED_KEYS
+from redis.cluster import REDIS_ALLOWED_KEYS, ClusterNode
 from redis.connection import parse_url
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
@@ -296,7 +297,7 @@ def _number(text: bytes) -> int:
 
 
 _PLAIN = {"valkey": "redis", "valkeys": "rediss"}
-_SENTINEL_PORT = 26379
+_PORT, _SENTINEL_PORT = 6379, 26379
 _ADDRESS = {"ip", "port"}
 _SERVICE_VARIABLE = "REDIS_SERVICE_NAME"
 """Where LMCache has the name of the service, which its URLs do not have."""
@@ -322,10 +323,12 @@ class RedisURL:
         scheme, _, rest = url.partition("://")
         plain, _, kind = scheme.lower().replace("-", "+").partition("+")
         self.is_cluster, self._is_secure = kind == "cluster", plain in ("rediss", "valkeys")
-        self._service, self._sentinels = "", list[tuple[str, int]]()
+        self._service, self._hosts = "", list[tuple[str, int]]()
         self._clients: list[Redis] = []
+        if kind:
+            rest = self._read_hosts(rest, _SENTINEL_PORT if kind == "sentinel" else _PORT)
         if kind == "sentinel":
-            rest = self._read_sentinels(rest)
+            rest = self._read_service(rest)
         read = f"{_PLAIN.get(plain, plain)}://{rest}"
         parts = split_url(read)
         self._node = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
@@ -374,22 +377,27 @@ class RedisURL:
     def _refuse(self, reason: str) -> NoReturn:
         raise ConfigError(f"{self._shown}: {reason}") from None
 
-    def _read_sentinels(self, rest: str) -> str:
-        """Note the hosts and the service; returns the URL's rest with the first host alone, without the service."""
+    def _read_hosts(self, rest: str, port: int) -> str:
+        """Note the hosts; returns the URL's rest with the first host alone."""
         place = re.split("[/?#]", rest, maxsplit=1)[0]
         user, at, hosts = place.rpartition("@")
         try:
             found = [urlsplit(f"//{host}") for host in hosts.split(",")]
-            self._sentinels = [(each.hostname or "localhost", each.port or _SENTINEL_PORT) for each in found]
+            self._hosts = [(each.hostname or "localhost", each.port or port) for each in found]
         except ValueError:
             self._refuse("one of its hosts or ports is invalid; in a password / is %2F, ? is %3F, # is %23")
+        return f"{user}{at}{hosts.split(',')[0]}{rest[len(place) :]}"
+
+    def _read_service(self, rest: str) -> str:
+        """Note the sentinels' service; returns the URL's rest without it."""
+        place = re.split("[/?#]", rest, maxsplit=1)[0]
         path, mark, query = rest[len(place) :].partition("?")
         service, _, database = path.strip("/").partition("/")
         named = [unquote(service), *parse_qs(query).get("service_name", []), os.environ.get(_SERVICE_VARIABLE, "")]
         self._service = next(filter(None, named), "")
         if not self._service:
             self._refuse(f"name the service of the sentinels: {self._shown.partition('?')[0].rstrip('/')}/mymaster")
-        return f"{user}{at}{hosts.split(',')[0]}/{database}{mark}{query}"
+        return f"{place}/{database}{mark}{query}"
 
     def _check_values(self) -> None:
         settings = self._settings
@@ -412,11 +420,18 @@ class RedisURL:
         """A client; that of a cluster asks for the cluster's nodes, the others connect later."""
         if not self.is_cluster:
             return Redis.from_pool(self._pool())
-        own = ("host", "port", "connection_class", "parser_class")
+        own = ("host", "port", "db", "connection_class", "parser_class")
         settings = {name: value for name, value in self._settings.items() if name not in own}
         host = urlsplit(self._node).hostname or ""
+        # One after the other is asked, within the time for all.
+        settings["socket_connect_timeout"] /= len(self._hosts)
         # Nodes that name no host are at the one that was asked; redis-py would go to this machine.
-        return Cluster.from_url(self._node, address_remap=lambda place: (place[0] or host, place[1]), **settings)
+        return Cluster.from_url(
+            self._node,
+            address_remap=lambda place: (place[0] or host, place[1]),
+            startup_nodes=list(starmap(ClusterNode, self._hosts[1:])),
+            **settings,
+        )
 
     def _pool(self) -> ConnectionPool:
         if not self._service:
@@ -429,14 +444,14 @@ class RedisURL:
         kept = {"retry", "protocol", "connection_class", "socket_keepalive", *_TLS}
         settings = {name: value for name, value in self._settings.items() if name in kept}
         # One that does not answer leaves time for the others.
-        share = self._settings["socket_timeout"] / (len(self._sentinels) + 1)
+        share = self._settings["socket_timeout"] / (len(self._hosts) + 1)
         settings |= {"socket_timeout": share, "socket_connect_timeout": share, "parser_class": SentinelAnswers}
         user, password = (self._of_sentinels[f"sentinel_{name}"] for name in ("username", "password"))
         if password:
             # Not as settings, which the error of redis-py 7 shows.
             settings["credential_provider"] = UsernamePasswordCredentialProvider(user, password)
         sentinel = Sentinel([])
-        pools = (ConnectionPool(host=host, port=port, **settings) for host, port in self._sentinels)
+        pools = (ConnectionPool(host=host, port=port, **settings) for host, port in self._hosts)
         self._clients = sentinel.sentinels = [OneSentinel.from_pool(pool) for pool in pools]
         return sentinel
 

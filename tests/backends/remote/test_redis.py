@@ -799,6 +799,14 @@ def test_a_cluster_that_is_not_there_at_the_start_is_asked_again() -> None:
         raised(BackendUnavailable, "", lambda: list(backend.list_keys()))
 
 
+def test_a_cluster_is_found_by_any_of_the_nodes_that_its_url_names(cluster: list[RedisServer]) -> None:
+    dead = f"127.0.0.1:{free_port()}"
+    with closing(backend_of(f"redis+cluster://{dead},127.0.0.1:{cluster[0].port},{dead}/0")) as backend:
+        chunk = chunk_of(1000)
+        assert backend.write(chunk).status is WriteStatus.STORED
+        assert read_back(backend, chunk) == chunk.payload
+
+
 # -- under a store ---------------------------------------------------------------------------------------
 
 
