@@ -401,7 +401,7 @@ def test_a_dropped_engine_ends_its_threads_and_says_so(tmp_path: Path) -> None:
         before, messages = child.heard()
     assert before == set()
     assert len(messages) == 3
-    assert all("without close()" in message for message in messages)
+    assert all("was never closed" in message for message in messages)
 
 
 def test_a_store_that_is_collected_on_its_own_io_thread_is_closed() -> None:

@@ -486,7 +486,7 @@ class Engine:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and not sys.is_finalizing():
-            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, source=self, stacklevel=2)
+            warnings.warn(f"{self!r} was never closed: call close()", ResourceWarning, source=self, stacklevel=2)
             self.close()
 
 

@@ -128,7 +128,8 @@ class Changes:
         attempt(
             self.repair,
             lambda error: logger.error(
-                "lmkv: the store could not recover from an interrupted call: %s", safe_repr(error)
+                "lmkv: a call was interrupted, and the store is inconsistent: %s; restart this process",
+                safe_repr(error),
             ),
         )
 
@@ -139,12 +140,12 @@ def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
     closing = [(name, _begin(partial(_close, name, backend), name)) for name, backend in backends]
     for name, thread in closing:
         if not _ended(thread, deadline - time.monotonic()):
-            logger.warning("lmkv: tier %r does not close; its thread keeps running", name)
+            logger.warning("lmkv: tier %r did not close in %g s; lmkv continues without waiting", name, PATIENCE)
 
 
 def ends_in_time(work: Callable[[], None]) -> bool:
     """Run `work` on a separate thread. Returns whether it ended within `PATIENCE`; if not, it keeps running."""
-    failed = partial(logger.error, "lmkv: a store was not closed in order: %r")
+    failed = partial(logger.error, "lmkv: emptying host memory failed: %r; lmkv closes all tiers nevertheless")
     return _ended(_begin(partial(attempt, work, failed), "store"), PATIENCE)
 
 
@@ -165,7 +166,8 @@ def _ended(thread: threading.Thread | None, seconds: float) -> bool:
 
 
 def _close(name: str, backend: Backend) -> None:
-    attempt(backend.close, lambda error: logger.warning("lmkv: closing tier %r failed: %s", name, safe_repr(error)))
+    said = "lmkv: closing tier %r failed: %s; lmkv continues"
+    attempt(backend.close, lambda error: logger.warning(said, name, safe_repr(error)))
 
 
 @define(eq=False)
@@ -217,7 +219,7 @@ def _after_fork() -> None:
         # One object in a bad state must not keep the others from closing.
         attempt(
             instance.after_fork,
-            lambda error: logger.warning("lmkv: a store's memory stays taken in a forked process: %r", error),
+            lambda error: logger.warning("lmkv: this forked process cannot free lmkv's memory: %r", error),
         )
 
 
@@ -371,7 +373,7 @@ class Order:
     def _evicted(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey]) -> list[ChunkKey] | None:
         victims = self.policy.evict(nbytes, protect)
         if victims is not None and (self._freed(victims) < nbytes or len(set(victims)) < len(victims)):
-            raise ValueError("it evicted too few bytes, or chunks that are in use or absent")
+            raise ValueError("evict() returned too few bytes, or chunks that are in use or not in the tier")
         return victims
 
     def part_of(self, key: ChunkKey, parent: ChunkKey) -> tuple[str, float]:
@@ -426,7 +428,8 @@ class Order:
 
     def _replace(self, error: Exception) -> Policy:
         name, self._new = type(self.policy).__name__, None
-        logger.error("lmkv: tier %r continues with LRU: its policy %s failed: %s", self._name, name, safe_repr(error))
+        said = "lmkv: policy %s of tier %r failed: %s; the tier evicts by LRU from now on"
+        logger.error(said, name, self._name, safe_repr(error))
         self.policy = self._filled(Plain())
         return self.policy
 
@@ -457,7 +460,8 @@ class GuardedAdmission:
     def _tell(self, error: Exception) -> None:
         if not self._told:
             self._told = True
-            logger.warning("lmkv: tier %r: its admission filter failed: %s", self._tier, safe_repr(error))
+            said = "lmkv: the admission filter of tier %r failed: %s; the tier does not store the chunk"
+            logger.warning(said, self._tier, safe_repr(error))
 
 
 @define(eq=False)
@@ -477,4 +481,5 @@ class GuardedObserver:
 
     def _end(self, error: Exception) -> None:
         self._ended = True
-        logger.error("lmkv: an observer of the store failed and is not called again: %s", safe_repr(error))
+        name = type(self._observer).__name__
+        logger.error("lmkv: observer %s failed: %s; lmkv does not call the observer again", name, safe_repr(error))

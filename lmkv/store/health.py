@@ -27,6 +27,13 @@ _MOST = 100
 _BETWEEN = re.compile(r"([\s,;'\"<>\[\]]+)")
 _KEY = re.compile("[0-9a-f]{64}")
 _DURATION = re.compile(r"\d[\d.]{0,20} ?[nuµm]?s\b")
+_THEN = {
+    "contains": "lmkv treats the chunks as missing",
+    "read": "the model computes the chunk's tokens",
+    "write": "lmkv does not store the chunk in this tier",
+    "list": "lmkv tries again later",
+}
+"""The consequence of a failed call, by its action."""
 T = TypeVar("T")
 
 
@@ -235,18 +242,19 @@ class Complaints:
     _lock: threading.Lock = field(init=False, factory=threading.Lock)
 
     def failed(self, error: BackendError | None, *, then: str = "") -> None:
-        """Log a failed call. `then`: its consequence."""
+        """Log a failed call. `then`: its consequence, if it is not the usual one."""
         if error is None:
             return
         # The same topic for any key and duration.
         topic = f"{then} {_DURATION.sub('', _with_names(error.reason, 0))}"
+        then = then or _THEN.get(error.action, "")
         self._say(topic, lambda: f"{_with_names(str(error), 1)}{then and f'; {then}'}")
 
     def wrote(self, result: Written, until_deleted: str) -> None:
         """Log a failed or refused write. `until_deleted`: the consequence if a deletion failed."""
         if result.status is WriteStatus.REJECTED:
             reason = _with_names(result.reason, 1)
-            self._say("refused", lambda: f"tier {self.name!r} refuses writes: {reason}")
+            self._say("refused", lambda: f"tier {self.name!r} did not store a chunk: {reason}")
         self.failed(result.error, then=until_deleted if result.error and result.error.action == "delete" else "")
 
     def _say(self, topic: str, line: Callable[[], str]) -> None:
@@ -306,7 +314,7 @@ def is_full(result: Written) -> bool:
 
 def checked(result: object, kind: type[T]) -> T:
     if not isinstance(result, kind):
-        raise TypeError(f"a backend returned {result!r} instead of a {kind.__name__}")
+        raise TypeError(f"the backend returned {result!r} instead of an lmkv.protocols.{kind.__name__}")
     return result
 
 

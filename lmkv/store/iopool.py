@@ -178,7 +178,7 @@ class IOPool:
             try:
                 thread.start()
             except RuntimeError as error:
-                logger.warning("lmkv: cannot start an I/O thread: %s", error)
+                logger.warning("lmkv: cannot start I/O thread %d: %s; I/O is slower", len(self._threads) + 1, error)
                 return
             self._threads.append(thread)
             lane.threads += 1
@@ -211,7 +211,7 @@ class IOPool:
         except BaseException:
             # The thread must go on even if a log handler raises.
             with suppress(BaseException):
-                logger.exception("lmkv: an unexpected error in an I/O thread; please report it")
+                logger.exception("lmkv: an I/O thread met an unexpected error and continues; please report the error")
 
     @property
     @locked

@@ -50,9 +50,9 @@ class PrimaryTier:
         observers: Sequence[StoreObserver] = (),
     ) -> None:
         if not isinstance(tier.backend, HostMemory):
-            raise UsageError(f"the first tier must be host memory, a CPUPinnedBackend; {tier.name!r} has no slab")
+            raise UsageError(f"the first tier must be host memory (CPUPinnedBackend), not {tier.backend!r}")
         if tier.admission is not None:
-            raise UsageError("host memory admits every chunk: give the admission to a lower tier")
+            raise UsageError("host memory stores every chunk: set `admission` for a lower tier only")
         self.name = tier.name
         self.backend = tier.backend
         self.slab = tier.backend.take_slab()

@@ -19,7 +19,7 @@ from lmkv.store.tier import LowerTier
 
 logger = logging.getLogger(__name__)
 
-_CALLBACK_FAILED = "lmkv: a done callback of a promotion failed; it was %r: %r"
+_CALLBACK_FAILED = "lmkv: the callback %r of a promotion failed: %r; lmkv continues"
 
 
 @define(eq=False, repr=False)
@@ -113,7 +113,7 @@ class Promotion(Handle):
         Raises ClosedError in a forked child, which has no threads that could finish it.
         """
         if not self.done and self._is_forked():
-            raise ClosedError("a promotion belongs to the process that this one was forked from")
+            raise ClosedError("a forked process cannot wait for a promotion of its parent process")
         return super().wait(timeout)
 
     def release(self) -> None:

@@ -377,7 +377,7 @@ class LowerTier:
         if self.index.capacity is None:
             # Their room is not needed: if they cannot be deleted, other chunks are still written.
             deleted = self._tried("delete", lambda: self._reclaim(victims), then=self._until_deleted)
-            return None if deleted or key not in victims else Written.rejected("what is there cannot be deleted")
+            return None if deleted or key not in victims else Written.rejected("its old bytes cannot be deleted")
         owed = 0
         if isinstance(self.backend, SharesRoom):
             # Other processes fill the medium as well.
@@ -387,7 +387,7 @@ class LowerTier:
             with self._lock, self._changes:
                 more = self._evict_more(owed - freed, protect)
             if more is None:
-                return Written.rejected("capacity")
+                return Written.rejected("the tier is full, and no chunk can be evicted")
             freed += self._reclaim(more)
         return None
 
@@ -446,7 +446,8 @@ class LowerTier:
     @property
     def _until_deleted(self) -> str:
         """The consequence of a failed deletion, for the log."""
-        return f"{'such chunks are not' if self.index.capacity is None else 'nothing is'} written here until that works"
+        what = "none of these chunks" if self.index.capacity is None else "no chunk"
+        return f"lmkv writes {what} to this tier until a deletion works"
 
     def _reclaim_once(self) -> bool:
         with self._lock, self._changes:
@@ -461,7 +462,7 @@ class LowerTier:
                 return
             self._clearing = True
             victims = self.index.take_tombstones()
-        what = "it was cleared, and nothing is written here until that has worked"
+        what = "lmkv writes nothing to this tier until all its chunks are deleted"
         ok = self._tried("clear", lambda: self._reclaim(victims), then=what)
         ok = ok and self._tried("clear", self._delete_unlisted, then=what)
         with self._lock:

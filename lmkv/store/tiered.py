@@ -120,7 +120,8 @@ class TieredStore(Part):
             if slab.descriptor >= 0 and isinstance(tier.backend, RegistersMemory):
                 memory = slab.descriptor, slab.address, slab.nbytes
                 register, name = partial(tier.backend.register_memory, *memory), tier.name
-                attempt(register, partial(logger.warning, "lmkv: tier %r takes no memory to register: %r", name))
+                said = "lmkv: tier %r cannot register host memory: %r; lmkv copies each chunk once more"
+                attempt(register, partial(logger.warning, said, name))
         below = [LowerTier(tier, host.payloads.nbytes, lock, changes, clock, watched) for tier in lower]
         parts = lock, changes, host, below, IOPool(io_threads), clock
         super().__init__(*parts)
@@ -419,10 +420,10 @@ class TieredStore(Part):
         for scanner in self._scanners:
             scanner.stop(max(0.0, deadline - time.monotonic()))
         if not self._pool.close(max(0.0, deadline - time.monotonic())):
-            logger.warning("lmkv: a backend hangs; its I/O thread keeps running")
+            logger.warning("lmkv: a read or write of a lower tier hangs; lmkv closes without waiting longer")
         ended = ends_in_time(self._empty)
         if not ended:
-            logger.error("lmkv: a policy, filter or observer hangs; the store's host memory is not released")
+            logger.error("lmkv: a policy, filter or observer hangs; host memory stays taken until the process ends")
         # Host memory last: backends may work on it.
         close_all((tier.name, tier.backend) for tier in self._tiers)
         if ended:
@@ -471,7 +472,7 @@ class TieredStore(Part):
 
     def __del__(self) -> None:
         if not getattr(self, "_ended", True) and not sys.is_finalizing():
-            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, source=self, stacklevel=2)
+            warnings.warn(f"{self!r} was never closed: call close()", ResourceWarning, source=self, stacklevel=2)
             if self._pool.runs_here():
                 # An I/O thread collects the garbage, perhaps under the pool's lock: it cannot wait for itself.
                 threading.Thread(target=self.close, name="lmkv-close", daemon=True).start()
@@ -481,6 +482,6 @@ class TieredStore(Part):
 
 def _run(planned: Deferred, cut_short: bool, after: Deferred) -> None:
     if cut_short:
-        logger.warning("lmkv: an exception interrupted a change of the store, which is consistent again")
+        logger.warning("lmkv: an exception (such as Ctrl-C) interrupted the store; lmkv has repaired the store")
     after.jobs += planned.jobs
     after.callbacks += planned.callbacks
