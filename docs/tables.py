@@ -186,7 +186,7 @@ def performance() -> Iterator[str]:
     for name, case in FIRST_TOKENS.items():
         if row := rows.get(f"first token, in use: {case}"):
             yield f"| {name} | {row['value']:.3f} s | {computed / row['value']:.0f} times |"
-    yield from ("", "Conversations, with host memory for half of their KV:", "")
+    yield from ("", "Conversations take turns, and host memory holds half of their KV:", "")
     yield from ("![Requests per second in conversations, with lmkv and without](figures/conversations.svg)", "")
     yield from ("| | requests/s | first token, median | p99 | prompt tokens cached |", "|---|---|---|---|---|")
     yield from (talk(rows, name, case) for name, case in TALKS.items())
@@ -195,7 +195,7 @@ def performance() -> Iterator[str]:
     yield from ("", "## What does lmkv cost if nothing hits?", "")
     yield "In a server where every prompt is new, lmkv stores and evicts all the time."
     yield f"Its methods take {within['ratio']:.1%} of vLLM's time ({low:.1%} to {high:.1%}) with this small model."
-    yield "Steps of a larger model take longer, and lmkv's methods do not."
+    yield "With a larger model this share is smaller, because vLLM's steps take longer and lmkv's methods do not."
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     yield from ("", f"Measured on {found['date'][:10]} by `{found['command']}`, at commit {found['commit']}.")
     yield f"Machine: {found['machine']}. Versions: {versions}."
@@ -206,7 +206,7 @@ def headline() -> Iterator[str]:
     computed = rows["first token, computed"]
     host, disk = (rows[f"first token, in use: {FIRST_TOKENS[f'lmkv, {tier}']}"] for tier in (HOST, "disk"))
     yield (
-                "With a small model on two CPU cores, the first token of a repeated prompt comes after"
+        "With a small model on two CPU cores, the first token of a repeated prompt comes after"
         f" **{host * 1000:.0f} ms** with KV from host memory, **{disk * 1000:.0f} ms** with KV from a disk,"
         f" and **{computed:.1f} s** without lmkv. [How this was measured](docs/performance.md)."
     )

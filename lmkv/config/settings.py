@@ -165,16 +165,16 @@ class Config:
     """
 
     chunk_size: int = _option(
-        256, integer(1, 1 << 20), "Tokens that are stored and loaded as one; a multiple of vLLM's block size", "tokens"
+        256, integer(1, 1 << 20), "Tokens of a chunk, which lmkv stores and loads as a whole", "tokens"
     )
-    local_cpu: bool = _option(True, boolean, "Keep chunks in host memory after a store or load")
+    local_cpu: bool = _option(True, boolean, "Keep chunks in host memory after they are stored or loaded")
     max_local_cpu_size: float = _option(
-        5.0, number(0, above=True), "Host memory of the engine on one node, all its ranks together", "GiB"
+        5.0, number(0, above=True), "Size of the engine's host memory, for all its ranks together", "GiB"
     )
     shared_memory: str | None = _option(
         None,
         path,
-        "Folder in memory that the engines of a node share, such as file:///dev/shm/lmkv; none: no shared memory",
+        "Folder in memory that the engines of a node share, such as file:///dev/shm/lmkv; none: no shared memory tier",
     )
     max_shared_memory_size: float = _option(
         0.0, number(0), "Capacity of that folder, for all engines and models together", "GiB"
@@ -189,52 +189,57 @@ class Config:
     quotas: tuple[Quota, ...] = _option(
         (),
         quotas,
-        "Percent of each tier for each tenant: alice=40; the name is a cache_salt, its label, or a tag as name:value",
+        "Percent of each tier to keep for a tenant, such as alice=40. A tenant is a cache_salt, the label of one, or a "
+        "tag as name:value",
     )
-    save_decode_cache: bool = _option(True, boolean, "Store chunks of generated tokens, too")
-    save_unfull_chunk: bool = _option(True, boolean, "Store and find the tokens after a prompt's last whole chunk, too")
-    state_interval: int = _option(0, integer(0), "Chunks between kept states of recurrent layers; 0: lmkv chooses")
-    min_retrieve_tokens: int = _option(0, integer(0), "Do not load a match that saves fewer tokens than this", "tokens")
+    save_decode_cache: bool = _option(True, boolean, "Also store chunks of generated tokens")
+    save_unfull_chunk: bool = _option(True, boolean, "Also store and find the tokens after a prompt's last whole chunk")
+    state_interval: int = _option(
+        0, integer(0), "Chunks from one kept state of recurrent layers to the next; 0: lmkv chooses"
+    )
+    min_retrieve_tokens: int = _option(0, integer(0), "Do not load a hit of fewer tokens than this", "tokens")
     disk_sync: Literal["none", "data", "full"] = _option(
         "none",
         one_of("none", "data", "full"),
-        "How writes are synced: none: a power cut may lose recent chunks; data: sync each file before it is "
-        "published; full: sync its folder, too",
+        "none: sync nothing, so that a power cut may lose recent chunks; data: sync each file before it is found; "
+        "full: also sync its folder",
     )
-    disk_min_free: float = _option(
-        1.0, number(0), "Free space to leave to other programs on the disk tier's file system", "GiB"
-    )
+    disk_min_free: float = _option(1.0, number(0), "Free space that lmkv leaves on the disk tier's file system", "GiB")
     disk_io_threads: int = _option(
         16,
         integer(1, 1024),
-        "Threads that read each lower tier; three quarters of them write, too. By default at most 4 per core if a "
-        "disk is the lowest tier, and 2 per core if shared memory is",
+        "Threads for reads of each lower tier, three quarters of which also write. If you leave it out, at most 4 per "
+        "core for a disk as the lowest tier, and 2 per core for shared memory",
     )
     disk_direct: Literal["auto", "on", "off"] = _option(
         "auto",
         one_of("auto", "on", "off"),
-        "Read and write past the page cache (O_DIRECT); auto: if the file system can",
+        "Bypass the page cache (O_DIRECT) in reads and writes; auto: if the file system supports it",
     )
     disk_write: Literal["through", "back"] = _option(
         "through",
         one_of("through", "back"),
-        "When a chunk goes to disk: through: as it is stored; back: as it is evicted from host memory",
+        "through: write a chunk to disk when it is stored; back: when host memory evicts it",
     )
     disk_admission: str = _option(
         "all",
         plugin_name(lambda: ADMISSIONS, numbered="min_tokens"),
-        "Which chunks go to disk: all; second_touch: those offered before, for fewer writes; min_tokens:8192: those "
-        "of requests with at least 8192 tokens; none; or your own package.module:Class",
+        "Which chunks to write to disk: all, none, second_touch (only those that were offered before), min_tokens:8192 "
+        "(only those of requests with at least 8192 tokens), or your own package.module:Class",
     )
     remote_url: tuple[RemoteURL, ...] = _option(
-        (), urls, "Stores that others share, nearest first: redis://[user[:password]@]host[:port][/db] and so on"
+        (),
+        urls,
+        "URLs of stores that machines share, nearest first, such as redis://[user[:password]@]host[:port][/db]",
     )
-    remote_urls: tuple[RemoteURL, ...] = _option((), urls, "More such stores, farther than those of remote_url")
+    remote_urls: tuple[RemoteURL, ...] = _option(
+        (), urls, "URLs of more such stores, which are farther than those in remote_url"
+    )
     remote_username: str | None = _option(None, optional_text, "User name for remote stores whose URL has none")
     remote_password: Secret | None = _option(None, secret, "Password of that user; never shown")
     remote_password_file: str | None = _option(None, path, "File with the password in its first line")
-    remote_prefix: str = _option("lmkv:", text, "Prefix of all names in remote stores")
-    remote_ttl: int = _option(0, integer(0), "How long a remote store keeps a chunk; 0: until it evicts it", "s")
+    remote_prefix: str = _option("lmkv:", text, "Prefix of the names of all chunks in remote stores")
+    remote_ttl: int = _option(0, integer(0), "How long a remote store keeps a chunk; 0: until the store evicts it", "s")
     remote_timeout: float = _option(
         1.0, number(0, above=True), "How long to wait for a remote store's connection or answer", "s"
     )
@@ -242,32 +247,32 @@ class Config:
         None, secret, "Serve from lower tiers only chunks written with this key (32 bytes or more); never shown"
     )
     authentication_key_file: str | None = _option(
-        None, path, "File with that key; a line break at its end is ignored: openssl rand -hex 32 > FILE"
+        None, path, "File with that key, such as the output of openssl rand -hex 32; a final line break is ignored"
     )
     prefetch_share: float = _option(
-        0.5, number(0, 1), "Largest share of host memory that prefetches may take at a time", "0..1"
+        0.5, number(0, 1), "Largest share of host memory that prefetched chunks may fill", "0..1"
     )
-    pin_share: float = _option(0.5, number(0, 1), "Largest share of host memory that pins may take at a time", "0..1")
+    pin_share: float = _option(0.5, number(0, 1), "Largest share of host memory that pinned chunks may fill", "0..1")
     prefetch_deadline: float = _option(
-        30.0, number(0), "Longest wait of a queued request for lower tiers; shorter if computing takes less", "s"
+        30.0, number(0), "Longest time that a request waits for lower tiers; less if computing takes less", "s"
     )
     load_or_recompute: bool = _option(
-        True, boolean, "Recompute tokens that load slower than they compute, as measured; off: always load"
+        True, boolean, "Compute tokens if lmkv has measured that loading them takes longer; false: always load"
     )
     load_mode: Literal["auto", "sync", "async"] = _option(
         "auto",
         one_of("auto", "sync", "async"),
-        "Load from host memory within the step that reads it (sync) or between steps (async); auto: within the "
-        "step, or on a GPU between steps if others would wait over 5 ms; asynchronous scheduling: always between steps",
+        "sync: load from host memory within the step that uses the KV; async: between steps; auto: within the step, or "
+        "on a GPU between steps if others would wait over 5 ms. With asynchronous scheduling always between steps",
     )
     use_layerwise: bool = _option(
-        False, boolean, "Copy a layer while the others compute; vLLM then cuts its CUDA graphs at each layer"
+        False, boolean, "Copy one layer while the model computes another; vLLM then cuts its CUDA graphs at each layer"
     )
     block_major: bool = _option(
-        True, boolean, "On CUDA devices, ask vLLM to keep all layers of a block in one run of bytes"
+        True, boolean, "On CUDA devices, ask vLLM to keep all layers of a block next to each other in memory"
     )
     device_staging_size: float = _option(
-        1.0, number(0, above=True), "Staging memory of each device for stores, plus a quarter of it for loads", "GiB"
+        1.0, number(0, above=True), "Memory of each device that stores pass through; loads take a quarter more", "GiB"
     )
     pin_ttl: float = _option(
         300.0, number(0, above=True), "How long a pin, a prefetch or a priority lasts if its caller gives no time", "s"
@@ -278,16 +283,16 @@ class Config:
     audit_action: Literal["drop", "disable"] = _option(
         "drop",
         one_of("drop", "disable"),
-        "After a wrong hit or load: drop: discard it and compute; disable: stop loading as well",
+        "drop: after a wrong hit or load, discard it and compute the tokens; disable: also stop all loads",
     )
     media_by_name: bool = _option(
         False,
         boolean,
-        "Trust the names of images, sounds and videos: equal names then mean equal content. Safe only if no client "
-        "chooses names, or if each name is a hash",
+        "Assume that images, sounds or videos with equal names are equal. Safe only if no client chooses names, or if "
+        "each name is a hash",
     )
     agent_listen: str | None = _option(
-        None, agent_address, "Where the agent API listens: unix:/path, or 127.0.0.1:8377; none: no agent API"
+        None, agent_address, "Address at which the agent API listens: unix:/path, or 127.0.0.1:8377; none: no agent API"
     )
     agent_token: Secret | None = _option(None, secret, "Token that callers of the agent API send; never shown")
     agent_token_file: str | None = _option(None, path, "File with the token in its first line")
