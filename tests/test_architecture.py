@@ -71,9 +71,9 @@ BUDGET = {
     "plugins": 34,
     "policies": 998,
     "simulation": 420,
-    "config": 1840,
+    "config": 1871,
     "memory": 1315,
-    "store": 3600,
+    "store": 3614,
     "backends": 389,
     "backends.disk": 1066,
     "backends.remote": 1936,
@@ -133,7 +133,7 @@ BEYOND = {
 }
 """Why a room has more lines than its aim."""
 
-WHOLE = 19990
+WHOLE = 20035
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

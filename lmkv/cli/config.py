@@ -26,7 +26,7 @@ from lmkv.cli.server import fail, json_object
 from lmkv.config import Answer, Config, Setting, command_lines, lmcache, read_named, read_yaml
 from lmkv.config.command_lines import TRANSFER, Command
 from lmkv.config.parsers import Secret
-from lmkv.errors import ConfigError, short_repr
+from lmkv.errors import ConfigError, mask_secrets, short_repr
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -122,9 +122,10 @@ def check(
         found = {"of": "LMCache" if answer.of_lmcache else "lmkv", "settings": settings}
         typer.echo(json.dumps({**as_dict(answer), **found}))
     else:
-        whose = "settings of a command" if command else f"{'LMCache' if answer.of_lmcache else 'lmkv'}'s settings"
+        whose = "settings of the command" if command else f"{'LMCache' if answer.of_lmcache else 'lmkv'}'s settings"
+        of_file = f"{words[0]}: " if len(words) == 1 else ""
         verdict = ("which can be used as they are", "which can be used, with remarks", "which cannot be used")
-        typer.echo(f"{words[0]}: {whose}, {verdict[answer.status]}")
+        typer.echo(f"{of_file}{whose}, {verdict[answer.status]}")
         for reading in answer.readings:
             if reading.kind != "refused":
                 typer.echo(f"  {reading.in_words}")
@@ -244,6 +245,11 @@ def migrate(
         raise typer.Exit(answer.status)
     if line:
         typer.echo(line)
+        if mask_secrets(line) != line or any(isinstance(value, Secret) for value in answer.values.values()):
+            typer.echo(
+                "# All users of this machine can see the command's password: move the settings into a file for "
+                "LMKV_CONFIG_FILE"
+            )
     else:
         typer.echo(f"# From {Path(words[0]).name!r}, settings of LMCache's.")
         for name, value in settings.items():
@@ -268,10 +274,13 @@ def without_shell(words: list[str]) -> list[str]:
     started = list(filter(command_lines.program, parts))
     if len(started) > 1:
         raise ConfigError(f"{short_repr(script)} starts several servers: give the command of each by itself")
-    found = variables + (started or parts or [[]])[-1]
+    values = dict(word.split("=", 1) for word in variables)
+    last = [_NAMED.sub(lambda name: values.get(name[1], name[0]), word) for word in (started or parts or [[]])[-1]]
+    found = variables + last
     return [*before, *["env"] * bool(before and found and "=" in found[0]), *found]
 
 
+_NAMED = re.compile(r"(?:\$(?=\w)|\$\{(?=\w+\}))(\w+)\}?")
 _SHELL = re.compile(r"(\S*/)?(ba|da|k|z)?sh -[a-z]*c")
 
 
@@ -303,7 +312,15 @@ def command_line(command: Command, settings: Mapping[str, object]) -> str:
         beside = command.several["kv_connector_extra_config"]["connectors"]
         extra = {"connectors": [transfer if each is None else each for each in beside]}
         transfer = {"kv_load_failure_policy": "recompute", **command.several, "kv_connector_extra_config": extra}
-    return shlex.join([*command.before, *(command.kept or ["MODEL"]), TRANSFER, json.dumps(transfer)])
+    return " ".join(map(quoted, [*command.before, *(command.kept or ["MODEL"]), TRANSFER, json.dumps(transfer)]))
+
+
+def quoted(word: str) -> str:
+    """A word for a shell, which still replaces a variable in it."""
+    return f'"{word}"' if _WITH_VARIABLE.fullmatch(word) else shlex.quote(word)
+
+
+_WITH_VARIABLE = re.compile(r"[\w@%+=:,./-]*(\$(\w+|\{\w+\})[\w@%+=:,./-]*)+")
 
 
 def written(value: object) -> object:

@@ -305,8 +305,12 @@ def _of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
     command = Command(ranks=ranks)
     options, command.kept = _options(_with_file(command, words))
     given = dict(options)
-    if counts := {kind: int(given[name]) for name, kind in _RANKS.items() if given.get(name, "").isdecimal()}:
-        command.ranks = math.prod(counts.values())
+    counts = {kind: given[name] for name, kind in _RANKS.items() if name in given}
+    if unclear := [count for count in counts.values() if not count.isdecimal()]:
+        told = f"the number of ranks, {short_repr(unclear[0])}, is not a number: write the number instead"
+        command.notes.append((logging.WARNING, f"sizes of a rank are taken as those of the engine, because {told}"))
+    elif counts:
+        command.ranks = math.prod(map(int, counts.values()))
     for name, value in options:
         if name in ("--kv-offloading-backend", "--connector"):
             command.unused("offloading", name, value)
@@ -368,13 +372,15 @@ def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """As vLLM reads them: the last JSON replaces those before it, and dotted arguments replace every JSON."""
     found: dict[str, Any] = {}
     dotted: dict[str, Any] = {}
+    # vLLM then chooses the connector.
+    sized = any(name == _SIZE for name, _ in options)
     for name, value in options:
         if name == TRANSFER:
             try:
                 given = json.loads(value)
             except (ValueError, RecursionError):
                 given = None
-            if not isinstance(given, dict) or not isinstance(given.get("kv_connector"), str):
+            if not isinstance(given, dict) or not (sized or isinstance(given.get("kv_connector"), str)):
                 raise ValueError("it is not a JSON object with a kv_connector")
             found = given
         elif name.startswith(f"{TRANSFER}."):
@@ -423,8 +429,12 @@ def _update(found: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> None:
     connector, items = transfer.get("kv_connector"), flat(transfer.get("kv_connector_extra_config") or {})
-    if connector == "MultiConnector":
-        _use_several(command, transfer, items.get("connectors"), env)
+    if isinstance(connectors := items.get("connectors"), list) and connector not in _CONNECTORS:
+        if connector != "MultiConnector":
+            told = "which may take no connector but LMCache's and its own: vLLM's MultiConnector is written for it"
+            command.notes.append((logging.WARNING, f"{TRANSFER} names {short_repr(connector)}, {told}"))
+            transfer = {key: value for key, value in transfer.items() if key != "kv_connector_module_path"}
+        _use_several(command, {**transfer, "kv_connector": "MultiConnector"}, connectors, env)
         return
     command.role = transfer.get("kv_role") or "kv_both"
     if connector not in (None, *_CONNECTORS):
@@ -446,7 +456,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
     if connector == "LMKVConnector" and not all(map(lmcache.owns, items)):
         _keep_own(command, items)
         return
-    own = {key: value for key, value in items.items() if key in lmcache.commands()["offloading"]}
+    own = {key: value for key, value in items.items() if key in lmcache.commands()["offloading"] or key in _OFFLOADING}
     # In this order the bytes of a rank replace those of all, as in vLLM.
     for key, value in sorted(own.items(), key=itemgetter(0)):
         if key in _OFFLOADING:
@@ -476,9 +486,9 @@ def _keep_own(command: Command, items: Mapping[Any, object]) -> None:
             command.readings.append(Reading(name, lmcache.EXTRA, "used", name))
 
 
-def _use_several(command: Command, transfer: Mapping[str, Any], connectors: object, env: Env) -> None:
+def _use_several(command: Command, transfer: Mapping[str, Any], connectors: list[object], env: Env) -> None:
     """A MultiConnector: what becomes lmkv, together, and the others as they are."""
-    given = [each for each in connectors if isinstance(each, Mapping)] if isinstance(connectors, list) else []
+    given = [each for each in connectors if isinstance(each, Mapping)]
     ours = [each for each in given if each.get("kv_connector") in _CONNECTORS]
     if not ours:
         command.refuse(f"{TRANSFER} MultiConnector", _OTHER)
@@ -536,6 +546,17 @@ def _secondary(command: Command, tiers: object) -> None:
         _use_rest(command, given, tier)
 
 
+def _spec(command: Command, name: object) -> None:
+    if name in _SPECS:
+        command.leave("spec_name", "lmkv offloads in any case")
+    else:
+        why = "write max_local_cpu_size for host memory, local_disk with max_local_disk_size for files"
+        command.refuse(f"spec_name {short_repr(name)}", f"lmkv does not know where it keeps KV: {why}")
+
+
+_SPECS: Final = (*("CPUOffloadingSpec", "TieringOffloadingSpec", "NPUOffloadingSpec", "SharedStorageOffloadingSpec"),)
+
+
 def _object_store(tier: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     endpoint = str(tier.get("endpoint_override") or "")
     if endpoint and "://" not in endpoint:
@@ -562,6 +583,7 @@ _OFFLOADING: Final[dict[str, Callable[[Command, Any], None]]] = {
         "offload_prompt_only", "save_decode_cache", not value if isinstance(value, bool) else value
     ),
     "secondary_tiers": _secondary,
+    "spec_name": _spec,
 }
 
 

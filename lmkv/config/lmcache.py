@@ -161,6 +161,7 @@ def translate(
     result = Translation()
     given = _flat(_merged(env, extra, read, result), result)
     strange = {source for _, source in given.values()} - {given[key][1] for key in given.keys() & table().keys()}
+    _say_segments(given, result, ranks)
     # remote_url stays among the given, as other settings have no effect without it.
     translated = _join_address(given, result)
     if env.get(_MOONCAKE) and str(given.get("remote_url", ("", ""))[0]).startswith("mooncake"):
@@ -235,6 +236,9 @@ def _join_address(given: _Given, result: Translation) -> set[str]:
             result.settings += [(name, value, f"{source}: remote_url") for name, value in found.items()]
             for key in ("remote_url", *sorted(used)):
                 here = addresses.setting_of(key.removeprefix(_INNER))
+                if _word(given[key][0]) in _OFF:
+                    result.readings.append(Reading(key, given[key][1], "without effect", why="it is empty"))
+                    continue
                 result.readings.append(Reading(key, given[key][1], "used", here if here in found else "remote_url"))
     for key in joined:
         _, source = given.pop(key)
@@ -272,13 +276,17 @@ def _multiply_sizes(given: _Given, result: Translation, ranks: int | None) -> No
         if not each > 0 or table()[key].is_idle(value, given):
             continue
         if ranks is None:
-            words = (
-                "LMCache takes this much for each rank, lmkv for all ranks of an engine: multiply it by their number"
-            )
+            words = "LMCache takes this much for each rank, lmkv for an engine: --tensor-parallel-size N multiplies it"
         else:
             given[key] = each * ranks, source
             words = f"LMCache takes {each:g} GiB for each of {ranks} ranks, lmkv {each * ranks:g} GiB for all together"
         result.notes.append((logging.INFO, f"{key}: {words}"))
+
+
+def _say_segments(given: _Given, result: Translation, ranks: int | None) -> None:
+    if (key := f"{_INNER}global_segment_size") in given and ranks != 1:
+        told = "each rank gives this much memory to Mooncake in LMCache; in lmkv the whole engine gives it once"
+        result.notes.append((logging.INFO, f"{key}: {told}"))
 
 
 def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, result: Translation) -> _Given:

@@ -251,13 +251,16 @@ def path(value: object) -> str | None:
 
 
 _NO_PATH: Final = re.compile(r"(?i)true|yes|on|[0-9.]*[0-9]\s*([kmgt]i?b?)?")
-_VARIABLE: Final = re.compile(r"\$\{[^}]*\}|\$\([^)]*\)|\{\{.*?\}\}|(?:^|(?<=[/@]))\$[A-Z_][A-Z0-9_]*(?=[/:]|$)")
+_VARIABLE: Final = re.compile(
+    r"<[A-Za-z][\w .-]*>|\{\{.*?\}\}|\$?\{[A-Za-z_][^{}]*\}|\$\{[^}]*\}|\$\([^)]*\)"
+    r"|(?:^|(?<=[/@]))\$[A-Z_][A-Z0-9_]*(?=[/:]|$)"
+)
 
 
 def _check_template(text: object) -> None:
     """Raise ValueError for what a shell or a template should have replaced before."""
     if isinstance(text, str) and (found := _VARIABLE.search(text)):
-        raise ValueError(f"has a variable that nothing replaces: write the value of {found[0]}")
+        raise ValueError(f"has a placeholder that nothing replaces: write the value of {found[0]}")
     if isinstance(text, str) and len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         raise ValueError("has quotes of its own: leave them out")
 

@@ -108,7 +108,7 @@ def written_instead(unit: str, value: object) -> str:
     """The unit of a refused value, and the number to write where the value has another unit, or other signs."""
     text = short_repr(value).strip("' ").lower()
     told = f", in {unit}" if unit.isalpha() else ""
-    if text in ("none", "", "auto", "default"):
+    if text in ("none", "", "auto", "default") or (unit == "GiB" and text in ("0", "0.0")):
         return f"{told}; leave it out for its default"
     if re.fullmatch(r""""[^"]*"|'[^']*'""", text):
         return f"{told}, without quotes of its own"

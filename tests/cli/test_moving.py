@@ -33,7 +33,7 @@ class Right(NamedTuple):
     says: tuple[str, ...] = ()
 
 
-EACH = "LMCache takes this much for each rank, lmkv for all ranks of an engine: multiply it by their number"
+EACH = "LMCache takes this much for each rank, lmkv for an engine: --tensor-parallel-size N multiplies it"
 FILES = {
     "s3_host_style.yaml": Right(
         0,
@@ -63,7 +63,7 @@ FILES = {
     "cluster_nodes.yaml": Right(0, {"remote_url": "valkey+cluster://a.example:6379,b.example:6379,c.example:6379"}),
     "old_names.yaml": Right(2, {}, ("max_local_cache_size", "write max_local_cpu_size, in GiB")),
     "old_path.yaml": Right(2, {}, ("weka_path cannot be used: lmkv has no such medium",)),
-    "unset_variable.yaml": Right(2, {}, ("has a variable that nothing replaces: write the value of ${CACHE_DIR}",)),
+    "unset_variable.yaml": Right(2, {}, ("has a placeholder that nothing replaces: write the value of ${CACHE_DIR}",)),
     "bytes.yaml": Right(2, {}, ("must be at most 1e+09, in GiB: so many bytes are 10",)),
     "codec_without_store.yaml": Right(
         0, {"local_disk": "/tmp/kv"}, ("remote_serde has no effect: there is no remote_url", EACH)
@@ -456,3 +456,11 @@ def test_a_setting_that_does_nothing_is_a_warning(name: str) -> None:
     )
     more = {"local_disk": "/kv", "max_local_disk_size": 1, "remote_url": "redis://h", "agent_listen": "unix:/a"}
     assert Answer.to(env={}, extra={"agent_token": "secret", **more, name: value}).notes == ()
+
+
+def test_a_password_before_a_command_is_not_shown_and_is_said() -> None:
+    words = ("LMCACHE_REMOTE_URL=redis://me:letmein@h:6379", "vllm", "serve", "m")
+    assert "letmein" not in run("config", "check", "--", *words).output
+    migrated = run("config", "migrate", "--", *words)
+    assert "All users of this machine can see the command's password" in migrated.output
+    assert "All users" not in run("config", "migrate", "--", "vllm", "serve", "m").output
