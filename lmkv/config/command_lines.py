@@ -111,7 +111,10 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
     another command.
     """
     if (found := program(words)) is None:
-        name = " ".join([word for word in words if "=" not in word][:2])
+        plain = [word for word in words if "=" not in word]
+        name = " ".join(plain[: 2 + ("-m" in plain[:2])])
+        if "lmcache" in name:
+            raise ConfigError(f"{short_repr(name)} starts a process that lmkv does not need: {_NOT_NEEDED}")
         what = "starts none of these" if len(words) > 1 else "is no command"
         raise ConfigError(f"{_GIVE}; {short_repr(name)} {what}")
     server, at = found
@@ -126,6 +129,7 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
 
 
 _GIVE: Final = "lmkv is a connector of vLLM: give `lmcache server ...` or `vllm serve ...`"
+_NOT_NEEDED: Final = "leave it out; servers share a store, such as remote_url: redis://HOST:PORT"
 _SERVERS: Final = ("lmcache.v1.multiprocess.server", "lmcache.v1.multiprocess.http_server")
 _PROGRAMS: Final = ("vllm", "vllm.entrypoints.cli.main")
 _ENGINES: Final = ("vllm.entrypoints.openai.api_server", "dynamo.vllm", "huggingfaceserver")
@@ -438,7 +442,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
         return
     command.role = transfer.get("kv_role") or "kv_both"
     if connector not in (None, *_CONNECTORS):
-        close = lmcache.nearest(str(connector), ("LMKVConnector",))
+        close = lmcache.nearest(connector, ("LMKVConnector",), 0.85)
         command.refuse(f"{TRANSFER} {connector}", f"did you mean {close}?" if close else _OTHER)
         return
     if transfer.get("kv_load_failure_policy", "recompute") != "recompute":
@@ -471,6 +475,8 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
     for key in sorted(map(str, items.keys() - own.keys() - theirs.keys())):
         if key in lmcache.table() and connector not in _VLLMS:
             command.unknown(key, f"LMCache reads it as lmcache.{key}")
+        elif key.endswith("config_file"):
+            command.refuse(key, f"set the variable {lmcache.ENV_FILE} to the file, or write its settings here")
         else:
             command.unused("offloading", key)
 

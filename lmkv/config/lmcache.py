@@ -189,6 +189,12 @@ def translate(
             # Nobody means to have a file, or a section of settings, of which nothing is read: as in lmkv's own file.
             result.settings.append((key, value, source))
             result.readings.append(Reading(short_repr(key), source, "used", str(key)))
+        elif "endpoint" in key and "s3" in f"{key}{given.get('remote_url', ('',))[0]}".lower():
+            # LMCache ignores it as well. Requests would go to a bucket of the same name at AWS.
+            why = (
+                "it is no setting of LMCache's: write remote_url: s3://BUCKET?endpoint=https://HOST:PORT&region=REGION"
+            )
+            result.readings.append(Reading(short_repr(key), source, "refused", why=why))
         else:
             why = hint(key, table()) if number < MAX_NAMES else ""
             result.readings.append(Reading(short_repr(key), source, "unknown", why=why))
@@ -206,10 +212,10 @@ def hint(name: object, known: Mapping[str, KnownSetting]) -> str:
     return f"did you mean {close}{more.get(known[close].kind, '')}?"
 
 
-def nearest(name: object, names: Iterable[str]) -> str:
+def nearest(name: object, names: Iterable[str], cutoff: float = 0.7) -> str:
     """The most similar name, or "". It takes milliseconds."""
     short = {each.removeprefix(_INNER): each for each in names}
-    close = difflib.get_close_matches(str(name).removeprefix(_INNER)[:100], short, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(str(name).removeprefix(_INNER)[:100], short, n=1, cutoff=cutoff)
     return short[close[0]] if close else ""
 
 
@@ -237,7 +243,7 @@ def _join_address(given: _Given, result: Translation) -> set[str]:
             for key in ("remote_url", *sorted(used)):
                 here = addresses.setting_of(key.removeprefix(_INNER))
                 if _word(given[key][0]) in _OFF:
-                    result.readings.append(Reading(key, given[key][1], "without effect", why="it is empty"))
+                    result.readings.append(Reading(key, given[key][1], "without effect", why="it is off or empty"))
                     continue
                 result.readings.append(Reading(key, given[key][1], "used", here if here in found else "remote_url"))
     for key in joined:

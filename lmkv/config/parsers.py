@@ -37,6 +37,10 @@ SCHEMES: Final = {
 """Scheme of a URL -> module of `lmkv.backends.remote` whose `open_url` takes it: lmkv's own."""
 
 
+SERVICE_VARIABLE: Final = "REDIS_SERVICE_NAME"
+"""Where LMCache has the name of the service that sentinels watch, which its URLs do not have."""
+
+
 def split_urls(text: str) -> list[str]:
     """Split URLs at blanks and commas. A URL of a cluster or of sentinels may have commas between its hosts."""
     found: list[str] = []
@@ -108,6 +112,12 @@ class RemoteURL:
         is_redis = self.store_kind == "redis" and self.scheme != "unix" and not self.scheme.endswith("sentinel")
         if is_redis and not re.fullmatch("/?[0-9]*/?", path):
             raise ValueError("must name its database by a number, such as /0; the names' prefix is remote_prefix")
+
+    @property
+    def lacks_service(self) -> bool:
+        """Whether its sentinels watch a service that neither the URL nor this process's environment names."""
+        named = urlsplit(self.text).path.strip("/") or "service_name=" in self.text or os.environ.get(SERVICE_VARIABLE)
+        return self.scheme.endswith("sentinel") and not named
 
     @property
     def store_kind(self) -> str:
@@ -384,7 +394,7 @@ def readable(value: object) -> object:
 
 def in_words(value: object) -> str:
     """A value in the form of a YAML file."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool | None) else str(value)
 
 
 def are_nested(one: str, other: str) -> bool:

@@ -22,6 +22,7 @@ from lmkv.config.command_lines import Command
 from lmkv.config.parsers import (
     GIB,
     SCHEMES,
+    SERVICE_VARIABLE,
     Parse,
     Quota,
     Reading,
@@ -110,6 +111,8 @@ def written_instead(unit: str, value: object) -> str:
     told = f", in {unit}" if unit.isalpha() else ""
     if text in ("none", "", "auto", "default") or (unit == "GiB" and text in ("0", "0.0")):
         return f"{told}; leave it out for its default"
+    if re.fullmatch(r"\$\{?\w+\}?", text):
+        return f"{told}; nothing replaces this variable: write its value"
     if re.fullmatch(r""""[^"]*"|'[^']*'""", text):
         return f"{told}, without quotes of its own"
     if unit == "GiB" and re.fullmatch(r"[0-9]{7,18}", text):
@@ -461,6 +464,9 @@ class Config:
         if 0 < sum(each.percent for each in self.quotas) <= 1:
             told = "quotas are in percent, and 1 percent together at most: multiply each by 100 if it is a share"
             yield logging.WARNING, f"{self.source('quotas')}: {told}"
+        for url in (url for url in self.remotes if url.lacks_service):
+            told = f"names no service: write /SERVICE after its hosts, or set {SERVICE_VARIABLE} for the server"
+            yield logging.WARNING, f"{self.source('remote_url')}: remote_url = {url} {told}"
         if self.disk_write == "back" and self.local_disk and not self.local_cpu:
             told = "works as through does while local_cpu is off: no chunk stays in host memory until it is evicted"
             yield logging.WARNING, self._problem("disk_write", told)
@@ -675,7 +681,7 @@ def _hint(key: object, value: object) -> str:
         unit = ", in GiB" if entry.setting.endswith("_size") else ""
         here = f"here it is {entry.setting!r}{unit}" if entry.setting else "leave it out"
         return f"; it is an option of vLLM's own offloading: {here}"
-    if plain.startswith("config"):
+    if plain.startswith("config") or plain.endswith("config_file"):
         return f"; name a file of settings in {ENV_FILE}, or to Config.load as file="
     if isinstance(value, Mapping) or plain == "lmkv":
         return "; lmkv has no sections: write the settings inside it, each by its own name"

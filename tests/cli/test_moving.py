@@ -58,10 +58,12 @@ FILES = {
         2, {"chunk_size": 256}, ("there is no cache server: name a store", "remote_serde cannot be used")
     ),
     "sentinel.yaml": Right(
-        0, {"remote_url": "redis-sentinel://localhost:26379,localhost:26380,localhost:26381", "chunk_size": 256}
+        1,
+        {"remote_url": "redis-sentinel://localhost:26379,localhost:26380,localhost:26381", "chunk_size": 256},
+        ("names no service: write /SERVICE after its hosts, or set REDIS_SERVICE_NAME",),
     ),
     "cluster_nodes.yaml": Right(0, {"remote_url": "valkey+cluster://a.example:6379,b.example:6379,c.example:6379"}),
-    "old_names.yaml": Right(2, {}, ("max_local_cache_size", "write max_local_cpu_size, in GiB")),
+    "old_names.yaml": Right(2, {}, ("max_local_cache_size", "the size of host memory is max_local_cpu_size, in GiB")),
     "old_path.yaml": Right(2, {}, ("weka_path cannot be used: lmkv has no such medium",)),
     "unset_variable.yaml": Right(2, {}, ("has a placeholder that nothing replaces: write the value of ${CACHE_DIR}",)),
     "bytes.yaml": Right(2, {}, ("must be at most 1e+09, in GiB: so many bytes are 10",)),

@@ -48,6 +48,8 @@ FILES = {
     "remote_url: redis://a\nremote_urls: redis://a\n": "has a store twice: leave one out",
     "max_local_cpu_size: 10,5\n": "must be a number, in GiB, with a point: 10.5",
     "max_local_cpu_size:\n": "must be a number, in GiB; leave it out for its default",
+    "max_local_cpu_size: $CPU_GB\n": "must be a number, in GiB; nothing replaces this variable: write its value",
+    "lmcache_config_file: /x.yaml\n": "name a file of settings in LMKV_CONFIG_FILE",
     "disk_io_threads: auto\n": "leave it out for its default",
     "audit_rate: 5%\n": "must be a number, as a share: 0.05",
     "pin_share: 50\n": "must be at most 1, as a share: 0.5",
