@@ -548,8 +548,8 @@ def test_what_cannot_be_together_is_refused(model: Model, tmp_path: Path) -> Non
         for move in (engine.store, engine.retrieve):
             raised(UsageError, "no paged memory", move, tokens(32), blocks_of(32))
         # A slab belongs to one store.
-        raised(UsageError, "belong to a store", TieredStore, tier)
-        raised(UsageError, "belong to a store", tier.backend.contains, [bytes(32)])
+        raised(UsageError, "belongs to a store", TieredStore, tier)
+        raised(UsageError, "belongs to a store", tier.backend.contains, [bytes(32)])
 
 
 def settings(folder: Path, **more: Any) -> Config:

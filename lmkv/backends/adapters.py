@@ -192,7 +192,7 @@ class AsyncAdapter:
         try:
             closing.result(self.deadline)
         except TimeoutError as error:
-            reason = f"it took more than {self.deadline} s"
+            reason = f"closing takes more than {self.deadline} s"
             raise BackendUnavailable(self.name, "close", reason=reason) from error
         finally:
             self._stopped = True
@@ -212,7 +212,7 @@ class AsyncAdapter:
             raise ClosedError(f"backend {self.name!r} was closed during {action}") from error
         except TimeoutError as error:
             running.cancel()
-            raise BackendUnavailable(self.name, action, key.hex(), f"no answer in {self.deadline} s") from error
+            raise BackendUnavailable(self.name, action, key.hex(), f"no answer within {self.deadline} s") from error
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -222,9 +222,9 @@ class AsyncAdapter:
                 self._loop.run_forever()
             except BaseException as error:
                 logger.exception(
-                    "lmkv: backend %r: its event loop continues after an exception in %s",
-                    self.inner,
+                    "lmkv: %s in the event loop of backend %r; the event loop continues",
                     type(error).__name__,
+                    self.inner,
                 )
         self._loop.close()
 
@@ -311,7 +311,7 @@ class AsyncFileBackend:
             return MISS
         except OSError as error:
             return Read.failed(self._translated(error, "read", key))
-        return HIT if whole else Read.failed(BackendError(self.name, "read", key.hex(), "another length"))
+        return HIT if whole else Read.failed(BackendError(self.name, "read", key.hex(), "the file has a wrong length"))
 
     async def write(self, chunk: Chunk) -> Written:
         unfinished = self.folder / f"{secrets.token_hex(8)}.tmp"
@@ -478,7 +478,7 @@ class NullBackend:
 
     def write(self, chunk: Chunk) -> Written:
         self._check_open()
-        return Written.rejected("null", None)
+        return Written.rejected("a NullBackend stores nothing", None)
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         self._check_open()

@@ -92,7 +92,7 @@ class CPUPinnedBackend:
         with self._lock:
             self._check_open()
             if self._slots:
-                raise UsageError(f"backend {self.name!r} has chunks: a store needs an empty one")
+                raise UsageError(f"backend {self.name!r} already has chunks: give the store an empty backend")
             self._taken = True
             return self._slab
 
@@ -108,7 +108,7 @@ class CPUPinnedBackend:
                 return MISS
             slot, nbytes = found
             if nbytes != len(into):
-                reason = f"it has {nbytes} bytes, not {len(into)}"
+                reason = f"the chunk has {nbytes} bytes, but the buffer has {len(into)}"
                 return Read.failed(BackendError(self.name, "read", key.hex(), reason))
             into[:] = self._slab.view(slot, len(into))
             return HIT
@@ -120,10 +120,10 @@ class CPUPinnedBackend:
                 return PRESENT
             nbytes = len(chunk.payload)
             if nbytes > self._slab.slot_bytes:
-                return Written.rejected(f"{nbytes} bytes do not fit a slot of {self._slab.slot_bytes} bytes", None)
+                return Written.rejected(f"a slot has {self._slab.slot_bytes} bytes, the chunk {nbytes}", None)
             slot = self._slab.allocate()
             if slot is None:
-                return Written.rejected("no slot is free")
+                return Written.rejected("host memory has no free slot")
             self._slab.view(slot, nbytes)[:] = chunk.payload
             self._slots[chunk.key] = (slot, nbytes)
             return STORED
@@ -147,4 +147,4 @@ class CPUPinnedBackend:
         if self._closed:
             raise ClosedError(f"backend {self.name!r} is closed")
         if self._taken:
-            raise UsageError(f"the slots of backend {self.name!r} belong to a store")
+            raise UsageError(f"backend {self.name!r} belongs to a store: use the store")

@@ -103,14 +103,14 @@ def pack_header(header: Header, into: memoryview, authenticator: Authenticator |
     body = at_tags + len(header.salt + header.tags)
     end = _end_of_body(header.header_bytes, authenticated=authenticator is not None)
     if body > end or header.header_bytes > MAX_HEADER_BYTES:
-        raise FormatError(f"{counts} checksums and tokens do not fit {header.header_bytes} bytes of header")
+        raise FormatError(f"a header of {header.header_bytes} bytes is too small for {counts} checksums and tokens")
     flags = (_HAS_PARENT if header.parent else 0) | (_AUTHENTICATED if authenticator else 0)
     sizes = header.header_bytes, header.payload_bytes, header.segment_bytes, *counts
     digests = header.namespace, header.key, header.parent or _NO_PARENT
     if any(len(digest) != KEY_BYTES for digest in digests):
-        raise FormatError("a digest is not 32 bytes long")
+        raise FormatError("a digest must have 32 bytes")
     if body - at_tags != (SALT_BYTES + counts[0] * TAG_BYTES if authenticator else 0):
-        raise FormatError("there must be a tag for each checksum, and none without an authenticator")
+        raise FormatError("the tags do not fit the checksums or the authenticator")
     _FIXED.pack_into(into, 0, MAGIC, VERSION, flags, *sizes, *digests)
     struct.pack_into(f"<{counts[0]}I", into, _FIXED.size, *header.checksums)
     into[at_tokens:at_tags] = header.tokens
@@ -131,14 +131,14 @@ def _end_of_body(nbytes: int, *, authenticated: bool) -> int:
 def peek_header_bytes(start: memoryview) -> int:
     """The length of the header, as the file's first page states it. Raises `FormatError`."""
     if len(start) < PAGE:
-        raise FormatError(f"the file has {len(start)} bytes, fewer than the smallest header")
+        raise FormatError(f"the chunk has only {len(start)} bytes, fewer than its header needs")
     magic, version, _flags, nbytes = struct.unpack_from("<8sHHI", start)
     if magic != MAGIC:
-        raise FormatError("it does not begin with the magic of lmkv's chunk files")
+        raise FormatError("the stored bytes do not begin as a chunk of lmkv does")
     if version != VERSION:
-        raise FormatError(f"its header has version {version}, but its name has version {VERSION}")
+        raise FormatError(f"the chunk has format version {version}; this lmkv reads version {VERSION}")
     if nbytes % PAGE or not PAGE <= nbytes <= MAX_HEADER_BYTES:
-        raise FormatError(f"a header cannot be {nbytes} bytes long")
+        raise FormatError(f"the chunk's header gives {nbytes} bytes as its length")
     return int(nbytes)
 
 
@@ -149,25 +149,25 @@ def parse_header(data: memoryview, authenticator: Authenticator | None = None) -
     """
     nbytes = peek_header_bytes(data)
     if nbytes > len(data):
-        raise FormatError(f"its header of {nbytes} bytes is cut off after {len(data)}")
+        raise FormatError(f"the chunk's header has {nbytes} bytes, but only {len(data)} are there")
     (checksum,) = _CHECKSUM.unpack_from(data, nbytes - 4)
     if crc32(data[: nbytes - 4]) != checksum:
-        raise FormatError("the header does not match its checksum")
+        raise FormatError("the chunk's header does not match its checksum")
     if authenticator:
         end = _end_of_body(nbytes, authenticated=True) + _WRITER.size
         if not compare_digest(authenticator.of_header(data[:end]), data[end : end + HEADER_TAG_BYTES]):
-            raise FormatError("the header was not written with this authentication key")
+            raise FormatError("the chunk was not written with this engine's authentication key")
     return _decode(data, nbytes)
 
 
 def _decode(data: memoryview, nbytes: int) -> Header:
     _, _, flags, _, payload, segment, sums, tokens, namespace, key, parent = _FIXED.unpack_from(data)
     if flags & ~(_HAS_PARENT | _AUTHENTICATED):
-        raise FormatError(f"it has unknown flags: {flags:#x}")
+        raise FormatError(f"the chunk's header has unknown flags: {flags:#x}")
     if segment % PAGE or not PAGE <= segment <= MAX_SEGMENT_BYTES:
-        raise FormatError(f"segments cannot be {segment} bytes long")
+        raise FormatError(f"the chunk's header gives {segment} bytes as a segment's length")
     if payload == 0 or sums != -(-payload // segment):
-        raise FormatError(f"it has {sums} checksums for a payload of {payload} bytes")
+        raise FormatError(f"the chunk's header has {sums} checksums for {payload} bytes of KV")
     authenticated = bool(flags & _AUTHENTICATED)
     at_tokens = _FIXED.size + 4 * sums
     at_salt = at_tokens + 4 * tokens
@@ -175,10 +175,11 @@ def _decode(data: memoryview, nbytes: int) -> Header:
     body = at_tags + (TAG_BYTES * sums if authenticated else 0)
     end = _end_of_body(nbytes, authenticated=authenticated)
     if body > end:
-        raise FormatError(f"its {tokens} tokens do not fit the header")
+        raise FormatError(f"the chunk's header is too short for {tokens} tokens")
     writer = _WRITER.unpack_from(data, end)[:3]
     if writer in REFUSED_WRITERS:
-        raise FormatError(f"it was written by lmkv {'.'.join(map(str, writer))}, whose chunks may be another prompt's")
+        version = ".".join(map(str, writer))
+        raise FormatError(f"lmkv {version} wrote the chunk, and chunks of that version may be another prompt's")
     return Header(
         namespace=namespace,
         key=key,
@@ -204,14 +205,14 @@ def verify_segments(
     sums = segment_checksums(payload, header.segment_bytes)
     for index, found in enumerate(sums, first):
         if found != header.checksums[index]:
-            raise FormatError(f"segment {index} does not match its checksum")
+            raise FormatError(f"segment {index} of the chunk does not match its checksum")
 
 
 def _authenticate_segments(header: Header, payload: memoryview, first: int, authenticator: Authenticator) -> None:
     found = authenticator.of_segments(header.salt, header.key, payload, header.segment_bytes, first)
     at = first * TAG_BYTES
     if not compare_digest(found, header.tags[at : at + len(found)]):
-        raise FormatError("a segment was not written with this authentication key")
+        raise FormatError("a segment of the chunk was not written with this engine's authentication key")
 
 
 def plausible_file_bytes(nbytes: int) -> bool:
@@ -256,7 +257,7 @@ class ChunkFormat:
         """The header at the start of `data`, checked to belong to the chunk. Raises `FormatError`."""
         header = parse_header(data, self.authenticator)
         if (header.namespace, header.key) != (self.namespace, key):
-            raise FormatError(f"it is chunk {header.key.hex()} of namespace {header.namespace.hex()}")
+            raise FormatError(f"the stored bytes are chunk {header.key.hex()} of namespace {header.namespace.hex()}")
         return header
 
     def verify(self, header: Header, payload: memoryview, first: int = 0) -> None:

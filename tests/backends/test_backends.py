@@ -204,7 +204,7 @@ def test_min_free_rejects_before_it_writes(tmp_path: Path) -> None:
     chunk = chunk_of(100)
     written = full.write(chunk)
     assert written.status is WriteStatus.REJECTED
-    assert "min_free lacks" in written.reason
+    assert "less than disk_min_free is free" in written.reason
     assert files_below(tmp_path) == []
     modest = LocalDiskBackend(tmp_path, NAMESPACE, min_free=1, clock=clock)
     assert modest.write(chunk).status is WriteStatus.STORED

@@ -85,7 +85,7 @@ def test_a_chunk_of_a_writer_that_is_known_to_be_wrong_is_not_read(monkeypatch: 
     unknown = memoryview(packed(evolve(SMALL, writer=(0, 0, 0))))
     assert codec.parse_header(older).writer == (0, 0, 9)
     monkeypatch.setattr(codec, "REFUSED_WRITERS", {(0, 0, 9)})
-    raised(FormatError, r"written by lmkv 0\.0\.9", codec.parse_header, older)
+    raised(FormatError, r"lmkv 0\.0\.9 wrote the chunk", codec.parse_header, older)
     assert codec.parse_header(unknown).writer == (0, 0, 0)
     assert codec.parse_header(memoryview(packed(SMALL))) == SMALL
 
@@ -128,15 +128,15 @@ def test_sealed_lies_are_rejected_or_harmless(at: int, junk: bytes) -> None:
 
 
 LIES: dict[int, tuple[str, dict[int, str]]] = {
-    0: ("<Q", {0: "magic"}),
+    0: ("<Q", {0: "do not begin as a chunk"}),
     8: ("<H", {2: "version 2"}),
     10: ("<H", {4: "flags"}),
     12: (
         "<I",
-        {**{wrong: f"header cannot be {wrong} bytes" for wrong in (0, 4095, 0xFFFFF000)}, 8192: "header of 8192"},
+        {**{wrong: f"header gives {wrong} bytes" for wrong in (0, 4095, 0xFFFFF000)}, 8192: "header has 8192 bytes"},
     ),
-    16: ("<Q", {wrong: f"payload of {wrong}" for wrong in (0, 2**64 - 1)}),
-    24: ("<I", {wrong: f"segments cannot be {wrong} bytes" for wrong in (0, 4097, 1 << 31)}),
+    16: ("<Q", {wrong: f"for {wrong} bytes of KV" for wrong in (0, 2**64 - 1)}),
+    24: ("<I", {wrong: f"gives {wrong} bytes as a segment" for wrong in (0, 4097, 1 << 31)}),
     28: ("<I", {2**32 - 1: "4294967295 checksums"}),
     32: ("<I", {wrong: f"{wrong} tokens" for wrong in (2**32 - 1, 1000)}),
 }

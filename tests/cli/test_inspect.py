@@ -134,7 +134,7 @@ def test_verify_names_what_is_damaged_and_changes_nothing(tmp_path: Path, fill: 
     done = run("inspect", tmp_path, "--verify")
     assert done.exit_code == 1
     assert f"damaged: {flipped}: segment" in done.stderr
-    assert f"damaged: {cut}: it has" in done.stderr
+    assert f"damaged: {cut}: the file has" in done.stderr
     assert flipped.stat().st_mtime == used, "to look is no use of a chunk"
     assert stored(tmp_path, SMALL, keys) == [False, False, True, True]
 

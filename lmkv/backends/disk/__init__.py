@@ -301,7 +301,7 @@ class LocalDiskBackend:
                 return PRESENT
             nbytes = self.stored_bytes(len(chunk.payload))
             if lacking := self._space.claim(nbytes):
-                return Written.rejected(f"min_free lacks {lacking:,} bytes", lacking)
+                return Written.rejected(f"less than disk_min_free is free: {lacking:,} bytes lack", lacking)
             self._files.write(chunk, folder, name, replace=replaced > 0)
         self._unreadable.discard(chunk.key)
         self._usage.wrote(nbytes)
@@ -349,7 +349,7 @@ class LocalDiskBackend:
             raise BackendUnavailable(self.name, "open", reason=str(error)) from error
         except OSError as error:
             if isinstance(error, FileExistsError | NotADirectoryError) and not os.path.isdir(self.path):
-                reason = f"there is a file at or above {self.path}: name a folder, or remove it"
+                reason = f"a file is in the way of folder {self.path}: remove the file, or name another folder"
                 raise BackendUnavailable(self.name, "open", reason=reason) from error
             raise self._translated(error, "open") from error
 
@@ -360,10 +360,10 @@ class LocalDiskBackend:
             with self._folder.entered() as folder:
                 direct = self.direct != "off" and probe_direct(folder)
         except OSError as error:
-            logger.warning("lmkv: tier %r cannot use %s yet: %s", self.name, self._folder.path, error)
+            logger.warning("lmkv: tier %r cannot use %s: %s; lmkv will try again", self.name, self._folder.path, error)
             direct = False
         if self.direct == "on" and not direct:
-            raise ConfigError(f"disk_direct is on, but O_DIRECT does not work in {self._folder.path}: set it to auto")
+            raise ConfigError(f"disk_direct is on, but {self._folder.path} has no O_DIRECT: set disk_direct to auto")
         return direct
 
     def _translated(self, error: OSError, action: str, key: ChunkKey = b"") -> BackendError:
@@ -403,7 +403,7 @@ def check_settings(namespace: bytes, sync: str, direct: str, segment_bytes: int)
     if direct not in ("auto", "on", "off"):
         raise ConfigError(f"direct must be 'auto', 'on' or 'off', not {direct!r}")
     if segment_bytes % codec.PAGE or not codec.PAGE <= segment_bytes <= codec.MAX_SEGMENT_BYTES:
-        raise ConfigError(f"segment_bytes must be 1 to 4096 pages of 4096 bytes, not {segment_bytes}")
+        raise ConfigError(f"segment_bytes must be a multiple of 4096 up to 16777216, not {segment_bytes}")
 
 
 def clear_namespace(root: str, digest: bytes) -> int:

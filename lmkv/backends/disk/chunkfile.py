@@ -125,7 +125,7 @@ class ChunkFiles:
         else:
             header, first, piece = self._header_of(fd, size, key), into[:0], into[:0]
         if header.payload_bytes != len(into):
-            raise WrongLengthError(f"its payload has {header.payload_bytes} bytes, but the buffer has {len(into)}")
+            raise WrongLengthError(f"the chunk has {header.payload_bytes} bytes, but the buffer has {len(into)}")
         whole_segments = len(first) == len(into) or len(first) % header.segment_bytes == 0
         if header.header_bytes != header_bytes or not whole_segments:
             return header, 0
@@ -199,14 +199,14 @@ class ChunkFiles:
     def _checked(self, start: memoryview, size: int, key: ChunkKey) -> Header:
         header = self.format.parse(key, start)
         if header.file_bytes != size:
-            raise FormatError(f"it has {size} bytes, but its header says {header.file_bytes}")
+            raise FormatError(f"the file has {size} bytes, but its header says {header.file_bytes}")
         return header
 
 
 def _regular(fd: int) -> os.stat_result:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise FormatError("it is not a regular file")
+        raise FormatError("the chunk's file is not a regular file")
     return status
 
 

@@ -94,7 +94,7 @@ def write_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
     while left:
         done = os.pwritev(fd, left, offset)
         if done == 0:
-            raise OSError(errno.EIO, "the file takes no more bytes")
+            raise OSError(errno.EIO, "the file system wrote none of the remaining bytes")
         offset += done
         left = _advance(left, done)
 
@@ -105,7 +105,7 @@ def read_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
     while left:
         done = os.preadv(fd, left, offset)
         if done == 0:
-            raise ShortReadError(f"the file ends at byte {offset}")
+            raise ShortReadError(f"the file ends too early, at byte {offset}")
         offset += done
         left = _advance(left, done)
 

@@ -122,7 +122,7 @@ class ChunkFolder:
         for name in folders:
             with _absent_if_removed(), self.entered(name) as folder:
                 if to_evict and not os.access(".", os.W_OK | os.X_OK, dir_fd=folder.fd):
-                    raise PermissionError("they may not be deleted")
+                    raise PermissionError("this user may not delete files there")
                 yield from self._scan_folder(folder, name)
 
     def _scan_folder(self, folder: Folder, prefix: str) -> Iterator[Listed]:
@@ -161,7 +161,7 @@ def _left_out_if_forbidden(path: str) -> Iterator[None]:
     try:
         yield
     except PermissionError as error:
-        warn_once("lmkv: the chunks in %s are neither counted nor evicted: %s", path, str(error))
+        warn_once("lmkv: the disk tier neither counts nor evicts the chunks in %s: %s", path, str(error))
 
 
 def _key_of(name: str, folder: str) -> ChunkKey | None:
@@ -237,9 +237,8 @@ def _fields(folder: ChunkFolder) -> dict[str, Any]:
 
 
 _NO_LOCKS = (
-    "lmkv: files in %s cannot be locked (%s). Each engine keeps to the capacity by its own listings alone: several "
-    "exceed it together until the next one, and unfinished files of a killed engine stay. Share a folder on a file "
-    "system with flock, or give each engine its own"
+    "lmkv: files in %s cannot be locked (%s). Engines that share this folder may exceed its capacity for a while, and "
+    "unfinished files of killed engines stay. Use a file system with flock, or give each engine a separate folder"
 )
 USAGE_FILE = ".lmkv-use"
 PENDING_FILE = f"{USAGE_FILE}-"

@@ -97,7 +97,7 @@ class Root:
                 continue
             at, above = here, status
             if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-                warn_once("lmkv: anybody may delete or rename the contents of %s: forbid it with chmod +t", here)
+                warn_once("lmkv: every user may delete or rename files in folder %s: run chmod +t on the folder", here)
         return above
 
     def check_owner(self, name: str, status: os.stat_result, folder: Folder) -> None:
@@ -108,14 +108,14 @@ class Root:
         path = f"{folder.path}/{name}"
         self._check_owner(path, status, folder.status)
         if status.st_nlink > 1:
-            raise NotTrustedError(f"{path} has other names (hard links) as well: remove it")
+            raise NotTrustedError(f"lmkv does not use {path}, because the file has several hard links: remove the file")
 
     def _check_owner(self, path: str, status: os.stat_result, above: os.stat_result) -> None:
         if status.st_uid in self.trusted:
             return
         if above.st_mode & stat.S_IWOTH and not self._is_mine(path, status):
-            reason = f"{path} belongs to user {status.st_uid}, and anybody may write to {os.path.dirname(path)}"
-            todo = f"remove it, give it to root or to user {os.geteuid()} with chown, or name another folder"
+            reason = f"{path} belongs to user {status.st_uid}, and every user may write to {os.path.dirname(path)}"
+            todo = f"run chown {os.geteuid()} {path}, or name another folder"
             raise NotTrustedError(f"{reason}: {todo}")
         self.trusted.add(status.st_uid)
 
@@ -152,7 +152,7 @@ class Root:
                 if self._found is None or not os.path.samestat(folder.status, self._found):
                     self._check_way(folder.status)
                 if folder.status.st_uid not in self.trusted:
-                    raise NotTrustedError(f"{self.path} now belongs to user {folder.status.st_uid}")
+                    raise NotTrustedError(f"{self.path} now belongs to user {folder.status.st_uid}: chown the folder")
                 for name in names:
                     inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
                     os.close(fd)
@@ -174,7 +174,7 @@ class Root:
         if self.medium:
             self.medium.check(opened)
         if not os.path.samestat(found := self._walk(), opened):
-            raise NotTrustedError(f"{self.path} is being replaced")
+            raise NotTrustedError(f"folder {self.path} was replaced while lmkv opened the folder")
         self._real, self._found = self._real_path(), found
 
     def _checked(self, folder: Folder, above: os.stat_result) -> Folder:
@@ -182,7 +182,7 @@ class Root:
         if folder.status.st_mode & stat.S_IWOTH and self._keeps_modes:
             self._keeps_modes = not self._as_shown(folder).st_mode & stat.S_IWOTH
             if self._keeps_modes:
-                raise NotTrustedError(f"every user may write to {folder.path}: remove it, or run chmod o-w")
+                raise NotTrustedError(f"every user may write to {folder.path}: run chmod o-w {folder.path}")
         return folder
 
     def make(self, *names: str) -> None:

@@ -128,7 +128,7 @@ class ValueCodec:
         """
         header = self.format.parse(key, data)
         if header.payload_bytes != expected:
-            raise FormatError(f"its payload has {header.payload_bytes} bytes, but the buffer has {expected}")
+            raise FormatError(f"the chunk has {header.payload_bytes} bytes, but the buffer has {expected}")
         return header
 
     def receive(self, key: ChunkKey, nbytes: int, fill: Fill, into: memoryview) -> None:
@@ -140,7 +140,7 @@ class ValueCodec:
         fill(start)
         header = self.parsed(key, start, len(into))
         if nbytes != header_bytes + len(into) or header.header_bytes != header_bytes:
-            raise FormatError(f"it has {nbytes} bytes, but its header says {header.header_bytes + len(into)}")
+            raise FormatError(f"the value has {nbytes} bytes, but its header says {header.header_bytes + len(into)}")
         self.receive_payload(header, fill, into)
 
     def receive_payload(self, header: Header, fill: Fill, into: memoryview) -> None:
@@ -178,7 +178,7 @@ def split_url(url: str) -> SplitResult:
         if unread or any(map(str.isspace, parts.netloc)):
             raise ValueError
     except ValueError:
-        reason = "its host or port is invalid; in a password / is %2F, ? is %3F, # is %23"
+        reason = "a host or port is invalid; in a password write / as %2F, ? as %3F, # as %23"
         raise ConfigError(f"{mask_secrets(url)}: {reason}") from None
     return parts
 
@@ -271,7 +271,7 @@ class RemoteBackend(ABC):
         try:
             found = self._exist(names) if names else []
             if len(found) != len(names):
-                raise ValueError(f"{len(found)} answers about {len(names)} names")
+                raise ValueError(f"the store gave {len(found)} answers about {len(names)} names")
             return found
         except BaseException as error:
             raise self._translated(error, "contains") from error
@@ -313,14 +313,14 @@ class RemoteBackend(ABC):
             for pages, batch in enumerate(found, 1):
                 self._check_open()
                 if (count := count + len(batch)) > _MAX_LISTED:
-                    raise ValueError(f"it lists more than {_MAX_LISTED:,} chunks")
+                    raise ValueError(f"the store lists more than {_MAX_LISTED:,} chunks")
                 if pages > _MAX_PAGES:
-                    raise ValueError(f"its listing has more than {_MAX_PAGES:,} pages")
+                    raise ValueError(f"the store's listing has more than {_MAX_PAGES:,} pages")
                 if batch:
                     yield [each for each in batch if each.nbytes <= _MAX_VALUE_BYTES]
                     until = time.monotonic() + QUIET_SECONDS
                 elif time.monotonic() > until:
-                    raise ValueError(f"it lists no chunk for {QUIET_SECONDS:.0f} s, and does not end")
+                    raise ValueError(f"the store listed no chunk for {QUIET_SECONDS:.0f} s")
         except BaseException as error:
             raise self._translated(error, "list") from error
 
@@ -386,7 +386,8 @@ class HostPortBackend(RemoteBackend):
         self._set_up(self._parse_url(url))
         ignored = [name for name in ("username", "password", "ttl") if getattr(options, name)]
         if ignored:
-            logger.warning("lmkv: %s ignores %s, which it does not support", self._safe_url, ", ".join(ignored))
+            names = ", ".join(ignored)
+            logger.warning("lmkv: the store at %s does not support %s; lmkv ignores the value", self._safe_url, names)
 
     def _parse_url(self, url: str) -> dict[str, Any]:
         """Host, port and options of the query."""

@@ -158,11 +158,11 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         if received := self._socket.recv_into(view):
             return received
-        raise ConnectionError("the connection was closed in the middle of an answer")
+        raise ConnectionError("the server closed the connection in the middle of an answer")
 
     def _send(self, parts: Sequence[bytes | memoryview]) -> None:
         if not self.in_step:
-            raise TimeoutError("the previous request has no answer yet")
+            raise TimeoutError("the server has not answered the previous request yet")
         self.in_step = False
         self.asked_at = time.monotonic()
         left = [memoryview(part) for part in parts]
@@ -178,13 +178,13 @@ class Connection:
 def _remaining(deadline: float) -> float:
     remaining = deadline - time.monotonic()
     if remaining <= 0:
-        raise TimeoutError("no answer in time")
+        raise TimeoutError("the server did not answer in time (remote_timeout)")
     return remaining
 
 
 def _check(code: int, *expected: int) -> None:
     if code not in expected:
-        raise ConnectionError(f"the server answers {code}")
+        raise ConnectionError(f"the server answered with error code {code}")
 
 
 def _request(action: bytes, body: bytes) -> bytes:
@@ -263,7 +263,7 @@ class InfiniStoreBackend(HostPortBackend):
 
     def _set_up(self, options: dict[str, Any]) -> None:
         if options.get("device"):
-            logger.warning("lmkv: %s: ignores device: lmkv speaks TCP with InfiniStore", self._safe_url)
+            logger.warning("lmkv: %s: lmkv ignores the option device, and uses TCP", self._safe_url)
         self._address = (options["host"], options["port"])
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
@@ -292,14 +292,14 @@ class InfiniStoreBackend(HostPortBackend):
             return False
         header = self.codec.parsed(key, entry.header, len(into))
         if header.header_bytes != len(entry.header):
-            raise FormatError(f"its header has {len(entry.header)} bytes, but says {header.header_bytes}")
+            raise FormatError(f"the chunk's header has {len(entry.header)} bytes instead of {header.header_bytes}")
 
         def get(connection: Connection) -> bool:
             nbytes = connection.get(entry.payload_name)
             if nbytes is None:
                 return False
             if nbytes != len(into):
-                raise FormatError(f"its payload has {nbytes} bytes, but its header says {len(into)}")
+                raise FormatError(f"the chunk has {nbytes} bytes, but its header says {len(into)}")
             self.codec.receive_payload(header, connection.fill, into)
             return True
 
@@ -314,7 +314,7 @@ class InfiniStoreBackend(HostPortBackend):
         if nbytes is None:
             return None
         if not _SUFFIX_BYTES < nbytes <= _MAX_ENTRY_BYTES:
-            raise FormatError(f"it has {nbytes} bytes")
+            raise FormatError(f"a value of {nbytes} bytes cannot be a chunk's header")
         value = memoryview(bytearray(nbytes))
         connection.fill(value)
         return _Entry(f"{name}/{value[:_SUFFIX_BYTES].hex()}", value[_SUFFIX_BYTES:])
@@ -323,7 +323,7 @@ class InfiniStoreBackend(HostPortBackend):
         limit = self.options.timeout + len(chunk.payload) / MIN_BYTES_PER_SECOND
         with self._written:
             if not self._written.wait_for(lambda: name not in self._writing, limit):
-                return Written.rejected("another thread still writes it", None)
+                return Written.rejected("another thread still writes this chunk", None)
             self._writing.add(name)
         try:
             return self._call(lambda connection: self._put_alone(connection, name, chunk), len(chunk.payload))
@@ -389,7 +389,7 @@ class InfiniStoreBackend(HostPortBackend):
         one thread: once it has answered another connection's later request, it is ready again.
         """
         if os.getpid() != self._pid:
-            raise ConnectionError("the connection belongs to another process")
+            raise ConnectionError("a forked process cannot use its parent's connections")
         if late := self._pick(lambda each: each.is_behind):
             late.deadline = time.monotonic() + _GRACE_SECONDS
             self._release(late)

@@ -150,7 +150,7 @@ class StoreClient:
         if self._alone:
             drop_inbound()
         for memory in self._memories:
-            asked = f"register_buffer of {len(memory)} bytes, less of them with zero_copy=0,"
+            asked = f"register_buffer of {len(memory)} bytes (fewer with zero_copy=0 in the URL)"
             _checked(store.register_buffer(memory.address, len(memory)), asked)
         self._store = store
 
@@ -182,9 +182,9 @@ class StoreClient:
         addresses, sizes = self._located(parts)
         (code,) = self._store.batch_put_session_start([name], [sum(sizes)])
         if code == _EXISTS:
-            return "present" if self.exist([name])[0] else "another client is writing it"
+            return "present" if self.exist([name])[0] else "another client is writing this chunk"
         if code == _NO_ROOM:
-            return "the store has no room"
+            return "the store is full"
         _checked(code, "put_session_start")
         places = list(accumulate(sizes, initial=0))[:-1]
         (code,) = self._store.batch_put_from_multi_buffer_ranges([name], [addresses], [sizes], [places])
@@ -210,9 +210,9 @@ class StoreClient:
 
 def _checked(code: int, call: str) -> int:
     if code in _AWAY or (code < 0 and call == "setup"):
-        raise ConnectionError(f"the master does not answer {call}: {code}")
+        raise ConnectionError(f"Mooncake's master does not answer {call}: error code {code}")
     if code < 0:
-        raise RuntimeError(f"{call} failed: {code}")
+        raise RuntimeError(f"Mooncake's {call} failed with error code {code}")
     return code
 
 
@@ -236,7 +236,7 @@ def drop_inbound() -> None:
     deadline = time.monotonic() + _LIMIT
     while _drop_once():
         if time.monotonic() > deadline:
-            raise ConnectionError("unaccepted connections to the ports of the client stay open, so it is not used")
+            raise ConnectionError("lmkv stopped its Mooncake client: another program is connected to the client")
         time.sleep(0.001)
     # Filter connections that were accepted since.
     _drop_once()

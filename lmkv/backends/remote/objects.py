@@ -108,7 +108,7 @@ class ObjectStoreBackend(SubprocessBackend):
         # Listings of obstore have no leading slash.
         self._root = self._root.lstrip("/")
         if options.ttl:
-            raise ConfigError(f"{self._safe_url}: ttl is not supported: set a lifecycle rule on the bucket")
+            raise ConfigError(f"{self._safe_url} does not support remote_ttl: set a lifecycle rule on the bucket")
         place = {"url": url, "username": options.username, "password": options.password}
         try:
             check(self._root, options.timeout, *place.values())
@@ -238,7 +238,7 @@ class StoreClient:
             each.cancel()
         failed = [error for each in done if (error := each.exception())]
         if len(failed) + len(late) == len(asked):
-            raise failed[0] if failed else TimeoutError("it does not answer")
+            raise failed[0] if failed else TimeoutError("the object store does not answer")
         return [each.done() and not each.cancelled() and not each.exception() and each.result() for each in asked]
 
     def get(self, name: str, parts: Sequence[Part]) -> int | None:
@@ -330,7 +330,7 @@ class _Listing:
         if page is None:
             return None
         if page and page[-1]["path"] == self._last:
-            raise ValueError("it lists the same page again")
+            raise ValueError("the store lists the same page twice")
         self._last = page[-1]["path"] if page else self._last
         return [(found[1], each["size"]) for each in page if (found := self._chunk.fullmatch(each["path"]))]
 
@@ -342,7 +342,7 @@ class _Listing:
         return page.result()
 
 
-UNCONDITIONAL_HINT = "a store that refuses If-None-Match needs conditional_put=disabled in its URL"
+UNCONDITIONAL_HINT = "the store refuses If-None-Match: add conditional_put=disabled to the URL"
 
 
 def _remove(store: Any, name: str) -> None:
@@ -383,7 +383,7 @@ def _check_files(options: Mapping[str, str]) -> None:
     """Refuse places that are no files: obstore reads them without an end, and lets no other thread run."""
     for name, place in _places(options).items():
         if not os.path.isfile(place):
-            raise ValueError(f"{name} names no file")
+            raise ValueError(f"{name} must be the path of a file")
 
 
 def _versions(options: Mapping[str, str]) -> list[tuple[str, int, int]]:
@@ -411,11 +411,11 @@ def opened(
     bucket = parts.netloc.rpartition("@")[2]
     if parts.scheme == "file":
         if bucket not in ("", "localhost") or options.keys() - {"clients"} or parts.fragment:
-            raise ValueError("a folder is file:///path, without host and options; # is %23")
+            raise ValueError("write the URL of a folder as file:///path, without host and options, and # as %23")
         return LocalStore(folder_of(url), mkdir=makes_folder)
     kind, names = _STORES[parts.scheme]
     if not re.fullmatch(r"[\w.$-]+", bucket):
-        raise ValueError(f"it names no bucket: {parts.scheme}://bucket/path")
+        raise ValueError(f"the URL names no bucket: write {parts.scheme}://bucket/path")
     if (parts.username or parts.password) and not names:
         raise ValueError("the URL cannot contain credentials: set GOOGLE_APPLICATION_CREDENTIALS to a file with them")
     limits = {"timeout": f"{timeout * 1000:.0f}ms", "connect_timeout": f"{timeout * 1000:.0f}ms"}
@@ -429,7 +429,7 @@ def opened(
     if not all(_ENDPOINT.fullmatch(place) and (urlsplit(place).port or 1) > 0 for place in places):
         raise ValueError("an endpoint must be http://host:port or https://host:port, without a password")
     if any(char.isspace() for value in options.values() for char in value):
-        raise ValueError("an option contains a space")
+        raise ValueError("an option of the URL contains a space")
     return kind(
         bucket,
         prefix=unquote(parts.path).strip("/") or None,

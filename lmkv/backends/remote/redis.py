@@ -128,7 +128,7 @@ class RedisBackend(RemoteBackend):
                 if not cursor:
                     break
                 if cursor in seen:
-                    raise exceptions.InvalidResponse("the listing repeats itself")
+                    raise exceptions.InvalidResponse("the server's listing (SCAN) repeats itself")
                 seen.add(cursor)
 
     def _sized(self, names: Sequence[str], known: dict[ChunkKey, int]) -> list[Listed]:
@@ -207,7 +207,7 @@ class RedisBackend(RemoteBackend):
         nbytes = self.stored_bytes(len(chunk.payload))
         slow = nbytes / MIN_BYTES_PER_SECOND
         if nbytes >= self._too_large and time.monotonic() < self._too_large_until:
-            return self._refused(f"not sent, as values of {self._too_large:,} bytes are refused")
+            return self._refused("the server refused such a value before")
 
         def exists(connection: Any) -> bool:
             connection.send_command("EXISTS", name)
@@ -235,8 +235,8 @@ class RedisBackend(RemoteBackend):
         return written
 
     def _refused(self, reason: str) -> Written:
-        what = f"values of {self._too_large:,} bytes and more are not sent for {_REFUSED_SECONDS:.0f} s"
-        text = f"{outside(reason)}: {what}; let the server's proto-max-bulk-len be larger"
+        what = f"lmkv sends no value of {self._too_large:,} bytes or more for {_REFUSED_SECONDS:.0f} s"
+        text = f"{outside(reason)}: {what}; raise the server's proto-max-bulk-len"
         # No deletion helps.
         return Written.rejected(text, None)
 
@@ -320,7 +320,7 @@ class RedisBackend(RemoteBackend):
                     with within(self.options.timeout):
                         client.nodes_manager.initialize()
                 raise
-        raise exceptions.ClusterDownError(f"{name} was redirected {_REDIRECTIONS} times")
+        raise exceptions.ClusterDownError(f"the cluster redirected the request for {name} {_REDIRECTIONS} times")
 
     def _redirected(self, client: RedisCluster, error: Any) -> Any:
         manager: Any = client.nodes_manager
@@ -373,7 +373,7 @@ class _Turns:
             self._patience = max(self._patience, seconds)
             while not self._free:
                 if not self._changed.wait(self._patience):
-                    raise exceptions.TimeoutError(f"no connection became free in {self._patience:.1f} s")
+                    raise exceptions.TimeoutError(f"no connection became free within {self._patience:.1f} s")
             self._free -= 1
         try:
             yield
@@ -392,7 +392,7 @@ def _send(connection: Any, pieces: Iterable[bytes | memoryview]) -> None:
     except OSError as error:
         answer = None if isinstance(error, TimeoutError) else _last_words(connection)
         connection.disconnect()
-        raise answer or exceptions.ConnectionError(f"while sending a value: {error}") from error
+        raise answer or exceptions.ConnectionError(f"the connection failed while lmkv sent a value: {error}") from error
 
 
 def _last_words(connection: Any) -> Exception | None:
@@ -408,7 +408,7 @@ def _number(answer: Any) -> int:
     if isinstance(answer, Exception):
         raise answer
     if not isinstance(answer, int):
-        raise exceptions.InvalidResponse(f"{short_repr(answer)} is not a number")
+        raise exceptions.InvalidResponse(f"the server answered {short_repr(answer)} instead of a number")
     return answer
 
 

@@ -39,6 +39,7 @@ _MAX_PARTS = 1 << 19
 """Bytes and items of all answers to a call, at most: a cluster's slots are the largest."""
 _MAX_DEPTH = 8
 _READ_BYTES = 1 << 16
+_LATE = "the server did not answer in time (remote_timeout)"
 _SLOTS = 1 << 14
 MAX_NODES = 1024
 """Largest number of nodes of a cluster: Redis advises against more than a thousand."""
@@ -56,7 +57,7 @@ class _Budget:
         self.nbytes -= nbytes
         self.parts -= parts
         if self.nbytes < 0 or self.parts < 0:
-            raise exceptions.InvalidResponse(f"answers of more than {_MAX_BYTES:,} bytes or {_MAX_PARTS:,} items")
+            raise exceptions.InvalidResponse(f"the answer has more than {_MAX_BYTES:,} bytes or {_MAX_PARTS:,} items")
 
 
 class _Limit(threading.local):
@@ -137,7 +138,7 @@ class Answers:
         if kind == b"*" and number >= 0 and depth:
             self._budget.spend(0, number)
             return [self._answer(depth - 1) for _ in range(number)]
-        raise exceptions.InvalidResponse(f"the answer begins with {bytes(kind + text[:40])!r}")
+        raise exceptions.InvalidResponse(f"the answer is no Redis answer: {bytes(kind + text[:40])!r}")
 
     def _error(self, text: bytes) -> Any:
         error: Any = self.parse_error(text.decode("utf-8", "replace"))
@@ -154,7 +155,7 @@ class Answers:
             raise self._error(text)
         number = _number(text)
         if kind != b"$" or number < -1:
-            raise exceptions.InvalidResponse(f"{bytes(kind + text[:40])!r} instead of a value")
+            raise exceptions.InvalidResponse(f"the server answered {bytes(kind + text[:40])!r} instead of a value")
         return None if number == -1 else number
 
     def fill(self, view: memoryview) -> None:
@@ -172,7 +173,7 @@ class Answers:
         """The first character of a line, and the others."""
         while (end := self._ahead.find(b"\r\n", 0, _MAX_LINE_BYTES)) < 0:
             if len(self._ahead) >= _MAX_LINE_BYTES:
-                raise exceptions.InvalidResponse("a line without an end: does another program answer?")
+                raise exceptions.InvalidResponse("the answer has no line end: the server may not be Redis")
             room = bytearray(_READ_BYTES)
             self._ahead += room[: self._receive(memoryview(room))]
         self._budget.spend(end + 2)
@@ -192,12 +193,12 @@ class Answers:
         if self._sock is None:
             raise exceptions.ConnectionError("the connection is closed")
         if (left := self._budget.deadline - time.monotonic()) <= 0:
-            raise exceptions.TimeoutError("no answer in time")
+            raise exceptions.TimeoutError(_LATE)
         self._sock.settimeout(left)
         try:
             received = self._sock.recv_into(view)
         except TimeoutError:
-            raise exceptions.TimeoutError("no answer in time") from None
+            raise exceptions.TimeoutError(_LATE) from None
         return received or _closed()
 
     @contextmanager
@@ -250,7 +251,7 @@ def _check_slots(answer: Sequence[Any]) -> None:
             nodes.update(str(node[:2]) for node in each[2:])
             slots += last - first + 1
             if not (0 <= first <= last < _SLOTS and slots <= _SLOTS and len(nodes) <= MAX_NODES):
-                raise exceptions.InvalidResponse("the answer names slots or nodes that no cluster has")
+                raise exceptions.InvalidResponse("the answer names slots or nodes that no cluster can have")
 
 
 class Cluster(RedisCluster):
@@ -283,13 +284,13 @@ class Cluster(RedisCluster):
 
 
 def _closed() -> NoReturn:
-    raise exceptions.ConnectionError("the connection was closed by the server")
+    raise exceptions.ConnectionError("the server closed the connection")
 
 
 def _number(text: bytes) -> int:
     digits = text.removeprefix(b"-")
     if not (digits.isdigit() and len(digits) <= 19):
-        raise exceptions.InvalidResponse(f"{text[:40]!r} is not a number")
+        raise exceptions.InvalidResponse(f"the server sent {text[:40]!r} instead of a number")
     return int(text)
 
 
@@ -309,6 +310,7 @@ _OPTIONS |= {"socket_keepalive", "socket_read_size", "socket_timeout", "username
 _SENTINEL_OPTIONS = {"service_name", "sentinel_username", "sentinel_password"}
 """Options that may be chosen: others of redis-py fail only in use, as texts, or would change names or answers."""
 _LONGEST = 1e6
+_NO_DATABASE = "the database must be a number, such as /0; use remote_prefix for a name"
 
 
 class RedisURL:
@@ -335,15 +337,16 @@ class RedisURL:
         given = parse_qs(parts.query)
         allowed = _OPTIONS & {*REDIS_ALLOWED_KEYS} if self.is_cluster else _OPTIONS
         if refused := given.keys() - allowed - (_SENTINEL_OPTIONS if kind == "sentinel" else set()):
-            self._refuse(f"{', '.join(sorted(refused))} cannot be chosen; known are {', '.join(sorted(allowed))}")
+            wrong, right = ", ".join(sorted(refused)), ", ".join(sorted(allowed))
+            self._refuse(f"unsupported options: {wrong}; supported are {right}")
         for name in _FILES:
             if any(not os.path.isfile(path) for path in given.get(name, ())):
-                self._refuse(f"{name} names no file")
+                self._refuse(f"{name} must be the path of a file")
         if any(not os.path.isdir(path) for path in given.get("ssl_ca_path", ())):
             # OpenSSL takes one that is not there.
-            self._refuse("ssl_ca_path names no folder")
+            self._refuse("ssl_ca_path must be the path of a folder")
         if parts.scheme != "unix" and not re.fullmatch("/?[0-9]*", parts.path):
-            self._refuse("its database must be a number, such as /0; remote_prefix gives names")
+            self._refuse(_NO_DATABASE)
         self.retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.1), 1, (exceptions.ConnectionError,))
         self._settings: dict[str, Any] = {
             "socket_timeout": options.timeout,
@@ -372,7 +375,7 @@ class RedisURL:
         except (ValueError, TypeError, AttributeError, OSError, OverflowError, exceptions.RedisError) as error:
             self._refuse(str(error))
         if self.is_cluster and self._settings.get("db"):
-            self._refuse("a cluster has database 0 only")
+            self._refuse("a cluster has only database 0: leave out the database")
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ConfigError(f"{self._shown}: {reason}") from None
@@ -385,7 +388,7 @@ class RedisURL:
             found = [urlsplit(f"//{host}") for host in hosts.split(",")]
             self._hosts = [(each.hostname or "localhost", each.port or port) for each in found]
         except ValueError:
-            self._refuse("one of its hosts or ports is invalid; in a password / is %2F, ? is %3F, # is %23")
+            self._refuse("a host or port is invalid; in a password write / as %2F, ? as %3F, # as %23")
         return f"{user}{at}{hosts.split(',')[0]}{rest[len(place) :]}"
 
     def _read_service(self, rest: str) -> str:
@@ -396,20 +399,20 @@ class RedisURL:
         named = [unquote(service), *parse_qs(query).get("service_name", []), os.environ.get(_SERVICE_VARIABLE, "")]
         self._service = next(filter(None, named), "")
         if not self._service:
-            self._refuse(f"name the service of the sentinels: {self._shown.partition('?')[0].rstrip('/')}/mymaster")
+            self._refuse(f"add the name of the service: {self._shown.partition('?')[0].rstrip('/')}/mymaster")
         return f"{place}/{database}{mark}{query}"
 
     def _check_values(self) -> None:
         settings = self._settings
         for name in ("socket_timeout", "socket_connect_timeout"):
             if not 0 < settings[name] < _LONGEST:
-                self._refuse(f"{name} must be above 0")
+                self._refuse(f"{name} must be more than 0 s and less than {_LONGEST:,.0f} s")
         if self.max_connections < 1:
             self._refuse("max_connections must be at least 1")
         if settings.get("db", 0) < 0:
-            self._refuse("its database must be a number, such as /0; remote_prefix gives names")
+            self._refuse(_NO_DATABASE)
         if not re.fullmatch("[!-~]*", settings.get("client_name", "")):
-            self._refuse("client_name must be ASCII without blanks")
+            self._refuse("client_name must be ASCII text without spaces")
         if "ssl_keyfile" in settings or "ssl_certfile" in settings:
             # Without one OpenSSL asks the terminal for the password of an encrypted key.
             settings.setdefault("ssl_password", "")

@@ -61,9 +61,9 @@ class SubprocessBackend(RemoteBackend):
         self._module = self.client_module or type(self).__module__
         clients = options.pop("clients", 2)
         if not 1 <= clients <= _MAX_CLIENTS:
-            raise ConfigError(f"{self._safe_url}: clients must be 1 to {_MAX_CLIENTS}")
+            raise ConfigError(f"{self._safe_url}: the option clients must be 1 to {_MAX_CLIENTS}")
         if find_spec(self.module) is None:
-            raise ConfigError(f"{self._safe_url} needs {self.module}: {how_to_install(self.extra)}")
+            raise ConfigError(f"{self._safe_url} needs the package {self.module}: {how_to_install(self.extra)}")
         self._zero_copy = options.pop("zero_copy", 1)
         options = self._prepared(options)
         self._clients = [self._process(self._renewed(options)) for _ in range(clients)]
@@ -165,7 +165,7 @@ class ClientProcess:
         memory."""
         with self._lock:
             if self._process is not None or self._slab[0] >= 0:
-                raise UsageError("memory is registered once, before the first call")
+                raise UsageError("call register_memory() only once, and before any other method")
             self._slab = os.dup(descriptor), address, nbytes
             self._first_timeout = self._timeout + seconds
 
@@ -187,7 +187,7 @@ class ClientProcess:
                 in_room = header_bytes
             elif found not in (None, nbytes):
                 if found > self._room:
-                    raise FormatError(f"it has {found} bytes, {nbytes} were expected")
+                    raise FormatError(f"the value has {found} bytes instead of {nbytes}")
                 self._get(name, [(ROOM, 0, found)], found)
             yield None if found is None else (found, filler(memoryview(self._memory)[:in_room]))
 
@@ -253,10 +253,10 @@ class ClientProcess:
     def _running(self, room: int = 0, moving: int = 0) -> Iterator[None]:
         timeout = self._timeout + max(self._room, moving) / MIN_BYTES_PER_SECOND
         if not self._lock.acquire(timeout=timeout):
-            raise TimeoutError(f"earlier calls take more than {timeout:.1f} s")
+            raise TimeoutError(f"an earlier call takes more than {timeout:.1f} s")
         try:
             if self._closed or os.getpid() != self._pid:
-                raise ConnectionError("it is closed, or belongs to another process")
+                raise ConnectionError("the backend is closed, or belongs to the parent process")
             if room > self._room:
                 self._make_room(room)
             elif self._process is None:
@@ -267,7 +267,7 @@ class ClientProcess:
 
     def _make_room(self, nbytes: int) -> None:
         if nbytes > _MAX_ROOM_BYTES:
-            raise FormatError(f"it has {nbytes} bytes")
+            raise FormatError(f"a value of {nbytes} bytes is too large")
         self._end()
         self._room = 1 << (nbytes - 1).bit_length()
         self._start()
@@ -320,10 +320,10 @@ class ClientProcess:
             # A late answer must not be taken for that of the next question.
             code = self._end(at_once=True)
             if isinstance(error, TimeoutError):
-                raise TimeoutError(f"no answer within {timeout:.1f} s") from error
+                raise TimeoutError(f"the store did not answer within {timeout:.1f} s") from error
             if not isinstance(error, EOFError | OSError):
                 raise
-            raise ConnectionError(f"the client's process ended with {code}") from error
+            raise ConnectionError(f"the process of the store's client ended with exit code {code}") from error
         if kind == "unavailable":
             if self._options() != self._given:
                 self._end()

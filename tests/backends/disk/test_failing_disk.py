@@ -115,7 +115,7 @@ def test_a_file_system_without_locks_is_used_and_said_once(tmp_path: Path, code:
     assert served == 4
     (said,) = (each for each in records if "cannot be locked" in each)
     assert str(tmp_path) in said
-    assert "give each engine its own" in said
+    assert "give each engine a separate folder" in said
     assert names == [".lmkv-medium", ".lmkv-use", (b"\1" * 32).hex()]
 
 

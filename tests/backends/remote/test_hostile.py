@@ -192,7 +192,7 @@ def test_all_answers_of_a_call_have_room_for_one(kind: str) -> None:
         keys = [new_key() for _ in range(1000)]
         tracemalloc.start()
         try:
-            why = "answers of more than 16,777,216 bytes or 524,288 items"
+            why = "the answer has more than 16,777,216 bytes or 524,288 items"
             raised(BackendError, why, backend.contains, keys)
             assert tracemalloc.get_traced_memory()[1] < 64 << 20
         finally:
@@ -217,7 +217,7 @@ def scanning(places: Iterator[int]) -> Answer:
     [
         (itertools.repeat(1), "repeats itself"),
         (itertools.cycle(range(1, 20)), "repeats itself"),
-        (itertools.count(1), "its listing has more than 100 pages"),
+        (itertools.count(1), "the store's listing has more than 100 pages"),
     ],
     ids=["one place", "a circle", "new places"],
 )
@@ -226,7 +226,7 @@ def test_a_scan_that_never_ends_is_given_up(places: Iterator[int], says: str, mo
     with Endpoint(scanning(places)) as endpoint, redis_at(endpoint, LIMIT) as backend:
         raised(BackendError, says, lambda: list(backend.list_keys()))
         monkeypatch.setattr(base, "QUIET_SECONDS", 0.0)
-        raised(BackendError, "it lists no chunk for 0 s", lambda: list(backend.list_keys()))
+        raised(BackendError, "the store listed no chunk for 0 s", lambda: list(backend.list_keys()))
 
 
 def of_cluster(ranges: Sequence[tuple[int, int]], hosts: Sequence[str], port: int, otherwise: bytes) -> Answer:
@@ -267,7 +267,7 @@ def test_slots_that_no_cluster_has_are_not_visited(ranges: list[tuple[int, int]]
         started = time.thread_time()
         raised(
             BackendUnavailable,
-            "the answer names slots or nodes that no cluster has",
+            "the answer names slots or nodes that no cluster can have",
             backend.contains,
             [chunk_of(10).key],
         )
@@ -311,7 +311,7 @@ def test_a_listing_of_s3_that_never_ends_is_given_up(full: bool, monkeypatch: py
         listing = backend.list_keys()
         if full:
             assert len(next(listing)) == len(names)
-        raised(BackendError, "the same page again" if full else "it lists no chunk for 0 s", next, listing)
+        raised(BackendError, "the same page twice" if full else "the store listed no chunk for 0 s", next, listing)
 
 
 def test_a_listing_that_never_ends_does_when_it_is_closed() -> None:
@@ -332,7 +332,7 @@ def test_answers_are_as_many_as_names_and_a_listing_ends(monkeypatch: pytest.Mon
         backend.lists = [[sound, absurd]] * 5
         assert list(backend.list_keys()) == [[sound]] * 5
         monkeypatch.setattr(base, "_MAX_LISTED", 9)
-        raised(BackendError, "it lists more than 9 chunks", lambda: list(backend.list_keys()))
+        raised(BackendError, "the store lists more than 9 chunks", lambda: list(backend.list_keys()))
 
 
 # -- any answers ----------------------------------------------------------------------------------------------

@@ -555,7 +555,8 @@ REFUSED: dict[str, str] = {
     "gs://bucket?google_base_url=http://host:99999": "range",
     "s3://bucket?clients=65": "1 to 64", "s3://bucket?region=us%20east": "space", "s3://bucket?colour=red": "colour",
     "s3://bucket?pool_idle_timeout=soon": "soon", "s3://bucket?ssl_ca_certs=/nowhere/ca.pem": "ca.pem",
-    "s3://id:hunter2/x@bucket": "in a password / is %2F", "gs://user:hunter2@bucket": "GOOGLE_APPLICATION_CREDENTIALS",
+    "s3://id:hunter2/x@bucket": "in a password write / as %2F",
+    "gs://user:hunter2@bucket": "GOOGLE_APPLICATION_CREDENTIALS",
     "gs://bucket?service_account_key=hunter2": "gs://bucket", "file://host/folder": "file:///path",
     "file:///folder?region=here": "file:///path", "file:///folder#1": "%23",
     "file:///proc/nowhere": "file:///proc/nowhere",
@@ -577,9 +578,9 @@ def test_a_file_of_keys_that_is_no_file_is_refused_at_once(tmp_path: Path, monke
     """obstore would wait for the other end of a pipe, and let no other thread run."""
     os.mkfifo(tmp_path / "keys")
     url = f"gs://bucket?service_account={tmp_path}/keys"
-    raised(ConfigError, "names no file", ObjectStoreBackend, url, NAMESPACE)
+    raised(ConfigError, "must be the path of a file", ObjectStoreBackend, url, NAMESPACE)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "keys"))
-    raised(ConfigError, "names no file", ObjectStoreBackend, "gs://bucket", NAMESPACE)
+    raised(ConfigError, "must be the path of a file", ObjectStoreBackend, "gs://bucket", NAMESPACE)
 
 
 def test_another_engine_finds_what_one_has_stored(server: ObjectServer, tmp_path: Path) -> None:
@@ -720,7 +721,7 @@ def test_a_store_that_refuses_conditions_is_told_apart(refusing: ObjectStoreBack
     ruled.rule = lambda method, path: (501, refusal("NotImplemented")) if method == "PUT" else None
     written = refusing.write(chunk_of(100))
     assert isinstance(written.error, BackendUnavailable)
-    assert "needs conditional_put=disabled" in str(written.error)
+    assert "add conditional_put=disabled" in str(written.error)
 
 
 def test_a_reason_is_logged_once_however_long_each_request_took(

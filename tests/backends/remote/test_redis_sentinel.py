@@ -134,7 +134,7 @@ def test_a_chunk_is_stored_and_found_at_the_master(kind: str, tmp_path: Path) ->
 def test_a_service_without_a_name_is_that_of_the_environment_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for url in ("redis-sentinel://one:26379,two:26379", "redis+sentinel://one?client_name=a", "redis+sentinel://one/"):
         monkeypatch.delenv("REDIS_SERVICE_NAME", raising=False)
-        with pytest.raises(ConfigError, match=r"name the service of the sentinels: redis.sentinel://one.*/mymaster"):
+        with pytest.raises(ConfigError, match=r"add the name of the service: redis.sentinel://one.*/mymaster"):
             RedisBackend(url, NAMESPACE)
         monkeypatch.setenv("REDIS_SERVICE_NAME", "main")
         RedisBackend(url, NAMESPACE).close()
@@ -142,7 +142,7 @@ def test_a_service_without_a_name_is_that_of_the_environment_or_refused(monkeypa
 
 def test_sentinels_are_no_place_for_a_password_that_is_not_encoded() -> None:
     for url in ("redis+sentinel://:hun/ter2@one,two/main", "redis+sentinel://me:hun?ter2@one:1/main"):
-        with pytest.raises(ConfigError, match="hosts or ports is invalid") as refused:
+        with pytest.raises(ConfigError, match="host or port is invalid") as refused:
             RedisBackend(url, NAMESPACE)
         assert "ter2" not in str(refused.value)
 
