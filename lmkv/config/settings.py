@@ -180,7 +180,7 @@ class Config:
         "Folder in memory that the engines of a node share, such as file:///dev/shm/lmkv; none: no shared memory tier",
     )
     max_shared_memory_size: float = _option(
-        0.0, number(0), "Capacity of that folder, for all engines and models together", "GiB"
+        0.0, number(0), "Capacity of the folder shared_memory, for all engines and models together", "GiB"
     )
     local_disk: str | None = _option(
         None, path, "Folder of the disk tier, as a path or file:///path; none: no disk tier"
@@ -204,15 +204,15 @@ class Config:
     disk_sync: Literal["none", "data", "full"] = _option(
         "none",
         one_of("none", "data", "full"),
-        "none: sync nothing, so that a power cut may lose recent chunks; data: sync each file before it is found; "
+        "none: sync nothing, so that a power cut may lose recent chunks; data: sync each file before a request can find it; "
         "full: also sync its folder",
     )
     disk_min_free: float = _option(1.0, number(0), "Free space that lmkv leaves on the disk tier's file system", "GiB")
     disk_io_threads: int = _option(
         16,
         integer(1, 1024),
-        "Threads for reads of each lower tier, three quarters of which also write. If you leave it out, at most 4 per "
-        "core for a disk as the lowest tier, and 2 per core for shared memory",
+        "Threads that read from each lower tier; three quarters of them also write. By default at most 4 per core if "
+        "the lowest tier is a disk, and 2 if it is shared memory",
     )
     disk_direct: Literal["auto", "on", "off"] = _option(
         "auto",
@@ -239,8 +239,8 @@ class Config:
         (), urls, "URLs of more such stores, which are farther than those in remote_url"
     )
     remote_username: str | None = _option(None, optional_text, "User name for remote stores whose URL has none")
-    remote_password: Secret | None = _option(None, secret, "Password of that user; never shown")
-    remote_password_file: str | None = _option(None, path, "File with the password in its first line")
+    remote_password: Secret | None = _option(None, secret, "Password for remote stores whose URL has none; never shown")
+    remote_password_file: str | None = _option(None, path, "File with remote_password in its first line")
     remote_prefix: str = _option("lmkv:", text, "Prefix of the names of all chunks in remote stores")
     remote_ttl: int = _option(0, integer(0), "How long a remote store keeps a chunk; 0: until the store evicts it", "s")
     remote_timeout: float = _option(
@@ -250,7 +250,7 @@ class Config:
         None, secret, "Serve from lower tiers only chunks written with this key (32 bytes or more); never shown"
     )
     authentication_key_file: str | None = _option(
-        None, path, "File with that key, such as the output of openssl rand -hex 32; a final line break is ignored"
+        None, path, "File with authentication_key, such as from openssl rand -hex 32; a final line break is ignored"
     )
     prefetch_share: float = _option(
         0.5, number(0, 1), "Largest share of host memory that prefetched chunks may fill", "0..1"
@@ -275,7 +275,10 @@ class Config:
         True, boolean, "On CUDA devices, ask vLLM to keep all layers of a block next to each other in memory"
     )
     device_staging_size: float = _option(
-        1.0, number(0, above=True), "Memory of each device that stores pass through; loads take a quarter more", "GiB"
+        1.0,
+        number(0, above=True),
+        "Staging memory on each device for stores; loads take a quarter of this size in addition",
+        "GiB",
     )
     pin_ttl: float = _option(
         300.0, number(0, above=True), "How long a pin, a prefetch or a priority lasts if its caller gives no time", "s"
@@ -297,8 +300,8 @@ class Config:
     agent_listen: str | None = _option(
         None, agent_address, "Address at which the agent API listens: unix:/path, or 127.0.0.1:8377; none: no agent API"
     )
-    agent_token: Secret | None = _option(None, secret, "Token that callers of the agent API send; never shown")
-    agent_token_file: str | None = _option(None, path, "File with the token in its first line")
+    agent_token: Secret | None = _option(None, secret, "Token that callers of the agent API must send; never shown")
+    agent_token_file: str | None = _option(None, path, "File with agent_token in its first line")
     sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
     """Sources of values, by name; `load` fills it in."""
     remarks: tuple[tuple[int, str], ...] = field(default=(), eq=False, repr=False)
