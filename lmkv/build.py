@@ -37,7 +37,7 @@ _THREADS_A_CORE = {"shared_memory": 2, "disk": 4}
 def build_store(
     config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True, engine: str = "", engines: int = 1
 ) -> TieredStore:
-    """The store of a configuration. Raises ConfigError when host memory cannot hold one chunk.
+    """Return the store of a configuration. Raises ConfigError when host memory cannot hold one chunk.
 
     `shared`: whether other processes map the slots, which they find by the name of the `engine`. `engines`: how many
     engines share this host.
@@ -71,7 +71,9 @@ def build_store(
 
 
 def io_threads(config: Config, tiers: Sequence[str]) -> int:
-    """Threads for the I/O of these tiers. By default as many as are useful; more would only compete for the cores."""
+    """Return the number of threads for the I/O of these tiers. By default as many as are useful; more would only
+    compete for the cores.
+    """
     if config.source("disk_io_threads") != DEFAULT:
         return config.disk_io_threads
     useful = max((_THREADS_A_CORE.get(name, math.inf) for name in tiers), default=math.inf)
@@ -86,14 +88,14 @@ def _policy(config: Config) -> Policy:
 
 
 def stored_namespace(namespace: Namespace, key: bytes | None) -> Namespace:
-    """The namespace of lower tiers, which depends on the authentication key."""
+    """Return the namespace of lower tiers, which depends on the authentication key."""
     if key is None:
         return namespace
     return evolve(namespace, extra={**dict(namespace.extra), "authentication": Authenticator(key).identifier})
 
 
 def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None, opened: ExitStack) -> Iterator[Tier]:
-    """The lower tiers of a configuration, nearest first. `opened` closes their backends."""
+    """Yield the lower tiers of a configuration, nearest first. `opened` closes their backends."""
     namespace = stored_namespace(namespace, key)
 
     def backend_in(folder: str, **options: Any) -> LocalDiskBackend:
@@ -135,7 +137,7 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None, opened
 def open_remote(
     config: Config, url: RemoteURL, namespace: bytes, key: bytes | None, *, name: str, chunk_tokens: int
 ) -> Backend:
-    """The backend of a remote store, with the settings that all of them share. Raises ConfigError."""
+    """Return the backend of a remote store, with the settings that all of them share. Raises ConfigError."""
     options = RemoteOptions(
         username=config.remote_username,
         password=config.password,

@@ -25,7 +25,7 @@ _READ, _SHOWN = 8000, 1000
 
 
 def mask_secrets(text: str) -> str:
-    """The text without the passwords of the URLs in it.
+    """Return the text without the passwords of the URLs in it.
 
     >>> mask_secrets("redis://cache:secret@host:6379/0?ssl_password=other&db=1")
     'redis://cache:***@host:6379/0?ssl_password=***&db=1'
@@ -68,7 +68,8 @@ def printable(text: str, most: int = 200) -> str:
 
 
 def outside(text: str) -> str:
-    """The text of a store or a client library, for a message: its beginning in one line, printable, without passwords.
+    """Return the text of a store or a client library, for a message: its beginning in one line, printable, without
+    passwords.
 
     >>> outside("refused: redis://cache:secret@host " + "more " * 9_000)[:40]
     'refused: redis://cache:***@host more mor'
@@ -80,7 +81,7 @@ def outside(text: str) -> str:
 
 
 def _masked_repr(x: str, level: int) -> str:
-    """The repr of a string at any depth, without passwords."""
+    """Return the repr of a string at any depth, without passwords."""
     return reprlib.Repr.repr_str(_SHORT, mask_secrets(x), level)
 
 
@@ -90,7 +91,7 @@ _SHORT.repr_str = _masked_repr  # type: ignore[method-assign]
 
 
 def short_repr(value: object) -> str:
-    """The repr of a value for a message: at most a line long, and without passwords in URLs. Never raises.
+    """Return the repr of a value for a message: at most a line long, and without passwords in URLs. Never raises.
 
     >>> print(short_repr("a" * 100), short_repr([[["deep"]]]))
     'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' [[[...]]]
@@ -103,7 +104,7 @@ def short_repr(value: object) -> str:
 
 
 def safe_repr(error: BaseException) -> str:
-    """The repr of an error, as `outside` shows it; its type if the repr raises.
+    """Return the repr of an error, as `outside` shows it; its type if the repr raises.
 
     >>> safe_repr(ValueError("no"))
     "ValueError('no')"
@@ -115,7 +116,7 @@ def safe_repr(error: BaseException) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """How to install an extra of lmkv, from where lmkv itself was installed."""
+    """Return how to install an extra of lmkv, from where lmkv itself was installed."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:

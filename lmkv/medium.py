@@ -67,14 +67,14 @@ class Medium:
             os.close(fd)
 
     def _device_above(self) -> int:
-        """The device of the nearest folder above that is there."""
+        """Return the device of the nearest folder above that is there."""
         above = self.path
         while not os.path.isdir(above):
             above = os.path.dirname(above)
         return os.stat(above).st_dev
 
     def _read(self, more: int = 0) -> bytes:
-        """The content of the mark's file; empty without one. `more`: flags."""
+        """Return the content of the mark's file; empty without one. `more`: flags."""
         with suppress(OSError):
             fd = os.open(os.path.join(self.path, NAME), os.O_RDWR * bool(more) | more | _CAREFULLY, 0o600)
             try:

@@ -21,7 +21,7 @@ _PLACE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
 
 
 def is_place(text: str) -> bool:
-    """Whether a text names an object: `package.module:Class`.
+    """Return whether a text names an object: `package.module:Class`.
 
     >>> is_place("my_tiers.sqlite:SQLiteStore"), is_place("redis://host")
     (True, False)
@@ -30,12 +30,12 @@ def is_place(text: str) -> bool:
 
 
 def installed(group: str) -> Mapping[str, str]:
-    """Entries of installed packages in an entry point group: name -> `package.module:Class`."""
+    """Return the entries of installed packages in an entry point group: name -> `package.module:Class`."""
     return {found.name: found.value for found in entry_points(group=group)}
 
 
 def load(place: str, wanted_by: str) -> Any:
-    """The object at `package.module:Class`.
+    """Return the object at `package.module:Class`.
 
     Raises ConfigError for any error of the import; it names the place and the setting, `wanted_by`.
     """
@@ -50,7 +50,7 @@ def load(place: str, wanted_by: str) -> Any:
 
 
 def make(place: str, wanted_by: str, kind: type[Any], *args: Any, **options: Any) -> Any:
-    """A new object of the class at `package.module:Class`, or the result of calling a function there.
+    """Return a new object of the class at `package.module:Class`, or the result of calling a function there.
 
     Raises ConfigError when it cannot be made or lacks methods of the protocol `kind`.
     """

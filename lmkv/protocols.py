@@ -28,7 +28,7 @@ class Presence(Enum):
 
 
 def miss_in_words(reason: str, tier: str | None) -> str:
-    """Why tokens were missed, and where: `evicted from disk`, `not ready in cpu`."""
+    """Return why tokens were missed, and where: `evicted from disk`, `not ready in cpu`."""
     where = f" {'from' if reason == 'evicted' else 'in'} {tier}" if tier else ""
     return reason.replace("_", " ") + where
 
@@ -127,7 +127,7 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Whether each chunk is there. A `Shared` backend is asked for chunks that the index does not know."""
+        """Return whether each chunk is there. A `Shared` backend is asked for chunks that the index does not know."""
         ...
 
     def read(self, key: ChunkKey, into: memoryview) -> Read:
@@ -285,7 +285,7 @@ class LabelsKeys(Protocol):
         ...
 
     def used_bytes(self) -> Mapping[str, int]:
-        """Bytes of each tenant that has any; "" for those without a quota."""
+        """Return the bytes of each tenant that has any; "" for those without a quota."""
         ...
 
 
@@ -294,7 +294,7 @@ class DividesTier(Protocol):
     """A policy that gives each tenant a part of the tier."""
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """The tenant of a chunk, or else of its parent, and its part, 0 to 1; the tenant "" has the rest."""
+        """Return the tenant of a chunk, or else of its parent, and its part, 0 to 1; the tenant "" has the rest."""
         ...
 
 

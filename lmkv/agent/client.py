@@ -53,7 +53,7 @@ class _Calls(ABC, Generic[Answer]):
         ...
 
     def _asked(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[float, dict[str, Any]]:
-        """Seconds for the answer, and what httpx is asked."""
+        """Return the seconds for the answer, and what httpx is asked."""
         limit = self._timeout + float((body or {}).get("wait", 0.0))
         return limit, {"method": method, "url": path, "json": body, "timeout": limit}
 
@@ -71,7 +71,7 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("POST", "/v1/prefetch", {**_body(prompt, scope), "wait": wait})
 
     def prefetched(self, name: str) -> Answer:
-        """How far the prefetch with this `id` is."""
+        """Return how far the prefetch with this `id` is."""
         return self.send("GET", f"/v1/prefetch/{quote(name, safe='')}")
 
     def cancel(self, name: str) -> Answer:
@@ -97,28 +97,29 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("POST", "/v1/clear", {**asked, **scope})
 
     def stats(self) -> Answer:
-        """The counters of the tiers."""
+        """Return the counters of the tiers."""
         return self.send("GET", "/v1/stats")
 
     def requests(self) -> Answer:
-        """Reports of the last requests, newest first, under `requests`."""
+        """Return the reports of the last requests, newest first, under `requests`."""
         return self.send("GET", "/v1/requests")
 
     def explain(self, request: str) -> Answer:
-        """One request's report, by the id of its answer, with an `explanation`; `parts`: the reports of several
-        prompts."""
+        """Return one request's report, by the id of its answer, with an `explanation`; `parts`: the reports of several
+        prompts.
+        """
         return self.send("GET", f"/v1/explain/{quote(request, safe='')}")
 
     def history(self) -> Answer:
-        """Samples of the counters over the last hour."""
+        """Return the samples of the counters over the last hour."""
         return self.send("GET", "/v1/history")
 
     def trace(self, after: int = 0) -> Answer:
-        """The requests from this number on, under `requests`, by the chunks that they used."""
+        """Return the requests from this number on, under `requests`, by the chunks that they used."""
         return self.send("GET", f"/v1/trace?after={after}")
 
     def value(self) -> Answer:
-        """Estimates of the hits with more or less of each tier."""
+        """Return the estimates of the hits with more or less of each tier."""
         return self.send("GET", "/v1/value")
 
     def announce(self, engine: int) -> Answer:
@@ -196,7 +197,7 @@ class AsyncClient(_Calls[Awaitable[dict[str, Any]]]):
         return _decoded(await self.receive(method, path, body))
 
     async def receive(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """The same answer, not decoded."""
+        """Return the same answer, not decoded."""
         limit, asked = self._asked(method, path, body)
         found = bytearray()
         try:
@@ -226,7 +227,7 @@ def _body(prompt: PromptLike, scope: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _ended_after(seconds: float) -> Iterator[Any]:
-    """A trace for httpx: the connections of a call end after so long, however slowly the other side sends."""
+    """Provide a trace for httpx: the connections of a call end after so long, however slowly the other side sends."""
     opened: list[socket.socket] = []
 
     def trace(event: str, about: Mapping[str, Any]) -> None:
@@ -248,7 +249,7 @@ def _ended_after(seconds: float) -> Iterator[Any]:
 
 
 def _literal(url: str) -> str:
-    """The URL with 127.0.0.1 for `localhost`, which may be ::1 as well: there another user may listen.
+    """Return the URL with 127.0.0.1 for `localhost`, which may be ::1 as well: there another user may listen.
 
     With TLS the certificate tells who it is.
     """
@@ -260,7 +261,7 @@ def _literal(url: str) -> str:
 
 
 def _whole(response: httpx.Response, found: bytearray) -> bytes:
-    """The body, unless it is an error's."""
+    """Return the body, unless it is an error's."""
     if response.is_error:
         # Without the header that would have it decompressed.
         answer = httpx.Response(response.status_code, content=bytes(found), request=response.request)

@@ -42,7 +42,7 @@ PAGE = files("lmkv.agent").joinpath("page.html").read_text(encoding="utf-8")
 
 
 def source_of(text: str) -> str:
-    """The hash of a script or a style, as a source in a Content-Security-Policy."""
+    """Return the hash of a script or a style, as a source in a Content-Security-Policy."""
     return f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -80,7 +80,7 @@ REFERENCE_HEADERS = {
 
 
 def reference(document: Mapping[str, Any]) -> str:
-    """The reference page that shows an OpenAPI document."""
+    """Return the reference page that shows an OpenAPI document."""
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>lmkv</title><style>{STYLE}</style>"
     intro = (
         "<h1>lmkv</h1><p>Each call needs the header <code>Authorization: Bearer TOKEN</code>, where the server has a "
@@ -200,7 +200,7 @@ _MIN_BYTES, _MAX_BYTES = 1 << 20, 8 << 20
 
 
 def max_body_bytes(longest: int) -> int:
-    """Largest body for prompts of up to `longest` tokens. Parsing a body blocks the interpreter."""
+    """Return the largest body for prompts of up to `longest` tokens. Parsing a body blocks the interpreter."""
     return min(max(_MIN_BYTES, _TOKEN_BYTES * longest), _MAX_BYTES)
 
 
@@ -279,12 +279,14 @@ def _bounded(receive: Receive, most: int) -> Receive:
 
 
 def as_json(detail: str, status: int) -> Response:
-    """A refusal with its reason, in ASCII, because the caller's text may contain characters that cannot be encoded."""
+    """Return a refusal with its reason, in ASCII, because the caller's text may contain characters that cannot be
+    encoded.
+    """
     return Response(json.dumps({"detail": detail}), status, media_type="application/json")
 
 
 async def refused(_: Request, error: Any) -> Response:
-    """Name the wrong fields without their values, because values may be prompts and salts."""
+    """Return the name the wrong fields without their values, because values may be prompts and salts."""
     assert isinstance(error, RequestValidationError)
     wrong = [f"{'.'.join(map(str, each['loc']))[:80]}: {each['msg']}" for each in error.errors()[:_SHOWN_ERRORS]]
     return as_json("; ".join(wrong), 422)
@@ -549,7 +551,7 @@ def application(
 
 
 def _at_once(call: Callable[[], dict[str, Any] | None]) -> Call:
-    """A call of the loop's thread, for what takes little time: it does not wait behind others' prompts."""
+    """Return a call of the loop's thread, for what takes little time: it does not wait behind others' prompts."""
 
     async def made() -> dict[str, Any] | None:
         return call()

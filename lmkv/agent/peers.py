@@ -36,7 +36,7 @@ class _Answer(BaseModel):
 
 
 def _answer(**types: Any) -> Any:
-    """A model with these fields, all required."""
+    """Return a model with these fields, all required."""
     required: Any = {name: (_TYPES.get(kind, kind), ...) for name, kind in types.items()}
     return create_model("Answer", __base__=_Answer, **required)
 
@@ -111,7 +111,7 @@ class NoAnswerError(Exception):
 
 
 def checked(method: str, path: str, data: bytes) -> dict[str, Any]:
-    """The fields of an engine's answer to a forwarded call. Raises NoAnswerError."""
+    """Return the fields of an engine's answer to a forwarded call. Raises NoAnswerError."""
     try:
         answer = _ANSWERS[method, path.split("/")[2]].model_validate_json(data)
     except ValidationError as error:
@@ -274,12 +274,12 @@ _BREAKER = ("closed", "half-open", "open")
 
 
 def answering(answers: Mapping[int, Answer]) -> dict[int, Answer]:
-    """The answers of the engines that could be reached."""
+    """Return the answers of the engines that could be reached."""
     return {number: answer for number, answer in answers.items() if "unavailable" not in answer}
 
 
 def merged(answers: Mapping[int, Answer]) -> Answer:
-    """The only answer, or the best of several with summed totals and each answer in `engines`."""
+    """Return the only answer, or the best of several with summed totals and each answer in `engines`."""
     here = answering(answers)
     if len(answers) == 1 and here:
         return next(iter(here.values()))
@@ -294,7 +294,7 @@ def merged(answers: Mapping[int, Answer]) -> Answer:
 
 
 def merged_stats(answers: Mapping[int, Answer]) -> Answer:
-    """Counters of all engines. Host memory is summed; the lower tiers are shared, so their size counts once."""
+    """Return the counters of all engines. Host memory is summed; the lower tiers are shared, so their size counts once."""
     whole = merged(answers)
     if "engines" not in whole:
         return whole
@@ -326,7 +326,7 @@ def _merged_value(name: str, values: list[Any], *, first: bool) -> Any:
 
 
 def merged_requests(answers: Mapping[int, Answer], most: int) -> Answer:
-    """The `most` newest reports of all engines, each with its `engine`."""
+    """Return the `most` newest reports of all engines, each with its `engine`."""
     here = answering(answers)
     requests = [{"engine": number, **each} for number, answer in here.items() for each in answer["requests"]]
     requests.sort(key=lambda each: each["time"], reverse=True)

@@ -44,7 +44,7 @@ _PATIENCE, _PAUSE = 3.0, 0.02
 
 
 def _literal(text: str) -> str:
-    """The same with 127.0.0.1 for `localhost`, which may be ::1 as well: there another user may listen."""
+    """Return the same with 127.0.0.1 for `localhost`, which may be ::1 as well: there another user may listen."""
     return _LOCALHOST.sub("127.0.0.1:", text)
 
 
@@ -65,7 +65,7 @@ class Address:
         return not self.text.endswith(":0")
 
     def of_engine(self, number: int) -> Address:
-        """Address of one of a server's engines: each has the next port, or a separate socket."""
+        """Return the address of one of a server's engines: each has the next port, or a separate socket."""
         if not number:
             return self
         host, _, port = self.text.rpartition(":")
@@ -73,7 +73,7 @@ class Address:
         return Address(f"{self.text}.{number}" if unix else f"{host}:{int(port) + number}")
 
     def private(self, number: int) -> Address:
-        """The socket at which the engines of a server reach each other. Nobody else can create its file.
+        """Return the socket at which the engines of a server reach each other. Nobody else can create its file.
 
         Raises OSError if there is no folder that belongs to this user alone.
         """
@@ -83,7 +83,7 @@ class Address:
         return Address(f"{UNIX}{_private_folder()}/{name}.{number}")
 
     def bind(self) -> tuple[socket.socket, str]:
-        """`(socket, URL)`. Raises ConfigError for other addresses, and OSError if the address cannot be bound."""
+        """Return `(socket, URL)`. Raises ConfigError for other addresses, and OSError if the address cannot be bound."""
         # An empty path would be an abstract socket, which every user may open.
         if self.text.startswith(f"{UNIX}/") and "\0" not in self.text:
             path = self.text.removeprefix(UNIX)
@@ -150,7 +150,7 @@ def _bases() -> list[str]:
 
 
 def _private_folder() -> Path:
-    """The first of the user's folders for sockets that nobody else can change, made where it is missing."""
+    """Return the first of the user's folders for sockets that nobody else can change, made where it is missing."""
     refused: OSError | None = None
     for base in _bases():
         try:
@@ -315,7 +315,7 @@ _SHARE_OF_FILES = 8
 
 
 def max_connections() -> int:
-    """Largest number of connections: a small part of the files that the engine may open."""
+    """Return the largest number of connections: a small part of the files that the engine may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_CONNECTIONS if files < 0 else min(_MAX_CONNECTIONS, files // _SHARE_OF_FILES)
 

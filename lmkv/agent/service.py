@@ -43,7 +43,7 @@ ADVICE = {
 
 
 def explained(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The report with an `explanation`."""
+    """Return the report with an `explanation`."""
     return {**report, "explanation": " ".join(_sentences(report))}
 
 
@@ -111,7 +111,7 @@ Deleted = Callable[[Sequence[ChunkKey] | None], None]
 
 
 def _characters(message: Mapping[str, Any]) -> int:
-    """Characters of a message's text, which may have parts."""
+    """Return the number of characters of a message's text, which may have parts."""
     content = message.get("content")
     parts = [each.get("text") for each in content if isinstance(each, dict)] if isinstance(content, list) else [content]
     return sum(len(part) for part in parts if isinstance(part, str))
@@ -250,7 +250,7 @@ class CacheService:
         return lambda: self._state(name, prefetch), prefetch.ended
 
     def prefetched(self, name: str) -> dict[str, Any] | None:
-        """Progress of a prefetch; None when the name is unknown or has expired."""
+        """Return the progress of a prefetch; None when the name is unknown or has expired."""
         with self._lock:
             prefetch = self._prefetches.get(name)
         return None if prefetch is None else self._state(name, prefetch)
@@ -310,7 +310,7 @@ class CacheService:
         return {"deleted_chunks": self._clear_namespace(beginning)}
 
     def stats(self) -> dict[str, Any]:
-        """The store's counters by tier, bytes by tenant, and tokens that requests looked up and found."""
+        """Return the store's counters by tier, bytes by tenant, and tokens that requests looked up and found."""
         found = self._requests()
         totals = {name: found[name] for name in ("lookup_tokens", "hit_tokens")}
         tenants = self._store.hints.used_bytes()
@@ -318,7 +318,7 @@ class CacheService:
         return {"time": time.time(), **asdict(self._store.stats()), **state, **totals}
 
     def requests(self) -> dict[str, Any]:
-        """Reports of the last requests, newest first."""
+        """Return the reports of the last requests, newest first."""
         return {name: value for name, value in self._requests().items() if name != "ids"}
 
     def explain(self, request: str) -> dict[str, Any] | None:
@@ -346,7 +346,7 @@ class CacheService:
         return tokens, self._keys_of(tokens, prompt.cache_salt, prompt.tags)
 
     def _found(self, keys: list[ChunkKey], tokens: int) -> list[ChunkKey]:
-        """The keys that a request with a prompt of `tokens` tokens may load, after shared tiers were asked."""
+        """Return the keys that a request with a prompt of `tokens` tokens may load, after shared tiers were asked."""
         if (lookup := self._store.look_up_shared(keys, self._boundaries.states)) is not None:
             lookup.wait(_SHARED_LOOKUP_LIMIT)
         # A hit that has to end behind a chunk leaves the last token to be computed.
@@ -354,7 +354,7 @@ class CacheService:
         return self._boundaries.stored_hit(keys[:whole]) if self._boundaries.states else keys
 
     def _states_of(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The states behind any of these chunks."""
+        """Return the states behind any of these chunks."""
         return [state for key in keys for state in state_keys(key, self._boundaries.states)]
 
     def _check(self, tokens: int, more: str = "") -> None:
@@ -363,7 +363,7 @@ class CacheService:
             raise UsageError(f"{reason} (max_model_len)")
 
     def _tokens_of(self, prompt: Prompt) -> Sequence[int]:
-        """Tokens of a text or a chat. Refuses a much too long one without tokenizing all of it."""
+        """Return the tokens of a text or a chat. Refuses a much too long one without tokenizing all of it."""
         text, messages = prompt.text, prompt.messages or ()
         try:
             if text is not None:
@@ -381,7 +381,7 @@ class CacheService:
             raise UsageError(f"the tokenizer refuses this prompt: {type(error).__name__}") from error
 
     def _tokens(self, keys: Sequence[ChunkKey]) -> int:
-        """Tokens of these chunks; a state has none."""
+        """Return the number of tokens of these chunks; a state has none."""
         chunks = (key for key in keys if not isinstance(key, StateKey))
         return sum(key.tokens if isinstance(key, TailKey) else self._chunk_size for key in chunks)
 

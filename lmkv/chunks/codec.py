@@ -83,7 +83,7 @@ class Header:
 
 @lru_cache(maxsize=1024)
 def header_bytes(payload_bytes: int, segment_bytes: int, max_tokens: int, *, authenticated: bool = False) -> int:
-    """Size of the header for a payload of that size, with room for `max_tokens` token ids."""
+    """Return the size of the header for a payload of that size, with room for `max_tokens` token ids."""
     segments = -(-payload_bytes // segment_bytes)
     tags = SALT_BYTES + segments * TAG_BYTES + HEADER_TAG_BYTES if authenticated else 0
     needed = _FIXED.size + 4 * (segments + max_tokens) + tags + _WRITER.size + _CHECKSUM.size
@@ -91,7 +91,7 @@ def header_bytes(payload_bytes: int, segment_bytes: int, max_tokens: int, *, aut
 
 
 def segment_checksums(payload: memoryview, segment_bytes: int) -> tuple[int, ...]:
-    """CRC-32 of each segment. Releases the GIL for segments of more than a few KB."""
+    """Return the CRC-32 of each segment. Releases the GIL for segments of more than a few KB."""
     return tuple(crc32(payload[at : at + segment_bytes]) for at in range(0, len(payload), segment_bytes))
 
 
@@ -124,12 +124,12 @@ def pack_header(header: Header, into: memoryview, authenticator: Authenticator |
 
 
 def _end_of_body(nbytes: int, *, authenticated: bool) -> int:
-    """Where the version of the writer begins, before the header's own tag, if any, and its checksum."""
+    """Return where the version of the writer begins, before the header's own tag, if any, and its checksum."""
     return nbytes - _CHECKSUM.size - (HEADER_TAG_BYTES if authenticated else 0) - _WRITER.size
 
 
 def peek_header_bytes(start: memoryview) -> int:
-    """The length of the header, as the file's first page states it. Raises `FormatError`."""
+    """Return the length of the header, as the file's first page states it. Raises `FormatError`."""
     if len(start) < PAGE:
         raise FormatError(f"the chunk has only {len(start)} bytes, fewer than its header needs")
     magic, version, _flags, nbytes = struct.unpack_from("<8sHHI", start)
@@ -143,7 +143,7 @@ def peek_header_bytes(start: memoryview) -> int:
 
 
 def parse_header(data: memoryview, authenticator: Authenticator | None = None) -> Header:
-    """The header at the start of `data`, which may be longer. Raises `FormatError` and nothing else.
+    """Return the header at the start of `data`, which may be longer. Raises `FormatError` and nothing else.
 
     With an authenticator, it accepts only headers that were written with the same key.
     """
@@ -216,7 +216,7 @@ def _authenticate_segments(header: Header, payload: memoryview, first: int, auth
 
 
 def plausible_file_bytes(nbytes: int) -> bool:
-    """Whether a valid file can have this size: whole pages, at least one of header and one of payload."""
+    """Return whether a valid file can have this size: whole pages, at least one of header and one of payload."""
     return nbytes >= 2 * PAGE and nbytes % PAGE == 0
 
 
@@ -254,7 +254,7 @@ class ChunkFormat:
         pack_header(header, into, self.authenticator)
 
     def parse(self, key: bytes, data: memoryview) -> Header:
-        """The header at the start of `data`, checked to belong to the chunk. Raises `FormatError`."""
+        """Return the header at the start of `data`, checked to belong to the chunk. Raises `FormatError`."""
         header = parse_header(data, self.authenticator)
         if (header.namespace, header.key) != (self.namespace, key):
             raise FormatError(f"the stored bytes are chunk {header.key.hex()} of namespace {header.namespace.hex()}")

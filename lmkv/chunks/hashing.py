@@ -55,7 +55,7 @@ class StateKey(bytes):
 
     @classmethod
     def of(cls, chunk: bytes, number: int) -> Self:
-        """The key of entry `number` at the boundary after the chunk with this key."""
+        """Return the key of entry `number` at the boundary after the chunk with this key."""
         key = cls(hashlib.sha256(_STATE_TAG + chunk + number.to_bytes(2, "little")).digest())
         key.number = number
         return key
@@ -63,7 +63,7 @@ class StateKey(bytes):
 
 @lru_cache(1 << 16)
 def state_keys(chunk: bytes, count: int) -> tuple[StateKey, ...]:
-    """The keys of the `count` state entries after the chunk with this key."""
+    """Return the keys of the `count` state entries after the chunk with this key."""
     return tuple(StateKey.of(chunk, number) for number in range(1, count + 1))
 
 
@@ -100,13 +100,13 @@ class KeyChain:
             self._absorb(memoryview(ids), complete - done)
 
     def parent(self, position: int) -> bytes:
-        """The key before `keys[position]`, empty for the first. Position `len(keys)` is that of the next key."""
+        """Return the key before `keys[position]`, empty for the first. Position `len(keys)` is that of the next key."""
         if not 0 <= position <= len(self.keys):
             raise UsageError(f"there is no chunk {position} in a chain of {len(self.keys)}")
         return self.keys[position - 1] if position else b""
 
     def origin(self, position: int) -> bytes:
-        """The key before chunk `position`, or the root, combined with the chunk's extras if it has any.
+        """Return the key before chunk `position`, or the root, combined with the chunk's extras if it has any.
 
         Two chunks with equal origins and equal tokens have the same KV.
         """
@@ -115,7 +115,7 @@ class KeyChain:
         return before if extra is None else _with_extra(before, extra)
 
     def tail(self, tokens: Tokens) -> TailKey | None:
-        """The key of all of `tokens`, with which the chain was extended; None when the last chunk is whole."""
+        """Return the key of all of `tokens`, with which the chain was extended; None when the last chunk is whole."""
         done, count = len(self.keys) * self._chunk_size, _length(tokens)
         if count == done:
             return None
@@ -125,7 +125,7 @@ class KeyChain:
         return TailKey.of(stream.digest(), count - done)
 
     def token_bytes(self, first: int, end: int) -> bytes:
-        """The token ids of chunks [first, end), as the function `token_bytes` gives them."""
+        """Return the token ids of chunks [first, end), as the function `token_bytes` gives them."""
         width = self._chunk_size * _TOKEN_BYTES
         return bytes(memoryview(self._ids)[first * width : end * width])
 
@@ -149,7 +149,7 @@ def _with_extra(before: bytes, extra: bytes) -> bytes:
 
 
 def chunk_keys(tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None) -> list[bytes]:
-    """The keys of the `len(tokens) // chunk_size` complete chunks of `tokens`. See `KeyChain`.
+    """Return the keys of the `len(tokens) // chunk_size` complete chunks of `tokens`. See `KeyChain`.
 
     >>> [key.hex()[:8] for key in chunk_keys(range(10), root=bytes(32), chunk_size=4)]
     ['b02e0d14', '55d1a261']
@@ -160,14 +160,14 @@ def chunk_keys(tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int
 def hash_prompt(
     tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None, *, tail: bool
 ) -> tuple[KeyChain, TailKey | None]:
-    """The chain of a prompt's whole chunks and, with `tail`, the key of the tokens after them, if any."""
+    """Return the chain of a prompt's whole chunks and, with `tail`, the key of the tokens after them, if any."""
     chain = KeyChain(root, chunk_size, extras)
     chain.extend(tokens)
     return chain, chain.tail(tokens) if tail else None
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """All tokens as little-endian uint32. Raises UsageError with the position of any other token."""
+    """Return all tokens as little-endian uint32. Raises UsageError with the position of any other token."""
     return _uint32(tokens, 0, _length(tokens)).tobytes()
 
 

@@ -142,11 +142,11 @@ class KVLayout:
         return align_up(max(self.sizes))
 
     def pages_per_chunk(self, group: int) -> int:
-        """Blocks of that block table per chunk."""
+        """Return the number of blocks of that block table per chunk."""
         return next(layer.pages_per_chunk for layer in self.layers if layer.group == group)
 
     def spans(self, tokens: int) -> list[slice]:
-        """Where the pages of a chunk's first `tokens` tokens are in the chunk."""
+        """Return where the pages of a chunk's first `tokens` tokens are in the chunk."""
         found = []
         for rank, (number, layer) in product(range(self.num_ranks), enumerate(self.layers)):
             if layer.state:
@@ -157,10 +157,10 @@ class KVLayout:
         return found
 
     def span(self, rank: int, layer: int) -> tuple[int, int]:
-        """`(offset, nbytes)` of one layer of one rank inside a chunk, or inside its state entry."""
+        """Return `(offset, nbytes)` of one layer of one rank inside a chunk, or inside its state entry."""
         segment = self._rank_bytes[self.layers[layer].state]
         return rank * segment + self.layer_offsets[layer], self.layers[layer].nbytes
 
     def segment(self, rank: int) -> tuple[int, int] | None:
-        """`(offset, nbytes)` of the rank's part of a slot; None if each kind of entry has different parts."""
+        """Return `(offset, nbytes)` of the rank's part of a slot; None if each kind of entry has different parts."""
         return None if self.states or self.num_ranks == 1 else (rank * self.rank_bytes, self.rank_bytes)

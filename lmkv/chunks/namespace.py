@@ -80,7 +80,7 @@ def _sorted_items(extra: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple
 
 
 def tenants_of(cache_salt: str | None, tags: Iterable[tuple[str, str]]) -> list[str]:
-    """The names by which a quota can mean a request: the label of its salt, and its tags as `name:value`.
+    """Return the names by which a quota can mean a request: the label of its salt, and its tags as `name:value`.
 
     A tag with a colon in its name is left out: `a:b` with value `c` and `a` with value `b:c` would be one name.
     """
@@ -91,7 +91,7 @@ def tenants_of(cache_salt: str | None, tags: Iterable[tuple[str, str]]) -> list[
 
 
 def salt_label(salt: str) -> str:
-    """A name for a `cache_salt`, which is a secret, in quotas, metrics and pages.
+    """Return a name for a `cache_salt`, which is a secret, in quotas, metrics and pages.
 
     >>> salt_label("alice")
     'salt-2bd806c97f0e00af'
@@ -156,7 +156,7 @@ class Namespace:
         lora: tuple[str, str] | None = None,
         extra: Mapping[str, bytes | str] = _NOTHING,
     ) -> bytes:
-        """The 32-byte root of a request's chain of keys; without arguments the namespace's digest.
+        """Return the 32-byte root of a request's chain of keys; without arguments the namespace's digest.
 
         `cache_salt` separates tenants. `lora` is the adapter's name and path (or fingerprint). `extra` has everything
         else that changes the KV of every token. None differs from "", and equal values in different fields differ as
@@ -225,7 +225,7 @@ class Authenticator:
         return self._derived(b"identifier").hex()
 
     def of_segments(self, salt: bytes, key: bytes, payload: memoryview, segment_bytes: int, first: int = 0) -> bytes:
-        """The joined tags of consecutive segments in the file of chunk `key`, from number `first` on.
+        """Return the joined tags of consecutive segments in the file of chunk `key`, from number `first` on.
 
         `salt`: random, and new for each file, because two segments must never have the same key and number.
         """

@@ -170,7 +170,7 @@ def pages(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> tuple[Calla
 
 
 def lookup(rounds: int) -> Iterator[Row]:
-    """The time from the tokens of a long prompt to its lease, compared with hashing them."""
+    """Yield the time from the tokens of a long prompt to its lease, compared with hashing them."""
     slot_bytes = 4096
     store = TieredStore(Tier(CPUPinnedBackend(1024 * slot_bytes, slot_bytes, populate=False), make_policy("LRU")))
     tokens = random.Random(0).choices(range(150_000), k=LONGEST)
@@ -186,7 +186,7 @@ def lookup(rounds: int) -> Iterator[Row]:
 
 
 def bare_chain(tokens: Sequence[int], chunk: int = CHUNK) -> list[bytes]:
-    """The least work for a chain of sha256: one array conversion, one hash, one digest per chunk."""
+    """Return the least work for a chain of sha256: one array conversion, one hash, one digest per chunk."""
     data = memoryview(array("I", tokens)).cast("B")
     chain, keys = hashlib.sha256(NAMESPACE), []
     for start in range(0, len(data), 4 * chunk):

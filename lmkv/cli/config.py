@@ -135,7 +135,7 @@ def check(
 
 
 def odd_folder(setting: str, folder: str) -> str:
-    """A warning about a path that is probably a mistake."""
+    """Return a warning about a path that is probably a mistake."""
     path = Path(folder)
     if not path.is_absolute():
         return f"{setting} {folder} is relative to the folder of the server's start: write a path from /"
@@ -155,7 +155,7 @@ def with_doubt(answer: Answer) -> Answer:
 
 
 def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
-    """The meaning of the settings of a file, or of a command line."""
+    """Return the meaning of the settings of a file, or of a command line."""
     if len(words) == 1:
         return read_file(Path(words[0]), ranks, migrate=migrate)
     plain = without_shell(words)
@@ -165,7 +165,9 @@ def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) ->
 
 
 def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
-    """The meaning of a file's settings, and its command if it has one. `migrate`: whether they must be LMCache's."""
+    """Return the meaning of a file's settings, and its command if it has one. `migrate`: whether they must be
+    LMCache's.
+    """
     if file.suffix in (".env", ".sh") or file.name == ".env":
         try:
             env = variables_in(read_named(file).decode())
@@ -204,7 +206,7 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
 
 
 def variables_in(text: str) -> dict[str, str]:
-    """The variables of an env file, without remarks. Raises ConfigError for a line that is not NAME=VALUE."""
+    """Return the variables of an env file, without remarks. Raises ConfigError for a line that is not NAME=VALUE."""
     found: dict[str, str] = {}
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if line and not line.startswith("#"):
@@ -260,7 +262,7 @@ def migrate(
 
 
 def without_shell(words: list[str]) -> list[str]:
-    """The command that a shell's string starts, as manifests have it, with the variables that the string sets."""
+    """Return the command that a shell's string starts, as manifests have it, with the variables that the string sets."""
     flag = next((at for at in range(1, len(words) - 1) if _SHELL.fullmatch(" ".join(words[at - 1 : at + 1]))), None)
     if flag is None:
         return words
@@ -285,7 +287,7 @@ _SHELL = re.compile(r"(\S*/)?(ba|da|k|z)?sh -[a-z]*c")
 
 
 def commands_in(script: str) -> list[list[str]]:
-    """The commands of a shell's string, without what they write into files."""
+    """Return the commands of a shell's string, without what they write into files."""
     script = re.sub(r"\\\n|(?<=\s)[12](?=>)", " ", script)
     lexer = shlex.shlex(script, posix=True, punctuation_chars=";&|<>\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
@@ -324,7 +326,7 @@ _WITH_VARIABLE = re.compile(r"[\w@%+=:,./-]*(\$(\w+|\{\w+\})[\w@%+=:,./-]*)+")
 
 
 def written(value: object) -> object:
-    """A value in the form of a YAML file, passwords included."""
+    """Return a value in the form of a YAML file, passwords included."""
     if isinstance(value, Secret):
         return value.value
     if isinstance(value, tuple):
@@ -333,7 +335,7 @@ def written(value: object) -> object:
 
 
 def left_out(answer: Answer) -> Iterator[str]:
-    """Each key of LMCache's that lmkv's file does not have, and why."""
+    """Yield each key of LMCache's that lmkv's file does not have, and why."""
     for each in answer.readings:
         if each.kind != "used":
             yield f"Left out{', though it matters' * (each.kind == 'refused')}: {each.in_words}"

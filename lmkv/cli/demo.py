@@ -100,11 +100,11 @@ class Plan:
         return self.tokens + ANSWER_TOKENS
 
     def gib(self, prompts: int) -> float:
-        """Memory for this number of prompts, and a little more."""
+        """Return the memory for this number of prompts, and a little more."""
         return KV_ROOM * prompts * self.max_tokens * self.model.kv_bytes_per_token / 2**30
 
     def spec(self, settings: dict[str, Any]) -> EngineSpec:
-        """The engine to start. Its host memory takes every prompt, so that lmkv evicts nothing."""
+        """Return the engine to start. Its host memory takes every prompt, so that lmkv evicts nothing."""
         blocks = int(self.max_tokens * KV_ROOM) // LARGEST_BLOCK + 2
         host = {"chunk_size": CHUNK_TOKENS, "local_cpu": True, "max_local_cpu_size": self.gib(PROMPTS + 1)}
         return EngineSpec(
@@ -186,7 +186,7 @@ def measure(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, kee
 
 
 def disk_settings(plan: Plan, folder: Path) -> tuple[dict[str, Any], FolderFacts]:
-    """Settings of a disk tier with room for every prompt. Raises NoSpaceError if the disk has less."""
+    """Return the settings of a disk tier with room for every prompt. Raises NoSpaceError if the disk has less."""
     facts = try_folder(folder)
     size = plan.gib(PROMPTS + 2) + 0.1
     found = {"local_disk": str(folder), "max_local_disk_size": size, "disk_min_free": 1.0}
@@ -209,7 +209,7 @@ def answering(url: str) -> str:
 def started(
     plan: Plan, settings: dict[str, Any], folder: Path, title: str, number: int, echo: Progress
 ) -> Iterator[EngineProcess]:
-    """An engine that is ready to answer, ended afterwards.
+    """Provide an engine that is ready to answer, ended afterwards.
 
     It has already answered prompt `number`: the first long prompt also waits for buffers and kernels, which must not
     count in lmkv's favour.
@@ -283,7 +283,7 @@ def fastest(answers: Sequence[Answer]) -> float:
 
 
 def same_outputs(*runs: Sequence[Answer]) -> bool:
-    """Whether every run answered every prompt alike."""
+    """Return whether every run answered every prompt alike."""
     return len({tuple(answer.token_ids for answer in run) for run in runs}) == 1
 
 
@@ -292,7 +292,7 @@ def same_outputs(*runs: Sequence[Answer]) -> bool:
 
 @contextmanager
 def demo_folder(parent: Path | None, *, keep: bool) -> Iterator[Path]:
-    """A temporary folder, in `parent` if given."""
+    """Provide a temporary folder, in `parent` if given."""
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="lmkv-demo-", dir=parent))

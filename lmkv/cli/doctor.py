@@ -115,7 +115,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def values_and_notes(findings: list[Finding], room: int) -> Iterator[tuple[Text, Text]]:
-    """Names and values, with notes next to them, or below if a column would break words."""
+    """Yield the names and values, with notes next to them, or below if a column would break words."""
     beside = [found for found in findings if len(found.value) + 2 + len(found.note) <= room]
     width = max((len(found.value) for found in beside), default=0)
     for found in findings:

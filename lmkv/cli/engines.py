@@ -86,7 +86,7 @@ class ChildFailedError(RuntimeError):
 
 
 def same_code() -> dict[str, str]:
-    """Environment variables that make a child import the lmkv of this process, not another installed one."""
+    """Return the environment variables that make a child import the lmkv of this process, not another installed one."""
     here, others = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": f"{here}{os.pathsep}{others}" if others else here}
 

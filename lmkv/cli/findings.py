@@ -100,7 +100,7 @@ def examine(
 
 
 def examine_readings(answer: Answer) -> Iterator[Finding]:
-    """Findings about settings without effect, and other remarks."""
+    """Report the findings about settings without effect, and other remarks."""
     for each in answer.readings:
         if each.kind not in ("used", "refused"):
             note = ": ".join(filter(None, [each.source, each.why]))
@@ -111,14 +111,14 @@ def examine_readings(answer: Answer) -> Iterator[Finding]:
 
 
 def examine_configuration(config: Config) -> Iterator[Finding]:
-    """Every setting, and where its value comes from."""
+    """Report every setting, and where its value comes from."""
     for setting in config.describe():
         warning = odd_chunks(config.chunk_size) if setting.name == "chunk_size" else ""
         yield Finding("configuration", setting.name, str(setting), note=setting.source, warning=warning)
 
 
 def odd_chunks(tokens: int) -> str:
-    """A warning of a chunk size that is probably not meant."""
+    """Return a warning of a chunk size that is probably not meant."""
     if tokens % BLOCK:
         size = f"{BLOCK}, vLLM's block size unless --block-size names another one"
         return f"chunk_size {tokens} is no multiple of {size}: the server rounds it up to one"
@@ -128,7 +128,7 @@ def odd_chunks(tokens: int) -> str:
 
 
 def examine_secrets(config: Config) -> Iterator[Finding]:
-    """Whether secrets in files can be read, and the identifier of the authentication key."""
+    """Report whether secrets in files can be read, and the identifier of the authentication key."""
     for name in ("password", "token"):
         try:
             getattr(config, name)
@@ -163,7 +163,7 @@ EXTRAS = {
 
 
 def examine_extras(config: Config) -> Iterator[Finding]:
-    """Whether the modules that the settings need can be imported."""
+    """Report whether the modules that the settings need can be imported."""
     for name, (extra, modules) in EXTRAS.items():
         missing = [module for module in modules if getattr(config, name) and find_spec(module) is None]
         if missing:
@@ -177,7 +177,7 @@ def examine_extras(config: Config) -> Iterator[Finding]:
 
 
 def examine_agent(config: Config) -> Iterator[Finding]:
-    """Whether the server may listen at the agent's address."""
+    """Report whether the server may listen at the agent's address."""
     address = config.agent_listen
     if address is None:
         return
@@ -200,7 +200,7 @@ def examine_agent(config: Config) -> Iterator[Finding]:
 
 
 def examine_memory(config: Config) -> Iterator[Finding]:
-    """The limits of this machine, and the size of host memory within them."""
+    """Report the limits of this machine, and the size of host memory within them."""
     yield Finding("memory", "available", gibibytes(machine.available_ram()))
     limit = machine.memory_limit()
     yield Finding("memory", "control group's limit", "none" if limit is None else gibibytes(limit))
@@ -218,7 +218,7 @@ def examine_memory(config: Config) -> Iterator[Finding]:
 
 
 def cut_down(setting: str, wanted: int, given: int) -> str:
-    """A warning about a size for which there is no space, or that is probably in another unit."""
+    """Return a warning about a size for which there is no space, or that is probably in another unit."""
     if wanted < SMALL:
         return f"{setting} is {wanted / (1 << 20):.3g} MiB, less than some chunks of a large model: it is in GiB"
     if given // ALIGNMENT >= wanted // ALIGNMENT:
@@ -301,7 +301,7 @@ def examine_stores(config: Config) -> Iterator[Finding]:
 
 
 def examine_model(size: KVSize) -> Iterator[Finding]:
-    """Bytes of the KV of a token."""
+    """Report the bytes of the KV of a token."""
     yield Finding("model", "attention", size.attention, note=f"{size.layers} layers with separate KV")
     ranks = "" if size.parts == 1 else f", {size.rank_bytes:,} of each of {size.parts} ranks"
     yield Finding("model", "one token", f"{size.token_bytes:,} bytes", note=f"in {size.dtype}{ranks}")
@@ -339,7 +339,7 @@ def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
 
 
 def examine_plugins() -> Iterator[Finding]:
-    """Backends and policies of other packages, and whether they can be loaded."""
+    """Report the backends and policies of other packages, and whether they can be loaded."""
     for group, kind in ((plugins.BACKENDS, "backend"), (plugins.POLICIES, "policy")):
         for name, place in plugins.installed(group).items():
             shown = f"{name}://" if group == plugins.BACKENDS else name
@@ -362,7 +362,7 @@ def examine_versions() -> Iterator[Finding]:
 
 
 def examine_device() -> Iterator[Finding]:
-    """GPUs that torch sees, and how much memory this user may pin."""
+    """Report the GPUs that torch sees, and how much memory this user may pin."""
     try:
         import torch
     except ImportError as error:
@@ -380,7 +380,7 @@ def examine_device() -> Iterator[Finding]:
 
 
 def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether vLLM will find the connector and be able to import it. vLLM need not be installed."""
+    """Report whether vLLM will find the connector and be able to import it. vLLM need not be installed."""
     try:
         installed = compat.vllm_version()
     except ImportError:
@@ -399,7 +399,7 @@ def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def plugin_finding(env: Mapping[str, str]) -> Finding:
-    """Whether `kv_connector="LMKVConnector"` alone is enough."""
+    """Return whether `kv_connector="LMKVConnector"` alone is enough."""
     name, way_out = "plugin", f'or name the module: "kv_connector_module_path": "{plugin.MODULE}"'
     if not entry_points(group="vllm.general_plugins", name="lmkv"):
         problem = f"lmkv's entry point is missing: install lmkv with pip, {way_out}"

@@ -68,7 +68,7 @@ class Totals:
 
 
 def contents(root: Path, beginning: str = "") -> Iterator[Content]:
-    """The namespaces below a root with this beginning of their digest. Raises OSError."""
+    """Yield the namespaces below a root with this beginning of their digest. Raises OSError."""
     for digest in digests(root, beginning):
         try:
             yield _content(root, digest)
@@ -127,8 +127,8 @@ def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[
 
 
 def least_recently_used(found: list[Content], before: float, max_bytes: float) -> dict[bytes, list[Listed]]:
-    """Chunks by namespace that were last used before the time `before`, and then the oldest ones until at most
-    `max_bytes` are left.
+    """Return the chunks by namespace that were last used before the time `before`, and then the oldest ones until at
+    most `max_bytes` are left.
     """
     excess = sum(content.nbytes for content in found) - max_bytes
     chosen: dict[bytes, list[Listed]] = {}
@@ -150,7 +150,7 @@ _FOLDER = "The folder that local_disk names."
 
 
 def folder_of(text: str) -> Path:
-    """The folder as `local_disk` names it."""
+    """Return the folder as `local_disk` names it."""
     shown = mask_secrets(text)
     try:
         found = Path(parsers.path(text) or text)
@@ -281,7 +281,7 @@ def bytes_of(gib: str) -> float:
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Any]:
-    """A progress bar on a terminal, nothing elsewhere."""
+    """Provide a progress bar on a terminal, nothing elsewhere."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)
@@ -344,7 +344,7 @@ def show(found: list[Content], totals: list[Totals]) -> None:
 
 
 def ages(uses: list[float]) -> str:
-    """The range of ages, from the latest to the oldest use."""
+    """Return the range of ages, from the latest to the oldest use."""
     if not uses:
         return ""
     now = time.time()

@@ -59,7 +59,7 @@ def compared(
     *,
     surely: bool = False,
 ) -> Iterator[Row]:
-    """A row for each name: the median of its rounds, and of its ratios to `of` in the same round.
+    """Yield a row for each name: the median of its rounds, and of its ratios to `of` in the same round.
 
     `targets`: the largest accepted ratio for a unit of `LESS_IS_BETTER`, the smallest for others. `surely`: the worse
     end of the interval must reach the target, so that noise does not hide a cost.
@@ -77,7 +77,7 @@ def compared(
 
 
 def reached(ratios: Sequence[float], target: float, *, less: bool, surely: bool = False) -> bool | None:
-    """Whether the median reaches the target; None if there are too few rounds and they disagree."""
+    """Return whether the median reaches the target; None if there are too few rounds and they disagree."""
     low, high = interval(ratios)
     if len(ratios) < SURE and (len(ratios) < 2 or low <= target <= high):
         return None
@@ -93,7 +93,7 @@ def interleaved(
     clock: Callable[[], float] = time.process_time,
     before: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each case in each round; a round runs every case once, in shuffled order.
+    """Return the seconds of each case in each round; a round runs every case once, in shuffled order.
 
     CPU time by default, so that other programs do not count. `before` is not timed.
     """
@@ -110,13 +110,14 @@ def interleaved(
 
 
 def speeds(times: Mapping[str, Sequence[float]], nbytes: int) -> dict[str, list[float]]:
-    """GB/s of each round."""
+    """Return the GB/s of each round."""
     return {name: [nbytes / each / 1e9 for each in seconds] for name, seconds in times.items()}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Interval that contains the median with at least 95 % confidence, by order statistics; with fewer than six values,
-    their range."""
+    """Return the interval that contains the median with at least 95 % confidence, by order statistics; with fewer than
+    six values, their range.
+    """
     values, count = sorted(values), len(values)
     # The chance of this number of values or fewer below the median, by as many coins.
     rank, beyond = 0, 1 + count
@@ -127,7 +128,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def measured_on() -> dict[str, Any]:
-    """The date, the machine in words, and the versions of what takes part."""
+    """Return the date, the machine in words, and the versions of what takes part."""
     model = platform.processor() or platform.machine()
     cores = 0
     try:

@@ -149,7 +149,7 @@ def prompt_of(text: str, tokens: str) -> Prompt:
 
 
 def scope_of(cache_salt: str | None, tags: list[str] | None, engine: int | None) -> Answer:
-    """The fields that limit a call: salt and tags of the prompt, and the engine to ask."""
+    """Return the fields that limit a call: salt and tags of the prompt, and the engine to ask."""
     pairs = [tag.partition("=") for tag in tags or ()]
     if not all(separator for _, separator, _ in pairs):
         raise typer.BadParameter("a tag is given as NAME=VALUE", param_hint="--tag")
@@ -159,7 +159,7 @@ def scope_of(cache_salt: str | None, tags: list[str] | None, engine: int | None)
 
 @contextmanager
 def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
-    """A client of the server. An error ends the command with one line."""
+    """Provide a client of the server. An error ends the command with one line."""
     try:
         import httpx
 
@@ -183,7 +183,7 @@ def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
 
 
 def address_of(url: str, token_file: Path | None) -> tuple[str, str | None]:
-    """`(URL, token)`: as given, or from the server's settings, if this command finds them."""
+    """Return `(URL, token)`: as given, or from the server's settings, if this command finds them."""
     try:
         token = read_named(token_file).decode().partition("\n")[0].strip() if token_file else None
         if not url or token is None:
@@ -209,8 +209,9 @@ def refusal(url: str, status: int, text: str) -> str:
 
 
 def clean(answer: Any) -> Any:
-    """A server's answer without characters that a terminal would interpret. Raises ValueError for impossible
-    numbers."""
+    """Return a server's answer without characters that a terminal would interpret. Raises ValueError for impossible
+    numbers.
+    """
     match answer:
         case str():
             return printable(answer)

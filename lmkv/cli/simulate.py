@@ -119,7 +119,7 @@ def simulate(
 
 
 def size_of(text: str, chunk_bytes: int, unique: int) -> int:
-    """Bytes of `5%` of the trace's chunks, `64GiB`, `64GB`, or a number of chunks."""
+    """Return the number of bytes of `5%` of the trace's chunks, `64GiB`, `64GB`, or a number of chunks."""
     found = _SIZE.fullmatch(text.strip())
     if not found:
         raise UsageError(f"{short_repr(text)} is not a size: give 5%, 64GiB, 64GB or a number of chunks")

@@ -47,14 +47,14 @@ class StateSize:
         return self.layers * self.layer_bytes
 
     def block_tokens(self, layer_token_bytes: int) -> int:
-        """Tokens of vLLM's blocks, which hold a state each. `layer_token_bytes`: bytes of a token in an attention
-        layer.
+        """Return the number of tokens of vLLM's blocks, which hold a state each. `layer_token_bytes`: bytes of a token
+        in an attention layer.
         """
         return -(-self.layer_bytes // (16 * layer_token_bytes)) * 16
 
 
 def layer_kinds(text: Settings) -> list[str] | None:
-    """The kind of each layer of a model with both recurrent layers and attention; None for any other model."""
+    """Return the kind of each layer of a model with both recurrent layers and attention; None for any other model."""
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds is None and (pattern := text.get("hybrid_override_pattern")):
         kinds = [_PATTERN.get(each, each) for each in pattern]
@@ -72,7 +72,7 @@ def layer_kinds(text: Settings) -> list[str] | None:
 
 
 def state_size(text: Settings, value_bytes: int) -> StateSize | None:
-    """The states of a model, of `value_bytes` per value; None without recurrent layers, or with an unknown kind."""
+    """Return the states of a model, of `value_bytes` per value; None without recurrent layers, or with an unknown kind."""
     kinds = layer_kinds(text)
     if kinds is None:
         return None
@@ -130,7 +130,9 @@ class Layer:
     values: int
 
     def on_a_rank(self, ranks: int) -> int:
-        """The number of values that one rank keeps for a token. With fewer heads than ranks, each rank has one head."""
+        """Return the number of values that one rank keeps for a token. With fewer heads than ranks, each rank has one
+        head.
+        """
         fewer, more = sorted((self.heads, ranks))
         if more % fewer:
             raise ValueError(f"{self.heads} KV heads cannot be split over {ranks} ranks")
@@ -159,17 +161,19 @@ class KVSize:
         return nbytes // self.token_bytes
 
     def chunk_tokens(self, chunk_size: int) -> int:
-        """Tokens of a chunk. With recurrent layers it is vLLM's block, and `chunk_size` has no effect."""
+        """Return the number of tokens of a chunk. With recurrent layers it is vLLM's block, and `chunk_size` has no
+        effect.
+        """
         if self.states is None:
             return chunk_size
         return self.states.block_tokens(max(1, self.token_bytes // self.layers))
 
     def slot_bytes(self, chunk_size: int) -> int:
-        """Host memory of one chunk."""
+        """Return the host memory of one chunk."""
         return align_up(self.chunk_tokens(chunk_size) * self.token_bytes)
 
     def file_bytes(self, chunk_size: int) -> int:
-        """A chunk's file: header and payload."""
+        """Return a chunk's file: header and payload."""
         payload = self.slot_bytes(chunk_size)
         return codec.header_bytes(payload, codec.DEFAULT_SEGMENT_BYTES, self.chunk_tokens(chunk_size)) + payload
 
@@ -197,7 +201,7 @@ def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSiz
 
 
 def _file_of(model: Path) -> Path:
-    """The config.json of a folder, or of a name such as Qwen/Qwen3-8B in the cache of Hugging Face's tools."""
+    """Return the config.json of a folder, or of a name such as Qwen/Qwen3-8B in the cache of Hugging Face's tools."""
     if model.is_dir():
         return model / "config.json"
     name = str(model)
@@ -223,7 +227,7 @@ def _read(file: Path) -> Settings:
 
 
 def _layers(text: Settings) -> Iterator[Layer]:
-    """The layers that keep separate KV."""
+    """Yield the layers that keep separate KV."""
     mixed = layer_kinds(text) if state_size(text, 1) is not None else None
     if mixed is not None:
         yield from (_layer(text, kind) for kind in mixed if kind in KINDS)
@@ -253,7 +257,7 @@ def _layer(text: Settings, kind: str) -> Layer:
 
 
 def _loaded_as(dtype: object) -> KVDtype:
-    """Bytes per value: vLLM loads float32, and models without a type, with two."""
+    """Return the bytes per value: vLLM loads float32, and models without a type, with two."""
     name = str(dtype).removeprefix("torch.")
     return KVDtype(name) if name in {KVDtype.FLOAT16, KVDtype.BFLOAT16} else KVDtype.BFLOAT16
 

@@ -170,6 +170,6 @@ def model(
 
 
 def lines_of(text: Path) -> Iterator[str]:
-    """The file's lines, one by one, because it may be large."""
+    """Yield the file's lines, one by one, because it may be large."""
     with text.open(encoding="utf-8", errors="replace") as file:
         yield from file

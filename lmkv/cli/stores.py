@@ -109,7 +109,7 @@ def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
 
 
 def remedy(verb: str, reason: str) -> str:
-    """The remedy for a refusal.
+    """Return the remedy for a refusal.
 
     >>> remedy("deletions", "this user has no permissions to run the 'unlink' command")
     'give the user +unlink'
@@ -154,7 +154,7 @@ def _ask(backend: Backend, timeout: float) -> Iterator[tuple[str, str]]:
 
 
 def _failure(call: Callable[[], object]) -> str:
-    """The reason why a call fails; nothing if it does not."""
+    """Return the reason why a call fails; nothing if it does not."""
 
     def tried() -> str:
         call()

@@ -29,7 +29,7 @@ class RefusedError(ValueError):
 
 
 def translated(url: str, extra: Given) -> Found:
-    """lmkv's settings for an address of LMCache's. Raises RefusedError."""
+    """Return lmkv's settings for an address of LMCache's. Raises RefusedError."""
     scheme = url.partition("://")[0].lower()
     if scheme in _REFUSED:
         raise RefusedError(_REFUSED[scheme])
@@ -37,12 +37,12 @@ def translated(url: str, extra: Given) -> Found:
 
 
 def keys_of(url: str) -> frozenset[str]:
-    """The keys of `extra_config` that LMCache reads for such an address."""
+    """Return the keys of `extra_config` that LMCache reads for such an address."""
     return _KEYS.get(url.partition("://")[0].lower(), frozenset())
 
 
 def setting_of(key: str) -> str:
-    """The setting of lmkv for the value of such a key, except for keys that are part of the address."""
+    """Return the setting of lmkv for the value of such a key, except for keys that are part of the address."""
     if key.endswith(("username", "aws_access_key_id", "account_url")):
         return "remote_username"
     if key.endswith(("password", "aws_secret_access_key", "account_key")):
@@ -142,7 +142,7 @@ def _login(username: str, password: str) -> Found:
 
 
 def _text(extra: Given, key: str) -> str:
-    """The value as text, "" if it is not set."""
+    """Return the value as text, "" if it is not set."""
     text = str(extra.get(key) or "").strip()
     return "" if text.lower() in NOTHING - {"off", "no", "false"} else text
 

@@ -107,8 +107,8 @@ class Command:
 
 
 def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
-    """lmkv's command for this one. `ranks`: of an engine, where its options name none. Raises ConfigError if it is
-    another command.
+    """Return lmkv's command for this one. `ranks`: of an engine, where its options name none. Raises ConfigError if it
+    is another command.
     """
     if (found := program(words)) is None:
         plain = [word for word in words if "=" not in word]
@@ -137,7 +137,7 @@ _IMAGE: Final = re.compile(r"[\w./-]*/vllm-openai[\w.-]*([:@].*)?")
 
 
 def program(words: Sequence[str]) -> tuple[bool, int] | None:
-    """Whether LMCache's server is started, and where its or vLLM's options begin; None if neither is started."""
+    """Return whether LMCache's server is started, and where its or vLLM's options begin; None if neither is started."""
     for at, (word, following) in enumerate(pairwise([*words, ""])):
         name = word.rpartition("/")[2]
         if (name, following) == ("lmcache", "server") or (word == "-m" and following in _SERVERS):
@@ -148,7 +148,9 @@ def program(words: Sequence[str]) -> tuple[bool, int] | None:
 
 
 def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Variables that LMCache reads, before a program, as a shell or `docker run -e` sets them, and the other words."""
+    """Return the variables that LMCache reads, before a program, as a shell or `docker run -e` sets them, and the other
+    words.
+    """
     env: dict[str, str] = {}
     others: list[str] = []
     for word in words:
@@ -163,7 +165,7 @@ def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _flags(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Flags and their values, "" of those that stand alone."""
+    """Return the flags and their values, "" of those that stand alone."""
     found, at = [], 0
     while at < len(words):
         name, equals, value = words[at].partition("=")
@@ -262,7 +264,7 @@ _RENAMED: Final = {"master_server_addr": "master_server_address", "rdma_devices"
 
 
 def _joined(kind: str, adapter: Mapping[str, Any], env: Env) -> dict[str, Any]:
-    """Keys of an adapter as `extra_config` has them."""
+    """Return the keys of an adapter as `extra_config` has them."""
     if kind == "resp":
         return {name: adapter.get(name) or env.get(f"LMCACHE_RESP_{name.upper()}") for name in ("username", "password")}
     if kind == "valkey":
@@ -336,7 +338,7 @@ def _of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
 
 
 def _with_file(command: Command, words: Sequence[str]) -> Sequence[str]:
-    """The options of the file that `--config` names, before the others."""
+    """Return the options of the file that `--config` names, before the others."""
     at = next((at for at, word in enumerate(words) if word == "--config"), len(words))
     if at + 1 >= len(words):
         return words
@@ -348,12 +350,12 @@ def _with_file(command: Command, words: Sequence[str]) -> Sequence[str]:
 
 
 def connector_of(words: Sequence[str]) -> dict[str, Any]:
-    """The `kv_transfer_config` of a command line of vLLM. Raises ValueError if it is invalid."""
+    """Return the `kv_transfer_config` of a command line of vLLM. Raises ValueError if it is invalid."""
     return _transfer(_options(words)[0])
 
 
 def _options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Options with their values, as vLLM writes their names, and the words that are not about offloading."""
+    """Return the options with their values, as vLLM writes their names, and the words that are not about offloading."""
     options, kept, at = [], list[str](), 0
     while at < len(words):
         given, equals, value = words[at].partition("=")
@@ -597,7 +599,7 @@ _OFFLOADING: Final[dict[str, Callable[[Command, Any], None]]] = {
 
 
 def of_file(content: Mapping[Any, object]) -> list[str] | None:
-    """The command line that a file describes: a connector's JSON, or the file of `vllm serve --config`.
+    """Return the command line that a file describes: a connector's JSON, or the file of `vllm serve --config`.
 
     Raises ConfigError for a file that starts servers, such as a manifest of Kubernetes.
     """
@@ -612,7 +614,7 @@ def of_file(content: Mapping[Any, object]) -> list[str] | None:
 
 
 def _as_words(content: Mapping[Any, object]) -> list[str]:
-    """The options of `vllm serve --config FILE` on a command line."""
+    """Return the options of `vllm serve --config FILE` on a command line."""
     words: list[str] = []
     for key, value in content.items():
         name = str(key).replace("_", "-")
@@ -625,7 +627,7 @@ def _as_words(content: Mapping[Any, object]) -> list[str]:
 
 
 def typed(value: object) -> object:
-    """The same with its numbers, which `read_yaml` leaves as text."""
+    """Return the same with its numbers, which `read_yaml` leaves as text."""
     if isinstance(value, dict):
         return {key: typed(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -59,14 +59,14 @@ class KnownSetting:
     values: Mapping[str, object] = field(factory=dict)
 
     def is_idle(self, value: object, given: _Given) -> bool:
-        """Whether this value has no effect, given the other settings."""
+        """Return whether this value has no effect, given the other settings."""
         can_be_off = self.off or self.kind == "refused"
         return bool(
             self.kind == "without_effect" or self._is_alone(given) or (can_be_off and _word(value) in _OFF | {self.off})
         )
 
     def idle_because(self, given: _Given) -> str:
-        """The reason if it has no effect."""
+        """Return the reason if it has no effect."""
         if self.kind == "without_effect":
             return self.why
         if self.kind == "joined":
@@ -77,7 +77,7 @@ class KnownSetting:
         return bool(self.needs) and _word(given.get(self.needs, (None, ""))[0]) in _OFF
 
     def convert(self, value: object, source: str) -> tuple[str, object, str]:
-        """lmkv's name and value, and their source."""
+        """Return lmkv's name and value, and their source."""
         if self.several and isinstance(value, str) and "," in value:
             raise ConfigError(f"{source}: {self.key} = {short_repr(value)} names several: {self.several}")
         where = source if self.key == self.setting or source.startswith(VARIABLE) else f"{source}: {self.key}"
@@ -108,7 +108,7 @@ class Translation:
         return [reading for reading in self.readings if reading.kind == kind]
 
     def remarks(self) -> list[tuple[int, str]]:
-        """Remarks for the user's log, with their levels: on single readings, and on all together."""
+        """Return the remarks for the user's log, with their levels: on single readings, and on all together."""
         unknown = [f"{each.key} ({each.source})" for each in self.of("unknown")]
         remarks = [
             (logging.INFO, "settings of LMCache without effect here", [each.key for each in self.of("without effect")]),
@@ -119,13 +119,15 @@ class Translation:
 
 @functools.cache
 def table() -> Mapping[str, KnownSetting]:
-    """All known settings of LMCache, by key."""
+    """Return all known settings of LMCache, by key."""
     return _entries(_read_table("lmcache.toml"))
 
 
 @functools.cache
 def commands() -> Mapping[str, Mapping[str, KnownSetting]]:
-    """All known options by name: LMCache's `server`, vLLM's own `offloading`, and the keys of the `tiers` of both."""
+    """Return all known options by name: LMCache's `server`, vLLM's own `offloading`, and the keys of the `tiers` of
+    both.
+    """
     return MappingProxyType({name: _entries(groups) for name, groups in _read_table("commands.toml").items()})
 
 
@@ -141,12 +143,12 @@ def _entries(groups: dict[str, Any]) -> Mapping[str, KnownSetting]:
 
 
 def owns(name: object) -> bool:
-    """Whether a key of `kv_connector_extra_config` is LMCache's."""
+    """Return whether a key of `kv_connector_extra_config` is LMCache's."""
     return isinstance(name, str) and (name.startswith(PREFIX) or name in PLAIN)
 
 
 def named(env: Mapping[str, str], extra: Mapping[Any, object]) -> list[str]:
-    """Names of LMCache's settings that are given: variables, then keys of the extra configuration."""
+    """Return the names of LMCache's settings that are given: variables, then keys of the extra configuration."""
     variables = [name for name in sorted(env) if name.startswith(ENV_PREFIX) and (name != ENV_FILE or env[name])]
     known = [name for name in variables if key_of(name) in table() or not SERVICE_LINK.fullmatch(name)]
     return known + [name for name in extra if owns(name)]
@@ -205,7 +207,7 @@ _MOONCAKE: Final = "MOONCAKE_CONFIG_PATH"
 
 
 def hint(name: object, known: Mapping[str, KnownSetting]) -> str:
-    """The known name that may be meant, and whether it has an effect; "" if none is similar."""
+    """Return the known name that may be meant, and whether it has an effect; "" if none is similar."""
     if not (close := nearest(name, known)):
         return ""
     more = {"refused": ", which cannot be used", "without_effect": ", which has no effect"}
@@ -213,7 +215,7 @@ def hint(name: object, known: Mapping[str, KnownSetting]) -> str:
 
 
 def nearest(name: object, names: Iterable[str], cutoff: float = 0.7) -> str:
-    """The most similar name, or "". It takes milliseconds."""
+    """Return the most similar name, or "". It takes milliseconds."""
     short = {each.removeprefix(_INNER): each for each in names}
     close = difflib.get_close_matches(str(name).removeprefix(_INNER)[:100], short, n=1, cutoff=cutoff)
     return short[close[0]] if close else ""
@@ -296,7 +298,9 @@ def _say_segments(given: _Given, result: Translation, ranks: int | None) -> None
 
 
 def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, result: Translation) -> _Given:
-    """Value and source of each key. As in LMCache: file, environment, extra configuration, the later the stronger."""
+    """Return the value and source of each key. As in LMCache: file, environment, extra configuration, the later the
+    stronger.
+    """
     found: _Given = {}
     for name in named(env, extra):
         if owns(name):
@@ -315,7 +319,7 @@ def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, re
 
 
 def _flat(found: _Given, result: Translation) -> _Given:
-    """The same settings, with each key of `extra_config` as its own setting."""
+    """Return the same settings, with each key of `extra_config` as its own setting."""
     inner, source = found.pop("extra_config", (None, ""))
     if isinstance(inner, str):
         try:

@@ -53,7 +53,7 @@ def split_urls(text: str) -> list[str]:
 
 
 def schemes() -> list[str]:
-    """Schemes that a URL may have: lmkv's own, and those of installed packages."""
+    """Return the schemes that a URL may have: lmkv's own, and those of installed packages."""
     return [*SCHEMES, *(name for name in plugins.installed(plugins.BACKENDS) if name not in SCHEMES)]
 
 
@@ -161,7 +161,7 @@ def boolean(value: object) -> bool:
 
 
 def is_nothing(value: object) -> bool:
-    """Whether this value leaves an optional setting unset: none, null, false, no, off, or empty."""
+    """Return whether this value leaves an optional setting unset: none, null, false, no, off, or empty."""
     return value is None or value is False or (isinstance(value, str) and value.lower() in NOTHING)
 
 
@@ -183,7 +183,7 @@ def integer(minimum: int, maximum: int = 1 << 40) -> Parse:
 
 
 def number(minimum: float, maximum: float = 1e9, *, above: bool = False) -> Parse:
-    """A finite number from `minimum` (or `above` it) to `maximum`."""
+    """Return a finite number from `minimum` (or `above` it) to `maximum`."""
 
     def parse(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, Real | str) or "_" in str(value)[:400]:
@@ -219,7 +219,9 @@ def one_of(*names: str) -> Parse:
 
 
 def plugin_name(names: Callable[[], Iterable[str]], *, numbered: str = "") -> Parse:
-    """One of `names()` at the time of parsing, or `package.module:Class`. `numbered`: it may be followed by `:5`."""
+    """Return one of `names()` at the time of parsing, or `package.module:Class`. `numbered`: it may be followed by
+    `:5`.
+    """
 
     def parse(value: object) -> str:
         if isinstance(value, str) and (
@@ -236,7 +238,7 @@ def plugin_name(names: Callable[[], Iterable[str]], *, numbered: str = "") -> Pa
 
 
 def path(value: object) -> str | None:
-    """A plain path from a path or a file URL, or None."""
+    """Return a plain path from a path or a file URL, or None."""
     if is_nothing(value):
         return None
     if not isinstance(value, str | os.PathLike) or re.search(r",\s*/", str(value)):
@@ -367,7 +369,7 @@ def optional_text(value: object) -> str | None:
 
 
 def agent_address(value: object) -> str | None:
-    """Where the agent API may listen: a socket's path, or a port of this machine's loopback."""
+    """Return where the agent API may listen: a socket's path, or a port of this machine's loopback."""
     address = optional_text(value)
     host, _, port = (address or "").rpartition(":")
     try:
@@ -386,31 +388,31 @@ def text(value: object) -> str:
 
 
 def readable(value: object) -> object:
-    """A parsed value as text, without passwords."""
+    """Return a parsed value as text, without passwords."""
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or None
     return str(value) if isinstance(value, Secret) else value
 
 
 def in_words(value: object) -> str:
-    """A value in the form of a YAML file."""
+    """Return a value in the form of a YAML file."""
     return str(value).lower() if isinstance(value, bool | None) else str(value)
 
 
 def are_nested(one: str, other: str) -> bool:
-    """Whether two paths lead to the same folder, or one into the other, also by links and mounts."""
+    """Return whether two paths lead to the same folder, or one into the other, also by links and mounts."""
     first, second = map(_identities, (one, other))
     return first[0] in second or second[0] in first
 
 
 def _identities(path: str) -> list[object]:
-    """Identities of a folder and of all above it."""
+    """Return the identities of a folder and of all above it."""
     real = Path(os.path.realpath(path))
     return [_identity(place) for place in (real, *real.parents)]
 
 
 def _identity(path: Path) -> object:
-    """Device and inode, or the path of a folder that does not exist."""
+    """Return the device and inode, or the path of a folder that does not exist."""
     try:
         status = path.stat()
     except OSError:

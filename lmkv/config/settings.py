@@ -54,7 +54,7 @@ _T = TypeVar("_T")
 
 
 def _option(default: _T, parse: Parse, doc: str, unit: str = "") -> _T:
-    """A field of `Config`; `parse` takes a value as users write it, and raises ValueError with the reason."""
+    """Return a field of `Config`; `parse` takes a value as users write it, and raises ValueError with the reason."""
     option: _T = field(default=default, metadata={"parse": parse, "doc": doc, "unit": unit})
     return option
 
@@ -76,7 +76,7 @@ class _Parsed:
 
 def _converter(attribute: Attribute[Any]) -> Parse:
     def convert(value: object) -> object:
-        """The parsed value, or the error, which is raised with those of all other settings."""
+        """Return the parsed value, or the error, which is raised with those of all other settings."""
         try:
             return (value if isinstance(value, _Parsed) else _parsed(attribute, value, KEYWORD)).value
         except ConfigError as error:
@@ -106,7 +106,7 @@ _UNITS: Final[Mapping[str, Mapping[str, float]]] = {
 
 
 def written_instead(unit: str, value: object) -> str:
-    """The unit of a refused value, and the number to write where the value has another unit, or other signs."""
+    """Return the unit of a refused value, and the number to write where the value has another unit, or other signs."""
     text = short_repr(value).strip("' ").lower()
     told = f", in {unit}" if unit.isalpha() else ""
     if text in ("none", "", "auto", "default") or (unit == "GiB" and text in ("0", "0.0")):
@@ -139,7 +139,7 @@ class Setting:
     doc: str
 
     def __str__(self) -> str:
-        """The value with its unit, or none."""
+        """Return the value with its unit, or none."""
         unit = self.unit if self.unit.isalpha() else ""
         return f"{in_words(self.value)} {unit}".strip() if self.value is not None else "none"
 
@@ -175,9 +175,7 @@ class Config:
         5.0, number(0, above=True), "Size of the engine's host memory, for all its ranks together", "GiB"
     )
     shared_memory: str | None = _option(
-        None,
-        path,
-        "Folder in memory that the engines of a node share, such as file:///dev/shm/lmkv; none: no shared memory tier",
+        None, path, "Folder in memory that a node's engines share, such as file:///dev/shm/lmkv; none: no such tier"
     )
     max_shared_memory_size: float = _option(
         0.0, number(0), "Capacity of the folder shared_memory, for all engines and models together", "GiB"
@@ -204,7 +202,7 @@ class Config:
     disk_sync: Literal["none", "data", "full"] = _option(
         "none",
         one_of("none", "data", "full"),
-        "none: sync nothing, so that a power cut may lose recent chunks; data: sync each file before a request can find it; "
+        "none: sync nothing, so that a power cut may lose recent chunks; data: sync each file before requests find it; "
         "full: also sync its folder",
     )
     disk_min_free: float = _option(1.0, number(0), "Free space that lmkv leaves on the disk tier's file system", "GiB")
@@ -231,12 +229,10 @@ class Config:
         "(only those of requests with at least 8192 tokens), or your own package.module:Class",
     )
     remote_url: tuple[RemoteURL, ...] = _option(
-        (),
-        urls,
-        "URLs of stores that machines share, nearest first, such as redis://[user[:password]@]host[:port][/db]",
+        (), urls, "URLs of shared stores, nearest first, such as redis://[user[:password]@]host[:port][/db]"
     )
     remote_urls: tuple[RemoteURL, ...] = _option(
-        (), urls, "URLs of more such stores, which are farther than those in remote_url"
+        (), urls, "URLs of more shared stores, farther than those in remote_url"
     )
     remote_username: str | None = _option(None, optional_text, "User name for remote stores whose URL has none")
     remote_password: Secret | None = _option(None, secret, "Password for remote stores whose URL has none; never shown")
@@ -252,10 +248,8 @@ class Config:
     authentication_key_file: str | None = _option(
         None, path, "File with authentication_key, such as from openssl rand -hex 32; a final line break is ignored"
     )
-    prefetch_share: float = _option(
-        0.5, number(0, 1), "Largest share of host memory that prefetched chunks may fill", "0..1"
-    )
-    pin_share: float = _option(0.5, number(0, 1), "Largest share of host memory that pinned chunks may fill", "0..1")
+    prefetch_share: float = _option(0.5, number(0, 1), "Largest share of host memory for prefetched chunks", "0..1")
+    pin_share: float = _option(0.5, number(0, 1), "Largest share of host memory for pinned chunks", "0..1")
     prefetch_deadline: float = _option(
         30.0, number(0), "Longest time that a request waits for lower tiers; less if computing takes less", "s"
     )
@@ -275,10 +269,7 @@ class Config:
         True, boolean, "On CUDA devices, ask vLLM to keep all layers of a block next to each other in memory"
     )
     device_staging_size: float = _option(
-        1.0,
-        number(0, above=True),
-        "Staging memory on each device for stores; loads take a quarter of this size in addition",
-        "GiB",
+        1.0, number(0, above=True), "Staging memory on each device for stores; loads take a quarter in addition", "GiB"
     )
     pin_ttl: float = _option(
         300.0, number(0, above=True), "How long a pin, a prefetch or a priority lasts if its caller gives no time", "s"
@@ -317,7 +308,7 @@ class Config:
             raise ConfigError("\n".join(problems))
 
     def _problems(self) -> Iterator[str]:
-        """Contradictions between settings."""
+        """Yield the contradictions between settings."""
         yield from self._of_folder("shared_memory", "max_shared_memory_size")
         yield from self._of_folder("local_disk", "max_local_disk_size")
         if self.shared_memory and self.local_disk and are_nested(self.shared_memory, self.local_disk):
@@ -428,12 +419,12 @@ class Config:
             self._refuse(name, f"cannot be read: {why}; name a file that the server's user may read")
 
     def source(self, name: str) -> str:
-        """Where the value of `name` comes from."""
+        """Return where the value of `name` comes from."""
         is_default = getattr(self, name) == _OPTIONS[name].default
         return self.sources.get(name) or (DEFAULT if is_default else KEYWORD)
 
     def describe(self) -> list[Setting]:
-        """All settings as text, in the order of their definition."""
+        """Return all settings as text, in the order of their definition."""
         return [
             Setting(
                 name=name,
@@ -447,7 +438,7 @@ class Config:
         ]
 
     def _of_folder(self, folder: str, capacity: str) -> Iterator[str]:
-        """A folder without a capacity, or a capacity without a folder."""
+        """Yield a folder without a capacity, or a capacity without a folder."""
         given, size = getattr(self, folder), getattr(self, capacity)
         if given is not None and size == 0:
             yield f"{self.source(folder)}: {folder} needs {capacity} (GiB), for example {capacity}: 100"
@@ -461,7 +452,9 @@ class Config:
         return not (self.local_cpu or self.shared_memory or disk or self.remotes)
 
     def doubts(self, given: Iterable[str]) -> Iterator[tuple[int, str]]:
-        """Remarks on settings that do nothing, with their level. `given`: names of those that somebody has set."""
+        """Yield the remarks on settings that do nothing, with their level. `given`: names of those that somebody has
+        set.
+        """
         if self.keeps_nothing:
             yield logging.WARNING, _KEEPS_NOTHING
         if 0 < sum(each.percent for each in self.quotas) <= 1:
@@ -544,8 +537,9 @@ class Answer:
 
     @classmethod
     def to_command(cls, words: Sequence[str], ranks: int | None = 1) -> tuple[Self, Command]:
-        """The meaning of a command line of LMCache's server or `vllm serve`. Raises ConfigError for any other command
-        line. `ranks`: of an engine, where its options name none."""
+        """Return the meaning of a command line of LMCache's server or `vllm serve`. Raises ConfigError for any other
+        command line. `ranks`: of an engine, where its options name none.
+        """
         command = command_lines.translated(words, ranks)
         return cls._of(command.settings, command.readings, command.notes, of_lmcache=True, command=command), command
 
@@ -612,14 +606,14 @@ class Answer:
         return 2 if self.problems else int(matters or any(each.kind == "unknown" for each in self.readings))
 
     def checked(self) -> Config:
-        """The configuration. Raises a ConfigError that names every refused setting."""
+        """Return the configuration. Raises a ConfigError that names every refused setting."""
         if self.config is None:
             raise ConfigError("\n".join(self.problems))
         return self.config
 
 
 def _doubts_of_names(env: Mapping[str, str]) -> Iterator[str]:
-    """Variables that look like lmkv's and are not read, or not as they are."""
+    """Yield the variables that look like lmkv's and are not read, or not as they are."""
     for name in sorted(env):
         big = name.upper()
         if name != big and (big == ENV_FILE or big.removeprefix(ENV_PREFIX).lower() in _OPTIONS.keys() - {big.lower()}):
@@ -693,6 +687,6 @@ def _hint(key: object, value: object) -> str:
 
 
 def _meant(key: str) -> str:
-    """The shortest name with all words of a key, "" if there is none. A kind of store counts as the word remote."""
+    """Return the shortest name with all words of a key, "" if there is none. A kind of store counts as the word remote."""
     words = {"remote" if word in SCHEMES.keys() - {"file"} else word for word in key.split("_")}
     return min((name for name in _OPTIONS if words <= {*name.split("_")}), key=lambda name: name.count("_"), default="")

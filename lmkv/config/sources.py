@@ -27,7 +27,7 @@ _PATIENCE: Final = 10.0
 
 
 def read_named(path: str | os.PathLike[str], limit: int = SMALL, *, pipes: bool = True) -> bytes:
-    """The content of a file or of a pipe, such as the shell's `<(...)`.
+    """Return the content of a file or of a pipe, such as the shell's `<(...)`.
 
     Raises OSError for anything else, and for more than `limit` bytes. `pipes`: whether pipes may be read.
     """
@@ -44,7 +44,7 @@ def read_named(path: str | os.PathLike[str], limit: int = SMALL, *, pipes: bool 
 
 
 def _opened(path: str | os.PathLike[str], *, pipes: bool) -> tuple[int, int]:
-    """`(file descriptor, mode)`. Nothing else is opened: some devices act on that alone."""
+    """Return `(file descriptor, mode)`. Nothing else is opened: some devices act on that alone."""
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         mode = os.fstat(place).st_mode
@@ -60,7 +60,7 @@ def _opened(path: str | os.PathLike[str], *, pipes: bool) -> tuple[int, int]:
 
 
 def _part(fd: int, most: int, until: float, *, begun: bool) -> bytes:
-    """The next bytes; none at the end. `begun`: without a writer this is the end."""
+    """Return the next bytes; none at the end. `begun`: without a writer this is the end."""
     left, said = until - time.monotonic(), "nobody writes into it"
     try:
         if (part := os.read(fd, most)) or begun:
@@ -94,7 +94,7 @@ def given_settings(
     extra: Mapping[Any, object],
     read: Callable[[Path], Mapping[Any, object]],
 ) -> Iterator[tuple[Any, object, str]]:
-    """`(key, value, source)` of everything given; a later source overrides an earlier one."""
+    """Yield `(key, value, source)` of everything given; a later source overrides an earlier one."""
     for key, value in overrides.items():
         yield key, value, KEYWORD
     if file:
@@ -113,7 +113,8 @@ def given_settings(
 
 
 def flat(extra: object) -> dict[Any, object]:
-    """The same settings with plain keys. vLLM's dotted arguments turn keys into mappings: {"lmkv": {"chunk_size": 64}}.
+    """Return the same settings with plain keys. vLLM's dotted arguments turn keys into mappings: {"lmkv":
+    {"chunk_size": 64}}.
 
     Raises ConfigError for anything but a mapping.
     """
@@ -128,7 +129,7 @@ def flat(extra: object) -> dict[Any, object]:
 
 
 def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
-    """The mapping in a file, with numbers as text, which the parsers of settings take. Raises ConfigError.
+    """Return the mapping in a file, with numbers as text, which the parsers of settings take. Raises ConfigError.
 
     `pipes`: whether to read a pipe, which is empty afterwards.
     """
@@ -186,7 +187,7 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
 
 
 def _yaml_reason(error: Exception) -> str:
-    """The error and its line, without quoting the file, which may have passwords."""
+    """Return the error and its line, without quoting the file, which may have passwords."""
     if isinstance(error, FileNotFoundError):
         return "not found: correct its path"
     if isinstance(error, UnicodeDecodeError):

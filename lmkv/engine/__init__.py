@@ -37,7 +37,7 @@ def open_store(
     block_axis: int,
     **identity: Any,
 ) -> tuple[TieredStore, Namespace, KVLayout, PagedMemory]:
-    """The store, namespace, layout and memory of an engine. Raises UsageError.
+    """Return the store, namespace, layout and memory of an engine. Raises UsageError.
 
     `identity`: the fields of the namespace that do not follow from the tensors.
     """
@@ -62,7 +62,7 @@ def open_store(
 
 
 def _page_format(tensor: torch.Tensor, block_axis: int) -> tuple[object, ...]:
-    """Everything that decides which value each byte of a layer's pages belongs to."""
+    """Return everything that decides which value each byte of a layer's pages belongs to."""
     inner = block_axis + 1
     return str(tensor.dtype), (*tensor.shape[:block_axis], *tensor.shape[inner:]), tensor.stride()[inner:]
 
@@ -80,7 +80,7 @@ def _look_up_shared(store: TieredStore, keys: Sequence[ChunkKey], timeout: float
 
 
 def _lease_window(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) -> Lease:
-    """A lease on the leading chunks in host memory; if there is none, on chunks that can be promoted."""
+    """Return a lease on the leading chunks in host memory; if there is none, on chunks that can be promoted."""
     lease = store.lease(keys)
     if lease:
         return lease
@@ -211,7 +211,7 @@ class Engine:
         return self._layout.chunk_size
 
     def keys(self, tokens: Tokens, variant: Variant = PLAIN) -> list[ChunkKey]:
-        """The chunk keys of a prompt, one for each whole chunk."""
+        """Return the chunk keys of a prompt, one for each whole chunk."""
         return self._chain(tokens, variant).keys
 
     def _chain(self, tokens: Tokens, variant: Variant) -> KeyChain:
@@ -495,7 +495,7 @@ _lock = threading.Lock()
 
 
 def get_or_create(name: str, factory: Callable[[], Engine]) -> Engine:
-    """The open engine called `name`; if it is missing, `factory` makes it, under the registry's lock."""
+    """Return the open engine called `name`; if it is missing, `factory` makes it, under the registry's lock."""
     with _lock:
         engine = _engines.get(name)
         if engine is None or engine.closed:
@@ -504,7 +504,7 @@ def get_or_create(name: str, factory: Callable[[], Engine]) -> Engine:
 
 
 def get(name: str) -> Engine:
-    """The engine called `name`. Raises UsageError for an unknown name."""
+    """Return the engine called `name`. Raises UsageError for an unknown name."""
     engine = _engines.get(name)
     if engine is None:
         known = ", ".join(sorted(_engines)) or "none"

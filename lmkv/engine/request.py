@@ -32,7 +32,7 @@ def whole(value: Any, name: str, least: int) -> int:
 
 
 def seconds(value: Any, name: str) -> float:
-    """The value as a float that every clock can add."""
+    """Return the value as a float that every clock can add."""
     if isinstance(value, bool) or not isinstance(value, (float, Real)) or value != value:
         raise UsageError(f"{name} must be a number of seconds, not {short_repr(value)}")
     try:
@@ -73,7 +73,7 @@ PLAIN = Variant()
 
 
 def root_of(variant: Variant, namespace: Namespace) -> bytes:
-    """The root of the chunk keys of a prompt. Raises UsageError for a variant with parts of other types."""
+    """Return the root of the chunk keys of a prompt. Raises UsageError for a variant with parts of other types."""
     _check(variant)
     tags = {f"tag.{name}": value for name, value in variant.tags.items()}
     return namespace.root(cache_salt=variant.cache_salt, lora=variant.lora, extra=tags)
@@ -118,7 +118,7 @@ class Request:
         return [self._copy(slots[key], index) for index, key in keys if key in slots]
 
     def copies_to_blocks(self, slots: Sequence[int], first: int) -> list[ChunkCopy]:
-        """Copies from the slots of chunks `first`, `first` + 1, ..."""
+        """Return the copies from the slots of chunks `first`, `first` + 1, ..."""
         return [self._copy(slot, index) for index, slot in enumerate(slots, first)]
 
     def _copy(self, slot: int, index: int) -> ChunkCopy:

@@ -106,7 +106,7 @@ def deviation(
 
 
 def _runs(numbers: torch.Tensor) -> torch.Tensor:
-    """The mean square of each run, `[page, run]`; the last one is filled up with zeros."""
+    """Return the mean square of each run, `[page, run]`; the last one is filled up with zeros."""
     squares = torch.nn.functional.pad(numbers.double().square(), (0, -numbers.shape[1] % _RUN))
     found: torch.Tensor = squares.unflatten(1, (-1, _RUN)).mean(2)
     return found
@@ -132,7 +132,7 @@ class Comparison:
     _tolerances: dict[torch.dtype, float] = field(factory=TOLERANCE.copy)
 
     def differences(self, copies: Sequence[ChunkCopy], stored: Sequence[int]) -> list[Difference]:
-        """The chunks copied into slots that differ from the chunks in the slots `stored`."""
+        """Return the chunks copied into slots that differ from the chunks in the slots `stored`."""
         found = []
         for number, (copy, slot) in enumerate(zip(copies, stored, strict=True)):
             wrong = list(self._wrong(copy, slot))
@@ -143,7 +143,7 @@ class Comparison:
         return found
 
     def _wrong(self, copy: ChunkCopy, stored: int) -> Iterator[tuple[str, int, int, float]]:
-        """`(layer, first token, end, deviation)` of each layer that differs."""
+        """Yield `(layer, first token, end, deviation)` of each layer that differs."""
         for part in self._parts:
             tolerance = self._tolerances.get(part.dtype)
             if tolerance is not None and part.source is not None:
@@ -158,7 +158,7 @@ class Comparison:
                 yield part.layer, (first + pages[0]) * size, (first + pages[-1] + 1) * size, float(found.max())
 
     def measure(self, part: Part, copy: ChunkCopy, stored: int) -> torch.Tensor | None:
-        """The `deviation` of each page of a part; None if every byte is equal, or nothing was copied."""
+        """Return the `deviation` of each page of a part; None if every byte is equal, or nothing was copied."""
         computed, known = (
             _pages(self._layout, self._slab, self._rank, part, copy, slot) for slot in (copy.slot, stored)
         )
@@ -170,7 +170,7 @@ class Comparison:
 
 
 def _pages(layout: KVLayout, slab: SlabMap, rank: int, part: Part, copy: ChunkCopy, slot: int) -> npt.NDArray[np.uint8]:
-    """A part of a copy's pages, in this slot."""
+    """Return a part of a copy's pages, in this slot."""
     shape, (offset, nbytes) = layout.layers[part.plane], layout.span(rank, part.plane)
     run = copy.runs[shape.group]
     rows = slice(run.first, run.first + len(run.blocks)), slice(part.offset, part.offset + part.nbytes)
@@ -203,7 +203,7 @@ _page_factors = lru_cache(64)(factors)
 
 
 def page_digests(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """A digest of each of the pages `blocks`, int64 [page], of `rows`, uint8 [block, byte], on their device.
+    """Return a digest of each of the pages `blocks`, int64 [page], of `rows`, uint8 [block, byte], on their device.
 
     The sum modulo 2**64 of each 32-bit word times a factor of its place. Different pages have equal digests with a
     probability of about 2**-33.
@@ -274,14 +274,14 @@ class ReadBack:
         return blocks.pin_memory() if self._memory.device.type == "cuda" else blocks
 
     def digests(self, reading: Reading, copies: Sequence[ChunkCopy]) -> Digests:
-        """The digests of a reading that has ended, by part and copy."""
+        """Return the digests of a reading that has ended, by part and copy."""
         groups = [self._layout.layers[part.plane].group for part in self._parts]
         sizes = [len(copy.runs[group].blocks) for group in groups for copy in copies]
         found = list(reading.found.split(sizes))
         return [found[at : at + len(copies)] for at in range(0, len(found), len(copies))]
 
     def of_slots(self, copies: Sequence[ChunkCopy], slab: SlabMap) -> Digests:
-        """The digests of the copied pages in their slots. May be called on any thread."""
+        """Return the digests of the copied pages in their slots. May be called on any thread."""
         return [[self._of_slot(part, copy, slab) for copy in copies] for part in self._parts]
 
     def _of_slot(self, part: Part, copy: ChunkCopy, slab: SlabMap) -> torch.Tensor:
@@ -289,7 +289,7 @@ class ReadBack:
         return page_digests(pages, torch.arange(len(pages)))
 
     def differences(self, copies: Sequence[ChunkCopy], found: Digests, known: Digests) -> list[Difference]:
-        """The copies with pages that differ from the known ones. There may be more known pages."""
+        """Return the copies with pages that differ from the known ones. There may be more known pages."""
         differ = []
         for number, copy in enumerate(copies):
             layers, pages = list[str](), list[tuple[int, int, int]]()
@@ -305,7 +305,7 @@ class ReadBack:
         return differ
 
     def _tokens(self, part: Part, copy: ChunkCopy, pages: Sequence[int]) -> list[tuple[int, int, int]]:
-        """`(first token, end, block)` of each of these pages of a copy."""
+        """Return `(first token, end, block)` of each of these pages of a copy."""
         shape = self._layout.layers[part.plane]
         run, size = copy.runs[shape.group], self._layout.chunk_size // shape.pages_per_chunk
         return [((run.first + page) * size, (run.first + page + 1) * size, run.blocks[page]) for page in pages]

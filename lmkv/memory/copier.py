@@ -107,7 +107,7 @@ def by_layer(planes: Sequence[_P], num_layers: int) -> tuple[list[list[_P]], lis
 
 
 def block_ids(blocks: object) -> list[int]:
-    """The ids in a sequence, a numpy array or a torch tensor of integers, as a list.
+    """Return the ids in a sequence, a numpy array or a torch tensor of integers, as a list.
 
     Raises UsageError for anything else, floats and booleans included: numpy would take those for other ids.
     """
@@ -122,7 +122,7 @@ def block_ids(blocks: object) -> list[int]:
 
 
 def _block_id(value: Any) -> int:
-    """An int, or the int in a numpy scalar or in a torch tensor without dimensions."""
+    """Return an int, or the int in a numpy scalar or in a torch tensor without dimensions."""
     found = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(found, int) and not isinstance(found, bool):
         return found
@@ -130,7 +130,7 @@ def _block_id(value: Any) -> int:
 
 
 def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mapping[int, int]) -> dict[int, list[int]]:
-    """The blocks of all copies in their order, for each block table of `num_blocks`.
+    """Return the blocks of all copies in their order, for each block table of `num_blocks`.
 
     Raises UsageError for slots and blocks that do not exist, before the first byte is copied. Neither numpy (with
     "clip") nor a device would notice: they would copy other pages.

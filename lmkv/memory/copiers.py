@@ -24,7 +24,7 @@ _FREE_SHARE = 4
 
 
 def _words(nbytes: int) -> np.dtype[np.generic]:
-    """The widest integer that divides `nbytes`: numpy copies rows of int64 at the speed of memcpy."""
+    """Return the widest integer that divides `nbytes`: numpy copies rows of int64 at the speed of memcpy."""
     return np.dtype(next(f"u{size}" for size in (8, 4, 2, 1) if nbytes % size == 0))
 
 
@@ -83,7 +83,7 @@ class CPUCopier:
         return (_load(planes, pages) for planes in self._to_load)
 
     def _pages(self, copies: Sequence[ChunkCopy]) -> _PageRuns:
-        """The pages to copy, made once for all layers. Raises UsageError as `check_copies` does."""
+        """Return the pages to copy, made once for all layers. Raises UsageError as `check_copies` does."""
         pages: _PageRuns = {}
         for group, ids in check_copies(copies, self._num_slots, self._num_blocks).items():
             # One array for all copies, because Python's share of the time counts where pages are small.
@@ -132,7 +132,7 @@ def check_device(kind: str) -> None:
 
 
 def make_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging | None:
-    """A copier's streams and memory on its device, before there is a slab; None for a CPU.
+    """Return a copier's streams and memory on its device, before there is a slab; None for a CPU.
 
     Raises UsageError for a device without copier, and the exceptions of torch for the device.
     """
@@ -153,7 +153,7 @@ def make_copier(
     staging: Staging | None = None,
     turn: tuple[int, int] = (0, 1),
 ) -> Copier:
-    """A copier for the memory's device. Populates the rank's part of the slab, in the background.
+    """Return a copier for the memory's device. Populates the rank's part of the slab, in the background.
 
     `turn`: (index, count) of this rank among those with that part. Raises UsageError when memory, layout and slab do
     not fit, and torch's exceptions for the device.

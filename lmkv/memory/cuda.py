@@ -133,7 +133,9 @@ def _copy_batch(function: Any, transfers: Transfers, queue: int) -> int:
 
 
 def batched_copy(driver: Any) -> Callable[[Transfers, int], int] | None:
-    """A function that queues many copies in one call and returns a status; None with a driver older than CUDA 12.8."""
+    """Return a function that queues many copies in one call and returns a status; None with a driver older than CUDA
+    12.8.
+    """
     function, found = ctypes.c_void_p(), ctypes.c_int()
     find = getattr(driver, "cuGetProcAddress_v2", None)
     if find is None:

@@ -70,7 +70,7 @@ class TimedEvent(Event, Protocol):
     """An event that was marked with `timed`."""
 
     def seconds_since(self, earlier: TimedEvent) -> float:
-        """Seconds on the device between the two, once both are reached."""
+        """Return the number of seconds on the device between the two, once both are reached."""
         ...
 
 
@@ -78,7 +78,7 @@ class Stream(Protocol):
     """A queue of work for the device, done in order. Work on two streams is ordered by events alone."""
 
     def record_event(self, *, timed: bool = False) -> TimedEvent:
-        """An event that is reached when all work queued so far is done."""
+        """Return an event that is reached when all work queued so far is done."""
         ...
 
     def wait_for(self, event: Event) -> None:
@@ -97,11 +97,11 @@ class Device(Protocol):
     """
 
     def stream(self, *, compute: bool = False) -> Stream:
-        """A new stream, or the one that the model's computation is being launched on."""
+        """Return a new stream, or the one that the model's computation is being launched on."""
         ...
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
-        """Address of new memory on the device, and the object that owns it: it is freed with that object.
+        """Return the address of new memory on the device, and the object that owns it: it is freed with that object.
 
         The memory is not in a pool that the caller has begun: vLLM copies its pools to the host when the engine sleeps.
         """
@@ -134,7 +134,7 @@ class Ring:
         self._uses: deque[tuple[int, int, Event]] = deque()
 
     def borrow(self, nbytes: int, stream: Stream) -> int:
-        """The address of `nbytes`, for work that is queued on `stream` from now on."""
+        """Return the address of `nbytes`, for work that is queued on `stream` from now on."""
         start = self._next if self._next + nbytes <= self.nbytes else 0
         self._next = start + nbytes
         while any(low < self._next and start < high for low, high, _ in self._uses):
@@ -167,7 +167,7 @@ class Staging:
         device.synchronize()
 
     def record_event(self) -> Event:
-        """An event for the end of the computation that was launched until now."""
+        """Return an event for the end of the computation that was launched until now."""
         return self.device.stream(compute=True).record_event()
 
     def allocate(self) -> None:
@@ -223,7 +223,7 @@ class PinnedSlab:
         return f"<PinnedSlab: {int(self._pinned.sum())} of {self._slab.num_slots} slots>"
 
     def holds(self, hosts: Addresses) -> npt.NDArray[np.bool_]:
-        """Which of these addresses in the slab are registered."""
+        """Return which of these addresses in the slab are registered."""
         pinned: npt.NDArray[np.bool_] = self._pinned[(hosts - self._address) // self._slab.slot_bytes]
         return pinned
 
@@ -275,7 +275,7 @@ class PinnedSlab:
 
 
 def pinning_threads(ranks: int) -> int:
-    """Threads of each rank that populate and register: a quarter of the machine's cores at most."""
+    """Return the number of threads of each rank that populate and register: a quarter of the machine's cores at most."""
     return max(1, min(4, (os.cpu_count() or 1) // 4 // ranks))
 
 
@@ -306,7 +306,7 @@ class _PlaneSet:
     group: int
 
     def pages(self, alike: Sequence[ChunkCopy], slots: Addresses) -> _Pages:
-        """The pages of copies with equal runs but for their blocks. `slots`: their slots' addresses."""
+        """Return the pages of copies with equal runs but for their blocks. `slots`: their slots' addresses."""
         blocks = np.array([copy.runs[self.group].blocks for copy in alike], np.int64)
         numbers = alike[0].runs[self.group].first + np.arange(blocks.shape[1])
         device = self.addresses[:, None] + blocks[:, None] * self.stride
@@ -476,7 +476,7 @@ class DeviceCopier:
                     yield part.pages(alike, slots)
 
     def _runs(self, batch: Sequence[_Pages], address: int) -> tuple[Addresses, Addresses, Addresses]:
-        """Hosts, addresses from `address` on, and bytes of the longest runs that are contiguous in one slot.
+        """Return the hosts, addresses from `address` on, and bytes of the longest runs that are contiguous in one slot.
 
         Slots may adjoin, but the border of a registration may lie between them.
         """
@@ -508,7 +508,7 @@ class DeviceCopier:
 
 
 def _sets(planes: Iterable[_DevicePlane]) -> list[_PlaneSet]:
-    """Neighbouring planes of one block table, stride and page size in one set."""
+    """Return the neighbouring planes of one block table, stride and page size in one set."""
     sets = []
     for kind, same in groupby(planes, lambda plane: (plane.stride, plane.nbytes, plane.group)):
         addresses, offsets = np.array([(plane.address, plane.offset) for plane in same], np.int64).T
@@ -517,17 +517,17 @@ def _sets(planes: Iterable[_DevicePlane]) -> list[_PlaneSet]:
 
 
 def _alike(copies: Sequence[ChunkCopy]) -> list[list[ChunkCopy]]:
-    """The same copies; neighbours with runs of equal beginning and length together."""
+    """Return the same copies; neighbours with runs of equal beginning and length together."""
     return [list(same) for _, same in groupby(copies, lambda copy: [(run.first, len(run.blocks)) for run in copy.runs])]
 
 
 def _sizes(batch: Sequence[_Pages]) -> Addresses:
-    """The bytes of each page."""
+    """Return the bytes of each page."""
     return np.repeat([pages.page_bytes for pages in batch], [pages.host.size for pages in batch]).astype(np.int64)
 
 
 def _batches(parts: Iterable[_Pages], room: int) -> Iterator[list[_Pages]]:
-    """The same pages, in batches of `room` bytes at most."""
+    """Yield the same pages, in batches of `room` bytes at most."""
     batch: list[_Pages] = []
     left = room
     for pages in parts:
@@ -546,7 +546,7 @@ def _batches(parts: Iterable[_Pages], room: int) -> Iterator[list[_Pages]]:
 
 
 def _staged(batch: Sequence[_Pages], address: int) -> Iterator[tuple[_Pages, Addresses]]:
-    """Pages of one size together, and where each of them is in the staging memory at `address`."""
+    """Yield the pages of one size together, and where each of them is in the staging memory at `address`."""
     sizes = _sizes(batch)
     places = address + np.cumsum(sizes) - sizes
     devices, hosts = (np.concatenate([getattr(pages, side) for pages in batch]) for side in ("device", "host"))

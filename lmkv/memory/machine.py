@@ -40,17 +40,19 @@ class ControlGroup:
     V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
     def limit_bytes(self) -> int:
-        """The limit in bytes. Raises ValueError if there is no limit, and OSError if there is no such group."""
+        """Return the limit in bytes. Raises ValueError if there is no limit, and OSError if there is no such group."""
         return int((self.folder / self.names[0]).read_text())
 
     def free_bytes(self) -> int:
-        """Bytes that it may still take. Its page cache counts as free: the kernel drops it when memory is needed."""
+        """Return the number of bytes that it may still take. Its page cache counts as free: the kernel drops it when
+        memory is needed.
+        """
         used, stat = int((self.folder / self.names[1]).read_text()), _numbers(self.folder / "memory.stat")
         return self.limit_bytes() - used + sum(stat[name] for name in self.names[2:])
 
 
 def control_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[ControlGroup]:
-    """The groups that limit this process: its own and all above it, as far as `root` shows them.
+    """Yield the groups that limit this process: its own and all above it, as far as `root` shows them.
 
     In a container, `root` usually begins at the container's own group, even if the path in `own` is longer.
     """
@@ -67,7 +69,7 @@ def control_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) 
 
 
 def memory_limit(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """The smallest limit of this process's control groups in bytes; None if there is no limit."""
+    """Return the smallest limit of this process's control groups in bytes; None if there is no limit."""
     limits = []
     for group in control_groups(root, own):
         with contextlib.suppress(OSError, ValueError):
@@ -79,8 +81,9 @@ def memory_limit(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) ->
 def available_ram(
     meminfo: Path = Path("/proc/meminfo"), root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Bytes of memory that are available: MemAvailable, or less if the limit of a control group, or of one above it, is
-    lower."""
+    """Return the number of bytes of memory that are available: MemAvailable, or less if the limit of a control group,
+    or of one above it, is lower.
+    """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError, KeyError):
         free = 1024 * _numbers(meminfo)["MemAvailable:"]
@@ -135,7 +138,7 @@ def _limited(setting: str, wanted: int, limits: Mapping[str, int], unit: int = 1
 
 
 def file_system_of(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The type of the file system that the folder is on, "" when the kernel does not tell."""
+    """Return the type of the file system that the folder is on, "" when the kernel does not tell."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in mounts.read_text().splitlines():

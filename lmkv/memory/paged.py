@@ -48,7 +48,7 @@ def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
 
 
 def planes(tensor: Any, block_axis: int) -> list[torch.Tensor]:
-    """The parts of a layer's tensor, with the block as first axis: `[2, block, ...]` has two of them."""
+    """Return the parts of a layer's tensor, with the block as first axis: `[2, block, ...]` has two of them."""
     if block_axis not in (0, 1):
         raise UsageError(f"block_axis must be the first or second axis, not {short_repr(block_axis)}")
     if not isinstance(tensor, torch.Tensor) or tensor.dim() <= block_axis or not tensor.numel():
@@ -132,7 +132,7 @@ class PagedMemory:
         return max(layers.stop for layers in self.layers)
 
     def layout(self, chunk_size: int, block_sizes: Sequence[int], num_ranks: int = 1) -> KVLayout:
-        """The layout of this memory's chunks. `block_sizes`: tokens per block, by block table."""
+        """Return the layout of this memory's chunks. `block_sizes`: tokens per block, by block table."""
         layers = []
         for row, group in zip(self.rows, self.groups, strict=True):
             if chunk_size % block_sizes[group]:

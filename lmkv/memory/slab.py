@@ -52,7 +52,7 @@ os.register_at_fork(after_in_child=_in_this_process._at_fork_reinit)  # type: ig
 
 
 def create_file(engine: str, nbytes: int) -> int:
-    """The descriptor of a new memory file for the slab of an engine."""
+    """Return the descriptor of a new memory file for the slab of an engine."""
     fd = os.memfd_create(_prefix(engine) + secrets.token_hex(8), os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
@@ -67,7 +67,7 @@ def _prefix(engine: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """The name of this user's slab file at a path in /proc; "" for any other file."""
+    """Return the name of this user's slab file at a path in /proc; "" for any other file."""
     try:
         found = _MEMFD.fullmatch(os.readlink(path))
         return found[1] if found and os.stat(path).st_uid == os.geteuid() else ""
@@ -76,7 +76,7 @@ def name_of(path: str) -> str:
 
 
 def slab_files() -> Iterator[tuple[str, str, os.stat_result]]:
-    """Path, name and state of each slab of this user on this host."""
+    """Yield the path, name and state of each slab of this user on this host."""
     names = set()
     for path in glob.iglob("/proc/[0-9]*/fd/*"):
         name = name_of(path)
@@ -89,7 +89,7 @@ def slab_files() -> Iterator[tuple[str, str, os.stat_result]]:
 
 
 def find_file(engine: str) -> tuple[str, str, int] | None:
-    """Path, name and bytes of the slab of an engine; None unless exactly one has its final size."""
+    """Return the path, name and bytes of the slab of an engine; None unless exactly one has its final size."""
     found = [(path, name, stat.st_size) for path, name, stat in slab_files() if name.startswith(_prefix(engine))]
     return found[0] if len(found) == 1 and found[0][2] else None
 
@@ -137,7 +137,7 @@ def _lock(fd: int, deadline: float) -> None:
 
 
 def promised_and_taken() -> tuple[int, int]:
-    """Bytes that this user's slabs on this host may take, and bytes that they have taken."""
+    """Return the bytes that this user's slabs on this host may take, and bytes that they have taken."""
     found = [stat for _, _, stat in slab_files()]
     return sum(stat.st_size for stat in found), sum(stat.st_blocks * 512 for stat in found)
 
@@ -183,7 +183,7 @@ class SlabMap:
         return int(self.array.ctypes.data)
 
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:
-        """The writable bytes of a slot, or the first `nbytes` of them."""
+        """Return the writable bytes of a slot, or the first `nbytes` of them."""
         return self.array[slot, :nbytes].data
 
     def populate(self, part: tuple[int, int] | None = None, turn: tuple[int, int] = (0, 1)) -> None:
@@ -210,7 +210,7 @@ class SlabMap:
             self._stop.wait(time.monotonic() - started)
 
     def spans(self, part: tuple[int, int], piece: int, turn: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int]]:
-        """Offset and bytes of a part of every slot; whole slots are joined up to `piece` bytes.
+        """Yield the offset and bytes of a part of every slot; whole slots are joined up to `piece` bytes.
 
         `turn`: (index, count) of this process among those populating the part. Each starts elsewhere, and later finds
         the others' pages ready.
@@ -264,7 +264,7 @@ def attach(ref: SlabRef) -> SlabMap:
 
 
 def slab_name(engine: str, layout: KVLayout) -> str:
-    """The name of an engine's slab, by which only processes with the same layout find it."""
+    """Return the name of an engine's slab, by which only processes with the same layout find it."""
     return f"{layout.digest}-{engine}"
 
 
@@ -318,7 +318,7 @@ class Slab(SlabMap):
         return len(self._free)
 
     def allocate(self) -> int | None:
-        """A free slot, in use from now on; None when all are in use."""
+        """Return a free slot, in use from now on; None when all are in use."""
         return next(iter(self.claim(1)), None)
 
     def claim(self, count: int) -> list[int]:

@@ -175,7 +175,7 @@ _MIN_TOKENS: Final = re.compile(r"min_tokens:([1-9]\d{0,8})")
 
 
 def make_admission(name: str) -> Admission:
-    """A new admission filter: one of `ADMISSIONS`, `min_tokens:N`, or `package.module:Class`.
+    """Return a new admission filter: one of `ADMISSIONS`, `min_tokens:N`, or `package.module:Class`.
 
     Raises ConfigError for any other.
     """
@@ -196,13 +196,13 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
 
 
 def policy_names() -> Iterator[str]:
-    """The names for a configuration: lmkv's own, then installed packages'."""
+    """Yield the names for a configuration: lmkv's own, then installed packages'."""
     yield from POLICIES
     yield from (name for name in plugins.installed(plugins.POLICIES) if name not in POLICIES)
 
 
 def make_policy(name: str) -> Policy:
-    """A new, empty policy: one of `policy_names`, or `package.module:Class`. Raises ConfigError for any other."""
+    """Return a new, empty policy: one of `policy_names`, or `package.module:Class`. Raises ConfigError for any other."""
     if name in POLICIES:
         return POLICIES[name]()
     place = name if plugins.is_place(name) else plugins.installed(plugins.POLICIES).get(name)
@@ -213,7 +213,7 @@ def make_policy(name: str) -> Policy:
 
 
 def like(policy: Policy) -> Policy:
-    """An empty policy of the same kind, for a shadow; LRU for a class that needs arguments.
+    """Return an empty policy of the same kind, for a shadow; LRU for a class that needs arguments.
 
     >>> like(LRU())
     <LRU: 0 evictable bytes, 0 keys held>

@@ -119,7 +119,7 @@ class PolicyBase(ABC):
         return f"<{type(self).__name__}: {free:,} evictable bytes, {len(self.held)} keys held>"
 
     def sizes(self) -> dict[ChunkKey, int]:
-        """Bytes of each known key. O(keys)."""
+        """Return the bytes of each known key. O(keys)."""
         return {key: node[SIZE] for key, node in self.nodes.items() if node[SIZE]}
 
     # -- the order ----------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class PolicyBase(ABC):
                     ended[parent[KEY]] = ended.get(parent[KEY], 0) + 1
 
     def _revive(self, key: ChunkKey) -> ChunkKey:
-        """A given-up key was used, or is evicted now: forget that it was given up."""
+        """Return a given-up key was used, or is evicted now: forget that it was given up."""
         del self._first[key]
         parent = self.nodes[key][PARENT]
         if parent is not None:
@@ -384,7 +384,7 @@ class PolicyBase(ABC):
                 del self._kept_bytes[priority]
 
     def _kept_from(self, priority: int) -> int:
-        """Bytes of the keys with this priority or a higher one."""
+        """Return the number of bytes of the keys with this priority or a higher one."""
         return sum(nbytes for each, nbytes in self._kept_bytes.items() if each >= priority)
 
     def _take_out(self, key: ChunkKey) -> None:
@@ -414,13 +414,13 @@ class PolicyBase(ABC):
         return None
 
     def _last_resort(self, protect: Set[ChunkKey]) -> ChunkKey:
-        """A victim when nothing else is left: a parent of held or protected keys."""
+        """Return a victim when nothing else is left: a parent of held or protected keys."""
         found = next(key for key in self.passed if key not in self.held and key not in protect)
         self._take_out(found)
         return found
 
     def _leaves(self, nbytes: int, protect: Set[ChunkKey]) -> bool:
-        """Whether `nbytes` can be evicted without the protected keys."""
+        """Return whether `nbytes` can be evicted without the protected keys."""
         spare = self.total_bytes - self._held_bytes - nbytes
         if len(protect) * self._largest <= spare:
             return True

@@ -71,11 +71,11 @@ class Quotas:
         return f"<Quotas: {len(self._sizes)} keys of {len(self._policies)} tenants>"
 
     def used_bytes(self) -> dict[str, int]:
-        """Bytes of each tenant that has any."""
+        """Return the bytes of each tenant that has any."""
         return {tenant: used for tenant, used in self._used.items() if used}
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """The tenant of a chunk, or else of its parent, and its quota, 0 to 1. Other chunks have the rest."""
+        """Return the tenant of a chunk, or else of its parent, and its quota, 0 to 1. Other chunks have the rest."""
         tenant = self._tenants.get(key, self._tenants.get(parent, NOBODY))
         return tenant, self.quotas.get(tenant, max(0.0, 1.0 - sum(self.quotas.values())))
 

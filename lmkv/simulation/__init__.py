@@ -71,7 +71,9 @@ class Router:
         return chosen
 
     def _by_prefix(self, request: TraceRequest) -> int | None:
-        """The engine that has served the deepest chunk. The first chunk, which many prompts share, does not count."""
+        """Return the engine that has served the deepest chunk. The first chunk, which many prompts share, does not
+        count.
+        """
         return next((self._last[key] for key in reversed(request.keys[1:]) if key in self._last), None)
 
 
@@ -122,7 +124,7 @@ def replay_tiers(
 
 
 def _admitted(keys: Sequence[ChunkKey], disk: Shadow, admission: Admission) -> Sequence[ChunkKey]:
-    """The chain up to the first chunk that the disk lacks and does not take."""
+    """Return the chain up to the first chunk that the disk lacks and does not take."""
     for count, key in enumerate(keys):
         if key not in disk and not admission.admit(key):
             return keys[:count]
@@ -130,7 +132,7 @@ def _admitted(keys: Sequence[ChunkKey], disk: Shadow, admission: Admission) -> S
 
 
 def sessions_of(trace: Trace) -> list[bytes]:
-    """The session of each request, from the trace, or else the first chunk that few sessions share."""
+    """Return the session of each request, from the trace, or else the first chunk that few sessions share."""
     branches: Counter[ChunkKey] = Counter()
     seen: set[ChunkKey] = set()
     for request in trace.requests:
@@ -173,7 +175,7 @@ _NEVER = 1 << 60
 
 
 def clairvoyant(trace: Trace, capacity: int) -> tuple[int, int]:
-    """`(hit tokens, hit chunks)` of a cache of `capacity` chunks that knows the future.
+    """Return `(hit tokens, hit chunks)` of a cache of `capacity` chunks that knows the future.
 
     After each request it keeps the chunks with the earliest next use, and of equal ones those nearer to the head. So it
     always keeps whole prefixes, and no other choice finds more chunks.

@@ -101,7 +101,7 @@ class KeyTable:
         return key
 
     def chain(self, root: object, parts: Iterable[object]) -> list[ChunkKey]:
-        """The keys of a chain of chunks with this content, head first."""
+        """Return the keys of a chain of chunks with this content, head first."""
         known, keys, parent = self._keys, [], root
         for part in parts:
             parent = known.get((parent, part)) or self.key((parent, part))
@@ -228,7 +228,7 @@ def _rag_lengths(path: Path, room: Room) -> dict[Any, int]:
 
 
 def _cut(parts: list[tuple[str, Any]], lengths: dict[Any, int], size: int) -> Iterator[object]:
-    """The content of each whole chunk: which tokens of which parts."""
+    """Yield the content of each whole chunk: which tokens of which parts."""
     content: list[tuple[Any, int, int]] = []
     left = size
     for _, number in parts:
@@ -308,7 +308,7 @@ def _session(value: Any) -> str:
 
 @contextmanager
 def parsed_lines(path: Path) -> Iterator[Iterator[Any]]:
-    """The JSON of each non-blank line; decompresses a file with the suffix .zst.
+    """Provide the JSON of each non-blank line; decompresses a file with the suffix .zst.
 
     Raises UsageError with file and line, also for an error that the with block raises about the last line.
     """

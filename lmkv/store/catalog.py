@@ -48,7 +48,7 @@ class Catalog(Part):
     _observers: list[StoreObserver]
 
     def lookup(self, keys: Sequence[ChunkKey]) -> list[Presence]:
-        """Where each chunk is."""
+        """Return where each chunk is."""
         with self._lock:
             return [self.presence(key) for key in keys]
 
@@ -60,7 +60,7 @@ class Catalog(Part):
         return Presence.LOWER if first_tier_with(self._tiers, key) else Presence.MISS
 
     def count_prefix(self, keys: Sequence[ChunkKey]) -> tuple[int, int]:
-        """`(ready, found)`: leading chunks in host memory, and leading chunks in any tier."""
+        """Return `(ready, found)`: leading chunks in host memory, and leading chunks in any tier."""
         with self._lock:
             ready = len(self._primary.leading_ready(keys))
             return ready, self.count_found(keys, ready)
@@ -108,7 +108,7 @@ class Catalog(Part):
         return len(keys)
 
     def longest_prefix(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
-        """`(key, count)`: the chunk in host memory that begins with the most of `tokens`, and how many.
+        """Return `(key, count)`: the chunk in host memory that begins with the most of `tokens`, and how many.
 
         `origin`: see `KeyChain.origin`. Returns `(b"", 0)` if there is no such chunk.
         """
@@ -116,20 +116,20 @@ class Catalog(Part):
             return self._primary.prefixes.longest(origin, tokens)
 
     def sizes(self) -> list[tuple[str, int, Policy]]:
-        """Name, capacity in bytes and policy of each tier that has a capacity; host memory comes first."""
+        """Return the name, capacity in bytes and policy of each tier that has a capacity; host memory comes first."""
         own = (self._primary.name, self._primary.slab.num_slots * self._primary.slot_bytes, self._primary.policy)
         lower = [(tier.name, tier.index.capacity, tier.index.policy) for tier in self._tiers]
         return [own, *((name, nbytes, policy) for name, nbytes, policy in lower if nbytes is not None)]
 
     def tier_of(self, key: ChunkKey) -> str | None:
-        """Name of the fastest lower tier that stores the chunk, None when none does."""
+        """Return the name of the fastest lower tier that stores the chunk, None when none does."""
         with self._lock:
             tier = first_tier_with(self._tiers, key)
             return tier.name if tier else None
 
     def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, tuple[int, int]]:
-        """Chunks and bytes that each lower tier would deliver, in the order of their first chunks. The name None means
-        no tier.
+        """Return the chunks and bytes that each lower tier would deliver, in the order of their first chunks. The name
+        None means no tier.
         """
         found: dict[str | None, tuple[int, int]] = {}
         with self._lock:
@@ -141,12 +141,12 @@ class Catalog(Part):
         return found
 
     def unavailable_in(self, key: ChunkKey) -> str | None:
-        """Name of a lower tier that stores the chunk but cannot be read now, or None."""
+        """Return the name of a lower tier that stores the chunk but cannot be read now, or None."""
         with self._lock:
             return next((tier.name for tier in self._tiers if key in tier.index and not tier.usable), None)
 
     def drain_latencies(self) -> list[tuple[str, Operation, float]]:
-        """`(tier, operation, seconds)` of successful I/O since the last call: the last 1,000 of each tier."""
+        """Return `(tier, operation, seconds)` of successful I/O since the last call: the last 1,000 of each tier."""
         with self._lock:
             drained = [(tier.name, *each) for tier in self._tiers for each in tier.times]
             for tier in self._tiers:
@@ -185,7 +185,7 @@ class Boundaries:
     states: int
 
     def with_states(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The keys that a hit of these chunks needs: the chunks, and the states after the last one."""
+        """Return the keys that a hit of these chunks needs: the chunks, and the states after the last one."""
         return [*chain, *(state_keys(chain[-1], self.states) if chain and self.states else ())]
 
     def without_states(self, entries: int) -> int:
@@ -193,7 +193,9 @@ class Boundaries:
         return max(0, entries - self.states)
 
     def last_with_states(self, chain: Sequence[ChunkKey], first: int = 0, *, ready: bool = False) -> int:
-        """The largest number of leading chunks after which all states are stored, in host memory if `ready`; else 0."""
+        """Return the largest number of leading chunks after which all states are stored, in host memory if `ready`;
+        else 0.
+        """
         for end in range(len(chain), first, -1):
             counts = self._catalog.count_prefix(state_keys(chain[end - 1], self.states))
             if counts[0 if ready else 1] == self.states:
@@ -201,17 +203,17 @@ class Boundaries:
         return 0
 
     def stored_hit(self, chain: Sequence[ChunkKey], first: int = 0) -> list[ChunkKey]:
-        """The keys of the longest hit that tiers store; all leading chunks if the model has no recurrent layers."""
+        """Return the keys of the longest hit that tiers store; all leading chunks if the model has no recurrent layers."""
         stored = chain[: self._catalog.count_prefix(chain)[1]]
         return self.with_states(stored[: self.last_with_states(stored, first)] if self.states else stored)
 
     def ready_hit(self, chain: Sequence[ChunkKey], first: int = 0) -> list[ChunkKey]:
-        """The keys of the longest hit in host memory."""
+        """Return the keys of the longest hit in host memory."""
         here = chain[: self._catalog.count_prefix(chain)[0]]
         return self.with_states(here[: self.last_with_states(here, first, ready=True)] if self.states else here)
 
     def keys_to_promote(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The keys to promote for a prompt: its longest hit, or all its chunks without recurrent layers."""
+        """Return the keys to promote for a prompt: its longest hit, or all its chunks without recurrent layers."""
         return self.stored_hit(chain) if self.states else list(chain)
 
 

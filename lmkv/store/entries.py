@@ -119,7 +119,7 @@ class Share:
         return sum(entry.ready for entry in self._entries.values())
 
     def oldest_unused(self, tenant: str = "") -> Entry | None:
-        """The least recently used unreferenced entry of the tenant that exceeds its part by the most.
+        """Return the least recently used unreferenced entry of the tenant that exceeds its part by the most.
 
         `tenant`: the tenant that adds an entry.
         """
@@ -132,7 +132,7 @@ class Share:
 
 
 def shares(num_slots: int) -> dict[type, Share]:
-    """The shares of `num_slots` slots, by the type of the keys."""
+    """Return the shares of `num_slots` slots, by the type of the keys."""
     tails = max(num_slots // _SLOTS_PER_TAIL, min(num_slots // 8, _TAILS_IN_SMALL_MEMORY))
     return {TailKey: Share(max(1, tails)), StateKey: Share(max(1, int(num_slots * _STATE_SHARE)))}
 
@@ -150,20 +150,20 @@ class Payloads:
     sizes: Sequence[int] = ()
 
     def nbytes(self, key: ChunkKey) -> int:
-        """Bytes of the chunk in a lower tier."""
+        """Return the number of bytes of the chunk in a lower tier."""
         if type(key) is not TailKey:
             number = key.number if type(key) is StateKey else 0
             return align_up(self.sizes[number]) if number < len(self.sizes) else self.slot_bytes
         return sum(span.stop - span.start for span in self.spans(key.tokens))
 
     def gather(self, key: ChunkKey, slot: memoryview) -> memoryview:
-        """The payload in a slot: the slot's own memory, or a copy of a tail's parts."""
+        """Return the payload in a slot: the slot's own memory, or a copy of a tail's parts."""
         if type(key) is not TailKey:
             return self._filled(key, slot)
         return memoryview(b"".join(slot[span] for span in self.spans(key.tokens)))
 
     def buffer(self, key: ChunkKey, slot: memoryview) -> memoryview:
-        """The memory to read a payload into before `scatter`: the slot itself, or a buffer for a tail's parts."""
+        """Return the memory to read a payload into before `scatter`: the slot itself, or a buffer for a tail's parts."""
         return memoryview(bytearray(self.nbytes(key))) if type(key) is TailKey else self._filled(key, slot)
 
     def _filled(self, key: ChunkKey, slot: memoryview) -> memoryview:
@@ -196,7 +196,9 @@ class PrefixIndex:
             del self._chunks[origin]
 
     def longest(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
-        """`(key, count)`: the chunk whose first `count` tokens are those of `tokens`; `(b"", 0)` if there is none."""
+        """Return `(key, count)`: the chunk whose first `count` tokens are those of `tokens`; `(b"", 0)` if there is
+        none.
+        """
         best, most = b"", 0
         chunks = self._chunks.get(origin, [])
         at = bisect_left(chunks, (tokens, b""))
@@ -207,7 +209,7 @@ class PrefixIndex:
         return best, most
 
     def shorter(self, origin: bytes, tokens: bytes) -> Iterator[ChunkKey]:
-        """Keys of the chunks whose tokens are a true prefix of `tokens`, from the longest on."""
+        """Yield the keys of the chunks whose tokens are a true prefix of `tokens`, from the longest on."""
         chunks = self._chunks.get(origin, [])
         for found, key in reversed(chunks[: bisect_left(chunks, (tokens, b""))]):
             if not tokens.startswith(found):

@@ -288,7 +288,7 @@ class Plain:
         return victims
 
     def sizes(self) -> dict[ChunkKey, int]:
-        """Bytes of each known key."""
+        """Return the bytes of each known key."""
         return dict(self._sizes)
 
 
@@ -398,7 +398,9 @@ class Order:
         return self._do(lambda policy: dict(policy.used_bytes()) if isinstance(policy, LabelsKeys) else {})
 
     def _after(self, error: BaseException) -> Policy:
-        """The replacement of a policy that raised. Re-raises Ctrl-C. For calls about one chunk, where `_do` is slow."""
+        """Return the replacement of a policy that raised. Re-raises Ctrl-C. For calls about one chunk, where `_do` is
+        slow.
+        """
 
         def again() -> Policy:
             raise error

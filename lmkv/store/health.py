@@ -272,7 +272,7 @@ class Complaints:
 
 
 def _with_names(text: str, most: int) -> str:
-    """The text with only the first `most` names of chunks.
+    """Return the text with only the first `most` names of chunks.
 
     >>> _with_names(f"no: {'a' * 64}, {'b' * 64}, {'c' * 64}", 1) == f"no: {'a' * 64}, ..."
     True
@@ -294,19 +294,19 @@ def _with_names(text: str, most: int) -> str:
 
 
 def read_works(result: Read) -> bool | None:
-    """Whether the tier can be read. None if no bytes came, which says nothing."""
+    """Return whether the tier can be read. None if no bytes came, which says nothing."""
     if result.status is ReadStatus.MISS:
         return None
     return result.status is ReadStatus.HIT or isinstance(result.error, CorruptChunkError)
 
 
 def write_works(result: Written) -> bool | None:
-    """Whether the tier accepts writes. None if no write was needed, or if it was refused for lack of space."""
+    """Return whether the tier accepts writes. None if no write was needed, or if it was refused for lack of space."""
     return {WriteStatus.STORED: True, WriteStatus.FAILED: False}.get(result.status)
 
 
 def is_full(result: Written) -> bool:
-    """Whether a deletion would help: the medium is full, and does not refuse all writes."""
+    """Return whether a deletion would help: the medium is full, and does not refuse all writes."""
     code = getattr(result.error.__cause__, "errno", None) if isinstance(result.error, NoSpaceError) else None
     rejected = result.status is WriteStatus.REJECTED and result.lacking is not None
     return rejected or code in (errno.ENOSPC, errno.EDQUOT)

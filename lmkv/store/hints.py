@@ -248,7 +248,7 @@ class Hints:
                 self._apply(wished)
 
     def used_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes of each tenant in each tier that has quotas."""
+        """Return the bytes of each tenant in each tier that has quotas."""
         with self._lock, self._changes:
             tiers = self._policies.items()
             return {name: dict(policy.used_bytes()) for name, policy in tiers if isinstance(policy, LabelsKeys)}
@@ -314,7 +314,7 @@ class Hints:
                     del counts[key]
 
     def counts(self) -> dict[str, int]:
-        """The number of records of each kind, for tests and for debugging; 0 once all wishes have ended."""
+        """Return the number of records of each kind, for tests and for debugging; 0 once all wishes have ended."""
         counts = {"sessions": self._sessions.total, "branches": self._branches.total()}
         counts |= {"priorities": len(self._priorities), "wished": len(self._wished), "ending": len(self._ending)}
         return counts
@@ -347,7 +347,7 @@ class Hints:
 
 
 def _session_key(owner: bytes, name: str) -> bytes:
-    """A digest, because clients' names may have any length. Empty without a name: there is no session."""
+    """Return a digest, because clients' names may have any length. Empty without a name: there is no session."""
     if not name:
         return b""
     text = name.encode("utf-8", "surrogatepass")

@@ -101,15 +101,15 @@ class TierIndex:
         return len(self._sizes) + len(self._unseen)
 
     def first(self) -> ChunkKey | None:
-        """Some stored chunk."""
+        """Return some stored chunk."""
         return next(iter(self._sizes), None)
 
     def sizes(self) -> dict[ChunkKey, int]:
-        """Bytes of each stored chunk, distrusted ones included. O(chunks)."""
+        """Return the bytes of each stored chunk, distrusted ones included. O(chunks)."""
         return self._unseen | self._sizes
 
     def snapshot(self) -> Stored:
-        """All keys by their state. O(chunks)."""
+        """Return all keys by their state. O(chunks)."""
         keys = self._writing, self._rewriting, self._tombstones, self._reclaiming
         return Stored(self.sizes(), self._reclaiming_bytes, *map(frozenset, keys))
 
@@ -130,7 +130,7 @@ class TierIndex:
     # -- writing ------------------------------------------------------------------------------------------
 
     def knows(self, key: ChunkKey) -> bool:
-        """Whether the key is stored and not distrusted, or being written."""
+        """Return whether the key is stored and not distrusted, or being written."""
         return key in self or key in self._writing
 
     def begin_write(
@@ -279,8 +279,8 @@ class TierIndex:
         return stored
 
     def take_tombstones(self, replaced_by: int = 0) -> Victims:
-        """The tombstones, for the caller to delete their bytes. `replaced_by`: bytes that the caller then writes in
-        their place.
+        """Return the tombstones, for the caller to delete their bytes. `replaced_by`: bytes that the caller then writes
+        in their place.
         """
         victims, self._tombstones = Victims(self._tombstones), {}
         self._reclaiming.update(victims)

@@ -88,7 +88,7 @@ class Deferred:
 
 
 def deletion(work: Callable[[], None], lane: str) -> Job:
-    """A job that a pool may refuse: the store does not serve chunks to be deleted."""
+    """Return a job that a pool may refuse: the store does not serve chunks to be deleted."""
     return Job(lambda after: work(), Priority.DELETION, lambda after: None, lane)
 
 
@@ -113,7 +113,7 @@ class _Lane:
         return None
 
     def take(self, first: Priority = Priority.LOAD) -> list[Job]:
-        """All waiting jobs of this priority and lower ones."""
+        """Return all waiting jobs of this priority and lower ones."""
         queues = [queue for priority, queue in self.queues.items() if priority >= first]
         taken = [job for queue in queues for job in queue]
         for queue in queues:
@@ -231,7 +231,7 @@ class IOPool:
         self._threads, self._lanes, self._closed = [], {}, True
 
     def runs_here(self) -> bool:
-        """Whether this thread is one of the pool's, which cannot wait for the pool."""
+        """Return whether this thread is one of the pool's, which cannot wait for the pool."""
         return threading.current_thread() in self._threads
 
     def drain(self, timeout: float) -> bool:

@@ -126,7 +126,7 @@ class Holders(Part):
 
     @locked
     def entries(self) -> Iterator[tuple[Entry, bool]]:
-        """Each reference to an entry, and whether its holder fills it."""
+        """Yield each reference to an entry, and whether its holder fills it."""
         # A copy, because the garbage collector may run in between.
         for key, found in list(self._holders.items()):
             holder = found()
@@ -205,7 +205,7 @@ class Holders(Part):
 
     @locked
     def _only_copies(self, keys: Sequence[ChunkKey], chain: Sequence[ChunkKey]) -> set[ChunkKey] | None:
-        """Chunks before `keys` that no lower tier stores; None when nothing need be evicted for `keys`."""
+        """Return the chunks before `keys` that no lower tier stores; None when nothing need be evicted for `keys`."""
         if self._primary.slab.free_slots >= len(keys):
             return None
         before = chain[: chain.index(keys[0])] if keys[0] in chain else chain

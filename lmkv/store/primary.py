@@ -80,8 +80,9 @@ class PrimaryTier:
         return self.order.policy
 
     def slots_for_wishes(self, kind: type) -> int:
-        """Number of slots that pins and prefetches may still refer to. An eighth of each kind is left to loads and
-        stores."""
+        """Return the number of slots that pins and prefetches may still refer to. An eighth of each kind is left to
+        loads and stores.
+        """
         slots: int = self.slab.num_slots
         left = slots - max(1, slots // 8) - self.wished.total()
         if kind in self.shares:
@@ -90,16 +91,16 @@ class PrimaryTier:
         return max(0, left)
 
     def slots_of(self, share: float, kind: type) -> int:
-        """The number of slots in a share of the slots for keys of a type; at least one, unless the share is 0."""
+        """Return the number of slots in a share of the slots for keys of a type; at least one, unless the share is 0."""
         slots = self.shares[kind].limit if kind in self.shares else self.slab.num_slots
         return max(1, int(slots * share)) if share > 0 else 0
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """A chunk's tenant, and the tenant's part of the slots. Without quotas, no chunk has a tenant."""
+        """Return a chunk's tenant, and the tenant's part of the slots. Without quotas, no chunk has a tenant."""
         return self.order.part_of(key, parent)
 
     def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:
-        """The entries of the leading keys that are READY."""
+        """Return the entries of the leading keys that are READY."""
         found = []
         for entry in map(self.entries.get, keys):
             if entry is None or entry.state is not _READY:

@@ -86,7 +86,7 @@ class Promoter(Part):
     """The prefetches, and other promotions with an end, by tenant."""
 
     def snapshot(self) -> tuple[tuple[ChunkKey, ...], int]:
-        """The key of each entry that prefetches refer to, and how many promotions are not released."""
+        """Return the key of each entry that prefetches refer to, and how many promotions are not released."""
         return tuple(entry.key for entry in self._prefetches), len(self._unreleased)
 
     @locked
@@ -176,7 +176,7 @@ class Promoter(Part):
 
     @locked
     def _finds_room(self, work: _Work, key: ChunkKey, after: Deferred) -> bool:
-        """Whether a prefetch may have a slot. Owners with more prefetches lose their oldest for it."""
+        """Return whether a prefetch may have a slot. Owners with more prefetches lose their oldest for it."""
         if self._primary.entries.get(key) in self._tenants:
             return True
         primary, kind, share = self._primary, type(key), self._prefetch_share * work.part
@@ -275,7 +275,7 @@ class Promoter(Part):
 
     @locked
     def is_stuck(self, entry: Entry) -> bool:
-        """Whether the entry is LOADING from a tier that cannot be read now, so that the load may never end."""
+        """Return whether the entry is LOADING from a tier that cannot be read now, so that the load may never end."""
         load = self._loads.get(entry)
         return load is not None and not load.tier.usable
 
@@ -348,7 +348,7 @@ class Promoter(Part):
                 self._release(promotion, after)
 
     def are_prefetched(self, entries: Sequence[Entry]) -> bool:
-        """Whether prefetches refer to any of these entries."""
+        """Return whether prefetches refer to any of these entries."""
         return any(entry in self._prefetches for entry in entries)
 
     @locked

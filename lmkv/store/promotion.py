@@ -82,7 +82,7 @@ class Promotion(Handle):
         return f"<Promotion {state}: {self.ready} of {len(self)} chunks ready>"
 
     def __len__(self) -> int:
-        """Leading chunks that some tier had. Not all of them must arrive."""
+        """Return the number of leading chunks that some tier had. Not all of them must arrive."""
         return len(self.entries) if self.failed_at is None else self.failed_at
 
     @property

@@ -121,11 +121,11 @@ class LowerTier:
 
     @locked
     def wants(self, key: ChunkKey) -> bool:
-        """Whether to write the key here: it is neither stored nor being written, and is admitted."""
+        """Return whether to write the key here: it is neither stored nor being written, and is admitted."""
         return not self.index.knows(key) and (self.admission is None or self.admission.admit(key))
 
     def _cost(self, key: ChunkKey) -> int:
-        """Bytes that the chunk takes on the medium."""
+        """Return the number of bytes that the chunk takes on the medium."""
         nbytes, backend = self._payload_bytes(key), self.backend
         if not isinstance(backend, SizesChunks):
             return nbytes
@@ -198,7 +198,7 @@ class LowerTier:
         return there
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """The backend's answer for each key. Empty if it fails."""
+        """Return the backend's answer for each key. Empty if it fails."""
         answer: list[bool] = []
         with self._lock:
             call = self._lookups.begin()
@@ -290,7 +290,7 @@ class LowerTier:
 
     @locked
     def _failed_before(self, key: ChunkKey) -> bool:
-        """Whether the chunk may be at fault rather than its tier: others can be read, and it failed before."""
+        """Return whether the chunk may be at fault rather than its tier: others can be read, and it failed before."""
         if self._reads.state != "closed":
             self._failed_once.clear()
             return False
@@ -338,7 +338,7 @@ class LowerTier:
 
     @locked
     def _is_stored(self, key: ChunkKey, result: Written, *, wanted: bool) -> bool:
-        """Whether the medium has the chunk now, and not one from before a clear."""
+        """Return whether the medium has the chunk now, and not one from before a clear."""
         index = self.index
         if result.status is WriteStatus.STORED:
             index.unanswered.discard(key)

@@ -83,7 +83,7 @@ class Owners:
             self._most.drop(owner)
 
     def first(self) -> bytes:
-        """The owner with the most; b"" if none has any."""
+        """Return the owner with the most; b"" if none has any."""
         found = self._most.first()
         return b"" if found is None else found[1]
 
@@ -156,7 +156,7 @@ class Wishes(Generic[K, V]):
         return [(key, wish.value) for key, wish in self._wishes.items()]
 
     def owned(self, owner: bytes) -> int:
-        """The sizes of an owner's wishes together."""
+        """Return the sizes of an owner's wishes together."""
         return self._sizes.owned[owner]
 
     def due(self, now: float) -> Iterator[tuple[K, V]]:
@@ -172,7 +172,7 @@ class Wishes(Generic[K, V]):
             yield self.shed()
 
     def oldest_of(self, owner: bytes) -> K | None:
-        """The first wish of an owner; None if there is none."""
+        """Return the first wish of an owner; None if there is none."""
         return next(iter(self._of.get(owner, ())), None)
 
     def shed(self) -> tuple[K, V]:
@@ -181,7 +181,7 @@ class Wishes(Generic[K, V]):
         return key, self._ended(key)
 
     def rebuilt(self) -> Wishes[K, V]:
-        """A copy with new counts, after an exception may have cut a call short."""
+        """Return a copy with new counts, after an exception may have cut a call short."""
         made: Wishes[K, V] = Wishes()
         for key, wish in self._wishes.items():
             made.add(key, wish.owner, size=wish.size, end=wish.end, value=wish.value)

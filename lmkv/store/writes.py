@@ -109,7 +109,7 @@ class Writes(Part):
         tier.count_dropped(max(0, len(wanted) - room - left))
 
     def _room(self, tier: LowerTier) -> int:
-        """Copies of a tier that can be planned now."""
+        """Return the number of copies of a tier that can be planned now."""
         flushes = [flush for flush in self._flushes if flush.tier is tier]
         return max(0, self._most - sum(len(flush.queued) + len(flush.running) for flush in flushes))
 
@@ -287,7 +287,7 @@ class SlotAllocator:
         self._max_flushing = min(max(4, self._free_target), max_flushing)
 
     def allocate(self, key: ChunkKey, after: Deferred, protect: set[ChunkKey] | None = None) -> int | None:
-        """A free slot for a chunk, evicting if need be. None if every slot is referenced or being flushed."""
+        """Return a free slot for a chunk, evicting if need be. None if every slot is referenced or being flushed."""
         share = None if type(key) is bytes else self._primary.shares.get(type(key))
         if share is not None and share.full:
             victim = self._primary.evict_from(share, key)

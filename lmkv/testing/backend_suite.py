@@ -34,7 +34,7 @@ def chunk_of(nbytes: int, key: ChunkKey = b"") -> Chunk:
 
 
 def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
-    """Results of `work(0)` to `work(count - 1)`, each in a thread; all begin at the same moment."""
+    """Return the results of `work(0)` to `work(count - 1)`, each in a thread; all begin at the same moment."""
     barrier = threading.Barrier(count)
 
     def start(index: int) -> T:
@@ -69,7 +69,7 @@ class BackendSuite:
     sizes: ClassVar[Sequence[int]] = (1, 100, 4095, 4096, 4097, 16384, 70001)
 
     def make(self, folder: Path) -> Backend:
-        """A backend over `folder`. After `close` a persistent backend is made again over the same content."""
+        """Return a backend over `folder`. After `close` a persistent backend is made again over the same content."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -253,12 +253,12 @@ class BackendSuite:
 
 
 def statuses(backend: Backend, chunks: Sequence[Chunk]) -> list[WriteStatus]:
-    """The statuses of writing these chunks in turn."""
+    """Return the statuses of writing these chunks in turn."""
     return [backend.write(chunk).status for chunk in chunks]
 
 
 def read_back(backend: Backend, chunk: Chunk) -> memoryview | None:
-    """The chunk's payload as the backend returns it, None for a miss; a failure fails the test."""
+    """Return the chunk's payload as the backend returns it, None for a miss; a failure fails the test."""
     buffer = memoryview(bytearray(len(chunk.payload)))
     read = backend.read(chunk.key, buffer)
     assert isinstance(read, Read)
@@ -273,14 +273,14 @@ def listed(backend: ListsKeys) -> dict[ChunkKey, int]:
 
 
 def sizes_of(backend: Backend, chunks: Sequence[Chunk]) -> dict[ChunkKey, int]:
-    """Bytes of the tier's capacity that these chunks should take."""
+    """Return the bytes of the tier's capacity that these chunks should take."""
     if isinstance(backend, SizesChunks):
         return {chunk.key: backend.stored_bytes(len(chunk.payload)) for chunk in chunks}
     return {chunk.key: len(chunk.payload) for chunk in chunks}
 
 
 def _skip_unless(backend: Backend, capability: type) -> Any:
-    """The backend, if it has that capability; its static type is narrowed by the fixtures."""
+    """Return the backend, if it has that capability; its static type is narrowed by the fixtures."""
     if not isinstance(backend, capability):
         pytest.skip(f"not {capability.__name__}")
     return backend

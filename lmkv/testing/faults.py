@@ -142,7 +142,7 @@ class FaultyBackend(WrapperBackend):
         return BackendUnavailable(self.name, verb, key.hex(), reason)
 
     def _counted(self) -> int:
-        """Calls until now. `_lock` must be held."""
+        """Return the number of calls until now. `_lock` must be held."""
         return sum(self.calls.values())
 
 

@@ -41,7 +41,7 @@ _FOR_TEMPLATES = {"tools", "documents", "add_generation_prompt", "continue_final
 
 
 def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]:
-    """A function that tokenizes a text or a chat as vLLM does. Loads the tokenizer at its first call."""
+    """Return a function that tokenizes a text or a chat as vLLM does. Loads the tokenizer at its first call."""
 
     def tokenize(prompt: Any, template: Mapping[str, Any]) -> list[int]:
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -62,7 +62,7 @@ def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]
 
 
 def _of_the_tokenizer(tokenizer: Any) -> set[str]:
-    """Names forbidden in a request's `chat_template_kwargs`: some make a prompt of any length."""
+    """Return the names forbidden in a request's `chat_template_kwargs`: some make a prompt of any length."""
     from transformers import PreTrainedTokenizerBase
 
     # A tokenizer's own method may pass on arguments that it does not name.
@@ -78,7 +78,7 @@ def _tools(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as vLLM gives it to a template: with a text, and with mappings as the arguments of its calls."""
+    """Return a message as vLLM gives it to a template: with a text, and with mappings as the arguments of its calls."""
     message = {**given, "content": given.get("content") or ""}
     calls = message.pop("tool_calls", None) or []
     return {**message, "tool_calls": [_call(each) for each in calls]} if calls else message
@@ -152,7 +152,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
 
 
 def about(vllm_config: Any) -> dict[str, str]:
-    """Names and versions of a server's model and programs, to tell several servers apart."""
+    """Return the names and versions of a server's model and programs, to tell several servers apart."""
     names = vllm_config.model_config.served_model_name or vllm_config.model_config.model
     found = {"model": str(names if isinstance(names, str) else names[0]), "vllm": compat.vllm_version()}
     with suppress(PackageNotFoundError):
@@ -175,7 +175,7 @@ def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, 
 
 
 def config_of(vllm_config: VllmConfig) -> Config:
-    """lmkv's settings from the environment, its file, and `kv_connector_extra_config`."""
+    """Return lmkv's settings from the environment, its file, and `kv_connector_extra_config`."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
@@ -211,8 +211,8 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
 def make_scheduler(
     vllm_config: VllmConfig, config: Config, model: ServedModel, describe_blocks: BlockDescriber | None
 ) -> Scheduler:
-    """The scheduler side, with its store. `describe_blocks`: describes blocks in KV events; None if vLLM publishes
-    none.
+    """Return the scheduler side, with its store. `describe_blocks`: describes blocks in KV events; None if vLLM
+    publishes none.
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
@@ -255,12 +255,12 @@ def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync
 
 
 def _is_layerwise(vllm_config: VllmConfig, config: Config) -> bool:
-    """Whether the scheduler side expects copies by layers. A worker may still copy whole steps."""
+    """Return whether the scheduler side expects copies by layers. A worker may still copy whole steps."""
     return config.use_layerwise and not compat.no_layerwise(vllm_config)
 
 
 def make_worker(vllm_config: VllmConfig, config: Config, model: ServedModel) -> Worker:
-    """The worker side of this process's rank."""
+    """Return the worker side of this process's rank."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     single = model.block_map.one_full_table

@@ -82,7 +82,7 @@ _IMPORTS = {"import_module", "__import__"}
 
 
 def described(vllm_config: Any, *, drafts: bool) -> str:
-    """The values of all key fields, as text. `drafts`: whether drafts have layers with separate KV."""
+    """Return the values of all key fields, as text. `drafts`: whether drafts have layers with separate KV."""
     found: dict[str, Any] = {}
     for path, names in {**KEY, **({"speculative_config": DRAFT_KEY} if drafts else {})}.items():
         config = vllm_config
@@ -94,7 +94,7 @@ def described(vllm_config: Any, *, drafts: bool) -> str:
 
 
 def as_json(value: Any) -> str:
-    """The same text for the same value in every process."""
+    """Return the same text for the same value in every process."""
     return json.dumps(_with_text_keys(value), sort_keys=True, default=lambda part: _with_text_keys(_plain(part)))
 
 
@@ -105,7 +105,7 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A JSON form of a configuration's part, without the addresses that its text may contain."""
+    """Return a JSON form of a configuration's part, without the addresses that its text may contain."""
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, enum.Enum):
@@ -118,7 +118,7 @@ def _plain(value: Any) -> Any:
 
 
 def package_of(thing: Any) -> str:
-    """The package of a class, a function, or else of an object's class; "" if it has none."""
+    """Return the package of a class, a function, or else of an object's class; "" if it has none."""
     with suppress(Exception):  # Some objects are loaded when they are looked at.
         # A wrapper has the names of the wrapped function.
         name = thing.__globals__["__name__"] if inspect.isfunction(thing) else thing.__module__
@@ -127,19 +127,19 @@ def package_of(thing: Any) -> str:
 
 
 def packages_of(*things: object) -> set[str]:
-    """The packages that define the classes of these objects."""
+    """Return the packages that define the classes of these objects."""
     return {package_of(kind) for thing in things for kind in type(thing).__mro__} - KNOWN
 
 
 @functools.cache
 def packages_of_plug_ins() -> frozenset[str]:
-    """The packages of vLLM's plug-ins in this process."""
+    """Return the packages of vLLM's plug-ins in this process."""
     entries = [entry for group in _PLUG_INS for entry in importlib.metadata.entry_points(group=group)]
     return frozenset(entry.module.partition(".")[0] for entry in entries if entry.module in sys.modules) - KNOWN
 
 
 def foreign_methods(kind: type) -> set[str]:
-    """The packages whose functions are methods of another package's class.
+    """Return the packages whose functions are methods of another package's class.
 
     Raises ValueError if such a function, or a method of a class outside vLLM, has values that are in no file.
     """
@@ -153,7 +153,7 @@ def foreign_methods(kind: type) -> set[str]:
 
 
 def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping[int, str]) -> list[str]:
-    """The functions that are attached to a layer but belong to another layer of vLLM, each with its place.
+    """Return the functions that are attached to a layer but belong to another layer of vLLM, each with its place.
 
     Raises ValueError where any other function is attached to the layer: it may have values that are visible nowhere, or
     read them from anywhere. A function without such values is accepted if it belongs to the layer's package. If it
@@ -178,7 +178,7 @@ def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping
 
 
 def _calls_of(value: Any) -> Iterator[object]:
-    """A function or a callable object, and then everything that it wraps; nothing for a class, a layer or data.
+    """Yield a function or a callable object, and then everything that it wraps; nothing for a class, a layer or data.
 
     Raises ValueError where that never ends.
     """
@@ -194,7 +194,9 @@ def _calls_of(value: Any) -> Iterator[object]:
 
 
 def _has_values(call: Any, parts: Sequence[object] = ()) -> bool:
-    """Whether a function was made with values that its code does not show. Numbers in its defaults are in its code."""
+    """Return whether a function was made with values that its code does not show. Numbers in its defaults are in its
+    code.
+    """
     cells = [cell.cell_contents for cell in getattr(call, "__closure__", None) or () if cell != type(cell)()]
     given = [*(getattr(call, "__defaults__", None) or ()), *(getattr(call, "__kwdefaults__", None) or {}).values()]
     if not inspect.isroutine(call) and not isinstance(call, functools.partial) and getattr(call, "__dict__", None):
@@ -215,7 +217,7 @@ def _is_told(value: Any) -> bool:
 
 
 def digest(packages: Iterable[str]) -> str:
-    """A digest of the code of packages and of its imports. Installed packages count with their version.
+    """Return a digest of the code of packages and of its imports. Installed packages count with their version.
 
     Raises OSError or ValueError for unreadable code, which is in no file.
     """
@@ -243,7 +245,9 @@ def digest(packages: Iterable[str]) -> str:
 
 
 def digest_of_vllm(kinds: Iterable[type]) -> str:
-    """A digest of the files of vLLM that define these classes: a fork, or an edited file, has no separate version."""
+    """Return a digest of the files of vLLM that define these classes: a fork, or an edited file, has no separate
+    version.
+    """
     names = {kind.__module__ for kind in kinds if package_of(kind) == "vllm"}
     paths = [(name, path) for name in sorted(names) if (path := _file_of(name)) is not None]
     found = [(name, _read(path, path.stat().st_mtime_ns, name)[0]) for name, path in paths]
@@ -251,14 +255,14 @@ def digest_of_vllm(kinds: Iterable[type]) -> str:
 
 
 def _has_code(name: str) -> bool:
-    """Whether a module is loaded and is not a namespace package."""
+    """Return whether a module is loaded and is not a namespace package."""
     module = sys.modules.get(name)
     return module is not None and not (hasattr(module, "__path__") and getattr(module, "__file__", None) is None)
 
 
 @functools.lru_cache(10_000)
 def _read(path: Path, _changed: int, name: str) -> tuple[str, tuple[str, ...]]:
-    """A digest of a module's file, and its imports anywhere in the code: modules, and names that may be modules."""
+    """Return a digest of a module's file, and its imports anywhere in the code: modules, and names that may be modules."""
     data, imports = path.read_bytes(), set[str]()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     with suppress(SyntaxError, ValueError, ImportError):

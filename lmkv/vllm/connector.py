@@ -191,7 +191,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether vLLM must split its CUDA graphs at each layer: whole graphs skip the calls between layers."""
+        """Return whether vLLM must split its CUDA graphs at each layer: whole graphs skip the calls between layers."""
         return Config.load(extra=extra_config).use_layerwise
 
     @classmethod
@@ -260,7 +260,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.fail_load(request.request_id, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """Tokens by vLLM's `CacheHitSource`, so that vLLM's metrics distinguish the tiers."""
+        """Return the tokens by vLLM's `CacheHitSource`, so that vLLM's metrics distinguish the tiers."""
         counts = {} if self._scheduler is None else self._scheduler.hit_sources(request.request_id)
         return compat.hit_sources(counts, num_external_tokens)
 
@@ -321,7 +321,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(list)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """The chunks that tiers have gained and lost, as vLLM's KV events; none unless these are switched on."""
+        """Return the chunks that tiers have gained and lost, as vLLM's KV events; none unless these are switched on."""
         if self._scheduler is None or self._describe_blocks is None:
             return []
         return self._describe_blocks.as_vllm_events(self._scheduler.take_events())
@@ -377,7 +377,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         return compat.transfer_results(*self._finished())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Requests whose loads have ended, for vLLM 0.29, whose scheduler side learns of failures by itself."""
+        """Return the requests whose loads have ended, for vLLM 0.29, whose scheduler side learns of failures by itself."""
         finished, _ = self._finished()
         return set(), finished
 

@@ -69,7 +69,7 @@ class LayerwiseTransfer:
                 pipeline.last.wait()
 
     def finish(self) -> Event | None:
-        """The event of all copies. None if they failed; then none of them is running."""
+        """Return the event of all copies. None if they failed; then none of them is running."""
         pipeline, events = self._pipeline, list[Event]()
         if pipeline is None:
             return None

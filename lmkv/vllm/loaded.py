@@ -98,7 +98,7 @@ def _registered(module: nn.Module, name: str, new: Any) -> None:
 
 
 def identity(worker: Any) -> str:
-    """The identity of a worker's model; "" with a warning if it is unknown. Never raises."""
+    """Return the identity of a worker's model; "" with a warning if it is unknown. Never raises."""
     try:
         runner = worker.model_runner
         if getattr(runner, "lora_manager", None) is not None:
@@ -129,13 +129,13 @@ def fold_constants(worker: Any) -> None:
 
 
 def _changeable(layer: nn.Module) -> dict[str, str]:
-    """Constants and adapters in use, whose identity is that of the loaded ones."""
+    """Return the constants and adapters in use, whose identity is that of the loaded ones."""
     stacked = {name: getattr(layer, name, ()) for name in ("lora_a_stacked", "lora_b_stacked")}
     return _constants(layer) | {name: " ".join(map(_digest, each)) for name, each in stacked.items() if len(each)}
 
 
 def adapter(worker: Any, lora: Any) -> Adapter | None:
-    """The adapter as a worker has loaded it, or would load it now; None if unknown. Never raises.
+    """Return the adapter as a worker has loaded it, or would load it now; None if unknown. Never raises.
 
     It loads nothing into vLLM, because vLLM would drop the adapter of a running request to make room.
     """
@@ -156,7 +156,7 @@ _loads: set[tuple[int, str]] = set()
 
 
 def take_loads() -> set[tuple[int, str]]:
-    """The adapters loaded in this process since the last call: number and digest, "" if unknown."""
+    """Return the adapters loaded in this process since the last call: number and digest, "" if unknown."""
     taken = set(_loads)
     _loads.difference_update(taken)
     return taken
@@ -197,14 +197,14 @@ def _adapter_digest(found: Any) -> str:
 
 
 def draft_model(runner: Any) -> Any | None:
-    """The model of drafts with separate layers. vLLM 0.32 has a method that returns it."""
+    """Return the model of drafts with separate layers. vLLM 0.32 has a method that returns it."""
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(drafter, "model", None)
     return getattr(model, "unwrap", lambda: model)()
 
 
 def _layers(runner: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of model and draft, each with its place."""
+    """Yield the layers of model and draft, each with its place."""
     if not hasattr(runner.get_model(), "named_modules"):
         raise ValueError(f"its model is a {type(runner.get_model()).__name__}, whose layers are unknown")
     for name, model in (("model", runner.get_model()), ("draft", draft_model(runner))):
@@ -250,7 +250,7 @@ _EXPERTS = {"FusedMoE", "RoutedExperts"}
 
 
 def experts_are_scattered(vllm_config: Any) -> bool:
-    """Whether other engines have a part of this one's experts. Then no engine knows all experts."""
+    """Return whether other engines have a part of this one's experts. Then no engine knows all experts."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     return parallel.data_parallel_size > 1 and bool(getattr(model, "is_moe", True))
 
@@ -270,7 +270,7 @@ def _parts_of(layer: nn.Module) -> dict[str, Any]:
 
 
 def _constants(layer: nn.Module) -> dict[str, str]:
-    """Numbers and names that a layer computes with, outside tensors: scales, windows, limits, backends."""
+    """Return the numbers and names that a layer computes with, outside tensors: scales, windows, limits, backends."""
     found = {}
     for part, owner in _parts_of(layer).items():
         found[part] = type(owner).__qualname__
@@ -286,7 +286,7 @@ _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def _values_of(owner: Any) -> list[tuple[str, Any]]:
-    """The attributes of a layer or its backend; of plug-ins' attributes also their content."""
+    """Return the attributes of a layer or its backend; of plug-ins' attributes also their content."""
     own = code.packages_of(owner)
     fields = [(name, value) for name, value in getattr(owner, "__dict__", {}).items() if name not in _OF_TORCH]
     return [leaf for name, value in fields for leaf in _leaves(name, value, own)] if own else fields
@@ -318,7 +318,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
-    """A line for each of a layer's own parameters and buffers, and for other tensors that affect results.
+    """Yield a line for each of a layer's own parameters and buffers, and for other tensors that affect results.
 
     `seen`: digests of tensors that several layers share.
     """
@@ -361,7 +361,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A tensor out of order in memory is copied piece by piece: a device has no memory left by now."""
+    """Return a tensor out of order in memory is copied piece by piece: a device has no memory left by now."""
     if tensor.is_contiguous():
         return [tensor]
     row = max(1, tensor[0].numel() * tensor.element_size())
@@ -382,7 +382,7 @@ _BLOCK = 1 << 20
 
 
 def digest_on_device(data: torch.Tensor) -> str:
-    """Digest of a flat tensor, computed on its device.
+    """Return the digest of a flat tensor, computed on its device.
 
     Each word of 32 bits is multiplied by a factor of its place, an odd number of 64 bits, and the products are added
     up, modulo 2**64. Two different tensors have equal sums with a probability of about 2**-32 for each of two rows of
@@ -415,7 +415,7 @@ class Loaded:
         self._asked = False
 
     def __call__(self) -> str | None:
-        """The identity of all workers' models; None if one is unknown. Waits for their running step."""
+        """Return the identity of all workers' models; None if one is unknown. Waits for their running step."""
         core, again, self._asked = self._core(), self._asked, True
         try:
             found = [] if core is None else core.model_executor.collective_rpc(identity)
@@ -430,7 +430,7 @@ class Loaded:
         return hashlib.sha256(" ".join(found).encode()).hexdigest()
 
     def adapter(self, lora: Any) -> Adapter | None:
-        """The adapter as all workers have loaded it; None if they differ, or one does not know."""
+        """Return the adapter as all workers have loaded it; None if they differ, or one does not know."""
         core, found = self._core(), list[Adapter | None]()
         with suppress(Exception):
             found = [] if core is None else core.model_executor.collective_rpc(adapter, args=(lora,))

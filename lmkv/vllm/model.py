@@ -43,7 +43,7 @@ class Ranks:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Ranks:
-        """The workers of a configuration. Raises ValueError, with the reason, if lmkv does not serve them."""
+        """Return the workers of a configuration. Raises ValueError, with the reason, if lmkv does not serve them."""
         check_parallel(vllm_config, kv_cache_config)
         parallel = vllm_config.parallel_config
         tensor, context = int(parallel.tensor_parallel_size), getattr(parallel, "prefill_context_parallel_size", 1)
@@ -64,7 +64,7 @@ class Ranks:
         return self.total // self.replicas
 
     def describe(self, parallel: Any) -> str:
-        """The facts about the workers that decide which part of a chunk has which KV. Equal for equal parts."""
+        """Return the facts about the workers that decide which part of a chunk has which KV. Equal for equal parts."""
         spread = getattr(parallel, "decode_context_parallel_size", 1)
         interleave = getattr(parallel, "cp_kv_cache_interleave_size", 1)
         stages = f" stages {','.join(map(str, self.stages))}" if len(self.stages) > 1 else ""
@@ -72,11 +72,11 @@ class Ranks:
         return f"tp{self.tensor}{stages}{context}"
 
     def place(self, stage: int, context: int, tensor: int) -> tuple[int, int]:
-        """`(shard, replica)` of the worker with these ranks. Context ranks are next to each other."""
+        """Return `(shard, replica)` of the worker with these ranks. Context ranks are next to each other."""
         return divmod((stage * self.tensor + tensor) * self.context + context, self.replicas)
 
     def widest_stage(self, layers: Sequence[LayerPages], stage: int) -> tuple[LayerPages, ...]:
-        """The layers of the stage that has most of them; every other stage has the first of these.
+        """Return the layers of the stage that has most of them; every other stage has the first of these.
 
         `layers`: the layers of one stage. The scheduler side knows only the layers of stage 0, so the pages of all
         hidden layers have to repeat one pattern. Raises ValueError if they do not.
@@ -131,7 +131,7 @@ class ServedModel:
         return self._make_namespace()
 
     def paged_memory(self, rows: Sequence[torch.Tensor]) -> PagedMemory:
-        """The registered tensors, given as `block_rows` in the order of `layers`.
+        """Return the registered tensors, given as `block_rows` in the order of `layers`.
 
         Raises ValueError when their pages are not those of the layout.
         """
@@ -151,7 +151,7 @@ class ServedModel:
         return memory
 
     def parts(self, rows: Sequence[torch.Tensor]) -> list[Part]:
-        """The content of these rows' pages, by layer: numbers, or bytes if there is other data."""
+        """Return the content of these rows' pages, by layer: numbers, or bytes if there is other data."""
         import torch
 
         base = min(int(row.storage_offset()) for row in rows) if self.fused else 0
@@ -166,7 +166,7 @@ class ServedModel:
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int = 0) -> ServedModel:
-    """The model of vLLM's configuration, in chunks of `chunk_size` tokens, rounded up to whole blocks.
+    """Return the model of vLLM's configuration, in chunks of `chunk_size` tokens, rounded up to whole blocks.
 
     `stage`: the pipeline stage whose layers `kv_cache_config` has. Raises ValueError, with the reason, for a model or
     a parallel split that lmkv does not cache.
@@ -263,18 +263,18 @@ def _namespace(
 
 
 def _layout_name(vllm_config: Any, kv_cache_config: Any) -> str:
-    """vLLM's name for the order of blocks (B), layers (L), heads (H) and tokens (N) in memory."""
+    """Return vLLM's name for the order of blocks (B), layers (L), heads (H) and tokens (N) in memory."""
     chosen = getattr(kv_cache_config, "kv_cache_layout", None)
     return str(chosen or getattr(vllm_config.cache_config, "kv_cache_layout", None) or "")
 
 
 def source_of(model_config: Any) -> str:
-    """The source of the weights. `model` is a temporary folder if vLLM reads them from object storage."""
+    """Return the source of the weights. `model` is a temporary folder if vLLM reads them from object storage."""
     return str(getattr(model_config, "model_weights", None) or model_config.model)
 
 
 def config_digest(model_config: Any) -> str:
-    """Digest of the model's configuration with all overrides: rope scaling, heads, layers, windows..."""
+    """Return the digest of the model's configuration with all overrides: rope scaling, heads, layers, windows..."""
     described = model_config.hf_config.to_dict()
     # The same model in another folder has the same KV.
     described.pop("_name_or_path", None)
@@ -282,7 +282,7 @@ def config_digest(model_config: Any) -> str:
 
 
 def _device(vllm_config: Any) -> str:
-    """The kind of device and of its 8-bit numbers, which devices may interpret differently."""
+    """Return the kind of device and of its 8-bit numbers, which devices may interpret differently."""
     from vllm.platforms import current_platform
 
     device = str(getattr(vllm_config.device_config, "device_type", ""))
@@ -294,7 +294,7 @@ def _device(vllm_config: Any) -> str:
 
 
 def _state_format(vllm_config: Any) -> str:
-    """The facts that decide the bytes of a recurrent layer's state, besides its shape and type."""
+    """Return the facts that decide the bytes of a recurrent layer's state, besides its shape and type."""
     from vllm import envs
 
     return f"{getattr(envs, 'VLLM_SSM_CONV_STATE_LAYOUT', None)} {getattr(vllm_config, 'mamba_config', None)}"

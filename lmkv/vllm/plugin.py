@@ -51,7 +51,7 @@ def register() -> None:
 
 
 def obstacles(transfer: Mapping[str, Any], *, offloads: bool) -> Iterator[str]:
-    """Reasons for which vLLM does not use lmkv. `offloads`: whether vLLM was also given `kv_offloading_size`."""
+    """Yield the reasons for which vLLM does not use lmkv. `offloads`: whether vLLM was also given `kv_offloading_size`."""
     if NAME not in repr(transfer):
         return
     if offloads:
@@ -66,7 +66,8 @@ def _other_module(transfer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[dict[str, Any], bool]:
-    """The `kv_transfer_config` of a command line or its `--config` file, and whether it has `--kv-offloading-size`.
+    """Return the `kv_transfer_config` of a command line or its `--config` file, and whether it has
+    `--kv-offloading-size`.
 
     `folder`: the folder for relative paths in it.
     """
@@ -85,7 +86,7 @@ def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[di
 
 
 def _problems(transfer: Mapping[str, Any]) -> list[str]:
-    """Reasons for which vLLM will fail: another module, and settings of lmkv that are refused."""
+    """Return the reasons for which vLLM will fail: another module, and settings of lmkv that are refused."""
     if transfer.get("kv_connector") != NAME:
         return []
     try:

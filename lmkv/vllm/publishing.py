@@ -35,7 +35,7 @@ class LMKVStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The numbers that vLLM logs periodically."""
+        """Return the numbers that vLLM logs periodically."""
         return {
             " ".join([name.removeprefix("lmkv_").replace("_", " "), *labels]): value
             for name in _LOGGED
@@ -132,7 +132,7 @@ class LMKVPromMetrics(KVConnectorPromMetrics):
 
 
 def wants_kv_events(vllm_config: Any) -> bool:
-    """Whether vLLM publishes KV events."""
+    """Return whether vLLM publishes KV events."""
     config = getattr(vllm_config, "kv_events_config", None)
     return config is not None and bool(config.enable_kv_cache_events)
 
@@ -167,7 +167,7 @@ class BlockDescriber:
         return any(isinstance(event, AllBlocksCleared) for event in self.block_pool.kv_event_queue)
 
     def __call__(self, request: Any, group: int, start: int, end: int) -> Blocks | None:
-        """The blocks of tokens [start, end), None while vLLM has not hashed them."""
+        """Return the blocks of tokens [start, end), None while vLLM has not hashed them."""
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_block_hashes
 
         size, lora = self.block_sizes[group], request.lora_request
@@ -187,7 +187,7 @@ class BlockDescriber:
         )
 
     def as_vllm_events(self, events: Iterable[Event]) -> list[Any]:
-        """The same events as vLLM's `BlockStored` and `BlockRemoved`."""
+        """Return the same events as vLLM's `BlockStored` and `BlockRemoved`."""
         return [self._stored(event) if isinstance(event, BlocksStored) else _removed(event) for event in events]
 
     def _stored(self, event: BlocksStored) -> Any:
@@ -215,7 +215,7 @@ def _removed(event: BlocksRemoved) -> Any:
 
 
 def _extra_keys(request: Any, size: int, start: int, end: int) -> tuple[tuple[Any, ...] | None, ...]:
-    """The extra keys, such as images, that vLLM has hashed with each block, or ()."""
+    """Return the extra keys, such as images, that vLLM has hashed with each block, or ()."""
     from vllm.v1.core import kv_cache_utils
 
     keys, image = [], 0

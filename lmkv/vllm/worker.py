@@ -325,7 +325,7 @@ class Worker:
         self._running.append(item)
 
     def _following(self, item: _Running) -> Event | None:
-        """The event after an ended one: a reading, or a comparison. None if the order has ended."""
+        """Return the event after an ended one: a reading, or a comparison. None if the order has ended."""
         order, event = item.order, item.event
         if isinstance(event, Comparing) or not item.audited:
             return None
@@ -410,7 +410,7 @@ class Worker:
         self._samples.observe(f"vllm:kv_offload_{direction}_size", nbytes)
 
     def take_samples(self) -> Values:
-        """Values counted since the last call."""
+        """Return the values counted since the last call."""
         return self._samples.take()
 
     def _fail(self, order: CopyOrder) -> None:
@@ -434,18 +434,18 @@ class Worker:
             self._follow(item)
 
     def take_report(self) -> WorkerReport | None:
-        """The copies that ended since the last call, and the adapters that were loaded, or None."""
+        """Return the copies that ended since the last call, and the adapters that were loaded, or None."""
         report, self._report = self._report, WorkerReport()
         report.adapters = take_loads()
         return report if report.jobs or report.steps or report.adapters else None
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks that loads have failed to fill since the last call."""
+        """Return the blocks that loads have failed to fill since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """`(finished, failed)`: requests whose asynchronous load has ended, and requests for which it failed."""
+        """Return `(finished, failed)`: requests whose asynchronous load has ended, and requests for which it failed."""
         finished, self._finished_requests = self._finished_requests, set()
         failed, self._failed_requests = self._failed_requests, set()
         return finished, failed

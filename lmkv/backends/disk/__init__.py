@@ -149,11 +149,11 @@ class LocalDiskBackend:
         return self._files.direct
 
     def stored_bytes(self, payload_bytes: int) -> int:
-        """Size of the file for a payload of this length."""
+        """Return the size of the file for a payload of this length."""
         return self._files.file_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Whether a file of a possible size exists for each key. A read verifies its bytes."""
+        """Return whether a file of a possible size exists for each key. A read verifies its bytes."""
         self._check_keys(keys)
         try:
             with self._folder.entered() as folder:
@@ -310,7 +310,7 @@ class LocalDiskBackend:
         return STORED
 
     def _bytes_to_replace(self, chunk: Chunk, folder: Folder, name: str) -> int | None:
-        """Size of the chunk's unreadable file, 0 without a file, None if the chunk is stored.
+        """Return the size of the chunk's unreadable file, 0 without a file, None if the chunk is stored.
 
         Removes a file of another chunk, or of another length: its reads would fail forever.
         """
@@ -367,7 +367,7 @@ class LocalDiskBackend:
         return direct
 
     def _translated(self, error: OSError, action: str, key: ChunkKey = b"") -> BackendError:
-        """The `BackendError` for an error of the operating system."""
+        """Return the `BackendError` for an error of the operating system."""
         kind = NoSpaceError if getattr(error, "errno", None) in _REFUSED else BackendUnavailable
         translated = kind(self.name, action, key.hex(), str(error))
         translated.__cause__ = error
@@ -385,7 +385,7 @@ class LocalDiskBackend:
 
 
 def _is_damage(error: Exception, folder: Folder, name: str) -> bool:
-    """Whether the file itself is wrong, or no regular file. Other errors may pass by themselves."""
+    """Return whether the file itself is wrong, or no regular file. Other errors may pass by themselves."""
     if not isinstance(error, OSError):
         return True
     try:

@@ -112,7 +112,7 @@ class ChunkFiles:
                 _copy(piece, part)
 
     def _read_start(self, fd: int, size: int, key: ChunkKey, into: memoryview) -> tuple[Header, int]:
-        """The header, and how many bytes of `into` were read with it and are verified.
+        """Return the header, and how many bytes of `into` were read with it and are verified.
 
         A file of the size that `write` makes most likely has such a header: one system call reads it and the first
         piece. If not, the piece is read again.
@@ -134,7 +134,8 @@ class ChunkFiles:
         return header, len(first)
 
     def _staged(self, part: memoryview) -> memoryview:
-        """Where to read a part: scratch memory in huge pages, which is copied afterwards, with O_DIRECT; else in place.
+        """Return where to read a part: scratch memory in huge pages, which is copied afterwards, with O_DIRECT; else in
+        place.
 
         A disk fills one huge page sooner than 512 scattered small ones.
         """
@@ -155,11 +156,13 @@ class ChunkFiles:
 
     @staticmethod
     def _piece(segment_bytes: int) -> int:
-        """Bytes of payload to transfer at once: whole segments, so that each piece can be verified."""
+        """Return the number of bytes of payload to transfer at once: whole segments, so that each piece can be
+        verified.
+        """
         return max(PIECE // segment_bytes, 1) * segment_bytes
 
     def header(self, folder: Folder, name: str, key: ChunkKey) -> Header:
-        """The file's header, checked against its size. Raises `FormatError` or `OSError`."""
+        """Return the file's header, checked against its size. Raises `FormatError` or `OSError`."""
         with folder.opened(name, os.O_RDONLY) as fd:
             return self._header_of(fd, _regular(fd).st_size, key)
 
@@ -178,7 +181,7 @@ class ChunkFiles:
                     os.utime(fd)
 
     def _padded(self, payload: memoryview) -> list[memoryview]:
-        """The payload as whole pages: its own memory, and the rest in scratch memory, padded with zeros."""
+        """Return the payload as whole pages: its own memory, and the rest in scratch memory, padded with zeros."""
         rest = len(payload) % PAGE
         if not rest:
             return [payload]

@@ -37,13 +37,13 @@ class ShortReadError(Exception):
 
 
 def address_of(view: memoryview) -> int:
-    """Address of the memory; 0 when there is none."""
+    """Return the address of the memory; 0 when there is none."""
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0
 
 
 @cache
 def has_huge_pages() -> bool:
-    """Whether the kernel gives huge pages of this size to memory that asks for them."""
+    """Return whether the kernel gives huge pages of this size to memory that asks for them."""
     folder = "/sys/kernel/mm/transparent_hugepage"
     try:
         with open(f"{folder}/enabled") as enabled, open(f"{folder}/hpage_pmd_size") as size:
@@ -80,7 +80,7 @@ class Scratch(threading.local):
 
 
 def _advance(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """The views that remain after the first `nbytes` were transferred."""
+    """Return the views that remain after the first `nbytes` were transferred."""
     for index, view in enumerate(views):
         if nbytes < len(view):
             return [view[nbytes:], *views[index + 1 :]]
@@ -188,7 +188,7 @@ class Folder:
                 os.fchmod(fd, mode)
 
     def stat(self, name: str) -> os.stat_result:
-        """Status of an entry, without following a link."""
+        """Return the status of an entry, without following a link."""
         return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
     def has(self, name: str) -> bool:
@@ -202,7 +202,7 @@ class Folder:
         os.unlink(name, dir_fd=self.fd)
 
     def entries(self) -> Iterator[os.DirEntry[str]]:
-        """The folder's entries; their paths are names alone."""
+        """Yield the folder's entries; their paths are names alone."""
         with os.scandir(self.fd) as entries:
             yield from entries
 
@@ -213,7 +213,7 @@ class Folder:
 
 @contextlib.contextmanager
 def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
-    """A new file with a unique name, locked while it is written and removed when the block ends.
+    """Provide a new file with a unique name, locked while it is written and removed when the block ends.
 
     `is_abandoned` tells by the lock whether the writer still runs: the kernel releases the lock in any case when the
     process ends. Process ids do not work for this: they are recycled, and differ between containers.
@@ -276,7 +276,7 @@ class OwnFile:
 
 
 def is_abandoned(folder: Folder, name: str) -> bool:
-    """Whether the writer of a temporary file has ended. False if this is unknown."""
+    """Return whether the writer of a temporary file has ended. False if this is unknown."""
     try:
         # NFS locks only files that are open for writing.
         with folder.opened(name, os.O_RDWR) as fd:
@@ -300,7 +300,7 @@ def publish(folder: Folder, unfinished: str, name: str, *, replace: bool = False
 
 
 def _link(unfinished: str, name: str, here: dict[str, int]) -> bool:
-    """Whether there is a hard link now; False where a file system has none. Raises `OSError`."""
+    """Return whether there is a hard link now; False where a file system has none. Raises `OSError`."""
     try:
         os.link(unfinished, name, **here, follow_symlinks=False)
     except OSError as error:
@@ -311,7 +311,7 @@ def _link(unfinished: str, name: str, here: dict[str, int]) -> bool:
 
 
 def probe_direct(folder: Folder) -> bool:
-    """Whether whole pages can be written to and read from files in a folder with O_DIRECT."""
+    """Return whether whole pages can be written to and read from files in a folder with O_DIRECT."""
     if not O_DIRECT:
         return False
     page = memoryview(mmap.mmap(-1, ALIGNMENT))

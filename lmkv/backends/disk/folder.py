@@ -52,7 +52,7 @@ class ChunkFolder:
         return os.path.join(self.root.path, self.namespace.hex())
 
     def path_of(self, key: ChunkKey) -> str:
-        """Path of a chunk, for messages. The key of another namespace's chunk begins with that namespace."""
+        """Return the path of a chunk, for messages. The key of another namespace's chunk begins with that namespace."""
         return os.path.join(self.root.path, *self._names_of(key))
 
     def _names_of(self, key: ChunkKey) -> tuple[str, str, str]:
@@ -60,20 +60,21 @@ class ChunkFolder:
         return namespace.hex(), key[:1].hex(), key.hex() + SUFFIX
 
     def name_of(self, key: ChunkKey) -> str:
-        """Path of a chunk, relative to the folder of this namespace."""
+        """Return the path of a chunk, relative to the folder of this namespace."""
         return "/".join(self._names_of(key)[1:])
 
     @contextlib.contextmanager
     def place_of(self, key: ChunkKey) -> Iterator[tuple[Folder, str]]:
-        """The folder of a chunk, and its name there. Raises `FileNotFoundError` if there is no such folder, and
-        `OSError`."""
+        """Provide the folder of a chunk, and its name there. Raises `FileNotFoundError` if there is no such folder, and
+        `OSError`.
+        """
         *folders, name = self._names_of(key)
         with self.root.entered(*folders) as folder:
             yield folder, name
 
     @contextlib.contextmanager
     def entered(self, *below: str) -> Iterator[Folder]:
-        """The namespace's folder, or one `below` it. Raises `OSError`."""
+        """Provide the namespace's folder, or one `below` it. Raises `OSError`."""
         with self.root.entered(self.namespace.hex(), *below) as folder:
             yield folder
 
@@ -108,7 +109,8 @@ class ChunkFolder:
                         yield evolve(found, key=namespace + found.key)
 
     def scan(self, *, to_evict: bool = False) -> Iterator[Listed]:
-        """All chunks by name and size alone, in no particular order. Removes stale temporary files. Raises `OSError`.
+        """Yield all chunks by name and size alone, in no particular order. Removes stale temporary files. Raises
+        `OSError`.
 
         `to_evict`: whether to raise `PermissionError` at the first folder that this user may not delete from.
         """
@@ -141,7 +143,7 @@ class ChunkFolder:
 
 
 def namespaces(root: Root) -> list[bytes]:
-    """Digests of the namespaces below a root. Raises `OSError`."""
+    """Return the digests of the namespaces below a root. Raises `OSError`."""
     with _absent_if_removed(), root.entered() as folder:
         names = [entry.name for entry in folder.entries() if entry.is_dir(follow_symlinks=False)]
         return [digest for name in names if (digest := _digest_of(name))]
@@ -165,7 +167,7 @@ def _left_out_if_forbidden(path: str) -> Iterator[None]:
 
 
 def _key_of(name: str, folder: str) -> ChunkKey | None:
-    """The key of a chunk's file; None for any other name, and for one that belongs into another folder."""
+    """Return the key of a chunk's file; None for any other name, and for one that belongs into another folder."""
     if len(name) != _NAME_LENGTH or not name.endswith(SUFFIX) or name[:2] != folder:
         return None
     return _digest_of(name[: -len(SUFFIX)])
@@ -187,7 +189,7 @@ def _remove_if_stale(folder: Folder, name: str) -> None:
 
 
 def digests(root: str | Path, beginning: str = "") -> list[bytes]:
-    """Digests that begin with these hexadecimal digits, sorted. Raises OSError."""
+    """Return the digests that begin with these hexadecimal digits, sorted. Raises OSError."""
     return sorted(digest for digest in namespaces(Root.checked(root)) if digest.hex().startswith(beginning.lower()))
 
 
@@ -213,7 +215,7 @@ def describe(root: str, namespace: Namespace) -> None:
 
 
 def description(path: str) -> Namespace | None:
-    """The namespace of a folder; None when its file is missing or does not match."""
+    """Return the namespace of a folder; None when its file is missing or does not match."""
     root, digits = os.path.split(path)
     try:
         folder = ChunkFolder(Root.checked(root), bytes.fromhex(digits))
@@ -292,8 +294,8 @@ class Usage:
         self._change(0, -nbytes)
 
     def listed_from(self) -> tuple[int, int]:
-        """All bytes reserved so far, and those of them not written yet. `set` needs both, as of the beginning of a
-        listing.
+        """Return all bytes reserved so far, and those of them not written yet. `set` needs both, as of the beginning of
+        a listing.
         """
         # In this order: bytes that stop pending in between are in a file, which the listing finds.
         reserved = 0
@@ -330,7 +332,7 @@ class Usage:
             self._own.write(_NUMBER.pack(min(self._pending, _MAX_COUNT)))
 
     def _pending_of_all(self) -> int:
-        """Bytes that all processes have reserved and not written; removes the files of ended ones."""
+        """Return the number of bytes that all processes have reserved and not written; removes the files of ended ones."""
         found = 0
         with contextlib.suppress(OSError), self.root.entered() as folder:
             for name in [entry.name for entry in folder.entries() if entry.name.startswith(PENDING_FILE)]:

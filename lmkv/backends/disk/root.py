@@ -73,7 +73,7 @@ class Root:
         return root
 
     def _walk(self) -> os.stat_result:
-        """The root folder's status.
+        """Return the root folder's status.
 
         Trusts the owners of the folders and links on the way, where nobody else could have created them.
         """
@@ -120,7 +120,7 @@ class Root:
         self.trusted.add(status.st_uid)
 
     def _is_mine(self, path: str, status: os.stat_result) -> bool:
-        """Whether this is our own file, shown under another id by a server that maps users (NFS root squash)."""
+        """Return whether this is our own file, shown under another id by a server that maps users (NFS root squash)."""
         with contextlib.suppress(OSError):
             fd = os.open(path, _FOLDER | os.O_NOFOLLOW)
             try:
@@ -131,13 +131,13 @@ class Root:
 
     @staticmethod
     def _as_shown(folder: Folder) -> os.stat_result:
-        """Owner and mode that the file system gives to a private file of this user."""
+        """Return the owner and mode that the file system gives to a private file of this user."""
         with temporary(folder, 0) as (fd, _):
             return os.fstat(fd)
 
     @contextlib.contextmanager
     def entered(self, *names: str) -> Iterator[Folder]:
-        """The root folder, or the one with these names below it, opened without following links.
+        """Provide the root folder, or the one with these names below it, opened without following links.
 
         If another folder has replaced the root, checks that folder and its path again. Raises `NotTrustedError` if
         others may have put it there or may write to it, `MediumError` on another medium, and `OSError`.

@@ -72,8 +72,8 @@ class RemoteOptions:
     authentication_key: bytes | None = field(default=None, repr=False)
 
     def password_now(self) -> str | None:
-        """The password, read again if it may have changed. While that fails, it is the password that was read at the
-        start.
+        """Return the password, read again if it may have changed. While that fails, it is the password that was read at
+        the start.
         """
         try:
             return self.renew_password() if self.renew_password else self.password
@@ -109,11 +109,11 @@ class ValueCodec:
     format: ChunkFormat
 
     def value_bytes(self, payload_bytes: int) -> int:
-        """Length of the whole value."""
+        """Return the length of the whole value."""
         return self.format.header_bytes(payload_bytes) + payload_bytes
 
     def header_of(self, chunk: Chunk) -> memoryview:
-        """The header of a chunk's value."""
+        """Return the header of a chunk's value."""
         payload = chunk.payload
         packed = memoryview(bytearray(self.format.header_bytes(len(payload))))
         digests = SegmentDigests(chunk.key, self.format)
@@ -122,7 +122,7 @@ class ValueCodec:
         return packed
 
     def parsed(self, key: ChunkKey, data: memoryview, expected: int) -> Header:
-        """The header at the start of `data`, checked against the key and a payload of `expected` bytes.
+        """Return the header at the start of `data`, checked against the key and a payload of `expected` bytes.
 
         Raises `FormatError`.
         """
@@ -170,7 +170,7 @@ _MAX_VALUE_BYTES = 1 << 36
 
 
 def split_url(url: str) -> SplitResult:
-    """The parts of a URL. The ConfigError never quotes the unparsable part, which may contain a password."""
+    """Return the parts of a URL. The ConfigError never quotes the unparsable part, which may contain a password."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -184,7 +184,7 @@ def split_url(url: str) -> SplitResult:
 
 
 def batches(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    """Names in batches of `size`, one for each round trip."""
+    """Return the names in batches of `size`, one for each round trip."""
     return (names[at : at + size] for at in range(0, len(names), size))
 
 
@@ -255,17 +255,17 @@ class RemoteBackend(ABC):
         return f"<{type(self).__name__} {self.name!r}: {self._safe_url}>"
 
     def name_of(self, key: ChunkKey) -> str:
-        """The name of a chunk's value. Raises UsageError for a key of another length."""
+        """Return the name of a chunk's value. Raises UsageError for a key of another length."""
         if len(key) != KEY_BYTES:
             raise UsageError(f"a chunk key must have {KEY_BYTES} bytes, not {len(key)}")
         return f"{self._root}/{key.hex()}"
 
     def stored_bytes(self, payload_bytes: int) -> int:
-        """Length of the value for a payload of this length."""
+        """Return the length of the value for a payload of this length."""
         return self.codec.value_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Whether the store has a value for each key. The bytes of a value are verified when they are read."""
+        """Return whether the store has a value for each key. The bytes of a value are verified when they are read."""
         self._check_open()
         names = [self.name_of(key) for key in keys]
         try:
@@ -306,7 +306,7 @@ class RemoteBackend(ABC):
             raise self._translated(error, "delete") from error
 
     def _listing(self, found: Iterator[list[Listed]]) -> Iterator[list[Listed]]:
-        """The pages of a store's listing, up to plausible limits. Raises a `BackendError`."""
+        """Yield the pages of a store's listing, up to plausible limits. Raises a `BackendError`."""
         self._check_open()
         count, until = 0, time.monotonic() + QUIET_SECONDS
         try:
@@ -334,7 +334,7 @@ class RemoteBackend(ABC):
             raise ClosedError(f"backend {self.name!r} is closed")
 
     def _translated(self, error: BaseException, action: str, key: ChunkKey = b"") -> BackendError:
-        """The `BackendError` for a client's error. Raises one that is not the client's, as Ctrl-C is."""
+        """Return the `BackendError` for a client's error. Raises one that is not the client's, as Ctrl-C is."""
         if isinstance(error, ClosedError):
             raise error
         if not isinstance(error, Exception):
@@ -345,14 +345,14 @@ class RemoteBackend(ABC):
         return translated
 
     def _reason(self, error: Exception) -> str:
-        """Text of a store's error."""
+        """Return the text of a store's error."""
         return f"{type(error).__name__}: {error}"
 
     # -- requests to the store --------------------------------------------------------------------------------
 
     @abstractmethod
     def _exist(self, names: Sequence[str]) -> list[bool]:
-        """Whether there is a value of each name, in as few round trips as the store allows."""
+        """Return whether there is a value of each name, in as few round trips as the store allows."""
 
     @abstractmethod
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
@@ -372,7 +372,7 @@ class RemoteBackend(ABC):
 
     @abstractmethod
     def _is_unavailable(self, error: Exception) -> bool:
-        """Whether the whole store fails: it does not answer, or refuses us."""
+        """Return whether the whole store fails: it does not answer, or refuses us."""
 
 
 class HostPortBackend(RemoteBackend):
@@ -390,7 +390,7 @@ class HostPortBackend(RemoteBackend):
             logger.warning("lmkv: the store at %s does not support %s; lmkv ignores the value", self._safe_url, names)
 
     def _parse_url(self, url: str) -> dict[str, Any]:
-        """Host, port and options of the query."""
+        """Return the host, port and options of the query."""
         parts = split_url(url)
         given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
         if unknown := sorted(given.keys() - self.known.keys()):

@@ -74,7 +74,7 @@ class Connection:
         return [absent == 0 for _, absent in answers]
 
     def get(self, name: str) -> int | None:
-        """Length of the value, which `fill` reads next. None if the key has no value."""
+        """Return the length of the value, which `fill` reads next. None if the key has no value."""
         self._send([_request(_VALUE, _value_request(name, 0, _GET))])
         self.is_behind = True
         return self._length()
@@ -192,12 +192,12 @@ def _request(action: bytes, body: bytes) -> bytes:
 
 
 def _value_request(name: str, nbytes: int, action: int) -> bytes:
-    """A table of a name, a length and an action."""
+    """Return a table of a name, a length and an action."""
     return _VALUE_TABLE.pack(16, 10, 16, 8, 12, 7, 10, action, 8, nbytes) + _text(name)
 
 
 def _delete_request(names: Sequence[str]) -> bytes:
-    """A table of names."""
+    """Return a table of names."""
     texts = [_text(name) for name in names]
     # Each offset counts from where it stands.
     starts = accumulate((len(text) - 4 for text in texts[:-1]), initial=4 * len(texts))
@@ -205,7 +205,7 @@ def _delete_request(names: Sequence[str]) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """A zero-terminated string, padded to whole words."""
+    """Return a zero-terminated string, padded to whole words."""
     encoded = text.encode()
     return _CODE.pack(len(encoded)) + encoded + bytes(4 - len(encoded) % 4)
 
@@ -351,7 +351,7 @@ class InfiniStoreBackend(HostPortBackend):
         self._call(lambda connection: connection.delete(names))
 
     def _payload_name(self, name: str) -> str:
-        """Name of an entry's payload; empty if the value is no entry."""
+        """Return the name of an entry's payload; empty if the value is no entry."""
         with suppress(FormatError):
             entry = self._call(lambda connection: self._entry(connection, name))
             return entry.payload_name if entry else ""
@@ -383,7 +383,7 @@ class InfiniStoreBackend(HostPortBackend):
             self._release(connection)
 
     def _taken(self) -> Connection | None:
-        """An idle connection that the server is ready for.
+        """Return an idle connection that the server is ready for.
 
         InfiniStore bug: after a request sent right behind a value, the server repeats its last answer forever. It has
         one thread: once it has answered another connection's later request, it is ready again.
@@ -396,7 +396,7 @@ class InfiniStoreBackend(HostPortBackend):
         return self._pick(lambda each: each.in_step and each.value_ended_at < self._answered_at)
 
     def _pick(self, fits: Callable[[Connection], bool]) -> Connection | None:
-        """The most recently used connection that fits, because its TCP window is open."""
+        """Return the most recently used connection that fits, because its TCP window is open."""
         with self._lock:
             found = next(filter(fits, reversed(self._idle)), None)
             if found is not None:

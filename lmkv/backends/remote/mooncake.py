@@ -159,7 +159,7 @@ class StoreClient:
         return [bool(_checked(found, "is_exist")) for found in self._store.batch_is_exist(names)]
 
     def get(self, name: str, parts: Sequence[Part]) -> int | None:
-        """Length of the value, which fills these parts if the length fits; None when it does not exist."""
+        """Return the length of the value, which fills these parts if the length fits; None when it does not exist."""
         self.connect()
         addresses, sizes = self._located(parts)
         (code,) = self._store.batch_get_into_multi_buffers([name], [addresses], [sizes])
@@ -258,7 +258,7 @@ def _drop_once() -> int:
 
 @contextmanager
 def _sockets() -> Iterator[list[socket.socket]]:
-    """This process's IPv4 and IPv6 sockets."""
+    """Provide this process's IPv4 and IPv6 sockets."""
     with ExitStack() as stack:
         opened = []
         for descriptor in map(int, os.listdir("/proc/self/fd")):

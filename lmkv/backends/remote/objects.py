@@ -199,7 +199,7 @@ class StoreClient:
         self._listings: dict[int, _Listing] = {}
 
     def _store(self, nbytes: int = 0) -> Any:
-        """A store of obstore with a timeout for a value of `nbytes`."""
+        """Return a store of obstore with a timeout for a value of `nbytes`."""
         more = -(-nbytes // MIN_BYTES_PER_SECOND)
         if more not in self._stores:
             self._stores[more] = self._open(self._timeout + more)
@@ -213,7 +213,9 @@ class StoreClient:
         return [memoryview(self._memories[memory].view)[at : at + nbytes] for memory, at, nbytes in parts]
 
     def _is_other(self, name: str) -> bool:
-        """Whether something else than a file has this name in the folder. To open a pipe is to wait for its writer."""
+        """Return whether something else than a file has this name in the folder. To open a pipe is to wait for its
+        writer.
+        """
         with suppress(OSError):
             return bool(self._folder) and not stat.S_ISREG(os.lstat(os.path.join(self._folder, name)).st_mode)
         return False
@@ -229,8 +231,9 @@ class StoreClient:
         return True
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Whether there is an object of each name. An object counts as absent if its request fails, unless all requests
-        fail."""
+        """Return whether there is an object of each name. An object counts as absent if its request fails, unless all
+        requests fail.
+        """
         store = self._store()
         asked = [self._threads.submit(self._exists, store, name) for name in names]
         done, late = wait(asked, 2 * self._timeout)
@@ -242,7 +245,7 @@ class StoreClient:
         return [each.done() and not each.cancelled() and not each.exception() and each.result() for each in asked]
 
     def get(self, name: str, parts: Sequence[Part]) -> int | None:
-        """Length of the object, which fills these parts if the length fits; None when it does not exist."""
+        """Return the length of the object, which fills these parts if the length fits; None when it does not exist."""
         nbytes = sum(part[2] for part in parts)
         if self._is_other(name):
             return 0
@@ -305,7 +308,7 @@ class StoreClient:
         self._listings[number] = _Listing(self._store(), root, self._loop)
 
     def next_page(self, number: int) -> list[tuple[str, int]] | None:
-        """Keys of the next chunks, in hexadecimal, and lengths; empty if they are late, None at the end."""
+        """Return the keys of the next chunks, in hexadecimal, and lengths; empty if they are late, None at the end."""
         return self._listings[number].next_page()
 
     def end_listing(self, number: int) -> None:
@@ -351,7 +354,7 @@ def _remove(store: Any, name: str) -> None:
 
 
 def folder_of(url: str) -> str:
-    """The folder of a `file:` URL; empty for others."""
+    """Return the folder of a `file:` URL; empty for others."""
     parts = split_url(url)
     return unquote(parts.path) if parts.scheme == "file" else ""
 
@@ -373,7 +376,7 @@ def check(root: str, *place: Any) -> None:
 
 
 def _places(options: Mapping[str, str]) -> dict[str, str]:
-    """The options, and variables of the environment, that name what exists."""
+    """Return the options, and variables of the environment, that name what exists."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))}
     named = {**variables, **options}.items()
     return {name: each for name, each in named if "/" in each and "://" not in each and os.path.exists(each)}
@@ -387,7 +390,7 @@ def _check_files(options: Mapping[str, str]) -> None:
 
 
 def _versions(options: Mapping[str, str]) -> list[tuple[str, int, int]]:
-    """The identity of each file that the options or the environment name: it changes with the file."""
+    """Return the identity of each file that the options or the environment name: it changes with the file."""
     found = []
     for place in _places(options).values():
         with suppress(OSError):
@@ -405,7 +408,7 @@ def opened(
     deletes_each: bool = False,
     makes_folder: bool = False,
 ) -> Any:
-    """The store of obstore for a URL; connects to nothing."""
+    """Return the store of obstore for a URL; connects to nothing."""
     parts = split_url(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     bucket = parts.netloc.rpartition("@")[2]

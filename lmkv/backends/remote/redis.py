@@ -132,7 +132,7 @@ class RedisBackend(RemoteBackend):
                 seen.add(cursor)
 
     def _sized(self, names: Sequence[str], known: dict[ChunkKey, int]) -> list[Listed]:
-        """The chunks of these names. Asks for unknown lengths only, because asking counts as a use of the value."""
+        """Return the chunks of these names. Asks for unknown lengths only, because asking counts as a use of the value."""
         # SCAN may give a name twice.
         names_of = {bytes.fromhex(name[-2 * KEY_BYTES :]): name for name in names}
         sizes = {key: known.get(key) or self._sizes.get(key, 0) for key in names_of}
@@ -161,7 +161,9 @@ class RedisBackend(RemoteBackend):
     def _for_each(
         self, names: Sequence[str], command: Callable[[Any, str], object], *, untouched: bool = False
     ) -> list[Any]:
-        """The answer or error of one command for each name. `untouched`: these are no uses, where the server can."""
+        """Return the answer or error of one command for each name. `untouched`: these are no uses, where the server
+        can.
+        """
         answers: list[Any] = []
         switches = untouched and not self._is_cluster
         for batch in batches(names, _BATCH_NAMES):
@@ -287,7 +289,7 @@ class RedisBackend(RemoteBackend):
         return super()._translated(error, action, key)
 
     def _pools(self, client: Redis | RedisCluster | None) -> list[Any]:
-        """The pools of connections, one for each server."""
+        """Return the pools of connections, one for each server."""
         if isinstance(client, RedisCluster):
             return [self._pool_at(client, node) for node in client.get_nodes()]
         return [] if client is None else [client.connection_pool]
@@ -396,7 +398,7 @@ def _send(connection: Any, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def _last_words(connection: Any) -> Exception | None:
-    """A server's last answer before it closed the connection, if it is an error."""
+    """Return a server's last answer before it closed the connection, if it is an error."""
     with suppress(OSError, exceptions.RedisError), within(_LAST_WORDS):
         answer = connection._parser.read_response()
         return answer if isinstance(answer, exceptions.ResponseError) else None
@@ -404,7 +406,7 @@ def _last_words(connection: Any) -> Exception | None:
 
 
 def _number(answer: Any) -> int:
-    """The number in an answer. Raises the answer if it is an error, and InvalidResponse."""
+    """Return the number in an answer. Raises the answer if it is an error, and InvalidResponse."""
     if isinstance(answer, Exception):
         raise answer
     if not isinstance(answer, int):

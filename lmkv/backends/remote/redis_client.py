@@ -101,7 +101,7 @@ class Answers:
         self._ahead.clear()
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Whether bytes have come without a request. Raises when the connection is closed."""
+        """Return whether bytes have come without a request. Raises when the connection is closed."""
         if not self._ahead and self._sock is not None:
             self._sock.settimeout(timeout)
             try:
@@ -112,7 +112,7 @@ class Answers:
         return bool(self._ahead)
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
-        """The next answer: bytes, a number, None, an error, or a list of these."""
+        """Return the next answer: bytes, a number, None, an error, or a list of these."""
         with self._bounded():
             return self._answer(_MAX_DEPTH)
 
@@ -148,7 +148,9 @@ class Answers:
         return error
 
     def length(self) -> int | None:
-        """Length of a value, which `fill` reads next. None if the key has no value. Raises the server's error."""
+        """Return the length of a value, which `fill` reads next. None if the key has no value. Raises the server's
+        error.
+        """
         with self._bounded():
             kind, text = self._line()
         if kind == b"-":
@@ -170,7 +172,7 @@ class Answers:
     # -- bytes ------------------------------------------------------------------------------------------------
 
     def _line(self) -> tuple[bytes, bytes]:
-        """The first character of a line, and the others."""
+        """Return the first character of a line, and the others."""
         while (end := self._ahead.find(b"\r\n", 0, _MAX_LINE_BYTES)) < 0:
             if len(self._ahead) >= _MAX_LINE_BYTES:
                 raise exceptions.InvalidResponse("the answer has no line end: the server may not be Redis")
@@ -420,7 +422,7 @@ class RedisURL:
     # -- clients ----------------------------------------------------------------------------------------------
 
     def client(self) -> Redis | RedisCluster:
-        """A client; that of a cluster asks for the cluster's nodes, the others connect later."""
+        """Return a client; that of a cluster asks for the cluster's nodes, the others connect later."""
         if not self.is_cluster:
             return Redis.from_pool(self._pool())
         own = ("host", "port", "db", "connection_class", "parser_class")

@@ -72,11 +72,11 @@ class SubprocessBackend(RemoteBackend):
         return ClientProcess(self._module, options, self.requests * self.options.timeout)
 
     def _renewed(self, options: dict[str, Any]) -> Mapping[str, Any] | Callable[[], Any]:
-        """These options, or a function that gives the present ones."""
+        """Return these options, or a function that gives the present ones."""
         return options
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of the URL, as `StoreClient` takes them."""
+        """Return the options of the URL, as `StoreClient` takes them."""
         return options
 
     def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
@@ -86,7 +86,7 @@ class SubprocessBackend(RemoteBackend):
                 client.register(descriptor, address, nbytes, self._seconds_to_register(nbytes))
 
     def _seconds_to_register(self, nbytes: int) -> float:
-        """Time that the first call of a process has beyond the timeout."""
+        """Return the time that the first call of a process has beyond the timeout."""
         return 0.0
 
     # -- requests to the store --------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class SubprocessBackend(RemoteBackend):
         return self._clients[crc32(name.encode()) % len(self._clients)]
 
     def _client_for(self, names: Sequence[str]) -> ClientProcess:
-        """The client to ask about several names, or to delete them by."""
+        """Return the client to ask about several names, or to delete them by."""
         return self._client(names[0])
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
@@ -131,7 +131,7 @@ class SubprocessBackend(RemoteBackend):
 
 
 def _batch_size(names: Sequence[str]) -> int:
-    """Number of names of equal length that a message has room for."""
+    """Return the number of names of equal length that a message has room for."""
     return max(1, (MAX_MESSAGE_BYTES - 1000) // (len(json.dumps(names[0])) + 2)) if names else 1
 
 
@@ -175,7 +175,8 @@ class ClientProcess:
 
     @contextmanager
     def value(self, name: str, header_bytes: int, into: memoryview) -> Iterator[tuple[int, Fill] | None]:
-        """Length of a value, and a function that reads its next bytes until the next call; None if there is no value.
+        """Provide the length of a value, and a function that reads its next bytes until the next call; None if there is
+        no value.
 
         If `into` is registered memory, the payload is in it already.
         """

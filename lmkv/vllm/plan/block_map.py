@@ -45,11 +45,11 @@ class BlockMap:
     scratch: bool = False
 
     def select(self, tables: Sequence[list[int]]) -> Sequence[list[int]]:
-        """The tables of the KV groups that lmkv stores and loads."""
+        """Return the tables of the KV groups that lmkv stores and loads."""
         return [tables[group.table or 0] for group in self.groups] if self.scratch else tables
 
     def index(self, table: int) -> int:
-        """The number among `groups` of a block table of vLLM's."""
+        """Return the number among `groups` of a block table of vLLM's."""
         return next((index for index, group in enumerate(self.groups) if group.table == table), table)
 
     @cached_property
@@ -74,7 +74,7 @@ class BlockMap:
     def store_copy(
         self, slot: int, block_ids: Sequence[list[int]], chunk: int, tokens: int | None = None
     ) -> ChunkCopy | None:
-        """The copy of the first `tokens` tokens, all by default, of chunk number `chunk` into `slot`.
+        """Return the copy of the first `tokens` tokens, all by default, of chunk number `chunk` into `slot`.
 
         None if some of its blocks are missing. With a sliding window, only those pages must exist that a hit reads if
         it ends with these tokens, or one token earlier. A hit of a whole prompt ends one token earlier.
@@ -104,7 +104,7 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def _needed(self, group: Group, tokens: int | None = None) -> int:
-        """The first page of a chunk of `tokens` tokens that a hit reads if it ends with them, or one earlier.
+        """Return the first page of a chunk of `tokens` tokens that a hit reads if it ends with them, or one earlier.
 
         After a hit of tokens - 1 the next token sees itself and window - 1 tokens before it.
         """
@@ -114,7 +114,7 @@ class BlockMap:
     def load_copies(
         self, slots: Sequence[int], block_ids: Sequence[list[int]], start: int, end: int
     ) -> list[ChunkCopy]:
-        """Copies that fill the blocks of tokens [start, end).
+        """Return the copies that fill the blocks of tokens [start, end).
 
         `slots`: the slots of the chunks, from the one that contains token `start` on. Blocks before `start` are not
         written: their KV is valid, and other requests may be reading it.
@@ -129,7 +129,7 @@ class BlockMap:
         return [ChunkCopy(slot, runs) for slot, runs in zip(slots, zip(*columns, strict=True), strict=False)]
 
     def _load_runs(self, group: Group, table: list[int], spans: Sequence[tuple[int, int]]) -> list[Run]:
-        """One run per span; a span is a range of tokens within one chunk."""
+        """Return one run per span; a span is a range of tokens within one chunk."""
         if group.state:
             return [_NOTHING] * len(spans)
         size, per_chunk = group.block_size, self.chunk_size // group.block_size
@@ -144,7 +144,9 @@ class BlockMap:
         return runs
 
     def state_copy(self, slot: int, number: int, blocks: Mapping[int, int]) -> ChunkCopy | None:
-        """The copy of the states of entry `number` from or to `blocks`, given by group; None when one is missing."""
+        """Return the copy of the states of entry `number` from or to `blocks`, given by group; None when one is
+        missing.
+        """
         wanted = [index for index, group in enumerate(self.groups) if group.state == number]
         if any(blocks.get(index, NULL_BLOCK) == NULL_BLOCK for index in wanted):
             return None
@@ -152,7 +154,7 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def state_blocks(self, block_ids: Sequence[list[int]], tokens: int) -> dict[int, int]:
-        """The block for the state after `tokens` tokens, which vLLM has just allocated or filled, by group.
+        """Return the block for the state after `tokens` tokens, which vLLM has just allocated or filled, by group.
 
         `tokens`: where a load ends, or a step that has computed no drafts.
         """
@@ -163,16 +165,17 @@ class BlockMap:
         }
 
     def most_blocks(self, tokens: int) -> int:
-        """An upper bound of the blocks that a request of `tokens` tokens needs until the end of its next step."""
+        """Return an upper bound of the blocks that a request of `tokens` tokens needs until the end of its next step."""
         return sum((0 if group.state else tokens // group.block_size) + 2 for group in self.groups)
 
     def covers(self, copies: Sequence[ChunkCopy], start: int, end: int) -> bool:
-        """Whether there is a copy for every chunk that tokens [start, end) touch."""
+        """Return whether there is a copy for every chunk that tokens [start, end) touch."""
         return len(copies) == -(-end // self.chunk_size) - start // self.chunk_size
 
     def blocks_between(self, block_ids: Sequence[list[int]], start: int, end: int) -> list[int]:
-        """The blocks of tokens [start, end) in the first table, and the blocks of the states there. A failed load
-        reports them."""
+        """Return the blocks of tokens [start, end) in the first table, and the blocks of the states there. A failed
+        load reports them.
+        """
         for group, table in zip(self.groups, block_ids, strict=True):
             if not group.state:
                 blocks = table[start // group.block_size : -(-end // group.block_size)]

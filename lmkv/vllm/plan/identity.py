@@ -25,7 +25,8 @@ logger = logging.getLogger("lmkv.vllm")
 def request_root(
     namespace: Namespace, request: Any, tags: Iterable[tuple[str, str]], loaded: str = "", adapter: str = ""
 ) -> bytes:
-    """The root of a request's keys: namespace, cache salt, LoRA adapter, tags and weights, each in its own field.
+    """Return the root of a request's keys: namespace, cache salt, LoRA adapter, tags and weights, each in its own
+    field.
 
     `loaded`: the identity of the workers' model. `adapter`: that of its adapter (see `Adapters`).
     """
@@ -37,7 +38,7 @@ def request_root(
 
 
 def tagged_root(namespace: Namespace, tags: Iterable[tuple[str, str]], loaded: str, cache_salt: str | None) -> bytes:
-    """The root of a prompt's keys without a request, and so without an adapter."""
+    """Return the root of a prompt's keys without a request, and so without an adapter."""
     extra = {f"tag.{name}": value for name, value in tags} | ({"loaded": loaded} if loaded else {})
     return namespace.root(cache_salt=cache_salt, lora=None, extra=extra)
 
@@ -48,7 +49,9 @@ Stamps = tuple[tuple[str, int, int, int], ...]
 
 
 def stamps(folder: Path) -> Stamps:
-    """Names, inodes, sizes and times of weights and configuration, which change when a file is written; () if none."""
+    """Return the names, inodes, sizes and times of weights and configuration, which change when a file is written; ()
+    if none.
+    """
     with suppress(OSError):
         # Not a broken link, a folder or a pipe of such a name.
         files = sorted(file for file in folder.iterdir() if file.suffix in (*SUFFIXES, ".json") and file.is_file())
@@ -58,7 +61,9 @@ def stamps(folder: Path) -> Stamps:
 
 
 def folder_of(path: str, file: str = _CONFIG) -> Path:
-    """Where vLLM finds `path`: a folder, with or without `~`, or the Hub cache's snapshot of that name with `file`."""
+    """Return where vLLM finds `path`: a folder, with or without `~`, or the Hub cache's snapshot of that name with
+    `file`.
+    """
     folder = Path(path).expanduser()
     if folder.exists() or folder.is_absolute():
         return folder
@@ -90,7 +95,7 @@ class Adapters:
     """The path, digest and files of the last adapter loaded under each number."""
 
     def identity(self, lora: Any) -> str:
-        """A digest of its weights and scales. Returns "", and warns, if it is unknown."""
+        """Return a digest of its weights and scales. Returns "", and warns, if it is unknown."""
         path, number = str(lora.lora_path), int(getattr(lora, "lora_int_id", 0))
         if getattr(lora, "load_inplace", False):
             return self._unknown(path, number, "it is read again in every step (load_inplace)")
@@ -147,7 +152,8 @@ class Media:
     _warned: set[str] = field(factory=set, init=False, repr=False)
 
     def extras(self, request: Any, chunk_size: int, weights: str = "", adapter: str = "") -> Mapping[int, bytes]:
-        """Digests of the items that overlap each chunk, by its number: their placeholder tokens are all alike.
+        """Return the digests of the items that overlap each chunk, by its number: their placeholder tokens are all
+        alike.
 
         An item counts with its kind, its digest and its position relative to the chunk. `weights`,
         `adapter`: identities of the weights that encode them. Raises UnnamedMediaError.
@@ -204,7 +210,7 @@ def _of_tensors(feature: Any) -> bytes | None:
 
 
 def digest_of(data: Mapping[str, Any]) -> bytes:
-    """Digest of an item's tensors, by their names: `MultiModalKwargsItem`, or a plain mapping."""
+    """Return the digest of an item's tensors, by their names: `MultiModalKwargsItem`, or a plain mapping."""
     digest = hashlib.sha256()
     for name in sorted(data):
         digest.update(canonical(name))
@@ -215,7 +221,7 @@ def digest_of(data: Mapping[str, Any]) -> bytes:
 
 
 def _pieces(value: Any) -> Iterator[bytes | memoryview]:
-    """A nested tensor as bytes, with the end of each part marked."""
+    """Yield a nested tensor as bytes, with the end of each part marked."""
     import torch
 
     if isinstance(value, torch.Tensor):

@@ -86,7 +86,7 @@ def check_model(vllm_config: Any) -> None:
 
 
 def returns_routed_experts(vllm_config: Any) -> bool:
-    """Whether answers include each prompt token's routed experts, which a hit lacks."""
+    """Return whether answers include each prompt token's routed experts, which a hit lacks."""
     places = (vllm_config.model_config, getattr(vllm_config, "aux_output_config", None))
     return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
@@ -113,17 +113,17 @@ def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def has_draft_layers(speculative: Any) -> bool:
-    """Whether drafts come from layers with separate KV; otherwise from the prompt's tokens."""
+    """Return whether drafts come from layers with separate KV; otherwise from the prompt's tokens."""
     return speculative.method not in ("ngram", "ngram_gpu", "suffix")
 
 
 def is_scratch(group: Any) -> bool:
-    """Whether the blocks of a group hold no prefix: vLLM fills them again for each request, even after a hit."""
+    """Return whether the blocks of a group hold no prefix: vLLM fills them again for each request, even after a hit."""
     return not getattr(group.kv_cache_spec, "prefix_cacheable", True)
 
 
 def is_replayed(group: Any) -> bool:
-    """Whether vLLM recomputes the last tokens of each hit, to fill the blocks of a group."""
+    """Return whether vLLM recomputes the last tokens of each hit, to fill the blocks of a group."""
     return getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) > 0
 
 
@@ -134,12 +134,14 @@ def check_group(group: Any) -> None:
 
 
 def is_state(spec: Any) -> bool:
-    """Whether these layers keep a state instead of KV for each token: Mamba, gated delta nets, short convolutions."""
+    """Return whether these layers keep a state instead of KV for each token: Mamba, gated delta nets, short
+    convolutions.
+    """
     return type(spec).__name__ == "MambaSpec"
 
 
 def has_runner_v2(vllm_config: Any) -> bool:
-    """Whether vLLM uses its Model Runner V2, which is the case if it has Triton."""
+    """Return whether vLLM uses its Model Runner V2, which is the case if it has Triton."""
     return getattr(vllm_config, "use_v2_model_runner", False)
 
 
@@ -189,12 +191,12 @@ def check_spec(spec: Any) -> None:
 
 
 def has_tokens(request: Any) -> bool:
-    """Whether tokens identify the request's prompt. They do not if it was given as embeddings."""
+    """Return whether tokens identify the request's prompt. They do not if it was given as embeddings."""
     return getattr(request, "prompt_embeds", None) is None
 
 
 def must_be_computed(request: Any) -> bool:
-    """Whether vLLM needs an output of every token of the prompt: log probabilities, or an embedding of each."""
+    """Return whether vLLM needs an output of every token of the prompt: log probabilities, or an embedding of each."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
@@ -282,7 +284,7 @@ class RequestOptions:
 
     @classmethod
     def of(cls, request: Any, longest: int = MAX_TOKENS) -> Self:
-        """The options of a vLLM request. `longest`: length of the longest prompt in tokens."""
+        """Return the options of a vLLM request. `longest`: length of the longest prompt in tokens."""
         params = getattr(request, "kv_transfer_params", None)
         params = params if isinstance(params, Mapping) else {}
         tags = _tags(params)
@@ -330,7 +332,7 @@ def _say_that_none_is_dropped() -> None:
 
 
 def _tags(params: Mapping[Any, Any]) -> tuple[tuple[str, str], ...] | None:
-    """Names and values of the tags. None if one is unreadable, or if there are too many."""
+    """Return the names and values of the tags. None if one is unreadable, or if there are too many."""
     if len(params) > _MAX_KEYS:
         return None
     found, room = dict[str, str](), MAX_TAG_CHARACTERS
@@ -343,7 +345,7 @@ def _tags(params: Mapping[Any, Any]) -> tuple[tuple[str, str], ...] | None:
 
 
 def _text(value: object) -> str | None:
-    """A text, or what Python writes for a number, a boolean or None."""
+    """Return a text, or what Python writes for a number, a boolean or None."""
     if isinstance(value, str):
         return str.__str__(value)
     small = type(value) is not int or value.bit_length() <= MAX_TAG_CHARACTERS
@@ -359,7 +361,7 @@ def _is_true(value: object) -> bool:
 
 
 def _token_ids(value: object, longest: int) -> tuple[int, ...]:
-    """The token ids of a list, () for anything else: a client's mistake must not fail the request."""
+    """Return the token ids of a list, () for anything else: a client's mistake must not fail the request."""
     if not isinstance(value, list | tuple) or len(value) > longest:
         return ()
     valid = all(isinstance(token, int) and 0 <= token < _MAX_NUMBER for token in value)

@@ -47,7 +47,7 @@ class Patience:
     _arrived: int = field(default=0, init=False)
 
     def lasts(self, now: float, limit: Callable[[], float | None], arrived: int) -> bool:
-        """Whether the request may continue to wait. `arrived`: number of chunks that have arrived by now.
+        """Return whether the request may continue to wait. `arrived`: number of chunks that have arrived by now.
 
         `limit`: seconds that this wait may last; asked once, at its beginning. None: not known. The wait then continues
         while at least one chunk arrives every `STALL` seconds.
@@ -66,7 +66,7 @@ class Patience:
         return not self.late
 
     def waited(self, now: float) -> float:
-        """Seconds of all waits."""
+        """Return the number of seconds of all waits."""
         return self.spent + (0.0 if self._since is None else now - self._since)
 
     def end(self, now: float) -> None:
@@ -107,7 +107,7 @@ class Miss:
         return f"{self.tokens} missed: {miss_in_words(self.reason, self.tier)}{when}"
 
     def report(self) -> dict[str, object]:
-        """The miss for the request's report. It reveals nothing about other salts."""
+        """Return the miss for the request's report. It reveals nothing about other salts."""
         fields = {
             "reason": self.public_reason,
             "tokens": self.tokens,
@@ -136,7 +136,7 @@ class Audit:
         self.next = self.first
 
     def tier(self, chunk: int) -> str:
-        """The tier that would have delivered this chunk."""
+        """Return the tier that would have delivered this chunk."""
         return self.tiers[min(chunk - self.first, len(self.tiers) - 1)]
 
 
@@ -443,18 +443,20 @@ class Request:
         }
 
     def keys(self, count: int) -> list[ChunkKey]:
-        """The first `count` keys. Hashes tokens known since the last call."""
+        """Return the first `count` keys. Hashes tokens known since the last call."""
         if count > len(self.chain.keys):
             self.chain.extend(self.known_tokens)
         return self.chain.keys[:count]
 
     def keys_with_tail(self, count: int) -> list[ChunkKey]:
-        """The first `count` keys, and that of the prompt's tail if it comes next."""
+        """Return the first `count` keys, and that of the prompt's tail if it comes next."""
         keys = self.keys(count)
         return [*keys, self.tail] if self.tail is not None and count == self.tail_chunk else keys
 
     def state_keys(self, chunks: int) -> Sequence[StateKey]:
-        """The keys of the states after the first `chunks` chunks; none for 0 chunks, or without recurrent layers."""
+        """Return the keys of the states after the first `chunks` chunks; none for 0 chunks, or without recurrent
+        layers.
+        """
         if not (self.naming.states and chunks):
             return ()
         if chunks > len(self.chain.keys):
@@ -462,5 +464,5 @@ class Request:
         return state_keys(self.chain.keys[chunks - 1], self.naming.states)
 
     def tokens(self, first: int, count: int) -> Sequence[int]:
-        """Up to `count` token ids from number `first` on, as far as they are known."""
+        """Return up to `count` token ids from number `first` on, as far as they are known."""
         return self.known_tokens[first : first + count]

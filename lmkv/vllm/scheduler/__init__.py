@@ -114,7 +114,8 @@ class Scheduler:
         return MappingProxyType(self._requests)
 
     def keys_of(self, tokens: Sequence[int], cache_salt: str | None, tags: Mapping[str, str]) -> list[ChunkKey]:
-        """The keys of a prompt without images and adapters, as of the last lookup; none if the weights are unknown.
+        """Return the keys of a prompt without images and adapters, as of the last lookup; none if the weights are
+        unknown.
 
         Thread-safe.
         """
@@ -122,7 +123,9 @@ class Scheduler:
         return [] if root is None else self._keys(root, tokens)
 
     def root_of(self, cache_salt: str | None, tags: Mapping[str, str]) -> bytes | None:
-        """The root of the keys of such prompts, as of the last lookup; None if the weights are unknown. Thread-safe."""
+        """Return the root of the keys of such prompts, as of the last lookup; None if the weights are unknown.
+        Thread-safe.
+        """
         identity = self.changes.identity
         return None if identity is None else tagged_root(self._naming.namespace, tags.items(), identity, cache_salt)
 
@@ -156,7 +159,7 @@ class Scheduler:
             self.matcher.arrived(request, keys)
 
     def _keys(self, root: bytes, tokens: Sequence[int]) -> list[ChunkKey]:
-        """The keys of another prompt, that of its tail included."""
+        """Return the keys of another prompt, that of its tail included."""
         chain, tail = hash_prompt(tokens, root, self._chunk_size, tail=self._options.save_unfull_chunk)
         return chain.keys if tail is None else [*chain.keys, tail]
 
@@ -251,7 +254,7 @@ class Scheduler:
         self._observer.recent.scheduled(request)
 
     def hit_sources(self, request_id: str) -> dict[str, int]:
-        """The tokens that were last promised to a request, by tier."""
+        """Return the tokens that were last promised to a request, by tier."""
         request = self._requests.get(request_id)
         return dict(request.report.sources) if request is not None else {}
 
@@ -292,7 +295,7 @@ class Scheduler:
         self._observer.value.step()
 
     def take_plan(self) -> StepPlan:
-        """The orders since the last call, for every worker."""
+        """Return the orders since the last call, for every worker."""
         # Sent with each plan until all workers have mapped it: some may not have run yet.
         return self._builder.take(None if len(self._mapped) == self._options.ranks else self._store.slab.ref)
 
@@ -368,7 +371,7 @@ class Scheduler:
                 other.storing.begin_again(chunk)
 
     def take_events(self) -> list[Event]:
-        """The chunks that tiers have gained and lost since the last call."""
+        """Return the chunks that tiers have gained and lost since the last call."""
         return [] if self._observer.events is None else self._observer.events.take()
 
     def republish(self) -> None:
@@ -391,7 +394,7 @@ class Scheduler:
         self._observer.reset()
 
     def take_samples(self) -> Values:
-        """Values counted since the last call."""
+        """Return the values counted since the last call."""
         return self._observer.telemetry.take()
 
     def close(self) -> None:

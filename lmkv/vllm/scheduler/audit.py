@@ -37,7 +37,7 @@ CopiesOf = Sequence[Callable[[int], ChunkCopy | None]]
 
 
 def named(names: Sequence[str]) -> str:
-    """The first of these names, for a log line."""
+    """Return the first of these names, for a log line."""
     return ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
 
 
@@ -89,7 +89,7 @@ class WrongChunks:
         self.purge(keys)
 
     def is_in(self, keys: Sequence[ChunkKey]) -> bool:
-        """Whether one of these chunks was wrong at some time."""
+        """Return whether one of these chunks was wrong at some time."""
         return self.first_of(keys) is not None
 
     def first_of(self, keys: Sequence[ChunkKey]) -> str | None:
@@ -160,13 +160,15 @@ class HitAudits(Planner):
         return request.auditing.audit is not None
 
     def _tail(self, request: Request, keys: Sequence[ChunkKey]) -> TailKey | None:
-        """The prompt's tail, if it comes next in the hit and has whole pages; not with windows, which may lack some."""
+        """Return the prompt's tail, if it comes next in the hit and has whole pages; not with windows, which may lack
+        some.
+        """
         tail = request.tail if keys and keys[0] == request.tail and not self._block_map.windowed else None
         begins = len(request.chain.keys) * self._chunk_size if tail is not None else 0
         return tail if tail is not None and request.waiting.computed <= begins and self._whole(tail) else None
 
     def _whole(self, tail: TailKey) -> int:
-        """Tokens of a tail in full pages: the rest of its last page is unknown."""
+        """Return the number of tokens of a tail in full pages: the rest of its last page is unknown."""
         size = max(group.block_size for group in self._block_map.groups)
         return tail.tokens // size * size
 
@@ -392,7 +394,9 @@ class LoadAudits(Planner):
         self._left.clear()
 
     def _settled(self, load: AuditedLoad, overwritten: Collection[int]) -> list[ChunkCopy]:
-        """Whole pages before the load's end, in tables that keep all blocks: nothing should have changed them."""
+        """Return the whole pages before the load's end, in tables that keep all blocks: nothing should have changed
+        them.
+        """
         size, copies = self._block_map.chunk_size, []
         for number, copy in enumerate(load.copies, load.first):
             runs = []

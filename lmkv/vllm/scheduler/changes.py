@@ -63,8 +63,8 @@ class WeightChanges(Planner):
     # -- requests -----------------------------------------------------------------------------------------
 
     def puts_off(self, request_id: str) -> bool:
-        """Whether the weights may have changed. A new request is then hashed at its first lookup, because the engine
-        may sleep until then.
+        """Return whether the weights may have changed. A new request is then hashed at its first lookup, because the
+        engine may sleep until then.
         """
         if self._suspicions:
             self.put_off.add(request_id)
@@ -90,7 +90,7 @@ class WeightChanges(Planner):
         self.evict()
 
     def loads_across(self, request_id: str) -> bool:
-        """Whether other requests load KV from before a change. vLLM shares their blocks once they compute."""
+        """Return whether other requests load KV from before a change. vLLM shares their blocks once they compute."""
         return bool(self._loading_across - {request_id})
 
     def forget(self, request_id: str) -> None:

@@ -61,7 +61,7 @@ class SchedulerOptions:
 
     @classmethod
     def of(cls, config: object, **given: Any) -> Self:
-        """The options: those that `config` has under equal names, and those given."""
+        """Return the options: those that `config` has under equal names, and those given."""
         found = {each.name: getattr(config, each.name) for each in fields(cls) if hasattr(config, each.name)}
         return cls(**{**found, **given})
 
@@ -102,7 +102,7 @@ class Jobs:
         return self._jobs.get(number)
 
     def of(self, kind: type[J]) -> Iterator[J]:
-        """The jobs of a kind, the oldest first."""
+        """Return the jobs of a kind, the oldest first."""
         return (job for job in self._jobs.values() if isinstance(job, kind))
 
     def distrust(self) -> None:

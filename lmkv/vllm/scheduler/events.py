@@ -60,7 +60,7 @@ class Blocks:
     extra_keys: tuple[tuple[object, ...] | None, ...] = ()
 
     def part(self, first: int, end: int) -> Blocks:
-        """Blocks [first, end) of these."""
+        """Return the blocks [first, end) of these."""
         hashes, parent = self.hashes[first:end], self.hashes[first - 1] if first else self.parent
         tokens, extra_keys = self.tokens[first * self.block_size : end * self.block_size], self.extra_keys[first:end]
         return evolve(self, hashes=hashes, parent=parent, tokens=tokens, extra_keys=extra_keys)
@@ -163,7 +163,7 @@ class EventRecorder:
         return [blocks for blocks in described if blocks is not None]
 
     def _state_blocks(self, request: VLLMRequest, end: int, number: int) -> list[Blocks]:
-        """The blocks of recurrent layers whose state after `end` tokens is in entry `number`."""
+        """Return the blocks of recurrent layers whose state after `end` tokens is in entry `number`."""
         groups = [(index, group.block_size) for index, group in self._state_groups if group.state == number]
         described = (self._describe(request, index, end - size, end) for index, size in groups)
         return [blocks for blocks in described if blocks is not None]
@@ -178,7 +178,7 @@ class EventRecorder:
                 del self._chunks[key]
 
     def take(self) -> list[Event]:
-        """The changes since the last call."""
+        """Return the changes since the last call."""
         events, self._events = self._events, []
         touched = set()
         for _ in range(min(len(self._changes), _BATCH_CHANGES)):

@@ -85,7 +85,7 @@ class AsyncLoad:
         return self.start // self.block_map.chunk_size
 
     def advance(self) -> LoadWindow | None:
-        """The next window that can be copied now, or None. Never waits."""
+        """Return the next window that can be copied now, or None. Never waits."""
         if self.stopped and not self.ended:
             # vLLM frees the blocks with the last window, so not while the one before it is being copied.
             return None if self.copying else self.give_up()
@@ -127,7 +127,7 @@ class AsyncLoad:
         return LoadWindow(copies, lease, [], self.ended, max(0, high - low), base)
 
     def _state_copies(self, lease: Lease) -> list[ChunkCopy]:
-        """Copies of the states among the leased entries. Raises ValueError if vLLM has no block for a state."""
+        """Return the copies of the states among the leased entries. Raises ValueError if vLLM has no block for a state."""
         if not self.block_map.states:
             return []
         blocks = self.block_map.state_blocks(self.block_ids, self.end)
@@ -188,7 +188,7 @@ class AsyncLoadAdmission:
         self.free_blocks: Callable[[], int] = lambda: 0
 
     def admits(self, request: Request) -> bool:
-        """Whether the request may begin an asynchronous load now."""
+        """Return whether the request may begin an asynchronous load now."""
         others = [other for other in self._requests.values() if other is not request]
         if not others or not self._has_windows:
             return True
@@ -258,7 +258,7 @@ class Loads(Planner):
         return len(self._steps)
 
     def is_unconfirmed(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether vLLM's own hit may include blocks of a load whose success is unknown.
+        """Return whether vLLM's own hit may include blocks of a load whose success is unknown.
 
         Compares only the tokens of the load's first block: an unnecessary wait of one step does no harm.
         """
@@ -267,7 +267,9 @@ class Loads(Planner):
         return any(job.request.tokens(job.start, size) == request.tokens(job.start, size) for job in jobs)
 
     def may_have_been_read(self, number: int) -> bool:
-        """Whether a step may have computed from this load's blocks. Before a load between steps ends, no step does."""
+        """Return whether a step may have computed from this load's blocks. Before a load between steps ends, no step
+        does.
+        """
         job = self._jobs.get(number)
         return isinstance(job, _LoadJob) and not job.between_steps
 

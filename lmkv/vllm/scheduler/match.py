@@ -90,7 +90,7 @@ class Matcher(Planner):
         self.stop_at: Callable[[VLLMRequest, int], None] = lambda request, tokens: None
 
     def new_patience(self) -> Patience:
-        """The patience of a request that has not waited yet."""
+        """Return the patience of a request that has not waited yet."""
         return Patience(self._options.prefetch_deadline)
 
     # -- arrival ------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Matcher(Planner):
     # -- waits, in their order ----------------------------------------------------------------------------
 
     def _asks_shared_tiers(self, lookup: _Lookup) -> bool:
-        """Whether the request waits for an answer of shared tiers."""
+        """Return whether the request waits for an answer of shared tiers."""
         waiting, wanted = lookup.request.waiting, lookup.request.options.wait_for
         asked, now = waiting.shared_lookup, self._clock()
         if asked is None:
@@ -191,7 +191,7 @@ class Matcher(Planner):
         return False
 
     def _awaits_another_server(self, lookup: _Lookup) -> bool:
-        """Whether another server has yet to store the tokens of `wait_for`. If so, asks for them again.
+        """Return whether another server has yet to store the tokens of `wait_for`. If so, asks for them again.
 
         Later waits have separate deadlines.
         """
@@ -234,7 +234,7 @@ class Matcher(Planner):
         return False
 
     def _is_promoting(self, lookup: _Lookup) -> bool:
-        """Whether chunks `ready` to `found` fit into host memory, and the request may wait on for them."""
+        """Return whether chunks `ready` to `found` fit into host memory, and the request may wait on for them."""
         if lookup.found > self._timing.max_promoted:
             return False
         waiting, keys, ready, found = lookup.request.waiting, lookup.keys, lookup.ready, lookup.found
@@ -258,7 +258,7 @@ class Matcher(Planner):
     # -- what was found -----------------------------------------------------------------------------------
 
     def _keys(self, request: Request) -> list[ChunkKey]:
-        """The keys of the chunks that a load may end with."""
+        """Return the keys of the chunks that a load may end with."""
         total, size = request.num_tokens, self._chunk_size
         if request.loadable < request.last_token:
             return request.keys(request.loadable // size)
@@ -267,7 +267,8 @@ class Matcher(Planner):
         return request.keys((total - 1) // size)
 
     def _worth_loading(self, request: Request, keys: Sequence[ChunkKey]) -> tuple[int, int]:
-        """`(ready, found)`: leading chunks that can be leased, and leading chunks anywhere that are worth loading.
+        """Return `(ready, found)`: leading chunks that can be leased, and leading chunks anywhere that are worth
+        loading.
 
         Decided once per request, and again once shared tiers have answered.
         """
@@ -297,7 +298,7 @@ class Matcher(Planner):
         lookup.ready, lookup.found = self._worth_loading(request, lookup.keys)
 
     def _extended(self, request: Request, keys: list[ChunkKey]) -> tuple[list[ChunkKey], int]:
-        """`(keys, tokens)`: with one more chunk in host memory whose first tokens continue the prompt, if any.
+        """Return `(keys, tokens)`: with one more chunk in host memory whose first tokens continue the prompt, if any.
 
         `tokens`: those of the last chunk that are the prompt's.
         """
@@ -317,7 +318,7 @@ class Matcher(Planner):
         return (keys, size) if few else ([*keys, key], count)
 
     def _offer(self, request: Request, ready: int, found: int) -> tuple[int, bool]:
-        """`(chunks, between_steps)`: how many chunks to promise, and whether they are loaded between steps.
+        """Return `(chunks, between_steps)`: how many chunks to promise, and whether they are loaded between steps.
 
         Loads between steps: hits too long for host memory, and all hits if a load within a step must not fail.
         """
@@ -332,7 +333,7 @@ class Matcher(Planner):
         return ready, nbytes > 0 and (not self._may_load_within_step or self._timing.mode.between_steps(nbytes))
 
     def _hit_tokens(self, request: Request, chunks: int, last: int) -> int:
-        """Tokens of a hit of `chunks` chunks, `last` of them in the last one, that may be loaded."""
+        """Return the number of tokens of a hit of `chunks` chunks, `last` of them in the last one, that may be loaded."""
         lookahead = self._options.lookahead
         whole = self._block_map.scratch or (lookahead > 1 and self._block_map.windowed)
         if chunks and lookahead and whole:
@@ -353,7 +354,7 @@ class Matcher(Planner):
     # -- promises -----------------------------------------------------------------------------------------
 
     def _is_audited(self, request: Request, keys: list[ChunkKey], first: int, ready: int, need: int) -> bool:
-        """Whether the request recomputes this hit. It keeps its promotion, so that its chunks stay until then."""
+        """Return whether the request recomputes this hit. It keeps its promotion, so that its chunks stay until then."""
         chunks = self._boundaries.without_states(len(keys)) - first
         sources = self._sources(request, chunks, keys[max(first, ready) :])
         speed = self._timing.cost.prefill_speed
@@ -388,7 +389,7 @@ class Matcher(Planner):
         return True
 
     def _sources(self, request: Request, total: int, below: Sequence[ChunkKey]) -> dict[str, int]:
-        """The `total` chunks to load by tier. A just promoted chunk counts for the tier it came from."""
+        """Return the `total` chunks to load by tier. A just promoted chunk counts for the tier it came from."""
         host = self._store.primary_name
         request.waiting.note_promoted()
         lower = {name: count for name, count in request.waiting.promoted.items() if name != host}

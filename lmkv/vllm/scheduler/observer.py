@@ -69,7 +69,7 @@ class EvictionLog:
             removed.popitem(last=False)
 
     def find(self, key: ChunkKey) -> tuple[str, float] | None:
-        """`(tier, seconds ago)`."""
+        """Return `(tier, seconds ago)`."""
         times = [(removed.get(key[:_SHORT]), tier) for tier, removed in list(self._removed.items())]
         found = max(((when, tier) for when, tier in times if when is not None), default=None)
         return None if found is None else (found[1], self._clock() - found[0])
@@ -109,7 +109,7 @@ class Explainer:
     def explain(
         self, request: Request, keys: Sequence[ChunkKey], end: int, covered: int, *, few: bool, late: bool
     ) -> Miss | None:
-        """Why tokens from number `end` on are not loaded. None if there are none.
+        """Return why tokens from number `end` on are not loaded. None if there are none.
 
         `keys`: all chunks that a load may end with. `covered`: tokens of the found chunks, of which a load may bring
         fewer. `few`: whether too few tokens were found for a load. `late`: whether the request must not wait any
@@ -133,7 +133,7 @@ class Explainer:
         return Miss(reason, missing, self._store.catalog.tier_of(keys[index]))
 
     def _without_states(self, request: Request, index: int, found: int, missing: int, *, late: bool) -> Miss:
-        """Why no hit ends after the last chunks from number `index` on, although all of them are stored."""
+        """Return why no hit ends after the last chunks from number `index` on, although all of them are stored."""
         index = max(index, found - _LAST_BOUNDARIES)
         states = [key for end in range(index + 1, found + 1) for key in request.state_keys(end)]
         present = [key for key in states if self._store.catalog.lookup([key])[0] is not Presence.MISS]
@@ -221,14 +221,14 @@ class RecentRequests:
 
 
 def _key(request_id: str) -> str:
-    """The whole id; a long one as its beginning and a digest. Reports have a readable form of it."""
+    """Return the whole id; a long one as its beginning and a digest. Reports have a readable form of it."""
     if len(request_id) <= _WHOLE:
         return request_id
     return request_id[:_WHOLE] + hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _report(request: Request) -> dict[str, Any]:
-    """The request's own report, with only the tiers that it has loaded from."""
+    """Return the request's own report, with only the tiers that it has loaded from."""
     sources = request.report.sources if request.report.hit_tokens else {}
     return request.answer | {"sources": {tier: tokens for tier, tokens in sources.items() if tokens}}
 

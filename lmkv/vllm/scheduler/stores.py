@@ -49,7 +49,7 @@ class ChunkStores(Planner):
         self._by_prefix = context.options.save_unfull_chunk and not context.block_map.windowed
 
     def completes(self, request: Request, computed: int) -> int:
-        """Leading chunks that are complete after `computed` tokens; 0 if all of them are stored."""
+        """Return the number of leading chunks that are complete after `computed` tokens; 0 if all of them are stored."""
         if computed < (request.storing.stored + 1) * self._chunk_size:
             # The usual case.
             return 0
@@ -88,7 +88,9 @@ class ChunkStores(Planner):
             request.storing.copying += 1
 
     def completes_tail(self, request: Request, computed: int) -> bool:
-        """Whether the prompt's tail is computed after `computed` tokens, unstored, and not part of a whole chunk."""
+        """Return whether the prompt's tail is computed after `computed` tokens, unstored, and not part of a whole
+        chunk.
+        """
         if request.tail is None or not request.storing.tail_due or request.options.skip_save:
             return False
         end = request.tail_chunk * self._chunk_size + request.tail.tokens
@@ -130,7 +132,7 @@ class ChunkStores(Planner):
     def _copies(
         self, reservation: Reservation, keys: Sequence[ChunkKey], first: int, end: int, tables: BlockTables
     ) -> list[ChunkCopy]:
-        """Copies into the reserved slots. Frees the slots of chunks whose blocks are incomplete."""
+        """Return the copies into the reserved slots. Frees the slots of chunks whose blocks are incomplete."""
         slots = reservation.slots
         copies, unusable = [], []
         for index in range(first, end):
@@ -144,7 +146,7 @@ class ChunkStores(Planner):
         return copies
 
     def storing(self, keys: Sequence[ChunkKey]) -> Request | None:
-        """A request that is storing any of these chunks."""
+        """Return a request that is storing any of these chunks."""
         wanted = set(keys)
         found = (job.request for job in self._jobs.of(_ChunkJob) if not wanted.isdisjoint(job.reservation.slots))
         return next(found, None)
@@ -227,7 +229,7 @@ class StateStores(Planner):
         return tokens if tokens > request.prompt_tokens else 0
 
     def _keyed(self, request: Request, tokens: int) -> bool:
-        """Whether these tokens are whole chunks with a key, and may be stored."""
+        """Return whether these tokens are whole chunks with a key, and may be stored."""
         prompt = request.prompt_tokens
         limits = [request.num_tokens]
         if not self._options.save_decode:
@@ -334,7 +336,7 @@ class Endings(Planner):
             self._store.hints.set_priority(wanted, hint.priority or 1, seconds, request.root, hint.session)
 
     def _answer(self, request: Request) -> dict[str, Any]:
-        """The answer to the request's `kv_transfer_params`."""
+        """Return the answer to the request's `kv_transfer_params`."""
         answer: dict[str, Any] = {"lmkv": request.answer} if request.options.report else {}
         hands_over = request.options.remote_decode and not self._options.loads and not request.options.skip_save
         shared = self._share(request) if hands_over else 0

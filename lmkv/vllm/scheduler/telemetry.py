@@ -192,7 +192,7 @@ class Telemetry:
         """Estimates the hits with other sizes of the tiers."""
 
     def take(self) -> Values:
-        """Values counted since the last call."""
+        """Return the values counted since the last call."""
         if self._clock() >= self._next:
             self._next = self._clock() + _INTERVAL
             self._snapshot()

@@ -52,7 +52,7 @@ class LoadTime:
         self._covariance = (1 - share) * (self._covariance + share * more * longer)
 
     def of(self, nbytes: int) -> float:
-        """Expected seconds of a load of `nbytes`."""
+        """Return the expected seconds of a load of `nbytes`."""
         most = self.seconds / self.nbytes
         per_byte = self._covariance / self._variance if self._variance else most
         # Neither faster with more bytes, nor in less than no time.
@@ -84,7 +84,7 @@ class LoadCost:
             self.loads.setdefault(tier, LoadTime()).note_load(nbytes, seconds)
 
     def worth_loading(self, tier: str, tokens: int, nbytes: int) -> bool:
-        """Whether loading is expected to be faster than computing; True for a tier without measurements."""
+        """Return whether loading is expected to be faster than computing; True for a tier without measurements."""
         known = self.loads.get(tier)
         if not self.enabled or known is None or not self.prefill_speed:
             return True
@@ -98,11 +98,11 @@ class LoadCost:
         return False
 
     def wants_probe(self, tier: str) -> bool:
-        """Whether to run the tier's last skipped load while its request computes."""
+        """Return whether to run the tier's last skipped load while its request computes."""
         return self.skipped[tier] % _PROBE_EVERY == 0
 
     def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:
-        """Seconds after which it is better to compute `tokens` than to wait for their load.
+        """Return the number of seconds after which it is better to compute `tokens` than to wait for their load.
 
         At most the time to compute them, less for a tier of known speed. Infinite if loads are always preferred; None
         while no prefill has been measured.
@@ -141,7 +141,7 @@ class LoadMode:
             self._speed += (speed - self._speed) * (_SMOOTHING if self._speed else 1)
 
     def between_steps(self, nbytes: int) -> bool:
-        """Whether to load `nbytes` between steps. Within a step until a speed has been measured."""
+        """Return whether to load `nbytes` between steps. Within a step until a speed has been measured."""
         if self.mode != "auto":
             return self.mode == "async"
         stalls = bool(self._speed) and nbytes / self._speed > MAX_STALL
@@ -177,7 +177,8 @@ class Timing(Planner):
         return math.inf
 
     def _tokens(self, count: int, found: int, computed: int) -> int:
-        """Tokens saved by loading `count` of `found` entries; the first `computed` chunks are computed already.
+        """Return the number of tokens saved by loading `count` of `found` entries; the first `computed` chunks are
+        computed already.
 
         With recurrent layers, the whole hit: its chunks and its states are useless without each other.
         """
@@ -220,7 +221,8 @@ class Timing(Planner):
                 self.cost.note_load(tier, nbytes, 2 * seconds)
 
     def limit(self, keys: Sequence[ChunkKey], ready: int, found: int, computed: int = 0) -> float | None:
-        """Seconds that a request may wait for chunks `ready` to `found`; None while no speed is known.
+        """Return the number of seconds that a request may wait for chunks `ready` to `found`; None while no speed is
+        known.
 
         `computed`: how many chunks it has computed.
         """
@@ -230,6 +232,6 @@ class Timing(Planner):
         return max((limit for limit in limits if limit is not None), default=None)
 
     def compute_seconds(self, tokens: int) -> float:
-        """Seconds that `tokens` take to compute; infinite while no speed is known."""
+        """Return the number of seconds that `tokens` take to compute; infinite while no speed is known."""
         seconds = self.cost.patience(None, tokens, 0)
         return math.inf if seconds is None else seconds

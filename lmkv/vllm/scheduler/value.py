@@ -113,7 +113,7 @@ class MemoryValue:
             self._spent, self._started, self._tokens = 0.0, now, 0.0
 
     def _part(self, keys: Sequence[ChunkKey]) -> int:
-        """Number of the first chunk that not many conversations share."""
+        """Return the number of the first chunk that not many conversations share."""
         parent = None
         for key in keys[:DEPTH]:
             if key not in self._known:
@@ -146,7 +146,7 @@ class MemoryValue:
                 tier.found[number] = tier.found[number] * KEPT + counted
 
     def report(self, prefill_speed: float = 0.0) -> dict[str, Any]:
-        """Estimates for each size of each tier. `prefill_speed`: measured tokens per second; 0 if not known.
+        """Return the estimates for each size of each tier. `prefill_speed`: measured tokens per second; 0 if not known.
 
         `saved_seconds`: seconds of prefill a day, compared with the present size.
         """
