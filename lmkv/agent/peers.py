@@ -294,7 +294,9 @@ def merged(answers: Mapping[int, Answer]) -> Answer:
 
 
 def merged_stats(answers: Mapping[int, Answer]) -> Answer:
-    """Return the counters of all engines. Host memory is summed; the lower tiers are shared, so their size counts once."""
+    """Return the counters of all engines. Host memory is summed; the lower tiers are shared, so their size counts
+    once.
+    """
     whole = merged(answers)
     if "engines" not in whole:
         return whole

@@ -83,7 +83,9 @@ class Address:
         return Address(f"{UNIX}{_private_folder()}/{name}.{number}")
 
     def bind(self) -> tuple[socket.socket, str]:
-        """Return `(socket, URL)`. Raises ConfigError for other addresses, and OSError if the address cannot be bound."""
+        """Return `(socket, URL)`. Raises ConfigError for other addresses, and OSError if the address cannot be
+        bound.
+        """
         # An empty path would be an abstract socket, which every user may open.
         if self.text.startswith(f"{UNIX}/") and "\0" not in self.text:
             path = self.text.removeprefix(UNIX)

@@ -262,7 +262,9 @@ def migrate(
 
 
 def without_shell(words: list[str]) -> list[str]:
-    """Return the command that a shell's string starts, as manifests have it, with the variables that the string sets."""
+    """Return the command that a shell's string starts, as manifests have it, with the variables that the string
+    sets.
+    """
     flag = next((at for at in range(1, len(words) - 1) if _SHELL.fullmatch(" ".join(words[at - 1 : at + 1]))), None)
     if flag is None:
         return words

@@ -72,7 +72,9 @@ def layer_kinds(text: Settings) -> list[str] | None:
 
 
 def state_size(text: Settings, value_bytes: int) -> StateSize | None:
-    """Return the states of a model, of `value_bytes` per value; None without recurrent layers, or with an unknown kind."""
+    """Return the states of a model, of `value_bytes` per value; None without recurrent layers, or with an unknown
+    kind.
+    """
     kinds = layer_kinds(text)
     if kinds is None:
         return None

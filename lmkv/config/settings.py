@@ -687,6 +687,8 @@ def _hint(key: object, value: object) -> str:
 
 
 def _meant(key: str) -> str:
-    """Return the shortest name with all words of a key, "" if there is none. A kind of store counts as the word remote."""
+    """Return the shortest name with all words of a key, "" if there is none. A kind of store counts as the word
+    remote.
+    """
     words = {"remote" if word in SCHEMES.keys() - {"file"} else word for word in key.split("_")}
     return min((name for name in _OPTIONS if words <= {*name.split("_")}), key=lambda name: name.count("_"), default="")

@@ -275,7 +275,9 @@ class PinnedSlab:
 
 
 def pinning_threads(ranks: int) -> int:
-    """Return the number of threads of each rank that populate and register: a quarter of the machine's cores at most."""
+    """Return the number of threads of each rank that populate and register: a quarter of the machine's cores at
+    most.
+    """
     return max(1, min(4, (os.cpu_count() or 1) // 4 // ranks))
 
 

@@ -202,7 +202,9 @@ def policy_names() -> Iterator[str]:
 
 
 def make_policy(name: str) -> Policy:
-    """Return a new, empty policy: one of `policy_names`, or `package.module:Class`. Raises ConfigError for any other."""
+    """Return a new, empty policy: one of `policy_names`, or `package.module:Class`. Raises ConfigError for any
+    other.
+    """
     if name in POLICIES:
         return POLICIES[name]()
     place = name if plugins.is_place(name) else plugins.installed(plugins.POLICIES).get(name)

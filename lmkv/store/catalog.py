@@ -203,7 +203,9 @@ class Boundaries:
         return 0
 
     def stored_hit(self, chain: Sequence[ChunkKey], first: int = 0) -> list[ChunkKey]:
-        """Return the keys of the longest hit that tiers store; all leading chunks if the model has no recurrent layers."""
+        """Return the keys of the longest hit that tiers store; all leading chunks if the model has no recurrent
+        layers.
+        """
         stored = chain[: self._catalog.count_prefix(chain)[1]]
         return self.with_states(stored[: self.last_with_states(stored, first)] if self.states else stored)
 

@@ -163,7 +163,9 @@ class Payloads:
         return memoryview(b"".join(slot[span] for span in self.spans(key.tokens)))
 
     def buffer(self, key: ChunkKey, slot: memoryview) -> memoryview:
-        """Return the memory to read a payload into before `scatter`: the slot itself, or a buffer for a tail's parts."""
+        """Return the memory to read a payload into before `scatter`: the slot itself, or a buffer for a tail's
+        parts.
+        """
         return memoryview(bytearray(self.nbytes(key))) if type(key) is TailKey else self._filled(key, slot)
 
     def _filled(self, key: ChunkKey, slot: memoryview) -> memoryview:

@@ -91,7 +91,9 @@ class PrimaryTier:
         return max(0, left)
 
     def slots_of(self, share: float, kind: type) -> int:
-        """Return the number of slots in a share of the slots for keys of a type; at least one, unless the share is 0."""
+        """Return the number of slots in a share of the slots for keys of a type; at least one, unless the share is
+        0.
+        """
         slots = self.shares[kind].limit if kind in self.shares else self.slab.num_slots
         return max(1, int(slots * share)) if share > 0 else 0
 

@@ -262,7 +262,9 @@ def _has_code(name: str) -> bool:
 
 @functools.lru_cache(10_000)
 def _read(path: Path, _changed: int, name: str) -> tuple[str, tuple[str, ...]]:
-    """Return a digest of a module's file, and its imports anywhere in the code: modules, and names that may be modules."""
+    """Return a digest of a module's file, and its imports anywhere in the code: modules, and names that may be
+    modules.
+    """
     data, imports = path.read_bytes(), set[str]()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     with suppress(SyntaxError, ValueError, ImportError):

@@ -224,7 +224,9 @@ def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
 
 
 def _calls_hooks(module: Any) -> bool:
-    """Return whether a layer waits for its KV before it reads it, as an operator of vLLM's own attention layers does."""
+    """Return whether a layer waits for its KV before it reads it, as an operator of vLLM's own attention layers
+    does.
+    """
     from vllm.model_executor.layers.attention.attention import Attention
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 

@@ -377,7 +377,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         return compat.transfer_results(*self._finished())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return the requests whose loads have ended, for vLLM 0.29, whose scheduler side learns of failures by itself."""
+        """Return the requests whose loads have ended, for vLLM 0.29, whose scheduler side learns of failures by
+        itself.
+        """
         finished, _ = self._finished()
         return set(), finished
 

@@ -51,7 +51,9 @@ def register() -> None:
 
 
 def obstacles(transfer: Mapping[str, Any], *, offloads: bool) -> Iterator[str]:
-    """Yield the reasons for which vLLM does not use lmkv. `offloads`: whether vLLM was also given `kv_offloading_size`."""
+    """Yield the reasons for which vLLM does not use lmkv. `offloads`: whether vLLM was also given
+    `kv_offloading_size`.
+    """
     if NAME not in repr(transfer):
         return
     if offloads:

@@ -332,7 +332,9 @@ class Usage:
             self._own.write(_NUMBER.pack(min(self._pending, _MAX_COUNT)))
 
     def _pending_of_all(self) -> int:
-        """Return the number of bytes that all processes have reserved and not written; removes the files of ended ones."""
+        """Return the number of bytes that all processes have reserved and not written; removes the files of ended
+        ones.
+        """
         found = 0
         with contextlib.suppress(OSError), self.root.entered() as folder:
             for name in [entry.name for entry in folder.entries() if entry.name.startswith(PENDING_FILE)]:

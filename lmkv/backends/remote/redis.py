@@ -132,7 +132,9 @@ class RedisBackend(RemoteBackend):
                 seen.add(cursor)
 
     def _sized(self, names: Sequence[str], known: dict[ChunkKey, int]) -> list[Listed]:
-        """Return the chunks of these names. Asks for unknown lengths only, because asking counts as a use of the value."""
+        """Return the chunks of these names. Asks for unknown lengths only, because asking counts as a use of the
+        value.
+        """
         # SCAN may give a name twice.
         names_of = {bytes.fromhex(name[-2 * KEY_BYTES :]): name for name in names}
         sizes = {key: known.get(key) or self._sizes.get(key, 0) for key in names_of}

@@ -165,7 +165,9 @@ class BlockMap:
         }
 
     def most_blocks(self, tokens: int) -> int:
-        """Return an upper bound of the blocks that a request of `tokens` tokens needs until the end of its next step."""
+        """Return an upper bound of the blocks that a request of `tokens` tokens needs until the end of its next
+        step.
+        """
         return sum((0 if group.state else tokens // group.block_size) + 2 for group in self.groups)
 
     def covers(self, copies: Sequence[ChunkCopy], start: int, end: int) -> bool:

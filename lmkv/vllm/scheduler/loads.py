@@ -127,7 +127,9 @@ class AsyncLoad:
         return LoadWindow(copies, lease, [], self.ended, max(0, high - low), base)
 
     def _state_copies(self, lease: Lease) -> list[ChunkCopy]:
-        """Return the copies of the states among the leased entries. Raises ValueError if vLLM has no block for a state."""
+        """Return the copies of the states among the leased entries. Raises ValueError if vLLM has no block for a
+        state.
+        """
         if not self.block_map.states:
             return []
         blocks = self.block_map.state_blocks(self.block_ids, self.end)

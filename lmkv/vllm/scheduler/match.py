@@ -333,7 +333,9 @@ class Matcher(Planner):
         return ready, nbytes > 0 and (not self._may_load_within_step or self._timing.mode.between_steps(nbytes))
 
     def _hit_tokens(self, request: Request, chunks: int, last: int) -> int:
-        """Return the number of tokens of a hit of `chunks` chunks, `last` of them in the last one, that may be loaded."""
+        """Return the number of tokens of a hit of `chunks` chunks, `last` of them in the last one, that may be
+        loaded.
+        """
         lookahead = self._options.lookahead
         whole = self._block_map.scratch or (lookahead > 1 and self._block_map.windowed)
         if chunks and lookahead and whole:
@@ -354,7 +356,9 @@ class Matcher(Planner):
     # -- promises -----------------------------------------------------------------------------------------
 
     def _is_audited(self, request: Request, keys: list[ChunkKey], first: int, ready: int, need: int) -> bool:
-        """Return whether the request recomputes this hit. It keeps its promotion, so that its chunks stay until then."""
+        """Return whether the request recomputes this hit. It keeps its promotion, so that its chunks stay until
+        then.
+        """
         chunks = self._boundaries.without_states(len(keys)) - first
         sources = self._sources(request, chunks, keys[max(first, ready) :])
         speed = self._timing.cost.prefill_speed

@@ -49,7 +49,9 @@ class ChunkStores(Planner):
         self._by_prefix = context.options.save_unfull_chunk and not context.block_map.windowed
 
     def completes(self, request: Request, computed: int) -> int:
-        """Return the number of leading chunks that are complete after `computed` tokens; 0 if all of them are stored."""
+        """Return the number of leading chunks that are complete after `computed` tokens; 0 if all of them are
+        stored.
+        """
         if computed < (request.storing.stored + 1) * self._chunk_size:
             # The usual case.
             return 0
