@@ -181,7 +181,7 @@ _KEYS: Final[dict[str, frozenset[str]]] = {
 ALL_KEYS: Final = frozenset().union(*_KEYS.values())
 
 _REFUSED: Final = {
-    "lm": f"there is no cache server: name {_STORES}",
+    **dict.fromkeys(("lm", "lmcache"), f"there is no cache server: name {_STORES}"),
     "plugin": "LMCache's plugins are not loaded: write a backend for lmkv instead (docs/write-a-backend.md)",
     **dict.fromkeys(("blackhole", "mock", "audit"), "it is a store for LMCache's own tests"),
     **dict.fromkeys(

@@ -110,20 +110,24 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
     """Return lmkv's command for this one. `ranks`: of an engine, where its options name none. Raises ConfigError if it
     is another command.
     """
-    if (found := program(words)) is None:
+    env, words = _variables(words)
+    found = program(words)
+    if found is None and any(word.startswith((TRANSFER, _SIZE)) for word in words):
+        # A container's image or a script that passes vLLM's options on.
+        found = False, 0
+    if found is None:
         plain = [word for word in words if "=" not in word]
         name = " ".join(plain[: 2 + ("-m" in plain[:2])])
-        if "lmcache" in name:
+        if re.search(r"(^|[/ ])\w*lmcache", name):
             raise ConfigError(f"{short_repr(name)} starts a process that lmkv does not need: {_NOT_NEEDED}")
         what = "starts none of these" if len(words) > 1 else "is no command"
         raise ConfigError(f"{_GIVE}; {short_repr(name)} {what}")
     server, at = found
-    env, before = _variables(words[:at])
     if server:
         return _of_server(_flags(words[at:]), env)
     command = _of_vllm(words[at:], env, ranks)
-    command.before = before
-    if any(map(_IMAGE.fullmatch, before)):
+    command.before = list(words[:at])
+    if any(map(_IMAGE.fullmatch, words[:at])) or words[0] in _CONTAINERS:
         command.notes.append((logging.INFO, "the image must contain lmkv: see Containerfile"))
     return command
 
@@ -133,6 +137,7 @@ _NOT_NEEDED: Final = "leave it out; servers share a store, such as remote_url: r
 _SERVERS: Final = ("lmcache.v1.multiprocess.server", "lmcache.v1.multiprocess.http_server")
 _PROGRAMS: Final = ("vllm", "vllm.entrypoints.cli.main")
 _ENGINES: Final = ("vllm.entrypoints.openai.api_server", "dynamo.vllm", "huggingfaceserver")
+_CONTAINERS: Final = ("docker", "podman", "nerdctl", "apptainer", "singularity")
 _IMAGE: Final = re.compile(r"[\w./-]*/vllm-openai[\w.-]*([:@].*)?")
 
 

@@ -557,6 +557,7 @@ class Answer:
         """From `(key, value, source)`; a later one replaces an earlier one, which is said of a command."""
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
+        readings = list(readings)
         own, problems = list[Reading](), [str(each) for each in readings if each.kind == "refused"]
         unknown = 0
         for key, value, source in settings:
@@ -583,7 +584,7 @@ class Answer:
             config = Config(**values, sources=sources)
         except ConfigError as error:
             # A consequence of a refused setting is not a separate problem.
-            refused = {each.key for each in own if each.kind == "refused"} & _OPTIONS.keys()
+            refused = {each.key for each in (*own, *readings) if each.kind == "refused"} & _OPTIONS.keys()
             problems += [line for line in str(error).splitlines() if not any(key in line for key in refused)]
         more = [] if config is None or problems else list(config.doubts(() if of_lmcache else values))
         if config is not None:
