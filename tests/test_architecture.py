@@ -81,9 +81,9 @@ BUDGET = {
     "engine": 459,
     "": 62,
     "agent": 1290,
-    "vllm": 2234,
-    "vllm.plan": 852,
-    "vllm.scheduler": 2543,
+    "vllm": 2237,
+    "vllm.plan": 850,
+    "vllm.scheduler": 2545,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 

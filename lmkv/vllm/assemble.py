@@ -48,11 +48,11 @@ def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]
 
         found: Any = cached_tokenizer_from_config(vllm_config.model_config)
         if found is None:
-            raise UsageError("this engine has no tokenizer (skip_tokenizer_init): send tokens")
+            raise UsageError("this engine has no tokenizer (skip_tokenizer_init): send token ids, not text")
         if isinstance(prompt, str):
             return list(found.encode(prompt))
         if theirs := sorted(_of_the_tokenizer(found) & template.keys()):
-            raise UsageError(f"chat_template_kwargs cannot have {', '.join(theirs)}, which the tokenizer takes")
+            raise UsageError(f"chat_template_kwargs cannot have {', '.join(theirs)}: vLLM sets these arguments")
         given = {**template, "tokenize": True, "return_dict": False}
         if template.get("tools"):
             given["tools"] = _tools(template["tools"])
@@ -145,7 +145,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
         )
     except (OSError, RuntimeError) as error:
         # RuntimeError: there is no thread left.
-        logger.error("lmkv: the agent API cannot listen at %s: %s; the engine starts without it", address.text, error)
+        logger.error("lmkv: the agent API cannot listen at %s: %s; lmkv runs without this API", address.text, error)
         return None
     logger.info("lmkv: the agent API is at %s", server.url)
     return server
@@ -165,13 +165,13 @@ def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, 
     try:
         found = {own, *(folder.digests(root) if root else ())}
     except OSError as error:
-        raise BackendError("disk", "a list of namespaces", reason=str(error)) from error
+        raise BackendError("disk", "listing the namespaces", reason=str(error)) from error
     match [digest for digest in found if digest.hex().startswith(beginning.lower())]:
         case [digest] if digest == own:
             return clear_own()
         case [digest] if root:
             return disk.clear_namespace(root, digest)
-    raise UsageError(f"no namespace begins with {beginning}, or several do: see lmkv inspect FOLDER")
+    raise UsageError(f"{beginning} begins no namespace, or several: lmkv inspect FOLDER lists them")
 
 
 def config_of(vllm_config: VllmConfig) -> Config:
@@ -190,22 +190,21 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
     assert transfer is not None
     if transfer.kv_load_failure_policy != "recompute":
         logger.warning(
-            "lmkv: kv_load_failure_policy is %r: a request whose KV cannot be loaded fails; set it to 'recompute'",
+            "lmkv: kv_load_failure_policy is %r: a request fails if its load fails; set the policy to 'recompute'",
             transfer.kv_load_failure_policy,
         )
     if config.audit_rate and compat.draft_lookahead(vllm_config):
-        logger.warning("lmkv: loads are audited, and hits are not: the KV of draft layers differs between equal chunks")
+        logger.warning("lmkv: audit_rate has no effect on hits: draft layers compute other KV for equal tokens")
     elif config.audit_rate and not all(model.numbers):
-        logger.warning("lmkv: loads are audited, and hits are not: this KV cache stores scales between its numbers")
+        logger.warning("lmkv: audit_rate has no effect on hits: this KV cache has scales between its numbers")
     if model.block_map.states:
         size = model.block_map.chunk_size
         logger.info(
-            "lmkv: the model has recurrent layers: chunks are vLLM's blocks of %d tokens, and chunk_size is ignored",
-            size,
+            "lmkv: the model has recurrent layers, so lmkv ignores chunk_size: a chunk is a block of %d tokens", size
         )
     elif model.block_map.chunk_size != config.chunk_size:
         sizes = config.chunk_size, model.block_map.chunk_size
-        logger.warning("lmkv: chunk_size %d is not a multiple of vLLM's block size, using %d", *sizes)
+        logger.warning("lmkv: chunk_size %d is not a multiple of vLLM's block size; lmkv uses %d", *sizes)
 
 
 def make_scheduler(
@@ -267,7 +266,7 @@ def make_worker(vllm_config: VllmConfig, config: Config, model: ServedModel) -> 
     shard, replica = model.ranks.place(*compat.worker_ranks()) if model.ranks.total > 1 else (0, 0)
     obstacle = compat.no_layerwise(vllm_config, model.layers) if config.use_layerwise else ""
     if obstacle:
-        logger.warning("lmkv: use_layerwise is off: %s", obstacle)
+        logger.warning("lmkv: use_layerwise has no effect: %s", obstacle)
     return Worker(
         shard,
         model.layout,

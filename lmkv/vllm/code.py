@@ -148,7 +148,7 @@ def foreign_methods(kind: type) -> set[str]:
     foreign = {place: call for place, call in calls if place not in KNOWN | {package, ""}}
     own = [call for place, call in calls if place == package and not (package in KNOWN or _version(package))]
     if "__main__" in foreign or any(map(_has_values, [*foreign.values(), *own])):
-        raise ValueError(f"a method of {kind.__name__} uses values that are in no file, or is in no package")
+        raise ValueError(f"a method of {kind.__name__} is in no package, or uses values that no file has")
     return {place for place in foreign if not _version(place)} - packages_of_plug_ins()
 
 
@@ -173,7 +173,7 @@ def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping
                 if isinstance(of, torch.nn.Module) and of is not layer:
                     found.append(f"{getattr(call, '__qualname__', '')} of {places.get(id(of), 'another model')}")
             elif _has_values(call, parts) or not (package in own or (not replaces and _version(package))):
-                raise ValueError(f"{place} calls {call!r}, which is neither vLLM's nor its model's")
+                raise ValueError(f"layer {place} calls {call!r}, which belongs neither to vLLM nor to the model")
     return found
 
 
@@ -190,7 +190,7 @@ def _calls_of(value: Any) -> Iterator[object]:
         yield value
         fields = getattr(value, "__dict__", {})
         value = getattr(value, "__func__", None) or getattr(value, "func", None) or fields.get("__wrapped__")
-    raise ValueError("a layer has a callable that wraps others endlessly")
+    raise ValueError("a callable of a layer wraps other callables without an end")
 
 
 def _has_values(call: Any, parts: Sequence[object] = ()) -> bool:
@@ -240,7 +240,7 @@ def digest(packages: Iterable[str]) -> str:
             found[name], imports = _read(path, path.stat().st_mtime_ns, name)
             asked += imports
         elif package in own and _has_code(name):
-            raise ValueError(f"the code of {name} cannot be read")
+            raise ValueError(f"lmkv cannot read the code of module {name}")
     return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
 
 

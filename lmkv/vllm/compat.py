@@ -45,8 +45,8 @@ def check_version(version: str) -> None:
     # Development builds of any version call themselves 0.0 or 0.1.dev.
     if "dev" not in version and not low <= found < high:
         raise UnsupportedVLLMError(
-            f"lmkv works with vLLM from {low[0]}.{low[1]} up to, not including, {high[0]}.{high[1]}; this is "
-            f"{version}. Install a supported vLLM, or an lmkv that names yours."
+            f"this lmkv needs vLLM {low[0]}.{low[1]} or later, and earlier than {high[0]}.{high[1]}, not {version}: "
+            f"install such a vLLM, or an lmkv for vLLM {version}"
         )
 
 
@@ -208,18 +208,18 @@ def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
     """
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
     if has_runner_v2(vllm_config):
-        return "vLLM's Model Runner V2 cannot undo a load that fails within a step (VLLM_USE_V2_MODEL_RUNNER=0)"
+        return "Model Runner V2 cannot undo a load that fails within a step: set VLLM_USE_V2_MODEL_RUNNER=0"
     if getattr(parallel, "use_ubatching", False):
-        return "a step computes each layer once for every microbatch (--enable-dbo, --ubatch-size)"
+        return "vLLM computes each layer once for every microbatch (--enable-dbo, --ubatch-size)"
     if parallel.pipeline_parallel_size > 1:
         return "a pipeline stage computes the next step before a load is known to have failed"
     if speculative is not None and has_draft_layers(speculative):
-        return "the layers of a draft model are computed after vLLM asks which loads have failed"
+        return "vLLM asks for failed loads before it computes the layers of the draft model"
     modules = getattr(vllm_config.compilation_config, "static_forward_context", {})
     silent = [name for name in layers if name in modules and not _calls_hooks(modules[name])]
     if silent:
         kind = type(modules[silent[0]]).__name__
-        return f"{len(silent)} layers do not wait for their KV, such as {silent[0]}, of type {kind}"
+        return f"{len(silent)} layers do not wait until their KV is loaded, such as {silent[0]} ({kind})"
     return ""
 
 
@@ -342,7 +342,7 @@ def calling_scheduler() -> Any | None:
         caller = frame.frame.f_locals.get("self")
         if hasattr(caller, "failed_recving_kv_req_ids"):
             return caller
-    raise UnsupportedVLLMError("lmkv: vLLM 0.29's scheduler is not among the callers; use vLLM 0.30 or later")
+    raise UnsupportedVLLMError("lmkv cannot find the scheduler of vLLM 0.29: use vLLM 0.30 or later")
 
 
 def calling_core() -> Any | None:
@@ -378,7 +378,7 @@ def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_bl
     for layer in layers:
         tensor = kv_caches[layer]
         if not hasattr(tensor, "shape"):
-            raise ValueError(f"layer {layer} registered {type(tensor).__name__}, not a tensor")
+            raise ValueError(f"vLLM registered a {type(tensor).__name__} for layer {layer}, not a tensor")
         if tensor.shape[0] != num_blocks:
             tensor = tensor.unflatten(0, (num_blocks, -1))
         found.append((layer, tensor))

@@ -97,7 +97,7 @@ def _never_raises(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
             try:
                 return method(self, *args, **kwargs)
             except Exception:
-                logger.exception("lmkv: %s failed; continuing without the cache", method.__name__)
+                logger.exception("lmkv: %s failed; vLLM continues as if nothing were cached", method.__name__)
                 return fallback()
 
         return cast(_Method, guarded)
@@ -161,7 +161,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 # its orders.
                 one_table = len(kv_cache_config.kv_cache_groups) == 1
                 self._worker = Worker(0, None, block_level_failures=one_table)
-                self._worker.refuse(f"a worker says: {error}")
+                self._worker.refuse(f"a worker cannot cache the model: {error}")
             return
         if role is KVConnectorRole.SCHEDULER:
             assemble.warn(vllm_config, config, self._model)
@@ -255,7 +255,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.update_state_after_alloc(request, tables, num_external_tokens)
         except Exception:
             # vLLM counts these tokens as computed by now: to return would serve blocks that nothing fills.
-            logger.exception("lmkv: a load could not be ordered; its blocks are reported as failed")
+            logger.exception("lmkv: a load could not begin; vLLM counts the load as failed")
             if num_external_tokens > 0:
                 self._scheduler.fail_load(request.request_id, tables, num_external_tokens)
 
@@ -271,7 +271,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self._plan_stores(self._scheduler, scheduler_output)
         except Exception:
-            logger.exception("lmkv: this step could not be planned; loads between steps are cancelled")
+            logger.exception("lmkv: planning the copies of a step failed; lmkv cancels the waiting loads")
             # vLLM keeps a request that loads until the load is reported as ended.
             self._scheduler.loads.cancel()
         # Also after an error: vLLM counts on the loads that were promised.
@@ -337,7 +337,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             rows = [block_rows(tensor, name) for name, tensor in named]
             self._worker.register(model.paged_memory(rows), model.parts(rows))
         except Exception as error:
-            logger.exception("lmkv: the KV tensors cannot be used; nothing is cached")
+            logger.exception("lmkv: a worker cannot use vLLM's KV tensors, so lmkv caches nothing")
             self._worker.refuse(f"a worker cannot use its KV tensors: {error}")
 
     def unregister_kv_caches(self) -> None:

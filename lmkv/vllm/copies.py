@@ -55,7 +55,7 @@ class LayerwiseTransfer:
             self._attempt(lambda: pipeline.wait(layer))
         elif layer in self._saved:
             if pipeline is not None:
-                logger.error("lmkv: the model computed a layer twice in one step; its store is discarded")
+                logger.error("lmkv: the model computed a layer twice in one step; lmkv stores nothing of this step")
             self._fail()
         elif pipeline is not None:
             self._saved.add(layer)
@@ -78,7 +78,7 @@ class LayerwiseTransfer:
         if unread and events:
             # The model has read layers before they were loaded. The copies must end before vLLM learns of it and
             # recomputes the same blocks.
-            logger.error("lmkv: the model did not wait for the layers of a load, which therefore failed")
+            logger.error("lmkv: the model read layers before lmkv had loaded them; the load failed")
             events.pop().wait()
         return events[0] if events else None
 
@@ -86,10 +86,10 @@ class LayerwiseTransfer:
         try:
             call()
         except NotReadyError as error:
-            logger.debug("lmkv: the step loads and stores nothing more: %s", error)
+            logger.debug("lmkv: this step loads and stores nothing more: %s", error)
             self._pipeline = None
         except Exception:
-            logger.exception("lmkv: a copy of %d orders failed", len(self.orders))
+            logger.exception("lmkv: %d copies layer by layer failed; lmkv counts them as misses", len(self.orders))
             self._pipeline = None
 
 

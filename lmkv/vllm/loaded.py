@@ -105,7 +105,7 @@ def identity(worker: Any) -> str:
             _watch_adapters(runner.lora_manager)
         return _identity(worker.vllm_config, _layers(runner), (worker, runner))
     except Exception as error:
-        logger.warning("lmkv: caches nothing: the weights of a worker cannot be identified: %r", error)
+        logger.warning("lmkv: a worker cannot identify its weights, so lmkv caches nothing: %r", error)
         return ""
 
 
@@ -206,7 +206,7 @@ def draft_model(runner: Any) -> Any | None:
 def _layers(runner: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers of model and draft, each with its place."""
     if not hasattr(runner.get_model(), "named_modules"):
-        raise ValueError(f"its model is a {type(runner.get_model()).__name__}, whose layers are unknown")
+        raise ValueError(f"lmkv cannot find the layers of model class {type(runner.get_model()).__name__}")
     for name, model in (("model", runner.get_model()), ("draft", draft_model(runner))):
         # A drafter may have no model.
         for place, layer in getattr(model, "named_modules", tuple)():
@@ -334,7 +334,7 @@ def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
         if not tensor.numel():
             emptied = _emptied.get(module, {})
             if name in module._parameters and name not in emptied:
-                raise ValueError(f"{type(module).__name__}.{name} is empty, and its former content is unknown")
+                raise ValueError(f"{type(module).__name__}.{name} is empty, and lmkv does not know its former content")
             yield f"{name} {emptied.get(name, '')}"
             continue
         yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {_digest_once(tensor, seen)}"
@@ -420,10 +420,10 @@ class Loaded:
         try:
             found = [] if core is None else core.model_executor.collective_rpc(identity)
         except Exception as error:
-            logger.warning("lmkv: caches nothing until the workers can identify their weights: %r", error)
+            logger.warning("lmkv: nothing is cached until the workers can identify their weights: %r", error)
             found = []
         if core is None or not found or not all(found):
-            logger.warning("lmkv: nothing is cached: the weights of the workers are unknown")
+            logger.warning("lmkv: nothing is cached, because the weights of the workers are unknown")
             return None
         if again and experts_are_scattered(core.vllm_config):
             found.append(secrets.token_hex(16))
@@ -463,7 +463,7 @@ class Loaded:
                 try:
                     told(*args, **kwargs)
                 except Exception:
-                    logger.exception("lmkv: %s was called with unknown arguments", name)
+                    logger.exception("lmkv: vLLM called %s with unknown arguments; lmkv checks the weights", name)
                     changes.suspect()
 
             setattr(core, name, call)

@@ -85,10 +85,10 @@ class Ranks:
             return tuple(layers)
         hidden = self.stages[stage]
         if not hidden:
-            raise ValueError(f"pipeline stage {stage} has no layers, and cannot know those of the others")
+            raise ValueError(f"pipeline stage {stage} has no layers, which lmkv does not support")
         pattern = tuple(layers[: len(layers) // hidden])
         if pattern * hidden != tuple(layers):
-            raise ValueError("its layers have different KV, and a pipeline stage cannot know that of the others")
+            raise ValueError("lmkv does not support pipeline stages for a model whose layers have different KV")
         return pattern * max(self.stages)
 
 
@@ -147,7 +147,7 @@ class ServedModel:
             memory = PagedMemory([padded(*pair) for pair in zip(rows, sizes, strict=True)], groups, fuse=False)
         found = [row.shape[1] for row in memory.rows]
         if found != sizes:
-            raise ValueError(f"the pages of its KV tensors have {found} bytes, and those of vLLM's plan {sizes}")
+            raise ValueError(f"the pages of the KV tensors have {found} bytes instead of {sizes}")
         return memory
 
     def parts(self, rows: Sequence[torch.Tensor]) -> list[Part]:
@@ -181,7 +181,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
     # Where layers lie next to each other, padding is part of the run of bytes.
     groups = kv_groups(kv_cache_config, padded=fused, context=context)
     if not groups:
-        raise ValueError("it has no KV cache")
+        raise ValueError("the model has no KV cache")
     recurrent = any(group.recurrent for group in groups)
     scratch = len(groups) < len(kv_cache_config.kv_cache_groups)
     replayed = any(map(is_replayed, kv_cache_config.kv_cache_groups))

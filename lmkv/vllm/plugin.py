@@ -40,7 +40,7 @@ def register() -> None:
             logging.getLogger("lmkv.vllm").warning("lmkv: %s", obstacle)
     except Exception as error:
         logging.getLogger(__name__).warning(
-            "lmkv: could not register %s with vLLM (%r); set kv_connector_module_path=%r", NAME, error, MODULE
+            "lmkv: registering %s with vLLM failed (%r); set kv_connector_module_path=%r", NAME, error, MODULE
         )
         return
     if problems and here is not None and here[2]:
@@ -57,14 +57,14 @@ def obstacles(transfer: Mapping[str, Any], *, offloads: bool) -> Iterator[str]:
     if NAME not in repr(transfer):
         return
     if offloads:
-        yield f"--kv-offloading-size makes vLLM use its own connector instead of {NAME}: leave it out"
+        yield f"vLLM ignores {NAME} because of --kv-offloading-size: leave out --kv-offloading-size"
     yield from _other_module(transfer)
 
 
 def _other_module(transfer: Mapping[str, Any]) -> Iterator[str]:
     module = transfer.get("kv_connector_module_path")
     if transfer.get("kv_connector") == NAME and module not in (None, MODULE):
-        yield f"kv_connector_module_path is {module!r}, which has no {NAME}: delete it, {NAME} is found by its name"
+        yield f"kv_connector_module_path is {module!r}, but {NAME} is not there: delete this setting"
 
 
 def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[dict[str, Any], bool]:

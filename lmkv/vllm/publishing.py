@@ -118,7 +118,7 @@ class LMKVPromMetrics(KVConnectorPromMetrics):
             except Exception:
                 if name not in self._left_out:
                     self._left_out.add(name)
-                    logger.warning("lmkv: /metrics lacks %s from now on", name, exc_info=True)
+                    logger.warning("lmkv: publishing %s failed; /metrics lacks this metric", name, exc_info=True)
 
     def _observe(self, name: str, engine: int, labels: tuple[str, ...], value: Any) -> None:
         series, kind = self._labelled(name, engine, labels), METRICS[name].kind

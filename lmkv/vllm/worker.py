@@ -162,7 +162,7 @@ class Worker:
             try:
                 self._staging.free()
             except Exception:
-                logger.exception("lmkv: the device failed when the engine went to sleep")
+                logger.exception("lmkv: the device could not free lmkv's memory before the engine's sleep")
 
     def resume(self) -> None:
         """Resume copying: the paged memory has pages again, at its address. Idempotent."""
@@ -171,8 +171,8 @@ class Worker:
                 self._staging.allocate()
             self._suspended = False
         except Exception as error:
-            logger.exception("lmkv: caches nothing from now on: the device has no staging memory left after the sleep")
-            self.refuse(f"the device has no staging memory left after the engine's sleep: {error}")
+            logger.exception("lmkv: after the engine's sleep the device has no memory for copies; lmkv caches nothing")
+            self.refuse(f"after the engine's sleep the device has no memory for copies: {error}")
 
     def begin(self, plan: StepPlan) -> None:
         """Take the orders of a step. Each is executed once, whether or not the model runs in that step."""
@@ -223,7 +223,7 @@ class Worker:
     def _check_slab(self, ref: SlabRef, layout: KVLayout) -> None:
         """Raise UsageError for the slab of a scheduler side that has another layout."""
         if ref.slot_bytes != layout.slot_bytes or (self._engine and layout.digest not in ref.name):
-            raise UsageError(f"its slots of {ref.slot_bytes} bytes have another layout than this rank's {layout}")
+            raise UsageError(f"its slots of {ref.slot_bytes} bytes do not fit this rank's {layout}")
 
     def _release_slab(self) -> None:
         """Unpin and unmap the slab. No copy may be under way."""
@@ -280,11 +280,13 @@ class Worker:
                 event = copy(self._ready_copier(), order) if order.copies else DONE
             except NotReadyError as error:
                 level = logging.DEBUG if self._warned else logging.WARNING
-                logger.log(level, "lmkv: loads and stores nothing: %s", error)
+                logger.log(level, "lmkv: this worker loads and stores nothing: %s", error)
                 self._warned = True
                 self._finish(order, 0.0, ok=False)
             except Exception:
-                logger.exception("lmkv: a copy of %d chunks failed: they are misses", len(order.copies))
+                logger.exception(
+                    "lmkv: a copy of %d chunks could not begin; lmkv counts them as misses", len(order.copies)
+                )
                 self._finish(order, time.monotonic() - started, ok=False)
             else:
                 self._warned = False
@@ -302,7 +304,7 @@ class Worker:
             return self._comparer.read(item.order)
         except Exception:
             # The device may lack memory for the reading. The load itself is right.
-            logger.exception("lmkv: the blocks of %d chunks could not be read back", len(item.order.copies))
+            logger.exception("lmkv: %d loaded chunks could not be read back for an audit", len(item.order.copies))
             item.audited = False
             return None
 
@@ -319,7 +321,9 @@ class Worker:
                     return
                 item.event = following
         except Exception:
-            logger.exception("lmkv: a copy of %d chunks failed while it ran: they are misses", len(item.order.copies))
+            logger.exception(
+                "lmkv: a copy of %d chunks failed; lmkv counts the chunks as misses", len(item.order.copies)
+            )
             self._finish(item.order, time.monotonic() - item.started, ok=False)
             return
         self._running.append(item)
@@ -374,14 +378,14 @@ class Worker:
 
     def _ready_copier(self) -> Copier:
         if self._refusal or self._suspended:
-            raise NotReadyError(self._refusal or "the engine sleeps, its KV tensors have no memory")
+            raise NotReadyError(self._refusal or "the engine sleeps, and its KV tensors have no memory")
         return self._made_copier()
 
     def _made_copier(self) -> Copier:
         with self._attaching:
             if self._copier is None:
                 if self._memory is None or self._slab is None or self._layout is None:
-                    raise NotReadyError("the worker has no KV tensors or no slab yet")
+                    raise NotReadyError("the worker has no KV tensors or no host memory yet")
                 memory, layout, slab = self._memory, self._layout, self._slab
                 self._copier = make_copier(memory, layout, slab, self._rank, self._staging, self._share)
             return self._copier
@@ -467,4 +471,4 @@ class Worker:
             elif not process_ends:
                 self._release_slab()
         except Exception:
-            logger.exception("lmkv: the device has failed, so host memory is released only when this process ends")
+            logger.exception("lmkv: the device failed; host memory is freed when this process ends")

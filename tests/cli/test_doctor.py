@@ -275,7 +275,7 @@ class TestImport:
         problems = [found.problem for found in findings.examine_servers()]
         assert len(problems) == replaced
         assert all(
-            "process 123: --kv-offloading-size makes vLLM use its own connector" in problem for problem in problems
+            "process 123: vLLM ignores LMKVConnector because of --kv-offloading-size" in problem for problem in problems
         )
 
     def test_a_pipe_of_a_servers_is_left_to_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

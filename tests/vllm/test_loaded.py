@@ -583,7 +583,7 @@ def test_a_layer_that_calls_what_nobody_knows_has_no_identity(how: str, monkeypa
     monkeypatch.setattr(torch.nn.modules.module, "_global_forward_hooks", OrderedDict())
     identity_of(layer)
     HANGS[how](layer)
-    raised(ValueError, r"model\.layer calls .*neither vLLM's nor its model's", identity_of, layer)
+    raised(ValueError, r"model\.layer calls .*neither to vLLM nor to the model", identity_of, layer)
 
 
 def of_a_library(source: str, **names: Any) -> Any:
@@ -673,11 +673,11 @@ def test_an_object_that_answers_anything_ends_the_identity_and_not_the_engine() 
 
     layer = torch.nn.Linear(2, 2)
     layer.client = Proxy()
-    raised(ValueError, "endlessly", identity_of, layer)
+    raised(ValueError, "without an end", identity_of, layer)
 
 
 def test_a_model_whose_layers_are_unknown_has_no_identity() -> None:
-    with pytest.raises(ValueError, match="its model is a function"):
+    with pytest.raises(ValueError, match="cannot find the layers of model class function"):
         list(loaded._layers(SimpleNamespace(get_model=lambda: lambda: None)))
 
 
@@ -696,7 +696,7 @@ def test_code_in_no_file_has_no_identity(monkeypatch: pytest.MonkeyPatch) -> Non
     module: Any = type(sys)("notebook")
     module.Layer = type("Layer", (torch.nn.Module,), {"__module__": "notebook"})
     monkeypatch.setitem(sys.modules, "notebook", module)
-    raised(ValueError, "the code of notebook cannot be read", lambda: identity_of(module.Layer()))
+    raised(ValueError, "cannot read the code of module notebook", lambda: identity_of(module.Layer()))
 
 
 def test_the_code_of_the_models_configuration_counts(plugged: Callable[[str, int], Any]) -> None:
@@ -749,9 +749,9 @@ def test_a_method_that_replaces_one_of_another_package_counts(monkeypatch: pytes
     assert identity_of(layer) != before
     factor = 2
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, given: given * factor)
-    raised(ValueError, "a method of Linear uses values that are in no file", identity_of, layer)
+    raised(ValueError, "a method of Linear is in no package, or uses values", identity_of, layer)
     monkeypatch.setattr(torch.nn.Linear, "forward", eval("lambda self, given: given", {"__name__": "__main__"}))
-    raised(ValueError, "a method of Linear uses values that are in no file", identity_of, layer)
+    raised(ValueError, "a method of Linear is in no package, or uses values", identity_of, layer)
 
 
 def test_after_a_call_that_hangs_a_hook_into_a_layer_nothing_is_cached(model: Path, tmp_path: Path) -> None:

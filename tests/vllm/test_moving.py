@@ -67,7 +67,7 @@ def test_lmcache_in_the_engines_process(model: Path, tmp_path: Path) -> None:
         warm = complete(server.url, ids)
     assert warm.kv_transfer_params["lmkv"]["hit_tokens"] == LENGTH - 1
     assert warm.choices[0].text == cold.choices[0].text
-    assert f"total tokens {LENGTH}, hit tokens {LENGTH - 1}, to load {LENGTH - 1}" in (tmp_path / "log").read_text()
+    assert f"{LENGTH} tokens: lmkv found {LENGTH - 1} and loads {LENGTH - 1}" in (tmp_path / "log").read_text()
 
 
 def test_lmcaches_server(model: Path, tmp_path: Path, memory_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.vllm.server import SERVED_NAME, Server, child_environment, complete, 
 
 LENGTH, HIT = 1500, 1499
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LOOKUP = "lmkv: request {}: total tokens {}, hit tokens {}, to load {}"
+LOOKUP = "lmkv: request {} has {} tokens: lmkv found {} and loads {}"
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ for number, (program, arguments) in enumerate(json.load(sys.stdin)):
 """Imports vLLM once, without its plugins, and runs each program in a child of its own."""
 
 
-REPLACED = "--kv-offloading-size makes vLLM use its own connector instead of LMKVConnector: leave it out"
+REPLACED = "vLLM ignores LMKVConnector because of --kv-offloading-size: leave out --kv-offloading-size"
 REFUSED = "lmkv: this server cannot start with its settings:\n"
 
 
@@ -89,7 +89,7 @@ STARTS = [
     Start(
         SERVER,
         ["--kv-transfer-config", transfer(kv_connector_module_path="lmcache.integration.vllm.lmcache_connector_v1")],
-        f"{REFUSED}kv_connector_module_path is 'lmcache.integration.vllm.lmcache_connector_v1', which has no",
+        f"{REFUSED}kv_connector_module_path is 'lmcache.integration.vllm.lmcache_connector_v1', but LMKVConnector",
         1,
     ),
     Start(

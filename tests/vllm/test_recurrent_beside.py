@@ -133,7 +133,7 @@ def test_without_vllms_prefix_cache_nothing_is_cached(case: Case, caplog: pytest
 @pytest.mark.parametrize(
     ("changes", "recurrent", "reason"),
     [
-        ({}, (True, True), "all its layers are recurrent"),
+        ({}, (True, True), "only recurrent layers"),
         ({"speculative_config": object()}, (True, False), "speculative decoding"),
         ({"pipeline_parallel_size": 2}, (True, False), "pipeline_parallel_size > 1"),
         ({"decode_context_parallel_size": 2}, (True, False), "decode_context_parallel_size > 1"),

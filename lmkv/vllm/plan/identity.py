@@ -98,15 +98,15 @@ class Adapters:
         """Return a digest of its weights and scales. Returns "", and warns, if it is unknown."""
         path, number = str(lora.lora_path), int(getattr(lora, "lora_int_id", 0))
         if getattr(lora, "load_inplace", False):
-            return self._unknown(path, number, "it is read again in every step (load_inplace)")
+            return self._unknown(path, number, "vLLM reads the adapter again in every step (load_inplace)")
         if number not in self._known or self._known[number][0] != path:
             found = self._load(lora)
             if found is None or not all(found):
-                return self._unknown(path, number, "no worker tells what it has loaded")
+                return self._unknown(path, number, "the workers cannot identify the adapter that they have loaded")
             self._known[number] = path, found
         digest, before = self._known[number][1]
         if digest and stamps(folder_of(path)) != before:
-            return self._unknown(path, number, "its files have changed since; load it under another number")
+            return self._unknown(path, number, "its files have changed: load them under another name")
         return digest
 
     def loaded(self, number: int, digest: str) -> None:
@@ -184,21 +184,21 @@ class Media:
         digest = named if self.by_name else _of_tensors(feature)
         if digest is None:
             return self._unnamed(
-                "an item's tensors are not in the scheduler's process (--mm-processor-cache-type shm, or embeddings "
-                "that another engine has made)"
+                "the scheduler does not have an item's tensors, because of --mm-processor-cache-type shm or because "
+                "another engine has computed the embeddings"
             )
         mine = name if self.by_name else digest, encoded_with
         if self._first.setdefault(name, mine) != mine:
             return self._unnamed(
-                "an item has the identifier of another one, or of one that was encoded with other weights, of which "
-                "vLLM may use what it has cached, until its encoder cache is reset"
+                "vLLM may have cached another item, or other weights' embeddings, under an item's identifier: reset "
+                "vLLM's encoder cache"
             )
         return digest
 
     def _unnamed(self, why: str) -> UnnamedMediaError:
         if why not in self._warned:
             self._warned.add(why)
-            logger.warning("lmkv: requests with such images, sounds or videos are not cached: %s", why)
+            logger.warning("lmkv: some requests with images, sounds or videos are not cached: %s", why)
         return UnnamedMediaError(why)
 
 

@@ -63,8 +63,7 @@ def check_model(vllm_config: Any) -> None:
         raise ValueError("the KV of a generated token depends on where the prompt ended (rswa_window)")
     if returns_routed_experts(vllm_config):
         raise ValueError(
-            "vLLM returns the routed experts of tokens that it computes (--enable-return-routed-experts), and has none "
-            "of a token whose KV is loaded"
+            "--enable-return-routed-experts returns the experts of computed tokens, and loaded tokens have no experts"
         )
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
     named = getattr(backend, "name", None)
@@ -100,7 +99,7 @@ def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
         )
     # Ray chooses machines later: a rank that cannot map the slab says so.
     if getattr(parallel, "nnodes_within_dp", 1) > 1:
-        raise ValueError("ranks on other machines cannot map host memory, which is not supported yet")
+        raise ValueError("lmkv does not support ranks on several machines, because they cannot share host memory")
     if parallel.pipeline_parallel_size > 1:
         if len(kv_cache_config.kv_cache_groups) > 1:
             raise ValueError("pipeline parallel ranks of a model with several block tables are not supported yet")
@@ -109,7 +108,7 @@ def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         spread = getattr(parallel, name, 1) > 1
         if spread and not all(hasattr(group.kv_cache_spec, "dcp_sharded") for group in kv_cache_config.kv_cache_groups):
-            raise ValueError(f"{name} > 1 is supported from vLLM 0.32 on: install that, or set it to 1")
+            raise ValueError(f"{name} > 1 needs vLLM 0.32 or later: install such a vLLM, or set {name} to 1")
 
 
 def has_draft_layers(speculative: Any) -> bool:
@@ -130,7 +129,7 @@ def is_replayed(group: Any) -> bool:
 def check_group(group: Any) -> None:
     """Raise ValueError, with the layers' names, if a KV cache group is outside the device's block tables."""
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
-        raise ValueError(f"the blocks of {', '.join(group.layer_names)} are kept outside the device's block tables")
+        raise ValueError(f"vLLM keeps the blocks of {', '.join(group.layer_names)} outside its block tables")
 
 
 def is_state(spec: Any) -> bool:
@@ -158,11 +157,11 @@ def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool)
     if replayed:
         raise ValueError("vLLM computes the last tokens of a hit again, and a recurrent layer's state cannot go back")
     if all(recurrent):
-        raise ValueError("all its layers are recurrent, which is not supported yet")
+        raise ValueError("lmkv does not support a model that has only recurrent layers")
     mode = getattr(vllm_config.cache_config, "mamba_cache_mode", "none")
     if mode != "align":
         raise ValueError(
-            f"vLLM keeps no states at the ends of blocks (mamba_cache_mode {mode!r}): start it with "
+            f"vLLM keeps no states at the ends of blocks (mamba_cache_mode {mode!r}): start vLLM with "
             "--enable-prefix-caching"
         )
     if "boundary_state_offloads" not in getattr(KVConnectorBlockState, "__annotations__", {}):
@@ -176,8 +175,7 @@ def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool)
     drafted = getattr(vllm_config, "speculative_config", None) is not None
     if drafted and not (STATES_WITH_DRAFTS_ON_V1 or has_runner_v2(vllm_config)):
         raise ValueError(
-            "with speculative decoding vLLM's V1 runner may continue from a wrong state, which would be stored; use "
-            "Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)"
+            "with speculative decoding vLLM's V1 runner may continue from a wrong state: set VLLM_USE_V2_MODEL_RUNNER=1"
         )
 
 
@@ -185,9 +183,9 @@ def check_spec(spec: Any) -> None:
     """Raise ValueError, with the reason, if the KV of these layers depends on more than the tokens of a prefix."""
     kind = type(spec).__name__
     if (kind not in _KINDS and not is_state(spec)) or not getattr(spec, "prefix_cacheable", True):
-        raise ValueError(f"{kind} layers keep state that is not part of a prefix's chunks")
+        raise ValueError(f"the KV of {kind} layers depends on more than a prefix's tokens")
     if getattr(spec, "non_causal", False):
-        raise ValueError("tokens of a prompt attend to later ones, so that a prefix's KV depends on them")
+        raise ValueError("tokens of a prompt attend to later tokens, so a prefix's KV depends on later tokens")
 
 
 def has_tokens(request: Any) -> bool:
@@ -318,7 +316,7 @@ def _name_unknown(params: Mapping[Any, Any]) -> None:
         unknown = isinstance(key, str) and key.startswith(("lmkv.", "lmcache.")) and key not in _OPTIONS
         if unknown and not key.startswith(_TAGS) and key not in _said and len(_said) < _MAX_SAID:
             _said.add(key)
-            logging.getLogger(__name__).warning("lmkv: a request has %s, which is an unknown option", short_repr(key))
+            logging.getLogger(__name__).warning("lmkv: a request has an unknown option: %s", short_repr(key))
 
 
 _said: Final[set[str]] = set()
@@ -327,7 +325,7 @@ _said: Final[set[str]] = set()
 @functools.cache
 def _say_that_none_is_dropped() -> None:
     logging.getLogger(__name__).warning(
-        "lmkv: no tokens are dropped: a request with lmcache.token_drop is computed, and neither stored nor loaded"
+        "lmkv: lmcache.token_drop is not supported; requests with this option are neither stored nor loaded"
     )
 
 

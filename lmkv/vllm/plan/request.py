@@ -104,7 +104,7 @@ class Miss:
 
     def __str__(self) -> str:
         when = "" if self.seconds_ago is None else f" {self.seconds_ago:.0f} s ago"
-        return f"{self.tokens} missed: {miss_in_words(self.reason, self.tier)}{when}"
+        return f"{self.tokens} tokens missed: {miss_in_words(self.reason, self.tier)}{when}"
 
     def report(self) -> dict[str, object]:
         """Return the miss for the request's report. It reveals nothing about other salts."""

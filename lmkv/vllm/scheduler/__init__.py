@@ -332,7 +332,7 @@ class Scheduler:
         try:
             self._note(report)
         except Exception:
-            logger.exception("lmkv: a report of the workers could not be read; their copies count as failed")
+            logger.exception("lmkv: a report of the workers is unreadable; lmkv counts its copies as failed")
             self._jobs.distrust()
             ends = {job: evolve(part, ok=False) for job, part in report.jobs.items()}
         for job, merged in self._jobs.answered(ends):
@@ -340,7 +340,7 @@ class Scheduler:
                 self._jobs.end(job, merged)
             except Exception:
                 # The other jobs must end: a load without an end keeps its request waiting forever.
-                logger.exception("lmkv: following up a finished copy failed")
+                logger.exception("lmkv: an error followed a finished copy; lmkv continues; please report the error")
 
     def _note(self, report: WorkerReport) -> None:
         """Read a report, except the ends of jobs. After a failed load, distrust stores before they end."""

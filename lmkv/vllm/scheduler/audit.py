@@ -180,7 +180,7 @@ class HitAudits(Planner):
     def stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
         """Note the load on which these chunks build: if they are wrong, it may be the cause."""
         if self.on and request.report.hit_tokens:
-            text = f"computed by request {request.name} behind {request.report.hit_tokens} tokens that it had loaded"
+            text = f"computed by request {request.name} after {request.report.hit_tokens} loaded tokens"
             self._behind.update(dict.fromkeys(keys, text))
 
     # -- orders -------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class HitAudits(Planner):
     def accuse(self, text: str, *then: str) -> None:
         """Log a finding, with its consequences, and switch loads off if `audit_action` says so."""
         self._telemetry.loads_off |= self._disables
-        off = "; loads are switched off" if self._disables else ""
+        off = "; lmkv loads nothing from now on" if self._disables else ""
         logger.error("lmkv: audit: %s%s", "; ".join([text, *filter(None, then)]), off)
 
     def _log(self, job: _Comparison, differences: Sequence[Difference], chunk: int) -> str:
@@ -279,8 +279,8 @@ class HitAudits(Planner):
             f"{len(layers)} layers ({named(layers)}) on ranks {sorted({each.rank for each in found})}, "
             f"deviation {max(each.deviation for each in found):.3g}"
         )
-        origin = f"it follows from {cause}" if cause else f"it was {behind}" if behind else ""
-        self.accuse(text, origin, "it and all chunks that depend on it are deleted")
+        origin = f"the cause is {cause}" if cause else f"the chunk was {behind}" if behind else ""
+        self.accuse(text, origin, "lmkv deletes the chunk and all that depend on it")
         return text
 
 
@@ -346,9 +346,7 @@ class LoadAudits(Planner):
 
     def _wrong(self, load: AuditedLoad, differences: Sequence[Difference], what: str, *, spread: bool) -> None:
         chunk, text = load.first + differences[0].copy, self._described(load, differences)
-        self._audit.accuse(
-            f"wrong {what}: {text}", "the request continues" if spread else "its tokens are computed instead"
-        )
+        self._audit.accuse(f"wrong {what}: {text}", "the request continues" if spread else "vLLM computes these tokens")
         if spread:
             request, after = load.request, load.end // self._block_map.chunk_size
             known = request.keys_with_tail(len(request.chain.keys))[after:]

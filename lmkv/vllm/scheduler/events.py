@@ -139,7 +139,7 @@ class EventRecorder:
         try:
             self._track({key: _Chunk(blocks) for key, blocks in self._unknown(request, keys) if blocks})
         except Exception:
-            logger.exception("lmkv: a request's blocks cannot be announced; no KV events from now on")
+            logger.exception("lmkv: a request's blocks could not be described; lmkv publishes no KV events from now on")
             self.reset()
             self._failed = True
 

@@ -138,7 +138,7 @@ class AsyncLoad:
             if isinstance(key, StateKey):
                 copy = self.block_map.state_copy(slot, key.number, blocks)
                 if copy is None:
-                    raise ValueError(f"no block for state {key.number} after {self.end} tokens")
+                    raise ValueError(f"vLLM has no block for state {key.number} after {self.end} tokens")
                 copies.append(copy)
         return copies
 
@@ -384,7 +384,7 @@ class Loads(Planner):
             return load.advance()
         except Exception:
             # vLLM keeps a request that loads until the load is reported as ended.
-            logger.exception("lmkv: an asynchronous load failed; the rest of it is recomputed")
+            logger.exception("lmkv: an asynchronous load failed; vLLM computes the remaining tokens")
             return load.give_up()
 
     # -- ends ---------------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ class Loads(Planner):
         """`keys`: the chunks that may be wrong."""
         request = job.request
         if job.load is None or not job.load.abandoned:
-            logger.warning("lmkv: a load for request %s failed; it is recomputed", request.name)
+            logger.warning("lmkv: a load for request %s failed; vLLM computes these tokens", request.name)
             # vLLM may hand these blocks to others until this request recomputes them, and it may be aborted first.
             self.evict_blocks(set(job.unconfirmed))
             self.on_failed_load(request.request_id)

@@ -213,8 +213,8 @@ class Matcher(Planner):
             waiting.shared_lookup, waiting.stored_elsewhere, waiting.look_at = asked, found, now + pause
             return True
         if missing:
-            text = "lmkv: request %s: of %d tokens that another server stores %d came within %.1f s; computes the rest"
-            logger.warning(text, request.name, wanted, found * self._chunk_size, waiting.patience.spent)
+            text = "lmkv: request %s waited %.1f s for %d tokens of another server, got %d, and computes the rest"
+            logger.warning(text, request.name, waiting.patience.spent, wanted, found * self._chunk_size)
         request.options.wait_for, waiting.patience = 0, self.new_patience()
         waiting.stored_elsewhere, waiting.look_at = 0, 0.0
         return False

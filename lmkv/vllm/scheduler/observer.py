@@ -327,7 +327,7 @@ class SchedulerObserver:
         # vLLM asks about a waiting request in every step: only changes are logged.
         if report.last_log_line != (hit, need):
             report.last_log_line = (hit, need)
-            message = "lmkv: request %s: total tokens %d, hit tokens %d, to load %d%s"
+            message = "lmkv: request %s has %d tokens: lmkv found %d and loads %d%s"
             missed = "" if miss is None else f" ({miss})"
             logger.info(message, request.name, request.num_tokens, hit, need, missed)
 

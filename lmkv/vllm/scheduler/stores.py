@@ -297,7 +297,7 @@ class StateStores(Planner):
             self._store.delete(replaced)
             self._observer.explainer.evictions.forget(replaced)
         tokens = job.chunks * self._chunk_size
-        logger.info("lmkv: request %s: stored its state after %d tokens", request.name, tokens)
+        logger.info("lmkv: request %s: stored the state after %d tokens", request.name, tokens)
 
 
 class Endings(Planner):

@@ -93,7 +93,11 @@ class LoadCost:
             return True
         self.skipped[tier] += 1
         logger.debug(
-            "lmkv: %d tokens from %s would take %.3f s, computing them %.3f s: not loaded", tokens, tier, load, compute
+            "lmkv: %d tokens from %s are not loaded: loading takes %.3f s, computing %.3f s",
+            tokens,
+            tier,
+            load,
+            compute,
         )
         return False
 

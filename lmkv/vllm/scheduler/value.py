@@ -99,7 +99,7 @@ class MemoryValue:
         return bool(self._replays)
 
     def _failed(self, error: Exception) -> bool:
-        logger.warning("lmkv: a request is left out of the estimate of hits with more memory: %s", safe_repr(error))
+        logger.warning("lmkv: the estimate of hits with more memory leaves out a request: %s", safe_repr(error))
         return False
 
     def _spend(self, started: float) -> None:

@@ -72,7 +72,7 @@ def test_what_was_evicted_from_host_memory(engine: SimulatedVLLM, caplog: pytest
         assert found == {"reason": "evicted", "tokens": len(PROMPT) - 1, "tier": "cpu"}
         with caplog.at_level(logging.INFO, logger="lmkv"):
             missed(small, PROMPT)
-        assert f"to load 0 ({len(PROMPT) - 1} missed: evicted from cpu 10" in caplog.text
+        assert f"loads 0 ({len(PROMPT) - 1} tokens missed: evicted from cpu 10" in caplog.text
         serve(small, PROMPT)
         assert missed(small, PROMPT) is None
 

@@ -45,7 +45,7 @@ def test_two_contents_of_one_name_have_no_identity() -> None:
     media = Media()
     media.extras(asked(image("red", 0, identifier="mine")), 16)
     for _ in range(2):
-        with pytest.raises(UnnamedMediaError, match="identifier of another one"):
+        with pytest.raises(UnnamedMediaError, match="cached another item"):
             media.extras(asked(image("blue", 0, identifier="mine")), 16)
     assert media.extras(asked(image("red", 0, identifier="mine")), 16)
     assert media.extras(asked(image("blue", 0)), 16)
@@ -68,7 +68,7 @@ def test_long_names_take_no_memory(by_name: bool) -> None:
 def test_an_item_without_its_tensors_has_no_identity(data: Any) -> None:
     item = image("red", 0)
     item.data = data
-    raised(UnnamedMediaError, "not in the scheduler's process", lambda: Media().extras(asked(item), 16))
+    raised(UnnamedMediaError, "the scheduler does not have", lambda: Media().extras(asked(item), 16))
 
 
 tensors = st.one_of(

@@ -104,7 +104,7 @@ def test_a_state_cannot_go_back_for_a_window_that_is_computed_again(model: Path)
 
 
 def test_a_model_of_scratch_alone_is_not_cached(model: Path) -> None:
-    raised(ValueError, "it has no KV cache", lambda: describe(vllm_config(model), kv_caches(ring(8)), CHUNK))
+    raised(ValueError, "the model has no KV cache", lambda: describe(vllm_config(model), kv_caches(ring(8)), CHUNK))
 
 
 def test_events_name_vllms_own_groups(model: Path) -> None:

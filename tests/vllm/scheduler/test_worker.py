@@ -292,7 +292,7 @@ def test_a_worker_without_staging_memory_after_the_sleep_says_so_and_fails_its_o
     served.worker.suspend()
     served.device.memory_bytes = 100
     served.worker.resume()
-    assert "no staging memory left" in refused(served.worker, slab.ref).refusal
+    assert "no memory for copies" in refused(served.worker, slab.ref).refusal
 
 
 def test_a_load_between_steps_does_not_wait_for_the_step_that_orders_it(bench: Bench) -> None:
@@ -345,7 +345,7 @@ def test_a_slab_with_another_layout_is_refused(bench: Bench) -> None:
     other = KVLayout(8, (LayerPages(72, 2),) * 2)
     assert other.slot_bytes == LAYOUT.slot_bytes
     for form, reason in (
-        ({"engine": slab_name("any", other)}, "another layout"),
+        ({"engine": slab_name("any", other)}, "do not fit"),
         ({"slot_bytes": 8192}, "slots of 8192 bytes"),
     ):
         served = bench.serve(engine=ENGINE if "engine" in form else "")
