@@ -118,7 +118,7 @@ def test_embeddings_of_a_text_that_comes_again(
         found += pooled(running.llm, prompts[1:])
     assert all(torch.allclose(ours, theirs, atol=1e-4) for ours, theirs in zip(found, expected, strict=True))
     said = [record.getMessage() for record in caplog.records]
-    assert any("to load 746" in line for line in said) == cached, said
+    assert any("loads 746" in line for line in said) == cached, said
     assert any(f"with {pooling}/" in line and "not cached" in line for line in said) == (not cached), said
 
 
