@@ -1,6 +1,6 @@
 """lmkv keeps the KV cache of an LLM server outside its GPU.
 
-Names are imported when they are first used: `lmkv.policies` and `lmkv.testing` work without torch.
+A name is imported when a program first uses it, so `lmkv.policies` and `lmkv.testing` work without torch.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def how_to_install(extra: str) -> str:
 
 
 class LmkvError(Exception):
-    """Base of everything that lmkv raises on purpose."""
+    """Base class of all exceptions that lmkv defines."""
 
 
 class ConfigError(LmkvError, ValueError):
@@ -147,13 +147,13 @@ class ClosedError(LmkvError):
 
 
 class UsageError(LmkvError):
-    """A call is wrong: wrong shapes, released leases, unknown blocks."""
+    """An argument is wrong, such as a shape, a released lease or a block that does not exist."""
 
 
 class BackendError(LmkvError):
-    """A backend failed at `action` for `key` (hex, empty when the whole backend is meant).
+    """A backend failed in `action`, such as "read", for the chunk `key` (hexadecimal; "" for no single chunk).
 
-    `reason` is shown in the form of `outside`, because it may be a server's text.
+    `reason` is shortened and shown without passwords, because it may be a server's text.
     """
 
     def __init__(self, backend: str, action: str, key: str = "", reason: str = "") -> None:
@@ -169,12 +169,12 @@ class BackendError(LmkvError):
 
 
 class CorruptChunkError(BackendError):
-    """A chunk's bytes differ from those that were stored. lmkv removes it, and counts a miss."""
+    """A chunk's bytes differ from the bytes that were stored. lmkv removes such a chunk, and counts a miss."""
 
 
 class NoSpaceError(BackendError):
-    """The medium is full or refuses writes. Stores are rejected; existing chunks are still served."""
+    """The medium is full or read-only. It takes no new chunks, but still serves existing chunks."""
 
 
 class BackendUnavailable(BackendError):
-    """The backend does not answer (closed, unreachable, circuit open)."""
+    """The backend does not answer, or its folder cannot be used. lmkv tries it again later."""

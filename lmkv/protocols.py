@@ -1,7 +1,7 @@
-"""The protocols between lmkv's parts, the data that they exchange, and the results of calls.
+"""The interfaces between lmkv's parts, and the data that pass through them.
 
-A miss, or the failure of one key, is a value, not an exception. Capabilities beyond the plain `Backend` are protocols,
-too, found with `isinstance`.
+Calls for one key return misses and failures as values, and raise no exception for them. Optional methods of a backend
+form separate protocols; lmkv tests for them with `isinstance`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lmkv.errors import BackendError, UsageError, outside
 
 
 class Presence(Enum):
-    """Where a chunk is, as `TieredStore.lookup` sees it."""
+    """Whether a chunk is in host memory, only in a lower tier, or nowhere: a result of `Catalog.lookup`."""
 
     MISS = "miss"
     READY = "ready"
@@ -41,7 +41,7 @@ class ReadStatus(Enum):
 
 @frozen
 class Read:
-    """Outcome of reading one key. `error` is set exactly when the status is FAILED."""
+    """The result of `Backend.read`. `error` is set if, and only if, the status is FAILED."""
 
     status: ReadStatus
     error: BackendError | None = None
@@ -64,9 +64,9 @@ class WriteStatus(Enum):
 
 @frozen
 class Written:
-    """Outcome of writing one key: after STORED or PRESENT the chunk is complete, otherwise it is absent.
+    """The result of `Backend.write`. After STORED or PRESENT the chunk is complete; otherwise it is absent.
 
-    `lacking`: bytes to delete first, if REJECTED; 0 if unknown, None if deleting would not help.
+    `lacking`: after REJECTED the number of bytes to delete first; 0 if unknown, None if that would not help.
     """
 
     status: WriteStatus
@@ -76,7 +76,7 @@ class Written:
 
     @classmethod
     def rejected(cls, reason: str, lacking: int | None = 0) -> Written:
-        """`reason`: may be a store's text. It is cut, and shown in one line without passwords."""
+        """Make a result for a chunk that was not stored. `reason` is shortened, and shown without passwords."""
         return cls(WriteStatus.REJECTED, outside(reason), lacking=lacking)
 
     @classmethod
@@ -94,11 +94,11 @@ ChunkKey = bytes
 
 @frozen
 class Chunk:
-    """A chunk to be written by a backend.
+    """A chunk for `Backend.write`.
 
-    `payload`: its bytes, contiguous, owned by the caller, stable until `write` returns. `parent`: key of the chunk
-    before it, empty for a chain's first. `tokens`: its token ids as little-endian uint32, empty when not known. A
-    backend may record `parent` and `tokens` as a description; it never interprets them.
+    `payload`: the chunk's bytes, contiguous, in memory of the caller, which does not change until `write` returns.
+    `parent`: the key of the chunk before it; empty for the first chunk of a prompt. `tokens`: the chunk's token ids as
+    little-endian uint32; empty if unknown. A backend may record `parent` and `tokens` as a description.
     """
 
     key: ChunkKey
@@ -116,34 +116,35 @@ class Chunk:
 
 @runtime_checkable
 class Backend(Protocol):
-    """Blocking, thread-safe storage of immutable chunks; called only on lmkv's own threads, several at a time.
+    """Storage of immutable chunks by key. Its methods may block, and several threads call them at the same time.
 
-    Payloads move one at a time, and their failures are values. `contains` and `delete` take batches and raise
-    `BackendError`; `contains` answers in the order of its keys. A backend neither counts bytes nor evicts: its tier
-    does. `close` is idempotent; after it every other call raises `ClosedError`.
+    `read` and `write` transfer one chunk, and return failures as values. `contains` and `delete` have several keys, and
+    raise `BackendError`. A backend neither counts bytes nor evicts, because its tier does both. `close` may be called
+    again; after it every other call raises `ClosedError`.
     """
 
     @property
     def name(self) -> str: ...
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return whether each chunk is there. A `Shared` backend is asked for chunks that the index does not know."""
+        """Return a bool for each key, in the order of `keys`: whether the chunk is stored. May raise `BackendError`."""
         ...
 
     def read(self, key: ChunkKey, into: memoryview) -> Read:
-        """Fill the caller-owned buffer with a chunk; its content is undefined unless HIT.
+        """Fill `into`, a buffer of the caller, with a chunk's payload; unless the result is HIT, its content is
+        undefined.
 
-        The buffer's length is the chunk's payload length; a stored chunk of another length is FAILED. FAILED with a
-        `CorruptChunkError`: the bytes are wrong, and the chunk is deleted. Any other error may be temporary.
+        The buffer has the length of the payload. A stored chunk of another length is FAILED. After a
+        `CorruptChunkError` lmkv deletes the chunk. After any other error it keeps the chunk.
         """
         ...
 
     def write(self, chunk: Chunk) -> Written:
-        """Store a chunk completely or not at all; an existing key is PRESENT and stays as it is."""
+        """Store a chunk completely or not at all. If its key exists, keep the stored chunk and return PRESENT."""
         ...
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove these chunks; absent keys are fine."""
+        """Remove these chunks. Absent keys are no error. May raise `BackendError`."""
         ...
 
     def close(self) -> None: ...
@@ -151,7 +152,7 @@ class Backend(Protocol):
 
 @frozen
 class Listed:
-    """One chunk found by `ListsKeys.list_keys`. `nbytes`: its share of the tier's capacity."""
+    """One chunk that `ListsKeys.list_keys` has found. `nbytes`: the bytes that it takes of the tier's capacity."""
 
     key: ChunkKey
     nbytes: int
@@ -160,63 +161,65 @@ class Listed:
 
 @runtime_checkable
 class ListsKeys(Protocol):
-    """A backend with content that survives its process, and that it can list."""
+    """A backend that can list its chunks, because they survive the end of its process."""
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """List the stored chunks in batches, least recently used first if the medium knows their order. Reads no
-        payload."""
+        """Yield the stored chunks in batches, least recently used first if the medium knows their order.
+
+        Reads no payload.
+        """
         ...
 
 
 @runtime_checkable
 class SharesRoom(Protocol):
-    """A backend that shares its medium with other processes and namespaces, and counts the bytes of all.
+    """A backend that shares its medium with other processes and namespaces, and counts the bytes of all of them.
 
-    Chunks of other namespaces take space, and are never served. Their keys are longer than 32 bytes.
+    Chunks of other namespaces count, and may be evicted, but are never served. Their keys have more than 32 bytes.
     """
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count bytes that are about to be written; returns the bytes of all, these included."""
+        """Count bytes that the caller is about to write, and return the bytes of all writers, these included."""
         ...
 
     def release_bytes(self, nbytes: int) -> None:
-        """Cancel a reservation: these bytes were not written."""
+        """Subtract bytes that were reserved but not written."""
         ...
 
     def reclaim(self, keys: Sequence[ChunkKey]) -> int:
-        """Delete as `delete` does, also chunks of other namespaces; returns the freed bytes."""
+        """Delete chunks of any namespace, and return the number of freed bytes. May raise `BackendError`."""
         ...
 
     def list_all(self) -> Iterator[list[Listed]]:
-        """List as `list_keys` does, also chunks of other namespaces."""
+        """Yield chunks as `list_keys` does, including those of other namespaces."""
         ...
 
 
 @runtime_checkable
 class SizesChunks(Protocol):
-    """A backend with chunks larger than their payload, by headers or padding."""
+    """A backend where a stored chunk takes more space than its payload, for a header or padding."""
 
     def stored_bytes(self, payload_bytes: int) -> int: ...
 
 
 @runtime_checkable
 class RegistersMemory(Protocol):
-    """A backend that moves payloads in registered memory without a copy."""
+    """A backend that transfers payloads from and to registered memory without a copy."""
 
     def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
-        """Prepare to move payloads in this memory: a whole memory file, mapped at `address`.
+        """Register memory whose payloads will be transferred: a whole memory file, mapped at `address`.
 
-        Called once, before any other call. The descriptor stays the caller's; the memory exists until `close`.
+        Called once, before any other call. The caller owns the file `descriptor`; the memory exists until `close`.
         """
         ...
 
 
 @runtime_checkable
 class Shared(Protocol):
-    """A backend that other processes may write to.
+    """A backend that other processes may write to, so that it may have chunks that the store does not know.
 
-    Where `shared` is true, chunks that the index does not know may be there. The store asks for them with `contains`
-    for each request, and lists a `ListsKeys` backend repeatedly. It reads `shared` once, when it is made.
+    If `shared` is true, the store looks for such chunks with `contains` for each request, and lists a `ListsKeys`
+    backend repeatedly. The store reads `shared` once, when the store is made.
     """
 
     @property
@@ -225,27 +228,28 @@ class Shared(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """An eviction order over keys and their sizes in bytes, without a clock, I/O or chunk contents.
+    """Decides which keys a tier evicts, from their sizes in bytes and their uses, without a clock or I/O.
 
-    Called only under the owning store's lock. A known key is either evictable or held. A key cannot be found without
-    its parent: a policy evicts children first. `lmkv.policies.PolicyBase` implements all of it except the order.
+    The store calls it while it holds its lock. A known key is either evictable or held. A policy evicts a chunk before
+    its parent, because a chunk cannot be found without its parent. `lmkv.policies.PolicyBase` implements everything
+    except the order.
     """
 
     def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
-        """Add evictable keys of `size` bytes each, the last one first.
+        """Add evictable keys of `size` bytes each, the last one first. Raises UsageError for a known key.
 
-        Inserting a known key is a `UsageError`. `parents`: one for each key; empty if it has none, or it is not known.
+        `parents`: for each key the key of the chunk before it; empty if there is none, or if it is unknown.
         """
         ...
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request that used this chain has ended. The chain is given head first, and keys may be unknown.
+        """Note that a request has used these chunks of a prompt, given first to last. Keys may be unknown.
         The request that stored a chunk also touches it, so the first touch is not a reuse.
         """
         ...
 
     def discard(self, key: ChunkKey) -> None:
-        """Forget a key, known or not."""
+        """Forget a key. Unknown keys are ignored."""
         ...
 
     def hold(self, key: ChunkKey) -> None:
@@ -257,65 +261,70 @@ class Policy(Protocol):
         ...
 
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
-        """Remove and return victims of at least `nbytes` together, none of them in `protect`.
+        """Remove and return evictable keys of at least `nbytes` bytes together, none of them in `protect`.
 
-        If it cannot free that much, returns None and changes nothing.
+        If there are too few, it returns None and changes nothing.
         """
         ...
 
 
 @runtime_checkable
 class TakesHints(Protocol):
-    """A policy to which callers may say which chunks will be used."""
+    """A policy that callers may tell which chunks to evict first or last."""
 
     def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
-        """Evict a chain's keys, given head first, before all others (below 0), in turn (0) or last (above 0).
+        """Evict a prompt's keys, given first to last, before all others (priority below 0), in turn (0) or last (above
+        0).
 
-        Among priorities above 0 the lowest goes first. Keys may be unknown: they may be on their way to the tier.
+        Among priorities above 0, keys of the lowest are evicted first. Keys may be unknown, because a write may still
+        be on its way to the tier.
         """
         ...
 
 
 @runtime_checkable
 class LabelsKeys(Protocol):
-    """A policy with quotas of tenants."""
+    """A policy that knows to which tenant each chunk belongs."""
 
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
-        """Chunks with these keys, once they are inserted, belong to the first of these names that has a quota."""
+        """Assign chunks, also before they are inserted, to the first of these names that has a quota."""
         ...
 
     def used_bytes(self) -> Mapping[str, int]:
-        """Return the bytes of each tenant that has any; "" for those without a quota."""
+        """Return the bytes that each tenant uses, by name. The name "" counts all chunks without a tenant."""
         ...
 
 
 @runtime_checkable
 class DividesTier(Protocol):
-    """A policy that gives each tenant a part of the tier."""
+    """A policy that divides the tier among tenants."""
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """Return the tenant of a chunk, or else of its parent, and its part, 0 to 1; the tenant "" has the rest."""
+        """Return the tenant of a chunk, or else of its parent, and the tenant's share of the tier, 0 to 1.
+
+        The tenant "" has the rest.
+        """
         ...
 
 
 @runtime_checkable
 class Admission(Protocol):
-    """Decides which chunks a tier takes. Called under the store's lock."""
+    """A filter that decides which new chunks a tier stores. The store calls it while it holds its lock."""
 
     def admit(self, key: ChunkKey) -> bool: ...
 
 
 @runtime_checkable
 class SeesPrompts(Protocol):
-    """An admission filter that decides by the lengths of prompts."""
+    """An admission filter that needs to know the lengths of prompts."""
 
     def prompt(self, keys: Sequence[ChunkKey], tokens: int) -> None:
-        """Note that chunks with these keys may soon be offered. They belong to a request with `tokens` tokens."""
+        """Note that a request with `tokens` tokens has chunks with these keys, which may soon be offered."""
         ...
 
 
 class Clock(Protocol):
-    """Monotonic seconds; tests pass their own clock."""
+    """A function that returns monotonic seconds, such as `time.monotonic`. Tests pass their own clock."""
 
     def __call__(self) -> float: ...
 
@@ -327,16 +336,16 @@ class Tier:
     Parameters
     ----------
     backend : Backend
-        Where the chunks are.
+        Stores the chunks.
     policy : Policy
-        The order of eviction. Every tier needs a separate policy object.
+        Decides what to evict. Every tier needs a separate policy object.
     capacity_bytes : int, optional
-        Largest number of bytes to store; None: as many as the backend accepts. Ignored for host memory, which has a
-        fixed number of slots.
+        Largest number of bytes to store, or None for as many as the backend accepts. Host memory ignores it, because
+        it has a fixed number of slots.
     admission : Admission, optional
-        A filter for new chunks; None takes all. Host memory must have none.
+        A filter for new chunks, or None to store all. Host memory must have none.
     write : str
-        When a lower tier gets a chunk: "through": when it is stored, "back": when host memory evicts it.
+        "through": write a chunk to this tier when it is stored; "back": when host memory evicts it.
 
     Raises
     ------
@@ -345,7 +354,7 @@ class Tier:
 
     Notes
     -----
-    The store calls the policy and the filter under its lock, the backend never.
+    The store calls the policy and the filter while it holds its lock. It never calls the backend then.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Clients of the agent API: `Client` blocks, `AsyncClient` is for asyncio."""
+"""Clients of the agent API: `Client` blocks, and `AsyncClient` is for asyncio."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class _Calls(ABC, Generic[Answer]):
-    """Every call of the service. A subclass waits for its answer or awaits it.
+    """The calls of the agent API. A subclass sends them, and waits for the answer or awaits it.
 
-    `timeout`: seconds for a whole answer, besides a `wait`. `most`: its bytes.
+    `timeout`: seconds for a whole answer, in addition to a `wait`. `most`: largest number of bytes of an answer.
     """
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0, most: int = _MAX_BYTES) -> None:
@@ -49,7 +49,7 @@ class _Calls(ABC, Generic[Answer]):
 
     @abstractmethod
     def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Any call of the service, as its OpenAPI page has them."""
+        """Send any call of the agent API, as `GET /docs` describes them, and return the decoded answer."""
         ...
 
     def _asked(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[float, dict[str, Any]]:
@@ -63,15 +63,18 @@ class _Calls(ABC, Generic[Answer]):
             raise ValueError(f"the answer has more than {self._most:,} bytes")
 
     def lookup(self, prompt: PromptLike, **scope: Any) -> Answer:
-        """Look a prompt up: `total_tokens`, `hit_tokens` and the `sources` that have them."""
+        """Look a prompt up. Returns `total_tokens`, `hit_tokens`, and under `sources` the tokens by tier."""
         return self.send("POST", "/v1/lookup", _body(prompt, scope))
 
     def prefetch(self, prompt: PromptLike, *, wait: float = 0.0, **scope: Any) -> Answer:
-        """Prefetch a prompt: `id`, `done`, `found_tokens` and `ready_tokens`, after `wait` seconds at most."""
+        """Prefetch a prompt, and wait for at most `wait` seconds.
+
+        Returns `id`, `done`, `found_tokens` (stored in any tier) and `ready_tokens` (in host memory now).
+        """
         return self.send("POST", "/v1/prefetch", {**_body(prompt, scope), "wait": wait})
 
     def prefetched(self, name: str) -> Answer:
-        """Return how far the prefetch with this `id` is."""
+        """Return the progress of the prefetch with this `id`, with the same fields as `prefetch`."""
         return self.send("GET", f"/v1/prefetch/{quote(name, safe='')}")
 
     def cancel(self, name: str) -> Answer:
@@ -79,19 +82,22 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("DELETE", f"/v1/prefetch/{quote(name, safe='')}")
 
     def end_session(self, name: str, **scope: Any) -> Answer:
-        """Evict the chunks of the session with this `session_id` first, with its requests' `cache_salt` and `tags`."""
+        """End the session with this `session_id`: its chunks are evicted first. Pass its `cache_salt` and `tags`."""
         return self.send("DELETE", f"/v1/session/{quote(name, safe='')}", scope or None)
 
     def pin(self, prompt: PromptLike, *, seconds: float | None = None, **scope: Any) -> Answer:
-        """Pin a prompt's chunks: `pinned_tokens`, and for how many `seconds`."""
+        """Keep a prompt's chunks in host memory for `seconds`. Returns `pinned_tokens` and `seconds`."""
         return self.send("POST", "/v1/pin", {**_body(prompt, scope), "seconds": seconds})
 
     def unpin(self, prompt: PromptLike, **scope: Any) -> Answer:
-        """End a prompt's pins: `unpinned_chunks`."""
+        """End the pins of a prompt's chunks. Returns `unpinned_chunks`."""
         return self.send("POST", "/v1/unpin", _body(prompt, scope))
 
     def clear(self, prompt: PromptLike | None = None, *, namespace: str | None = None, **scope: Any) -> Answer:
-        """Delete the chunks of a prompt, of the `namespace` with this beginning, or all: `deleted_chunks`."""
+        """Delete a prompt's chunks, those of a `namespace` that begins with these digits, or all.
+
+        Returns `deleted_chunks`.
+        """
         fields: dict[str, Any] = {} if namespace is None else {"namespace": namespace}
         asked = fields or {"everything": True} if prompt is None else _body(prompt, fields)
         return self.send("POST", "/v1/clear", {**asked, **scope})
@@ -105,21 +111,22 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("GET", "/v1/requests")
 
     def explain(self, request: str) -> Answer:
-        """Return one request's report, by the id of its answer, with an `explanation`; `parts`: the reports of several
-        prompts.
+        """Return the report of the request whose answer has this id, with an `explanation` of its misses.
+
+        If the request has several prompts, `parts` has the report of each.
         """
         return self.send("GET", f"/v1/explain/{quote(request, safe='')}")
 
     def history(self) -> Answer:
-        """Return the samples of the counters over the last hour."""
+        """Return the counters for every ten seconds of the last hour."""
         return self.send("GET", "/v1/history")
 
     def trace(self, after: int = 0) -> Answer:
-        """Return the requests from this number on, under `requests`, by the chunks that they used."""
+        """Return which chunks the requests used, under `requests`, from the request with number `after` on."""
         return self.send("GET", f"/v1/trace?after={after}")
 
     def value(self) -> Answer:
-        """Return the estimates of the hits with more or less of each tier."""
+        """Return estimates of how many hits larger or smaller tiers would give."""
         return self.send("GET", "/v1/value")
 
     def announce(self, engine: int) -> Answer:
@@ -133,7 +140,7 @@ class Client(_Calls[dict[str, Any]]):
     Parameters
     ----------
     url : str
-        The address in the engine's log: `http://127.0.0.1:8377` or `unix:/path`.
+        The address that the server's log shows: `http://127.0.0.1:8377` or `unix:/path`.
     token : str, optional
         The engine's `agent_token`.
     timeout : float
@@ -144,13 +151,13 @@ class Client(_Calls[dict[str, Any]]):
     Raises
     ------
     httpx.HTTPStatusError
-        An answer is an error. A call also raises httpx.TransportError if nobody answers in time, and ValueError if the
-        answer is not lmkv's.
+        The server answers a call with an error status. A call also raises httpx.TransportError if there is no answer in
+        time, and ValueError if the answer is not one of lmkv.
 
     Notes
     -----
-    Thread-safe. A prompt is a text, the messages of a chat, or a list of token ids. Pass the same `cache_salt` and
-    `tags` as the request that will follow. `localhost` always means 127.0.0.1.
+    Thread-safe. A prompt is a text, the messages of a chat, or a list of token ids. Pass the `cache_salt` and `tags`
+    that the prompt's requests have. In `url`, `localhost` means 127.0.0.1.
 
     Examples
     --------
@@ -186,7 +193,7 @@ class Client(_Calls[dict[str, Any]]):
 
 
 class AsyncClient(_Calls[Awaitable[dict[str, Any]]]):
-    """`Client` for asyncio: the same calls as coroutines."""
+    """A client of the agent API for asyncio: has the calls of `Client` as coroutines."""
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0, most: int = _MAX_BYTES) -> None:
         super().__init__(url, token, timeout=timeout, most=most)

@@ -1,4 +1,4 @@
-"""Where tiers keep their chunks. Each backend is imported when its name is first used."""
+"""Backends: the storage of tiers. Each backend is imported when a program first uses its name."""
 
 from __future__ import annotations
 

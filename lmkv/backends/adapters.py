@@ -47,12 +47,12 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncBackend(Protocol):
-    """The verbs of `Backend` as coroutines, with the same meaning, results and errors.
+    """The methods of `Backend` as coroutines, with the same arguments, results and errors.
 
     Notes
     -----
-    All run on the event loop of its `AsyncAdapter`, so between two `await`s none needs a lock. A coroutine
-    may be cancelled at any `await`, and nothing is called after `close`.
+    All coroutines run in one event loop, that of the `AsyncAdapter`, so they need no lock between two `await`s. A
+    coroutine may be cancelled at any `await`. Nothing is called after `close`.
 
     Examples
     --------
@@ -98,23 +98,23 @@ class AsyncListsKeys(Protocol):
 
 
 class AsyncAdapter:
-    """An `AsyncBackend` as a `Backend`: its coroutines run on an event loop in the adapter's thread.
+    """Makes a `Backend` of an `AsyncBackend`: runs its coroutines in an event loop on a separate thread.
 
     Parameters
     ----------
     inner
-        The asynchronous backend, closed with the adapter.
+        The asynchronous backend. The adapter closes it.
     deadline
-        Seconds for one call. A read or write that takes longer is FAILED with `BackendUnavailable`; the other
-        verbs raise it.
+        Seconds for one call. A read or write that takes longer returns FAILED with a `BackendUnavailable`; other calls
+        that take longer raise this exception.
 
     Notes
     -----
-    A coroutine that missed its deadline may keep running, because a thread in a system call cannot be cancelled. It
-    must not reach the caller's memory then, so each call copies the payload, or reads into a separate buffer. If that
-    copy matters, write a blocking backend.
+    A coroutine may keep running after its deadline, because a thread in a system call cannot be cancelled. So that it
+    cannot reach the caller's memory then, each call copies the payload, or reads into a separate buffer. If that copy
+    is too slow, write a blocking backend.
 
-    One lock keeps a call from being started after `close`; no call runs under it.
+    Thread-safe: a lock prevents calls from starting after `close`, and is not held while a call runs.
 
     Examples
     --------
@@ -182,7 +182,7 @@ class AsyncAdapter:
             yield batch
 
     def close(self) -> None:
-        """Cancel what still runs, close the inner backend, and end the thread, all within the deadline."""
+        """Cancel running calls, close the inner backend, and end the thread, all within the deadline."""
         with self._lock:
             if self._closed:
                 return
@@ -248,27 +248,26 @@ _SUFFIX = ".chunk"
 
 
 class AsyncFileBackend:
-    """The reference for backends that are written as coroutines; `AsyncAdapter` makes a `Backend` of it.
+    """Stores chunks as files, with coroutines: an example of an `AsyncBackend`.
 
-    To serve a model from a disk, use `LocalDiskBackend`: it verifies checksums, avoids the page cache, shares its
-    capacity with other processes, and removes killed processes' files.
+    To serve a model from a disk, use `LocalDiskBackend`, which verifies checksums, avoids the page cache, shares its
+    capacity with other processes, and removes the files of killed processes.
 
     Parameters
     ----------
     folder
-        Folder of the files. If it is missing, it is created, and only its user may enter it. Its file system needs hard
-        links.
+        Folder for the files, on a file system with hard links. A missing folder is created for this user alone.
 
     Raises
     ------
     OSError
-        When the folder cannot be created.
+        The folder cannot be created.
 
     Notes
     -----
-    A file gets its name when it is complete and on the medium, and then never changes. A read is FAILED if the file has
-    another length than the buffer; bytes that changed on the medium are not detected. Links are not followed, but the
-    folder's owner is not checked.
+    A file gets its name only when it is complete and on the medium, and never changes afterwards. A read returns FAILED
+    if the file has another length than the buffer. Bytes that have changed on the medium are not detected. Links are
+    not followed, but nothing checks who owns the folder.
 
     Examples
     --------
@@ -372,16 +371,16 @@ class AsyncFileBackend:
 
 
 class WrapperBackend:
-    """A backend that forwards all calls to another one, and has the same capabilities for `isinstance`.
+    """Forwards all calls to another backend, and has the same optional methods. A base class for your own wrappers.
 
     Parameters
     ----------
     inner
-        The backend that every call is forwarded to.
+        The backend that gets the calls.
 
     Notes
     -----
-    Override `around` to see every call, or a verb to change it. There are no locks.
+    To see every call, override `around`; to change a call, override its method. The wrapper has no locks.
 
     Examples
     --------
@@ -419,8 +418,7 @@ class WrapperBackend:
         return self.inner.name
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
-        """Forward one call. Every call except `close` comes here; plain attributes do not. `verb`: the method's
-        name."""
+        """Forward one call: return `call()`. Every call except `close` comes here. `verb`: the name of the method."""
         return call()
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -441,7 +439,7 @@ class WrapperBackend:
 
 @define(eq=False)
 class NullBackend:
-    """Rejects every chunk and misses every key.
+    """A backend that stores nothing: every write is REJECTED, and every read is a MISS.
 
     Parameters
     ----------
@@ -451,11 +449,11 @@ class NullBackend:
     Raises
     ------
     ClosedError
-        Every verb raises it after `close`.
+        A method was called after `close`.
 
     Notes
     -----
-    Any number of threads may call: there is nothing to lock.
+    Thread-safe, without a lock.
 
     Examples
     --------

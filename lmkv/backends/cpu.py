@@ -14,35 +14,34 @@ from lmkv.protocols import HIT, MISS, PRESENT, STORED, Chunk, ChunkKey, Read, Wr
 
 
 class CPUPinnedBackend:
-    """Host memory in slots. It is pinned once a CUDA device copies to or from it.
+    """Host memory, divided into slots of equal size: the backend of a store's first tier.
 
-    The copier of an `Engine`, or of a vLLM worker, registers the slots with its CUDA device in the background. Without
-    a device they are ordinary memory.
+    On a machine with a CUDA device, the engine pins the slots in the background. Otherwise they are ordinary memory.
 
     Parameters
     ----------
     capacity_bytes
-        Largest amount of host memory to use. If the machine has less available, lmkv uses less and warns.
+        Host memory to use. If the machine has less available, lmkv uses less and logs a warning.
     slot_bytes
-        Space for one chunk, rounded up to whole pages; pass `KVLayout.slot_bytes`.
+        Bytes for one chunk, rounded up to whole memory pages; pass `KVLayout.slot_bytes`.
     shared
-        Whether other processes of this host will map the slab.
+        Whether other processes of this host will map the memory.
     populate
-        Whether the kernel maps all pages in the background, instead of at their first use.
+        Whether to map all pages in the background now, instead of each at its first use.
     engine
-        Name by which other processes find a shared slab, see `lmkv.memory.slab.wait_for_slab`.
+        Name by which other processes find the shared memory, see `lmkv.memory.slab.wait_for_slab`.
     engines
         Number of engines that start on this host and share its memory.
 
     Raises
     ------
     ConfigError
-        When there is no memory for a single slot.
+        There is no memory for a single slot.
 
     Notes
     -----
-    The verbs of `Backend` copy under one lock. A store with this backend as its first tier takes over the slots with
-    `take_slab`, and copies nothing here. From then on the verbs raise `UsageError`.
+    Thread-safe: the methods of `Backend` copy while they hold a lock. A store with this backend as its first tier takes
+    over the slots by `take_slab`. From then on these methods raise `UsageError`.
 
     Examples
     --------
@@ -85,9 +84,9 @@ class CPUPinnedBackend:
         return f"<CPUPinnedBackend {self.name!r}: {slots} are free>"
 
     def take_slab(self) -> Slab:
-        """Give the slots to a store, which allocates, fills and frees them from now on.
+        """Hand the slots over to a store, which allocates, fills and frees them from now on.
 
-        Raises UsageError when another store has them already, or when there are chunks in them.
+        Raises UsageError if another store has them already, or if there are chunks in them.
         """
         with self._lock:
             self._check_open()

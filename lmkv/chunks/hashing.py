@@ -149,7 +149,9 @@ def _with_extra(before: bytes, extra: bytes) -> bytes:
 
 
 def chunk_keys(tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None) -> list[bytes]:
-    """Return the keys of the `len(tokens) // chunk_size` complete chunks of `tokens`. See `KeyChain`.
+    """Return the keys of the `len(tokens) // chunk_size` whole chunks of a prompt, 32 bytes each.
+
+    `root`: see `Namespace.root`. `extras`: see `KeyChain`. Raises UsageError for a token that is not a uint32.
 
     >>> [key.hex()[:8] for key in chunk_keys(range(10), root=bytes(32), chunk_size=4)]
     ['b02e0d14', '55d1a261']

@@ -36,13 +36,13 @@ class LayerPages:
     group
         Index of the block table (vLLM: KV cache group) that addresses the layer.
     state
-        0 for keys and values, which are part of every chunk. For a recurrent layer the number, from 1 on, of the
-        state entry that it is part of.
+        0 for keys and values, which are part of every chunk. For a recurrent layer, the number of its state entry,
+        from 1 on.
 
     Raises
     ------
     ValueError
-        For sizes below 1.
+        A size is below 1.
 
     Examples
     --------
@@ -62,9 +62,9 @@ class LayerPages:
 
 @frozen(slots=False, repr=False)
 class KVLayout:
-    """Byte layout of a chunk, and of each state entry: `[rank][layer][page]`, without padding in between.
+    """The order of bytes in a chunk, and in each state entry: `[rank][layer][page]`, without padding in between.
 
-    `PagedMemory.layout` makes the one that fits given tensors.
+    `PagedMemory.layout` makes the layout for given tensors.
 
     Parameters
     ----------
@@ -73,12 +73,12 @@ class KVLayout:
     layers
         The layers of one rank, in their order.
     num_ranks
-        Number of ranks. Each holds a part of every chunk. Each rank has these layers, or the first ones of them.
+        Number of ranks, each of which has a part of every chunk. Each rank has all of `layers`, or the first of them.
 
     Raises
     ------
     ValueError
-        For sizes below 1, and without layers.
+        A size is below 1, or there are no layers.
 
     Examples
     --------
@@ -99,7 +99,7 @@ class KVLayout:
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits. They are equal in processes with the same layout."""
+        """Identifier of the layout, 16 hexadecimal digits. Processes with the same layout have the same digest."""
         return hashlib.sha256(repr((self.chunk_size, self.layers, self.num_ranks)).encode()).hexdigest()[:16]
 
     @cached_property
@@ -124,7 +124,7 @@ class KVLayout:
 
     @property
     def rank_bytes(self) -> int:
-        """Bytes of a rank's segment of a chunk."""
+        """Bytes of one rank's part of a chunk."""
         return self._rank_bytes[0]
 
     @property
@@ -142,11 +142,11 @@ class KVLayout:
         return align_up(max(self.sizes))
 
     def pages_per_chunk(self, group: int) -> int:
-        """Return the number of blocks of that block table per chunk."""
+        """Return the number of blocks per chunk in the block table `group`."""
         return next(layer.pages_per_chunk for layer in self.layers if layer.group == group)
 
     def spans(self, tokens: int) -> list[slice]:
-        """Return where the pages of a chunk's first `tokens` tokens are in the chunk."""
+        """Return the byte ranges in a chunk that hold the pages of its first `tokens` tokens."""
         found = []
         for rank, (number, layer) in product(range(self.num_ranks), enumerate(self.layers)):
             if layer.state:

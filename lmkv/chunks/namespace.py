@@ -102,27 +102,27 @@ def salt_label(salt: str) -> str:
 # Without slots, because cached_property keeps its value in the instance's __dict__.
 @frozen(slots=False, kw_only=True)
 class Namespace:
-    """Everything except tokens that decides the KV of a chunk. Different namespaces never share a key.
+    """Everything that engines must have in common to share chunks. Different namespaces never share a key.
 
     Parameters
     ----------
     model, revision
         The model's name, and its revision or a fingerprint of its weights.
     dtype, kv_cache_dtype
-        Data type of the model, and of the cache: "auto" for the model's.
+        Data types of the model and of its KV cache, such as "float32"; "auto" for a cache in the model's type.
     chunk_size, block_size
         Tokens per chunk and per block.
     layout
-        The pages' format: attention backends, and the instruction set if pages depend on it.
+        The format of pages: attention backends, and the instruction set if it affects pages.
     ranks
-        The parallel split.
+        How ranks divide the model.
     extra
-        Anything else, a mapping of str to str; kept as sorted pairs.
+        Anything else, as a mapping of str to str; it is kept as sorted pairs.
 
     Raises
     ------
     UsageError
-        For a value of another type, and for sizes below 1.
+        A value has another type, or a size is below 1.
 
     Examples
     --------
@@ -156,11 +156,11 @@ class Namespace:
         lora: tuple[str, str] | None = None,
         extra: Mapping[str, bytes | str] = _NOTHING,
     ) -> bytes:
-        """Return the 32-byte root of a request's chain of keys; without arguments the namespace's digest.
+        """Return the root of a request's chunk keys, 32 bytes; without arguments it is the namespace's digest.
 
-        `cache_salt` separates tenants. `lora` is the adapter's name and path (or fingerprint). `extra` has everything
-        else that changes the KV of every token. None differs from "", and equal values in different fields differ as
-        well. Another type is a `UsageError`.
+        Requests share chunks only if their roots are equal. `cache_salt` separates tenants. `lora` is the adapter's
+        name and path (or fingerprint). `extra` has everything else that changes the KV of every token. None and ""
+        differ. Raises UsageError for a value of another type.
         """
         if cache_salt is None and lora is None and not extra:
             return self.digest

@@ -151,12 +151,12 @@ class Config:
     Raises
     ------
     ConfigError
-        Values are bad; the message names key, value and source of each. `load` raises it for an unknown key, too.
+        A value is invalid, or for `load` a key is unknown. The message names key, value and source of each.
 
     Notes
     -----
     Immutable, so any number of threads may share it. `load` merges a file, the environment and vLLM's
-    `kv_connector_extra_config`; the constructor takes keywords alone.
+    `kv_connector_extra_config`; the constructor uses only its keyword arguments.
 
     Examples
     --------
@@ -336,13 +336,14 @@ class Config:
         ranks: int | None = None,
         **overrides: object,
     ) -> Config:
-        """Merge the sources; a later one overrides: keywords, file, environment, connector's extra config.
+        """Make a configuration from keywords, a file, the environment and vLLM's extra configuration.
 
-        LMKV_CONFIG_FILE can also name the `file`. `env`: LMKV_CHUNK_SIZE and so on. `extra`: vLLM's
-        `kv_connector_extra_config`, its keys plain or as `lmkv.chunk_size`. Raises ConfigError for an unknown key or a
-        bad value in any of them, even if a later source overrides it. If none of these is given, LMCache's settings are
-        read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`. `ranks`: the number of ranks of the engine,
-        by which LMCache's sizes are multiplied.
+        These sources override each other in this order: the last one wins. `file`: a YAML file; by default the one
+        that LMKV_CONFIG_FILE names. `env`: variables such as LMKV_CHUNK_SIZE. `extra`: vLLM's
+        `kv_connector_extra_config`, with keys such as `chunk_size` or `lmkv.chunk_size`. Raises ConfigError for an
+        unknown key or an invalid value in any source, even if a later source overrides it. If none of the sources has
+        a setting of lmkv, LMCache's settings are read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`.
+        `ranks`: the number of ranks of the engine, by which LMCache's sizes are multiplied.
         """
         return Answer.to(file=file, env=env, extra=extra, overrides=overrides, ranks=ranks).checked()
 
@@ -373,7 +374,7 @@ class Config:
 
     @property
     def password(self) -> str | None:
-        """Password to remote stores, from the setting or its file. Raises ConfigError if that cannot be read."""
+        """Password for remote stores, from the setting or its file. Raises ConfigError if the file is unreadable."""
         return self._secret("remote_password")
 
     @property
@@ -392,7 +393,7 @@ class Config:
 
     @property
     def authentication_bytes(self) -> bytes | None:
-        """Key of chunks in lower tiers, from the setting or its file. Raises ConfigError if it is invalid."""
+        """Key that authenticates chunks, from the setting or its file. Raises ConfigError if the key is invalid."""
         if self.authentication_key_file is None:
             return self.authentication_key.value.encode() if self.authentication_key else None
         key = self._content("authentication_key_file").removesuffix(b"\n").removesuffix(b"\r")
@@ -419,12 +420,12 @@ class Config:
             self._refuse(name, f"cannot be read: {why}; name a file that the server's user may read")
 
     def source(self, name: str) -> str:
-        """Return where the value of `name` comes from."""
+        """Return the source of a setting's value, such as "default" or "environment LMKV_CHUNK_SIZE"."""
         is_default = getattr(self, name) == _OPTIONS[name].default
         return self.sources.get(name) or (DEFAULT if is_default else KEYWORD)
 
     def describe(self) -> list[Setting]:
-        """Return all settings as text, in the order of their definition."""
+        """Return all settings with their values, sources and meanings, in the order of their definition."""
         return [
             Setting(
                 name=name,
@@ -452,9 +453,7 @@ class Config:
         return not (self.local_cpu or self.shared_memory or disk or self.remotes)
 
     def doubts(self, given: Iterable[str]) -> Iterator[tuple[int, str]]:
-        """Yield the remarks on settings that do nothing, with their level. `given`: names of those that somebody has
-        set.
-        """
+        """Yield `(log level, remark)` for settings that have no effect. `given`: names of the settings that are set."""
         if self.keeps_nothing:
             yield logging.WARNING, _KEEPS_NOTHING
         if 0 < sum(each.percent for each in self.quotas) <= 1:

@@ -37,7 +37,7 @@ def open_store(
     block_axis: int,
     **identity: Any,
 ) -> tuple[TieredStore, Namespace, KVLayout, PagedMemory]:
-    """Return the store, namespace, layout and memory of an engine. Raises UsageError.
+    """Make the store, namespace, layout and memory of an engine. Raises UsageError and ConfigError.
 
     `identity`: the fields of the namespace that do not follow from the tensors.
     """
@@ -96,34 +96,34 @@ def _lease_window(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) 
 
 
 class Engine:
-    """Moves the KV of token prefixes between paged tensors and a `TieredStore`.
+    """Stores the KV of prompts from paged tensors in a `TieredStore`, and loads it back. `Engine.open` makes one.
 
     Parameters
     ----------
     store : TieredStore
-        Owned by the engine from now on, and closed with it.
+        The store. The engine closes it.
     namespace : Namespace
-        The meaning of the bytes; the keys are derived from it.
+        What prompts must have in common to share KV; see `Namespace`. All chunk keys depend on it.
     layout : KVLayout
-        Where a chunk's bytes lie in a slot of the store.
+        The order of a chunk's bytes in a slot of the store.
     memory : PagedMemory, optional
         The paged tensors. Without them the engine can look up, prefetch and pin, but not copy.
     rank : int
         The rank of this memory in the layout.
     pin_ttl : float
-        Seconds that pins and prefetches last.
+        Seconds for which pins and prefetched chunks stay in host memory.
     name : str
-        For messages.
+        Name of the engine in messages.
 
     Raises
     ------
     UsageError
-        The layout's chunks do not fit the store's slots, or the memory contradicts the layout.
+        The layout's chunks do not fit into the store's slots, or the layout is not one of this memory.
 
     Notes
     -----
-    Thread-safe: the copies of one engine run one at a time, everything else concurrently. Close it, or use it
-    as a context manager: it owns threads, memory and files. In a forked child every call raises ClosedError.
+    Thread-safe: calls that copy run one at a time, and all other calls run concurrently. The engine owns threads,
+    memory and files, so close it, or use it as a context manager. In a forked child every call raises ClosedError.
 
     Examples
     --------
@@ -184,11 +184,12 @@ class Engine:
         revision: str = "",
         name: str = "lmkv",
     ) -> Self:
-        """An engine over paged KV tensors, one per layer, with the tiers that `config` names.
+        """Make an engine for paged KV tensors, one per layer, with the tiers that `config` names.
 
-        Each tensor has blocks of `block_size` tokens along `block_axis` (0, or 1 for `[2, block, ...]`). Models that
-        compute different KV need a different `model` or `revision`. The namespace also has the tensors' shapes,
-        strides, dtypes and, from a mapping, names. Raises UsageError for tensors that are not blocks of dense bytes.
+        Each tensor has blocks of `block_size` tokens along its axis `block_axis` (0, or 1 for `[2, block, ...]`). Any
+        dtype is possible. Models that compute different KV need a different `model` or `revision`. Tensors with other
+        shapes, strides, dtypes, or names (if `kv_caches` is a mapping) do not share KV. Raises UsageError if a block of
+        a tensor is not dense in memory, and ConfigError for settings that cannot work here.
         """
         if model == "":
             raise UsageError("model is empty: name it, because engines of one name share KV")
@@ -207,7 +208,7 @@ class Engine:
 
     @property
     def chunk_size(self) -> int:
-        """Tokens per chunk; only whole chunks are stored and found."""
+        """Number of tokens in a chunk. The engine stores and finds only whole chunks."""
         return self._layout.chunk_size
 
     def keys(self, tokens: Tokens, variant: Variant = PLAIN) -> list[ChunkKey]:
@@ -222,15 +223,15 @@ class Engine:
     # -- copying ------------------------------------------------------------------------------------------
 
     def store(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN, wait: float = 0.0) -> int:
-        """Store the KV of a prompt from `blocks`; the first block holds its first token.
+        """Store the KV of a prompt from `blocks`, and return how many of its first tokens are stored now.
 
-        It stores whole chunks that `blocks` covers, and does not copy chunks that a tier already has. Writes chunks in
-        host memory to stores that have lost them. Returns the number of leading tokens that are stored now. It is
-        smaller if there is no space, or while another thread stores some of them.
+        `blocks`: the indexes of the prompt's blocks, in order; the first block holds the first token. Only whole chunks
+        that `blocks` covers are stored. Chunks that a tier already has are not copied again. The result is smaller
+        than the prompt if there is no space, or while another thread stores some of the chunks.
 
-        Without `wait` it copies into host memory and returns; slow tiers may then lack some chunks. `wait`: block for
-        up to this number of seconds, so that slow tiers get all chunks; the prompt may then be longer than host memory.
-        Such calls run one at a time.
+        Without `wait` the call copies into host memory and returns, and lower tiers get the chunks in the background;
+        if they are slow, they may miss some. With `wait`, the call blocks for up to this number of seconds, so that
+        lower tiers get all chunks. The prompt may then be longer than host memory. Calls with `wait` run one at a time.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
@@ -278,11 +279,12 @@ class Engine:
         variant: Variant = PLAIN,
         timeout: float = _READ_TIMEOUT,
     ) -> int:
-        """Fill `blocks` with the stored KV of the longest known prefix; returns its length in tokens.
+        """Fill `blocks` with the stored KV of a prompt's first tokens, and return how many tokens they are.
 
-        Tokens before `skip_tokens`, rounded down to a chunk, are not loaded. Reads lower tiers window by window through
-        host memory, which may be smaller than the prefix. If a window takes more than `timeout` seconds, it stops
-        there.
+        `blocks`: the indexes of the prompt's blocks, in order. Tokens before `skip_tokens`, rounded down to a whole
+        chunk, are not loaded, but count in the result. Chunks of lower tiers are read through host memory, window by
+        window, so the prompt may be longer than host memory. If a window takes more than `timeout` seconds, loading
+        ends before it.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
@@ -309,10 +311,10 @@ class Engine:
         variant: Variant = PLAIN,
         timeout: float = _READ_TIMEOUT,
     ) -> Iterator[LayerReader]:
-        """`retrieve` layer by layer, while the model computes: `with ... as reader`.
+        """Fill `blocks` as `retrieve` does, but layer by layer, while the model computes: `with ... as reader`.
 
-        `reader.wait(layer)` waits for a layer. It loads `reader.tokens` leading tokens, at most as many as fit into
-        host memory at the same time. Leaving the context finishes all layers and waits for the copies.
+        `reader.wait(layer)` waits until a layer is in `blocks`. The first `reader.tokens` tokens are loaded, at most as
+        many as fit into host memory together. The end of the `with` block waits for the copies of all layers.
         """
         copier, request = self._check_copies(), self._request(tokens, blocks, variant)
         keys = request.keys
@@ -330,10 +332,10 @@ class Engine:
 
     @contextlib.contextmanager
     def store_layers(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN) -> Iterator[LayerWriter]:
-        """`store` layer by layer, for a model that is computing: `with ... as writer`.
+        """Store KV as `store` does, but layer by layer, while the model computes: `with ... as writer`.
 
-        `writer.save(layer)` stores a layer once it is computed. Leaving the context stores the rest and
-        publishes `writer.tokens` leading tokens; after an exception it publishes nothing.
+        Call `writer.save(layer)` once a layer is computed. The end of the `with` block saves the other layers, and then
+        the first `writer.tokens` tokens can be found. After an exception nothing is stored.
         """
         copier, request = self._check_copies(), self._request(tokens, blocks, variant)
         keys = request.keys
@@ -392,9 +394,9 @@ class Engine:
     # -- looking ahead ------------------------------------------------------------------------------------
 
     def lookup(self, tokens: Tokens, *, variant: Variant = PLAIN, timeout: float = 1.0) -> int:
-        """Return how many leading tokens some tier has now. They may be evicted before they are retrieved.
+        """Return how many of a prompt's first tokens are stored in any tier. They may be evicted before `retrieve`.
 
-        Shared tiers are asked for chunks of other processes, for at most `timeout` seconds.
+        To find chunks of other processes, the call asks shared tiers, for at most `timeout` seconds.
         """
         self._check_open()
         keys = self.keys(tokens, variant)
@@ -402,10 +404,10 @@ class Engine:
         return self._store.catalog.count_stored(keys) * self.chunk_size
 
     def prefetch(self, tokens: Tokens, *, variant: Variant = PLAIN) -> Prefetch:
-        """Start to load a prompt's KV into host memory, and return immediately.
+        """Start to load a prompt's KV into host memory, and return at once.
 
-        Loads that somebody waits for go first. Prefetches share a limited part of host memory: chunks that do not fit
-        are left out. The others stay there for the engine's `pin_ttl` seconds.
+        Reads for `retrieve` run before reads for prefetches. Prefetches share a limited part of host memory, and chunks
+        that do not fit are not loaded. Loaded chunks stay in host memory for the engine's `pin_ttl` seconds.
         """
         self._check_open()
         keys = self.keys(tokens, variant)
@@ -414,10 +416,10 @@ class Engine:
         return Prefetch(promotion, self.chunk_size, self._layout.chunk_bytes)
 
     def pin(self, tokens: Tokens, *, ttl: float | None = None, variant: Variant = PLAIN) -> int:
-        """Keep leading chunks that are in host memory there for `ttl` seconds; returns how many tokens they have.
+        """Keep a prompt's first chunks in host memory for `ttl` seconds, and return how many tokens they have.
 
-        Pins take no more than their share of host memory. Beyond it, the oldest pins end, first those of the variant
-        that has the most.
+        Only chunks that are in host memory already are pinned. `ttl`: the engine's `pin_ttl` by default. Pins may fill
+        a limited share of host memory. Beyond that, the oldest pins of the variant with the most pins end.
         """
         self._check_open()
         limit = self._pin_ttl if ttl is None else seconds(ttl, "ttl")
@@ -425,12 +427,12 @@ class Engine:
         return self._store.pin(keys, limit, owner) * self.chunk_size
 
     def unpin(self, tokens: Tokens, *, variant: Variant = PLAIN) -> int:
-        """End the pins of a prompt; returns how many tokens were pinned."""
+        """End the pins of a prompt, and return how many tokens were pinned."""
         self._check_open()
         return self._store.unpin(self.keys(tokens, variant)) * self.chunk_size
 
     def clear(self, tokens: Tokens | None = None, *, variant: Variant = PLAIN) -> int:
-        """Remove a prompt's chunks, or everything, from every tier; returns how many tokens were removed."""
+        """Remove a prompt's chunks from every tier, or all chunks, and return how many tokens were removed."""
         self._check_open()
         if tokens is None:
             return self._store.clear() * self.chunk_size
@@ -447,25 +449,25 @@ class Engine:
 
     @property
     def copier(self) -> Copier | None:
-        """The engine's copier. None without paged memory, and once the engine is closed."""
+        """The engine's copier, or None if the engine has no paged memory or is closed."""
         return self._copier
 
     def stats(self) -> EngineStats:
         return EngineStats(self._stored, self._retrieved, self._requested, self._store.stats())
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
-        """Wait until persistent tiers are indexed, at most `timeout` seconds; no other call requires it."""
+        """Wait until persistent tiers are listed, for at most `timeout` seconds. Returns whether they are."""
         self._check_open()
         return self._store.wait_indexed(None if timeout is None else seconds(timeout, "timeout"))
 
     def drain(self, timeout: float = 10.0) -> bool:
-        """Wait until stored chunks are in every tier that takes them, at most `timeout` seconds."""
+        """Wait until stored chunks are in all their tiers, for at most `timeout` seconds. Returns whether they are."""
         if self._store.forked:
             self._check_open()
         return self._store.drain(seconds(timeout, "timeout"))
 
     def close(self) -> None:
-        """Finish the I/O under way, bounded in time, and release memory and files. Idempotent."""
+        """Finish I/O that is running, for a limited time, and free memory, threads and files. Idempotent."""
         if self._store.forked:
             return
         with self._copy_lock:
@@ -495,7 +497,7 @@ _lock = threading.Lock()
 
 
 def get_or_create(name: str, factory: Callable[[], Engine]) -> Engine:
-    """Return the open engine called `name`; if it is missing, `factory` makes it, under the registry's lock."""
+    """Return the open engine called `name`. If there is none, `factory` makes it, while other calls wait."""
     with _lock:
         engine = _engines.get(name)
         if engine is None or engine.closed:
@@ -513,7 +515,7 @@ def get(name: str) -> Engine:
 
 
 def destroy(name: str) -> None:
-    """Close and forget the engine called `name`, if there is one."""
+    """Close the engine called `name` and remove its name. Without such an engine nothing happens."""
     with _lock:
         engine = _engines.pop(name, None)
     if engine is not None:

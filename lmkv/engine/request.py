@@ -48,15 +48,15 @@ class Variant:
     Parameters
     ----------
     cache_salt
-        Separates tenants.
+        A tenant's text: prompts with different salts share no KV.
     lora
-        Name and path of an adapter.
+        Name and path of a LoRA adapter.
     tags
-        Anything else, by name.
+        Names and values of anything else that separates prompts.
 
     Notes
     -----
-    Immutable: threads may share it.
+    Immutable, so any number of threads may share it.
 
     Examples
     --------
@@ -135,7 +135,7 @@ class EngineStats:
 
     Notes
     -----
-    A snapshot, which never changes. `requested_tokens`: tokens of the chunks that callers asked to load.
+    A snapshot, which never changes. `requested_tokens` counts the tokens of all chunks that callers wanted to load.
     """
 
     stored_tokens: int
@@ -160,12 +160,11 @@ class Progress:
 
 @define(eq=False, repr=False)
 class Prefetch:
-    """A handle from `Engine.prefetch` on chunks that are being promoted to host memory.
+    """The handle that `Engine.prefetch` returns: waits for a prefetch, shows its progress, or cancels it.
 
     Notes
     -----
-    Awaitable and thread-safe. Chunks that have arrived stay in host memory until `cancel`, or until the engine's
-    `pin_ttl` is over.
+    Awaitable and thread-safe. Loaded chunks stay in host memory until `cancel`, or for the engine's `pin_ttl` seconds.
 
     Examples
     --------
@@ -194,7 +193,7 @@ class Prefetch:
 
     @property
     def tokens(self) -> int:
-        """Leading tokens in host memory now."""
+        """Number of the prompt's first tokens that are in host memory now."""
         return self._promotion.ready * self._chunk_size
 
     @property
@@ -206,20 +205,20 @@ class Prefetch:
 
     @property
     def sources(self) -> Mapping[str, int]:
-        """Tokens by the tier that had them."""
+        """Number of tokens that came from each tier, by the name of the tier."""
         chunks = self._promotion.sources
         return MappingProxyType({name: count * self._chunk_size for name, count in chunks.items()})
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until done, at most `timeout` seconds. Returns `done`."""
+        """Wait until the prefetch is done, for at most `timeout` seconds. Returns `done`."""
         return self._promotion.wait(timeout)
 
     def cancel(self) -> None:
-        """Drop the references, and skip the reads that have not begun. Idempotent."""
+        """Stop the prefetch, and let its chunks be evicted. Reads that are running finish. Idempotent."""
         self._promotion.release()
 
     def __await__(self) -> Generator[object, None, int]:
-        """Wait on the running event loop, blocking no thread; the result is `tokens`."""
+        """Wait in the running event loop, without blocking a thread. The result is `tokens`."""
         loop = asyncio.get_running_loop()
         finished: asyncio.Future[None] = loop.create_future()
 

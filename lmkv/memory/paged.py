@@ -61,29 +61,29 @@ def _described(tensor: object) -> str:
 
 
 class PagedMemory:
-    """The KV tensors of one rank, as planes of opaque pages. `PagedMemory.of` makes it from plain tensors.
+    """The KV tensors of one rank, seen as *planes*: arrays of pages, one for each block. `PagedMemory.of` makes it.
 
     Parameters
     ----------
     rows
-        Per plane, uint8 [num_blocks, page_bytes]: see `block_rows`.
+        For each plane a uint8 tensor of shape [num_blocks, page_bytes], as `block_rows` returns it.
     groups
-        Per plane, the index of the block table that addresses it; 0 for all by default.
+        For each plane the index of its block table; 0 by default.
     layers
-        Per plane, the index of the model's layer that it belongs to; its own index by default.
+        For each plane the index of its layer in the model; by default the index of the plane.
     fuse
-        Treat planes as one if their blocks adjoin in memory (vLLM's block-major layouts), so that a block is copied in
-        one run.
+        Whether to join planes whose blocks are next to each other in memory, as in vLLM's block-major layouts. A block
+        of joined planes is copied at once.
 
     Raises
     ------
     UsageError
-        Without rows, and when rows of one block table differ in their number of blocks.
+        There are no rows, or rows of one block table have different numbers of blocks.
 
     Notes
     -----
-    `rows` share the tensors' memory. `num_blocks`: how many blocks each block table has. Nothing is locked: computation
-    and copies must not use the same blocks at the same time.
+    `rows` share the memory of the tensors. `num_blocks` is the number of blocks of each block table. There are no
+    locks, so computation and copies must not use the same blocks at the same time.
 
     Examples
     --------
@@ -113,7 +113,10 @@ class PagedMemory:
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor], *, block_axis: int = 0) -> PagedMemory:
-        """Make it from one tensor per layer, with a common block table. `block_axis`: 0, or 1 for [2, block, ...]."""
+        """Make paged memory of one tensor per layer, with one block table for all. Raises UsageError.
+
+        `block_axis`: the axis of blocks in each tensor: 0, or 1 for [2, block, ...].
+        """
         rows = [
             (layer, block_rows(plane)) for layer, tensor in enumerate(tensors) for plane in planes(tensor, block_axis)
         ]
@@ -132,7 +135,7 @@ class PagedMemory:
         return max(layers.stop for layers in self.layers)
 
     def layout(self, chunk_size: int, block_sizes: Sequence[int], num_ranks: int = 1) -> KVLayout:
-        """Return the layout of this memory's chunks. `block_sizes`: tokens per block, by block table."""
+        """Return the layout of chunks of this memory. `block_sizes`: the tokens per block of each block table."""
         layers = []
         for row, group in zip(self.rows, self.groups, strict=True):
             if chunk_size % block_sizes[group]:

@@ -51,7 +51,7 @@ DEFAULT_MIN_TOKENS = 4096
 
 
 class AdmitAll:
-    """Admits every chunk.
+    """An admission filter that admits every chunk.
 
     Examples
     --------
@@ -64,7 +64,7 @@ class AdmitAll:
 
 
 class AdmitNone:
-    """Admits no chunk: the tier only serves the chunks that it has.
+    """An admission filter that admits no chunk, so that the tier only serves the chunks that it has.
 
     Examples
     --------
@@ -83,12 +83,14 @@ def _positive(_: object, attribute: Attribute[int], number: int) -> None:
 
 @define(eq=False, repr=False)
 class SecondTouch:
-    """Admits a chunk when it is offered again, so that chunks that are used once do not wear out the disk.
+    """An admission filter that admits a chunk when it is offered for the second time.
+
+    Chunks that are used only once then do not wear out the disk.
 
     Parameters
     ----------
     max_keys
-        How many of the last offered keys to remember.
+        The number of offered keys that the filter remembers, the latest ones.
 
     Raises
     ------
@@ -97,7 +99,7 @@ class SecondTouch:
 
     Notes
     -----
-    Not thread-safe: the store asks its filters under its lock.
+    Not thread-safe: the store calls its filters while it holds its lock.
 
     Examples
     --------
@@ -123,24 +125,24 @@ class SecondTouch:
 
 @define(eq=False)
 class MinTokens:
-    """Admits chunks of long prompts. Computing a short prompt again costs less than wear of the disk.
+    """An admission filter that admits only chunks of long prompts, so that short prompts do not wear out the disk.
 
     Parameters
     ----------
     min_tokens
-        Requests with at least this number of tokens count as long.
+        The number of tokens from which on a prompt counts as long.
     max_keys
-        How many keys of long prompts to remember, the latest ones.
+        The number of keys of long prompts that the filter remembers.
 
     Raises
     ------
     UsageError
-        When one of them is not positive.
+        An argument is not positive.
 
     Notes
     -----
-    Not thread-safe: the store asks its filters under its lock. A short prompt that grows into a long one is offered
-    again once host memory has evicted it.
+    Not thread-safe: the store calls its filters while it holds its lock. If a short prompt grows into a long one, its
+    chunks are offered again when host memory evicts them.
 
     Examples
     --------
@@ -196,7 +198,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
 
 
 def policy_names() -> Iterator[str]:
-    """Yield the names for a configuration: lmkv's own, then installed packages'."""
+    """Yield the names of policies that `cache_policy` may have: lmkv's, and then those of installed packages."""
     yield from POLICIES
     yield from (name for name in plugins.installed(plugins.POLICIES) if name not in POLICIES)
 
@@ -215,7 +217,7 @@ def make_policy(name: str) -> Policy:
 
 
 def like(policy: Policy) -> Policy:
-    """Return an empty policy of the same kind, for a shadow; LRU for a class that needs arguments.
+    """Return an empty policy of the same class, for a shadow, or an LRU if the class needs arguments.
 
     >>> like(LRU())
     <LRU: 0 evictable bytes, 0 keys held>

@@ -18,15 +18,15 @@ _GHOST_SHARE = 4
 
 @define(eq=False, repr=False)
 class WeightedAge(PolicyBase):
-    """Evicts the older of two candidates: the oldest chunk used once, and the oldest chunk used again.
+    """Evicts the older of two candidates: the oldest chunk that was used once, and the oldest that was used again.
 
-    The age of the latter is divided by `weight`: 1 is LRU, and a larger weight evicts chunks that were used once
-    sooner. A chunk that comes back after its eviction counts as used again.
+    Before the comparison, the age of the second candidate is divided by `weight`. A weight of 1 is LRU, and a larger
+    weight evicts chunks that were used once sooner. A chunk that comes back after its eviction counts as used again.
 
     Parameters
     ----------
     weight : float
-        1 or more.
+        The divisor, 1 or more.
 
     Examples
     --------
@@ -107,18 +107,18 @@ _MARGIN: Final = 0.01
 
 @define(eq=False, repr=False)
 class ADAPTIVE(WeightedAge):
-    """A `WeightedAge` that chooses its weight, between LRU, which suits long sessions, and scan resistance.
+    """A `WeightedAge` that learns its weight: 1 is LRU, which suits long sessions; more evicts unused prompts sooner.
 
-    Each weight has a shadow of the tier, keys without bytes, that replays a sample of the requests. The sample is whole
-    subtrees of prompts: chunks that depend on each other are in it together or not at all. The weight of the shadow
-    with the most hits lately is used. All weights share one order, so that a change costs nothing.
+    For each weight, a *shadow* of the tier has keys without bytes, and replays a sample of the requests. Chunks of
+    prompts with a common beginning are in the sample together or not at all. The policy uses the weight of the shadow
+    with the most hits lately. All weights share one order, so a change of the weight costs nothing.
 
     Parameters
     ----------
     position_cost : float
-        How much more a chunk counts for each chunk before it. With 0, the policy maximises the tokens that are found.
-        With 1e-3, a hit at chunk 1,000 counts twice as much as one at the first chunk, because its attention takes
-        longer to compute.
+        How much more a hit counts for each chunk before it. With 0, the policy maximizes the number of tokens that are
+        found. With 1e-3, a hit at chunk 1,000 counts twice as much as a hit at the first chunk, because its attention
+        takes longer to compute.
 
     Notes
     -----
@@ -199,7 +199,7 @@ class ADAPTIVE(WeightedAge):
 
 @define(eq=False)
 class Shadow:
-    """The keys that a tier of `capacity` bytes would contain with this policy. Not thread-safe.
+    """A simulated tier of `capacity` bytes with a policy: it has keys, but no bytes. Not thread-safe.
 
     Examples
     --------
@@ -223,9 +223,9 @@ class Shadow:
         return key in self._sizes
 
     def request(self, keys: Sequence[ChunkKey], size: int) -> int:
-        """Replay a request for a chain of chunks of `size` bytes, head first; returns how many leading ones are here.
+        """Replay a request for a prompt's chunks of `size` bytes, and return how many of the first ones are present.
 
-        Inserts missing chunks, as far as they fit together with the chain's present ones.
+        Missing chunks are inserted, as far as they fit together with the present chunks of the prompt.
         """
         hit = self.leading(keys)
         if hit < len(keys):
@@ -234,7 +234,7 @@ class Shadow:
         return hit
 
     def leading(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many leading chunks are here."""
+        """Return how many of the first chunks are present."""
         return len(list(takewhile(self._sizes.__contains__, keys)))
 
     def _insert(self, keys: Sequence[ChunkKey], hit: int, size: int) -> None:

@@ -57,23 +57,25 @@ or None. CHILDREN is the number of its known children. FORK says whether there w
 
 @define(eq=False)
 class PolicyBase(ABC):
-    """Base of eviction policies. A subclass keeps the order, in the five methods `add` to `drop`.
+    """Base class of eviction policies. A subclass keeps the order of keys, in the methods `add`, `use`, `pop`,
+    `put_back` and `drop`.
 
-    The base knows the size of each key, its parent and how many children it has. The policy skips a key that is held or
-    has children. Such a key is next as soon as it is neither held nor a parent. So children, which could not be found
-    without their parent, are evicted before it. Only if nothing else is left, a parent of held or protected keys is
-    evicted.
+    The base class knows the size of each key, its parent (the chunk before it) and its number of children. `evict`
+    skips a key that is held or has children, and evicts it next as soon as it is neither held nor a parent. Children,
+    which cannot be found without their parent, are therefore evicted first. A parent of held or protected keys is
+    evicted only if nothing else is left.
 
     Raises
     ------
     UsageError
-        A key is inserted twice or with no size, or held or released without being known.
+        A key is inserted twice or without a size, or an unknown key is held or released.
 
     Notes
     -----
-    Not thread-safe: the store calls its policies under its lock. `evict` is O(victims + protected), amortised, all else
-    O(1) per key. All policies take hints; see `lmkv.protocols.TakesHints`. Keys with a priority keep at most half of
-    the tier. Beyond that, keys with the lowest priority are evicted, first the key that has been spared for longest.
+    Not thread-safe: the store calls its policies while it holds its lock. `evict` takes time proportional to the number
+    of evicted and protected keys; all else takes constant time per key. All policies accept hints; see
+    `lmkv.protocols.TakesHints`. Keys with a priority keep at most half of the tier. Beyond that, those with the lowest
+    priority are evicted, the oldest first.
 
     Examples
     --------
@@ -119,7 +121,7 @@ class PolicyBase(ABC):
         return f"<{type(self).__name__}: {free:,} evictable bytes, {len(self.held)} keys held>"
 
     def sizes(self) -> dict[ChunkKey, int]:
-        """Return the bytes of each known key. O(keys)."""
+        """Return the size in bytes of each known key. Takes time proportional to the number of keys."""
         return {key: node[SIZE] for key, node in self.nodes.items() if node[SIZE]}
 
     # -- the order ----------------------------------------------------------------------------------------
@@ -129,47 +131,47 @@ class PolicyBase(ABC):
         """Put a new key into the order."""
 
     def extend(self, keys: Sequence[ChunkKey]) -> None:
-        """Put new keys into the order, in turn.
+        """Put new keys into the order, one after the other.
 
-        LRU has a faster one: a subclass of LRU that overrides `add` must override this as well.
+        A subclass of LRU that overrides `add` must override this method as well, because LRU has a faster version.
         """
         for key in keys:
             self.add(key)
 
     @abstractmethod
     def use(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request has used a chain, given head first. Ignore keys that are not in the order.
+        """Change the order after a request has used these keys, given first to last. Ignore keys that are not in it.
 
         The request that stored a chunk also uses it once, so the first use is not a reuse.
         """
 
     @abstractmethod
     def pop(self) -> ChunkKey | None:
-        """Take the next key to evict out of the order; None when the order is empty."""
+        """Remove the next key to evict from the order, and return it, or None if the order is empty."""
 
     @abstractmethod
     def put_back(self, key: ChunkKey) -> None:
-        """Put a key that `pop` returned back into the order, as the next key again."""
+        """Put a key that `pop` has returned back into the order, as the next key to evict."""
 
     @abstractmethod
     def drop(self, key: ChunkKey) -> None:
-        """Take a key out of the order. The policy still knows it, unless `forget` follows."""
+        """Remove a key from the order. The policy still knows the key, unless `forget` follows."""
 
     def rejoin(self, key: ChunkKey) -> None:
-        """Put a key back that was used while it was out of the order, or that was released."""
+        """Put a key back into the order after it was released, or used while it was not in the order."""
         self.put_back(key)
 
     def evicted(self, key: ChunkKey, size: int) -> None:
-        """Note that a key which `pop` returned was evicted. A policy that remembers evicted keys does so here."""
+        """Note that a key of `size` bytes, which `pop` has returned, was evicted. Some policies remember such keys."""
         self.forget(key)
 
     def remove(self, key: ChunkKey, size: int) -> None:
-        """Evict a key that `pop` did not return: another policy chose it."""
+        """Remove a key that `pop` did not return, because another policy has chosen to evict it."""
         self.drop(key)
         self.evicted(key, size)
 
     def forget(self, key: ChunkKey) -> None:  # noqa: B027 - most policies note nothing else
-        """Delete the subclass's notes about a forgotten key, which is out of the order."""
+        """Delete what the subclass remembers about a key that is no longer in the order."""
 
     # -- the protocol -------------------------------------------------------------------------------------
 
@@ -178,9 +180,9 @@ class PolicyBase(ABC):
         self.insert_chain((key,), size, (parent,))
 
     def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
-        """Add evictable keys of `size` bytes each and their parents, as `insert` does from the last to the first.
+        """Add evictable keys of `size` bytes each, with their parents, from the last to the first.
 
-        Raises UsageError for a known key; those after it are added.
+        Raises UsageError for a known key; the keys after it are added.
         """
         if size > self._largest:
             self._largest = size
@@ -214,7 +216,7 @@ class PolicyBase(ABC):
             self.extend(new)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request has used a chain's keys, given head first."""
+        """Note that a request has used these keys of a prompt, given first to last."""
         if self._first or self.passed:
             first, passed = self._first, self.passed
             for key in reversed(keys):
@@ -228,7 +230,7 @@ class PolicyBase(ABC):
         self.use(keys)
 
     def discard(self, key: ChunkKey) -> None:
-        """Forget a key, known or not."""
+        """Forget a key. Unknown keys are ignored."""
         node = self.nodes.get(key)
         if node is None or not node[SIZE]:
             return
@@ -241,7 +243,7 @@ class PolicyBase(ABC):
         self._unlink(node)
 
     def hold(self, key: ChunkKey) -> None:
-        """Keep a known key from eviction until it is released. Idempotent."""
+        """Prevent the eviction of a known key until `release`. Idempotent."""
         size = self._known(key)[SIZE]
         if key not in self.held:
             self.held.add(key)
@@ -258,8 +260,10 @@ class PolicyBase(ABC):
                 self.rejoin(key)
 
     def evict(self, nbytes: int, protect: Set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
-        """Remove and return evictable keys of at least `nbytes` together. Returns None and changes nothing if there are
-        too few."""
+        """Remove and return evictable keys of at least `nbytes` bytes together, none of them in `protect`.
+
+        If there are too few, it returns None and changes nothing.
+        """
         if not self._leaves(nbytes, protect):
             return None
         victims: list[ChunkKey] = []
@@ -310,10 +314,11 @@ class PolicyBase(ABC):
         return victims
 
     def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
-        """Evict a chain's keys, given head first, before all others (below 0), in turn (0) or last (above 0).
+        """Evict a prompt's keys, given first to last, before all others (priority below 0), in turn (0) or last (above
+        0).
 
-        Below 0, the chain is evicted first, from its last chunk to the point where another chain branches off. A later
-        use cancels this. Ignores keys that are not known.
+        Below 0, keys are evicted from the last one back to the point where another prompt branches off. A later use
+        cancels this. Ignores unknown keys.
         """
         if priority < 0:
             self._give_up(keys)

@@ -14,7 +14,7 @@ from lmkv.protocols import ChunkKey
 
 @define(eq=False, repr=False)
 class QueuePolicy(PolicyBase):
-    """New keys go to the end of the queue, and a use changes nothing: that is FIFO. Subclasses override `use`.
+    """Base class of policies with one queue: new keys join its end, and the front is evicted. Override `use`.
 
     Examples
     --------
@@ -39,7 +39,7 @@ class QueuePolicy(PolicyBase):
         self.queue[key] = None
 
     def use(self, keys: Sequence[ChunkKey]) -> None:
-        """Do nothing: use does not count."""
+        """Do nothing, because a use does not change the order of this queue."""
 
     def pop(self) -> ChunkKey | None:
         try:
@@ -57,17 +57,17 @@ class QueuePolicy(PolicyBase):
 
 @define(eq=False, repr=False)
 class FIFO(QueuePolicy):
-    """Evicts the chunk that was inserted first, however often it was used.
+    """First in, first out: evicts the chunk that was inserted first, even if it is used often.
 
     Raises
     ------
     UsageError
-        A key is inserted twice or with no size, or held or released without being known.
+        A key is inserted twice or without a size, or an unknown key is held or released.
 
     Notes
     -----
-    A key keeps its place while it is held. If its turn comes while it is held, it is evicted first after
-    its release.
+    A key keeps its place while it is held. If it comes to the front while it is held, it is evicted first after its
+    release.
 
     Examples
     --------
@@ -82,17 +82,17 @@ class FIFO(QueuePolicy):
 
 @define(eq=False, repr=False)
 class LRU(QueuePolicy):
-    """Evicts the chunk that was used least recently.
+    """Least recently used: evicts the chunk with the oldest last use.
 
     Raises
     ------
     UsageError
-        A key is inserted twice or with no size, or held or released without being known.
+        A key is inserted twice or without a size, or an unknown key is held or released.
 
     Notes
     -----
-    `touch` makes a chain's head the most recent: its tail is evicted first, in any order of insertion. A release counts
-    as a use.
+    After `touch`, the first key of the prompt is the most recent one, so the last key is evicted first. A release
+    counts as a use.
 
     Examples
     --------
@@ -129,7 +129,8 @@ class LRU(QueuePolicy):
 
 @define(eq=False, repr=False)
 class MRU(QueuePolicy):
-    """Evicts the chunk that was used last. It suits prompts that repeat in the same order and do not all fit.
+    """Most recently used: evicts the chunk with the latest use, for prompts that repeat in a fixed order and do not
+    fit.
 
     Examples
     --------
@@ -153,9 +154,10 @@ class MRU(QueuePolicy):
 
 @define(eq=False, repr=False)
 class LFU(PolicyBase):
-    """Least frequently used, with dynamic ageing: a chunk ranks by its uses plus the rank of the last evicted chunk.
+    """Least frequently used: evicts the chunk with the fewest uses. Older uses count less.
 
-    So chunks that were used often, but long ago, are evicted in the end.
+    The rank of a chunk is its number of uses plus the rank of the last evicted chunk ("dynamic ageing"). Chunks that
+    were used often, but long ago, are therefore evicted in the end.
 
     Examples
     --------
@@ -295,7 +297,7 @@ class TwoQueues(PolicyBase):
 
 @define(eq=False, repr=False)
 class SLRU(TwoQueues):
-    """Segmented LRU: a chunk that is used again is protected, in up to 80 % of the tier.
+    """Segmented LRU: evicts chunks that were used once first. Chunks that are used again may fill 80 % of the tier.
 
     Examples
     --------
@@ -327,10 +329,10 @@ class SLRU(TwoQueues):
 
 @define(eq=False, repr=False)
 class ARC(TwoQueues):
-    """Adaptive replacement cache (Megiddo and Modha, FAST 2003), in bytes.
+    """Adaptive replacement cache (Megiddo and Modha, FAST 2003), with sizes in bytes.
 
-    Chunks used once and chunks used again have a queue each. A chunk that comes back after its eviction shifts the
-    tier's split towards its former queue.
+    There is one queue for chunks that were used once, and one for chunks that were used again. When an evicted chunk
+    comes back, its former queue gets a larger share of the tier.
 
     Examples
     --------
@@ -419,10 +421,11 @@ class CountsUses(PolicyBase):
 
 @define(eq=False, repr=False)
 class S3FIFO(CountsUses):
-    """Two queues, each first in, first out (Yang et al., SOSP 2023), in bytes.
+    """S3-FIFO (Yang et al., SOSP 2023), with sizes in bytes: two queues, each first in, first out.
 
-    A new chunk goes to the small queue, a tenth of the tier. It moves to the main one if it is used there, or comes
-    back after its eviction. In the main queue, each use (up to three) lets a chunk pass the queue once more.
+    A new chunk joins the small queue, which is a tenth of the tier. If the chunk is used there, or comes back after its
+    eviction, it moves to the main queue. In the main queue, each use (up to three) sends a chunk from the front back to
+    the end once.
 
     Examples
     --------
@@ -495,8 +498,9 @@ class S3FIFO(CountsUses):
 
 @define(eq=False, repr=False)
 class SIEVE(CountsUses):
-    """SIEVE (Zhang et al., NSDI 2024): chunks keep their places. A chunk that was used is skipped once by the hand that
-    looks for a chunk to evict.
+    """SIEVE (Zhang et al., NSDI 2024): evicts the oldest chunk that was not used since the search last passed it.
+
+    Chunks never change their places in the queue.
 
     Examples
     --------

@@ -18,24 +18,24 @@ class Quotas:
     """A policy that evicts from the tenant that exceeds its quota by the most bytes.
 
     A tenant may use more than its quota while nobody else needs the space. A tenant within its quota loses chunks only
-    when no tenant exceeds its own, or all chunks of such tenants are held.
+    if no tenant exceeds its quota, or if all chunks of such tenants are held.
 
     Parameters
     ----------
     make : callable
-        Makes an eviction policy; each tenant has a separate one.
+        A function that makes an eviction policy. Each tenant gets a separate one.
     quotas : dict[str, float]
-        The share of the tier that each tenant gets, 0 to 1; their sum is 1 at most.
+        The share of the tier for each tenant, 0 to 1. The sum is at most 1.
 
     Raises
     ------
     UsageError
-        A share is negative, or all together exceed 1.
+        A share is negative, or the sum exceeds 1.
 
     Notes
     -----
-    A chunk belongs to the tenant that `label` names, or else to the tenant of its parent. Other chunks belong to
-    nobody, for example after a restart, until their tenant asks for them.
+    A chunk belongs to the tenant that `label` names, or else to the tenant of the chunk before it. Other chunks, such
+    as all chunks after a restart, belong to nobody until a request of their tenant uses them.
 
     Examples
     --------
@@ -71,18 +71,21 @@ class Quotas:
         return f"<Quotas: {len(self._sizes)} keys of {len(self._policies)} tenants>"
 
     def used_bytes(self) -> dict[str, int]:
-        """Return the bytes of each tenant that has any."""
+        """Return the bytes that each tenant uses, by its name, for tenants that use any."""
         return {tenant: used for tenant, used in self._used.items() if used}
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """Return the tenant of a chunk, or else of its parent, and its quota, 0 to 1. Other chunks have the rest."""
+        """Return the tenant of a chunk, or else of its parent, and the tenant's share of the tier, 0 to 1.
+
+        For a chunk without a tenant, the share is what the quotas leave.
+        """
         tenant = self._tenants.get(key, self._tenants.get(parent, NOBODY))
         return tenant, self.quotas.get(tenant, max(0.0, 1.0 - sum(self.quotas.values())))
 
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
-        """Chunks of a chain, given head first, belong to the first of these tenants that has a quota.
+        """Assign a prompt's chunks, given first to last, to the first of these tenants that has a quota.
 
-        Known chunks of another tenant keep their tenant. Known chunks without a tenant get this one.
+        Known chunks of another tenant keep their tenant. Known chunks without a tenant are assigned as well.
         """
         tenant = next((name for name in names if name in self.quotas), NOBODY)
         if tenant == NOBODY:
@@ -125,8 +128,9 @@ class Quotas:
             self.insert(key, size, parent)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note the use for every tenant that has chunks of the chain: if tags are tenants, prompts of several tenants
-        share their heads.
+        """Note that a request has used these keys, for each tenant that has some of them.
+
+        If tags are tenants, prompts of several tenants can share their first chunks.
         """
         for tenant in {self._tenants[key] for key in keys if key in self._sizes}:
             self._policies[tenant].touch(keys)
@@ -155,8 +159,9 @@ class Quotas:
                 policy.hint(keys, priority)
 
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
-        """Evict at least `nbytes`, first from tenants over their quota. Returns None and changes nothing if there are
-        too few.
+        """Remove and return keys of at least `nbytes` bytes together, first from tenants that exceed their quota.
+
+        If there are too few, it returns None and changes nothing.
         """
         spared: dict[str, int] = {}
         for key in protect:

@@ -1,8 +1,8 @@
-"""Knows which tier has which chunk, by the indexes of the tiers; `TierScanner` keeps an index equal to its backend.
+"""`Catalog` answers which tier has which chunk, from the indexes of the tiers. `TierScanner` keeps these indexes right.
 
-A tier is listed at the start; chunks that are indexed already are served meanwhile. A tier that other processes change
-is listed repeatedly, to find their chunks and to forget deleted ones. If a shared backend cannot list, its chunks are
-forgotten after one or two intervals, and asked for again when a request needs them.
+The scanner lists a tier at the start; meanwhile the store already serves the chunks that are indexed. If other
+processes change a tier, the scanner lists it repeatedly, to find their chunks and to forget deleted ones. If a shared
+backend has no list, its chunks are forgotten after one or two intervals, and looked up again when a request needs them.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ PAUSE_SECONDS = 5e-5
 
 @define(eq=False, repr=False)
 class Catalog(Part):
-    """Answers questions about all tiers and notifies observers. Changes no tier. Thread-safe."""
+    """Tells which tiers have which chunks, and notifies observers of changes. Changes no tier itself. Thread-safe."""
 
     _promoter: Promoter
     _observers: list[StoreObserver]
 
     def lookup(self, keys: Sequence[ChunkKey]) -> list[Presence]:
-        """Return where each chunk is."""
+        """Return the `Presence` of each chunk, in the order of `keys`."""
         with self._lock:
             return [self.presence(key) for key in keys]
 
@@ -60,17 +60,17 @@ class Catalog(Part):
         return Presence.LOWER if first_tier_with(self._tiers, key) else Presence.MISS
 
     def count_prefix(self, keys: Sequence[ChunkKey]) -> tuple[int, int]:
-        """Return `(ready, found)`: leading chunks in host memory, and leading chunks in any tier."""
+        """Return `(ready, found)`: how many of the first chunks are in host memory, and how many are in any tier."""
         with self._lock:
             ready = len(self._primary.leading_ready(keys))
             return ready, self.count_found(keys, ready)
 
     @locked
     def count_found(self, keys: Sequence[ChunkKey], found: int = 0) -> int:
-        """Count the leading chunks that some tier is known to have. The caller already knows this for the first `found`
-        chunks.
+        """Return how many of the first chunks are known to be in any tier, up to the first chunk that is not.
 
-        Skips a chunk whose load hangs: it may never arrive.
+        `found`: the number of first chunks for which the caller knows this already. A chunk whose load hangs does not
+        count, because it may never arrive.
         """
         entries, hangs = self._primary.entries, self._promoter.is_stuck
         indexes = [tier.index for tier in self._tiers if tier.usable]
@@ -83,10 +83,9 @@ class Catalog(Part):
 
     @locked
     def unknown(self, keys: Sequence[ChunkKey], states: int) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
-        """Return `(chunks, states)` that no index knows: all chunks from the first unknown one on, and states after any
-        chunk.
+        """Return `(chunks, states)` that no index knows: all chunks from the first unknown one on, and unknown states.
 
-        `states`: entries of each boundary. Omits states of boundaries before a known one.
+        `states`: the number of state entries after each chunk. States before a known state are left out.
         """
         behind: list[ChunkKey] = []
         for key in reversed(keys):
@@ -97,7 +96,7 @@ class Catalog(Part):
         return keys[self.count_found(keys) :], behind
 
     def count_stored(self, keys: Sequence[ChunkKey]) -> int:
-        """Count the leading chunks that some tier has in full. Chunks still being stored do not count."""
+        """Return how many of the first chunks are completely stored in some tier, up to the first that is not."""
         with self._lock:
             entries = self._primary.entries
             indexes = [tier.index for tier in self._tiers if tier.usable]
@@ -108,9 +107,10 @@ class Catalog(Part):
         return len(keys)
 
     def longest_prefix(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
-        """Return `(key, count)`: the chunk in host memory that begins with the most of `tokens`, and how many.
+        """Return `(key, count)`: the chunk in host memory that has most first tokens in common with `tokens`.
 
-        `origin`: see `KeyChain.origin`. Returns `(b"", 0)` if there is no such chunk.
+        `count`: the number of common tokens. `tokens`: ids as little-endian uint32. `origin`: see `KeyChain.origin`.
+        Returns `(b"", 0)` if there is no such chunk.
         """
         with self._lock:
             return self._primary.prefixes.longest(origin, tokens)
@@ -122,14 +122,16 @@ class Catalog(Part):
         return [own, *((name, nbytes, policy) for name, nbytes, policy in lower if nbytes is not None)]
 
     def tier_of(self, key: ChunkKey) -> str | None:
-        """Return the name of the fastest lower tier that stores the chunk, None when none does."""
+        """Return the name of the fastest lower tier that stores the chunk, or None if no lower tier does."""
         with self._lock:
             tier = first_tier_with(self._tiers, key)
             return tier.name if tier else None
 
     def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, tuple[int, int]]:
-        """Return the chunks and bytes that each lower tier would deliver, in the order of their first chunks. The name
-        None means no tier.
+        """Return `(chunks, bytes)` that each lower tier would deliver, by its name; None counts chunks in no lower
+        tier.
+
+        The tiers are in the order of their first chunks.
         """
         found: dict[str | None, tuple[int, int]] = {}
         with self._lock:
@@ -141,12 +143,15 @@ class Catalog(Part):
         return found
 
     def unavailable_in(self, key: ChunkKey) -> str | None:
-        """Return the name of a lower tier that stores the chunk but cannot be read now, or None."""
+        """Return the name of a lower tier that stores the chunk but is unavailable now, or None."""
         with self._lock:
             return next((tier.name for tier in self._tiers if key in tier.index and not tier.usable), None)
 
     def drain_latencies(self) -> list[tuple[str, Operation, float]]:
-        """Return `(tier, operation, seconds)` of successful I/O since the last call: the last 1,000 of each tier."""
+        """Return `(tier, operation, seconds)` for each successful read and write since the last call.
+
+        Only the last 1,000 of each tier are kept.
+        """
         with self._lock:
             drained = [(tier.name, *each) for tier in self._tiers for each in tier.times]
             for tier in self._tiers:
@@ -159,7 +164,9 @@ class Catalog(Part):
             self._observers.append(GuardedObserver(observer))
 
     def replay_to(self, observer: StoreObserver, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Call `observer.stored` for each chunk and each tier that has it; returns whether any does, by chunk."""
+        """Call `observer.stored` for each chunk and each tier that has it. Returns for each chunk whether any tier
+        does.
+        """
         with self._lock:
             return [self._replay_to(observer, key) for key in keys]
 

@@ -231,10 +231,10 @@ MAX_GIVEN_UP: Final = 1 << 16
 
 
 class StoreObserver(Protocol):
-    """Notified when a tier begins to serve a chunk, and when it stops: the chunk was evicted, deleted or lost.
+    """Is called when a tier begins to serve a chunk, and when a chunk is evicted, deleted or lost.
 
-    Called under the store's lock, on any thread that changes an index. A method takes constant time, and must not
-    wait, call the store or raise. Keys of more than 32 bytes in a lower tier belong to other namespaces.
+    The store calls the methods on any thread, while it holds its lock. They must return quickly, and must not wait,
+    call the store or raise an exception. Keys of more than 32 bytes belong to other namespaces.
     """
 
     def stored(self, tier: str, key: ChunkKey) -> None: ...

@@ -67,10 +67,10 @@ class TierStats(TierCounters):
     """A tier at one moment: its content, its capacity, and its totals so far.
 
     `states`: states of recurrent layers in host memory; lower tiers count them as chunks. `breaker`: "open" while the
-    tier keeps failing and counts as empty, "half-open" when it is about to be tried again. `write_breaker`: the same
-    for writes alone, while stored chunks are still served. `hung_reads`, `hung_writes`: calls that have run for more
-    than five seconds; deletions count as writes. Each keeps a thread of the tier until it ends; a read or write also
-    keeps a slot of host memory.
+    tier keeps failing and is not used, "half-open" when it is about to be tried again. `write_breaker`: the same for
+    writes; stored chunks are still served. `hung_reads`, `hung_writes`: calls that have run for more than five seconds;
+    deletions count as writes. Until such a call ends, it occupies a thread of the tier, and perhaps a slot of host
+    memory.
     """
 
     name: str
@@ -88,8 +88,8 @@ class TierStats(TierCounters):
 class StoreStats:
     """A `TieredStore` at one moment.
 
-    `leased`: slots with any reference, pins included. `pinned`: pinned chunks. `writing` and `loading`: slots that
-    are being filled. `pending_io`: jobs that wait or run.
+    `leased`: slots in use, including pinned ones. `pinned`: pinned chunks. `writing` and `loading`: slots that are
+    being filled by stores and by loads. `pending_io`: reads and writes of lower tiers that are queued or running.
     """
 
     tiers: tuple[TierStats, ...]

@@ -20,7 +20,7 @@ from lmkv.store.writes import Part, SlotAllocator, Writes
 
 
 class Lease(AbstractContextManager["Lease"]):
-    """Read references to the leading chunks of a request: their slots keep their bytes until `release`."""
+    """Keeps the first chunks of a request in host memory, so that their slots can be read, until `release`."""
 
     def __init__(self, chunks: Sequence[Entry], release: Callable[[Lease], None]) -> None:
         self.chunks = chunks
@@ -42,7 +42,7 @@ class Lease(AbstractContextManager["Lease"]):
         return [chunk.key for chunk in self.chunks]
 
     def release(self) -> None:
-        """Drop the references. Idempotent. Takes the store's lock."""
+        """End the lease, so that its chunks can be evicted. Idempotent. Takes the store's lock."""
         if not self.released:
             self._release(self)
 
@@ -51,10 +51,11 @@ class Lease(AbstractContextManager["Lease"]):
 
 
 class Reservation(AbstractContextManager["Reservation"]):
-    """Write references to slots of chunks that are about to be stored. Not thread-safe.
+    """Slots of host memory for chunks that a caller is about to store. Not thread-safe.
 
-    `accepted`: how many leading keys are reserved here, already stored, or being stored by another caller; fewer
-    than wanted when there is no slot for the next one. Slots that are not committed are aborted at the end.
+    Fill `slots`, then call `commit`. `accepted`: how many of the first wanted keys are reserved here, stored already,
+    or being stored by another caller; it is smaller than wanted if there is no slot for the next one. The end of the
+    `with` block frees slots that were not committed.
     """
 
     def __init__(self, entries: dict[ChunkKey, Entry], accepted: int, commit: _End, abort: _End) -> None:
@@ -67,7 +68,7 @@ class Reservation(AbstractContextManager["Reservation"]):
 
     @property
     def slots(self) -> dict[ChunkKey, int]:
-        """Slots to fill, by key, in the order of the wanted keys."""
+        """The slot to fill for each key, in the order of the wanted keys."""
         return {key: entry.slot for key, entry in self._open.items()}
 
     @property
@@ -79,11 +80,11 @@ class Reservation(AbstractContextManager["Reservation"]):
         return len(self._open)
 
     def commit(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """Publish the filled slots of `keys` (default: all). Takes the store's lock."""
+        """Declare the slots of `keys` filled (by default all), so that requests find them. Takes the store's lock."""
         self._end(keys, self._commit)
 
     def abort(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """Free the slots of `keys` (default: all), which have no usable bytes. Takes the store's lock."""
+        """Free the slots of `keys` (by default all) without storing them. Takes the store's lock."""
         self._end(keys, self._abort)
 
     def _end(self, keys: Sequence[ChunkKey] | None, how: _End) -> None:

@@ -32,7 +32,7 @@ class Handle:
     _callbacks: deque[Callable[[], None]] = field(init=False, factory=deque)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until done, at most `timeout` seconds. Returns `done`."""
+        """Wait until the promotion is done, for at most `timeout` seconds. Returns `done`."""
         return self._bell.wait_for(lambda: self.done, timeout)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
@@ -57,13 +57,12 @@ class Handle:
 
 @define(eq=False, repr=False)
 class Promotion(Handle):
-    """The leading chunks of a request that are, or will soon be, in host memory, as `TieredStore.promote` returns it.
+    """The handle that `TieredStore.promote` returns for chunks that are being read into host memory.
 
     Notes
     -----
-    The chunks are referenced until `release`. One load serves every promotion that wants its chunk. Once `done`, the
-    first `ready` chunks can be leased. Thread-safe. Only the store's promoter changes its public attributes, under the
-    store's lock.
+    Its chunks stay in host memory until `release`. If several promotions want a chunk, it is read once. Once `done`,
+    the first `ready` chunks can be leased. Thread-safe. Only the store changes the public attributes, under its lock.
     """
 
     _release: Callable[[Promotion], None]
@@ -91,7 +90,7 @@ class Promotion(Handle):
 
     @property
     def ready(self) -> int:
-        """Leading chunks that are in host memory by now."""
+        """How many of the first chunks are in host memory by now."""
         for count, entry in enumerate(self.entries[: len(self)]):
             if not entry.ready:
                 return count
@@ -99,7 +98,7 @@ class Promotion(Handle):
 
     @property
     def sources(self) -> dict[str, int]:
-        """Number of chunks by the tier that had them when the promotion asked."""
+        """The number of chunks that each tier had when the promotion began, by the name of the tier."""
         return dict(Counter(self.origins))
 
     @property
@@ -108,7 +107,7 @@ class Promotion(Handle):
         return dict(Counter(self.origins[: self.ready]))
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until done, at most `timeout` seconds. Returns `done`.
+        """Wait until the promotion is done, for at most `timeout` seconds. Returns `done`.
 
         Raises ClosedError in a forked child, which has no threads that could finish it.
         """
@@ -117,20 +116,21 @@ class Promotion(Handle):
         return super().wait(timeout)
 
     def release(self) -> None:
-        """Drop the references. A read that has not begun is skipped if no other promotion needs it. Idempotent."""
+        """Let the chunks be evicted, and skip reads that have not begun and that no other promotion needs.
+        Idempotent.
+        """
         self._release(self)
 
 
 @define(eq=False, repr=False)
 class SharedLookup(Handle):
-    """Asks shared tiers for the leading chunks of some keys; made by `TieredStore.look_up_shared`.
+    """A search for chunks in shared tiers, which `TieredStore.look_up_shared` starts.
 
-    Each tier, fastest first, is asked for the keys that the tiers before it do not have. It is done when all chunks are
-    found, or when all tiers have answered or failed. Thread-safe.
+    The tiers are asked one after the other, fastest first, for the keys that no tier so far has. The search is done
+    when all chunks are found, or when all tiers have answered or failed. Thread-safe.
 
-    `states`: keys of states after these chunks. It asks for them as well; they may be missing.
-
-    `on_done`: called once, without the lock. `seconds`: its duration, by the `clock`.
+    `states`: keys of states after these chunks, to search for as well. `on_done`: a function that is called once,
+    without the store's lock. `seconds`: the duration of the search, by the `clock`.
     """
 
     _keys: Sequence[ChunkKey]

@@ -47,38 +47,38 @@ _MAX_STORES = 64
 
 
 class TieredStore(Part):
-    """Chunks in host memory, over any number of lower tiers.
+    """Stores chunks in host memory and in any number of lower tiers, and moves them between these tiers.
 
     Parameters
     ----------
     primary : Tier
-        Host memory: a tier of a `CPUPinnedBackend`, whose slots become the store's.
+        Host memory: a tier with a `CPUPinnedBackend`. The store takes over its slots.
     lower : sequence of Tier
-        Lower tiers, fastest first. Persistent tiers serve chunks while their index is still being made.
+        Lower tiers, fastest first. Persistent tiers already serve chunks while the store lists them.
     io_threads : int
         Threads for the I/O of each lower tier; three quarters of them also write.
     prefetch_share : float
-        Largest share of the slots that prefetches may refer to at a time, 0 to 1.
+        Largest share of the slots for prefetched chunks, 0 to 1.
     pin_share : float
-        The same for pins. With quotas, both are shares of each tenant's part. Pins and prefetches together leave an
-        eighth of the slots to loads.
+        Largest share of the slots for pinned chunks, 0 to 1. With quotas, both are shares of each tenant's quota. Pins
+        and prefetches together leave an eighth of the slots free for loads.
     retain : bool
-        If False, host memory is only a buffer for lower tiers: a chunk is removed with its last reference.
+        If False, host memory is only a buffer for lower tiers: a chunk is removed as soon as nothing uses it.
     spans, sizes : optional
-        `KVLayout.spans` and `.sizes`: lower tiers get only the filled parts of a tail's and a state's slot.
+        `KVLayout.spans` and `.sizes`, so that lower tiers get only the filled parts of the slots of tails and states.
     clock : Clock
-        Monotonic seconds, for times to live, deadlines of breakers and speeds.
+        A function that returns monotonic seconds.
 
     Raises
     ------
     UsageError
-        The backend of `primary` has no slots to give, or `primary` has an admission filter.
+        The backend of `primary` is no `CPUPinnedBackend` with free slots, or `primary` has an admission filter.
 
     Notes
     -----
-    Thread-safe: one lock for all metadata, never held during I/O or copies. The store owns its tiers'
-    backends and closes them. Closed, it stores nothing and finds nothing. In a forked child it is closed from the
-    start: threads do not cross a fork. `catalog` answers questions about where chunks are.
+    Thread-safe: one lock guards all metadata, and is never held during I/O or copies. The store closes the backends of
+    its tiers. A closed store stores nothing and finds nothing. In a forked child the store is closed. `catalog` tells
+    where chunks are.
 
     Examples
     --------
@@ -174,11 +174,11 @@ class TieredStore(Part):
     # -- reading ------------------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[ChunkKey]) -> Lease:
-        """Reference the leading READY chunks of `keys`, for reading."""
+        """Lease the first chunks of `keys`, up to the first one that is not in host memory, for reading."""
         return self._holders.lease(keys)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note in every tier that a chain's chunks, given head first, were used."""
+        """Note in every tier that a request has used these chunks of a prompt, given first to last."""
         with self._lock, self._changes:
             for order in (self._primary.order, *(tier.index.order for tier in self._tiers)):
                 order.touch(keys)
@@ -194,11 +194,12 @@ class TieredStore(Part):
         origins: Sequence[bytes] = (),
         protect: Sequence[ChunkKey] = (),
     ) -> Reservation:
-        """Reserve slots for consecutive chunks of a chain, head first, evicting others if need be.
+        """Reserve slots for consecutive chunks of a prompt, first to last, and evict other chunks if necessary.
 
-        `parent`: the key before `keys[0]`. `tokens`: the ids of these chunks, for backends that record them. `origins`:
-        each chunk's `KeyChain.origin`, if `Catalog.longest_prefix` is to find it. `protect`: the whole chain, head
-        first. Its chunks before `keys` are evicted only if a lower tier stores them.
+        `parent`: the key of the chunk before `keys[0]`. `tokens`: the token ids of these chunks as little-endian
+        uint32, for backends that record them. `origins`: each chunk's `KeyChain.origin`, so that
+        `Catalog.longest_prefix` finds the chunk. `protect`: the keys of the whole prompt, first to last; a chunk of
+        them that comes before `keys` is evicted only if a lower tier stores it.
         """
 
         def plan(after: Deferred) -> Reservation:
@@ -208,28 +209,29 @@ class TieredStore(Part):
         return self._change(plan, Reservation.abort)
 
     def write_to_shared(self, keys: Sequence[ChunkKey]) -> int:
-        """Write leading chunks to shared tiers that lack them. Returns how many are there, or on their way.
+        """Write the first chunks of `keys` to shared tiers that lack them. Returns how many are there or being written.
 
-        Chunks that are still being stored are written once they are committed.
+        Chunks that are still being stored are written after they are committed.
         """
         return self._change(partial(self._writes.write_to_shared, keys))
 
     def write_lost(self, keys: Sequence[ChunkKey]) -> None:
-        """Write chunks of a chain from host memory to the stores that lack them and have no capacity limit."""
+        """Write chunks from host memory to lower tiers that have lost them, if these tiers have no capacity limit."""
         self._change(partial(self._writes.write_lost, () if self._closed else keys))
 
     # -- pins ---------------------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes = b"") -> int:
-        """Keep the leading READY chunks of `keys` in host memory for `ttl` seconds from now; returns how many.
+        """Keep the first chunks of `keys` in host memory for `ttl` seconds, and return how many chunks they are.
 
-        If pins exceed their share, the owner that has the most loses its oldest ones.
+        Only chunks before the first one that is not in host memory are pinned. If pins exceed their share, the oldest
+        pins of the owner with the most pins end.
         """
         with self._lock, self._changes:
             return self._pins.pin(keys, ttl, owner)
 
     def unpin(self, keys: Sequence[ChunkKey]) -> int:
-        """End the pins of `keys`; returns how many there were."""
+        """End the pins of `keys`, and return how many there were."""
         with self._lock, self._changes:
             return sum(self._pins.unpin(key) for key in reversed(keys))
 
@@ -257,13 +259,13 @@ class TieredStore(Part):
         owner: bytes = b"",
         look_up_shared: bool = False,
     ) -> Promotion:
-        """Bring the leading chunks of `keys` into host memory, at most `limit` of them. Never waits.
+        """Start to read the first chunks of `keys`, at most `limit` of them, into host memory. Never waits.
 
-        Ends before the first chunk that no tier stores, or for which there is no slot. A `prefetch` is served after all
-        other loads, and ends before it exceeds its share of the slots; to make room, owners with more prefetches lose
-        their oldest ones. With `look_up_shared`, shared tiers are first asked for chunks unknown to the indexes. The
-        promotion refers to its chunks until it is released; after `ttl` seconds the next call that wants slots releases
-        it.
+        The promotion ends before the first chunk that no tier stores, or for which there is no slot. A `prefetch` is
+        read after all other promotions, and never exceeds its share of the slots. To stay within this share, the oldest
+        prefetches of owners that have more of them end. With `look_up_shared`, shared tiers are first asked for chunks
+        that no index knows. The chunks stay in host memory until the promotion is released. After `ttl` seconds the
+        next call that needs slots releases it.
         """
 
         def plan(after: Deferred) -> Promotion:
@@ -281,9 +283,9 @@ class TieredStore(Part):
             self._promoter.resume(after)
 
     def look_up_shared(self, keys: Sequence[ChunkKey], states: int = 0) -> SharedLookup | None:
-        """Ask shared tiers, in the background, for leading chunks that no index knows, and for `states` after each.
+        """Start a search in shared tiers for chunks that no index knows, and for `states` state entries after each.
 
-        Never waits. None when there is nothing to ask: no tier is shared, or all chunks are known.
+        Never waits. Returns None if no tier is shared, or if the indexes know all chunks.
         """
         if not self._shared or self._closed:
             return None
@@ -302,7 +304,7 @@ class TieredStore(Part):
         return lookup
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
-        """Wait until the persistent tiers are indexed, at most `timeout` seconds. Returns whether they are."""
+        """Wait until all persistent tiers are listed, for at most `timeout` seconds. Returns whether they are."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for scanner in self._scanners:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -312,7 +314,7 @@ class TieredStore(Part):
     # -- removing -----------------------------------------------------------------------------------------
 
     def drop(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove chunks from host memory and stop their flushes. Leased chunks stay readable."""
+        """Remove chunks from host memory without writing them to lower tiers. Leased chunks stay readable."""
         self._change(partial(self._drop, keys))
 
     @locked
@@ -326,9 +328,9 @@ class TieredStore(Part):
             self._promoter.end_prefetches(after, frozenset(keys))
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
-        """Remove chunks from every tier; returns how many were in one. Leased chunks stay readable.
+        """Remove chunks from every tier, and return how many were in any tier. Leased chunks stay readable.
 
-        They are not served any more. `drain` waits until their bytes in lower tiers are deleted.
+        Requests no longer find these chunks. `drain` waits until their bytes in lower tiers are deleted.
         """
 
         def plan(after: Deferred) -> int:
@@ -343,10 +345,10 @@ class TieredStore(Part):
         return self._change(plan)
 
     def clear(self, *, lower: bool = True) -> int:
-        """Remove everything, or without `lower` everything in host memory; returns the number of removed chunks.
+        """Remove all chunks, or with `lower=False` those in host memory, and return how many were removed.
 
-        No earlier chunk is served any more. This includes chunks that are just being stored or loaded, and chunks of
-        other processes in a shared tier. `drain` waits until the bytes in lower tiers are deleted.
+        Requests no longer find any of them. This includes chunks that are being stored or loaded now, and chunks of
+        other processes in a shared tier. `drain` waits until their bytes in lower tiers are deleted.
         """
 
         def plan(after: Deferred) -> int:
@@ -382,31 +384,31 @@ class TieredStore(Part):
 
     @property
     def backends(self) -> tuple[Backend, ...]:
-        """Each tier's backend, host memory first."""
+        """The backends of all tiers, host memory first."""
         return self._primary.backend, *(tier.backend for tier in self._tiers)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """Each tier's policy, host memory first. They are called under the store's lock."""
+        """The policies of all tiers, host memory first. The store calls them while it holds its lock."""
         return self._primary.policy, *(tier.index.policy for tier in self._tiers)
 
     def wait_for_room(self, timeout: float) -> bool:
-        """Wait until `max_pending_stores` chunks can be stored without a refusal, at most `timeout` seconds.
+        """Wait until lower tiers accept `max_pending_stores` more chunks, for at most `timeout` seconds.
 
-        Ignores tiers that hang.
+        Does not wait for tiers that hang. Returns whether they accept them.
         """
         return self._writes.wait_for_room(self.max_pending_stores, timeout)
 
     def drain(self, timeout: float = 10.0) -> bool:
-        """Wait until no I/O waits or runs, at most `timeout` seconds. Returns whether none does."""
+        """Wait until no I/O is queued or running, for at most `timeout` seconds. Returns whether that is so."""
         return self._pool.drain(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Finish the I/O under way, for at most `timeout` seconds, and close every backend. Idempotent.
+        """Finish I/O that is running, for at most `timeout` seconds, and close every backend. Idempotent.
 
-        If a call hangs, its daemon thread keeps running, and promotions that wait for it fail. Backends have some more
-        seconds to close. If a policy hangs, host memory is not freed either. The next call continues an interrupted
-        one.
+        If a read or write hangs, its daemon thread keeps running, and promotions that wait for it fail. Backends have
+        some more seconds to close. If a policy hangs, host memory is not freed. After an interruption, call `close`
+        again.
         """
         deadline = time.monotonic() + timeout
         # Without the lock, which a policy of another package may hold forever.

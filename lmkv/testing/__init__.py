@@ -19,7 +19,7 @@ class ManualClock:
     Raises
     ------
     ValueError
-        From `advance`, for negative seconds: the clock is monotonic.
+        `advance` gets a negative number.
 
     Examples
     --------
@@ -42,7 +42,7 @@ class ManualClock:
         return f"<ManualClock: {self()} s>"
 
     def advance(self, seconds: float) -> float:
-        """Add `seconds`; returns the new time."""
+        """Add `seconds` to the time, and return the new time."""
         if seconds < 0:
             raise ValueError(f"a monotonic clock cannot be advanced by {seconds} s")
         with self._lock:

@@ -46,16 +46,16 @@ def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
 
 
 class BackendSuite:
-    """Tests for a backend: inherit and define `make`. pytest runs them.
+    """Tests of the contract of `Backend`. Inherit from it, define `make`, and run pytest.
 
-    Tests of a capability are skipped for a backend that does not have it. No test stores more than 2 MB.
+    Tests of an optional method are skipped if the backend does not have it. No test stores more than 2 MB.
 
     Attributes
     ----------
     keeps
-        False for a backend that may drop chunks.
+        False if the backend may drop chunks.
     sizes
-        Payload lengths in bytes that the backend must take.
+        Lengths of payloads, in bytes, that the backend must store.
 
     Examples
     --------
@@ -69,7 +69,7 @@ class BackendSuite:
     sizes: ClassVar[Sequence[int]] = (1, 100, 4095, 4096, 4097, 16384, 70001)
 
     def make(self, folder: Path) -> Backend:
-        """Return a backend over `folder`. After `close` a persistent backend is made again over the same content."""
+        """Return a new backend that uses `folder`. A persistent backend finds the chunks of an earlier one there."""
         raise NotImplementedError
 
     @pytest.fixture

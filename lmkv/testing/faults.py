@@ -40,7 +40,7 @@ class FaultyBackend(WrapperBackend):
     Parameters
     ----------
     inner
-        The backend that calls are forwarded to.
+        The backend that gets the calls.
     seed
         Seed of the random numbers: the same seed and calls give the same faults.
     error_rate
@@ -48,23 +48,22 @@ class FaultyBackend(WrapperBackend):
     latency
         Seconds before each call.
     verbs
-        The verbs that faults are injected into.
+        The names of the methods that get faults.
     max_hold
-        Seconds after which a call in a black hole fails.
+        Seconds after which a call that waits for `release` fails.
     sleep
-        Function that waits; called with `latency`.
+        The function that waits for `latency` seconds.
 
     Raises
     ------
     ValueError
-        For unknown verbs.
+        A verb is unknown.
 
     Notes
     -----
-    `fail_call(n)` fails the n-th call from now on, `black_hole()` answers no call until `release()`. Reads and
-    writes fail by value, other verbs raise; the error is always `BackendUnavailable`. `calls` counts calls by
-    verb, `faults` injected faults. Thread-safe: one lock guards the random numbers and the counts, and is not
-    held while a call sleeps or is forwarded.
+    Thread-safe. `fail_call(n)` makes the n-th call from now on fail. After `black_hole()`, calls wait until
+    `release()`. Reads and writes return the error, and other methods raise it; it is always `BackendUnavailable`.
+    `calls` counts the calls of each method, and `faults` counts the injected faults.
 
     Examples
     --------
@@ -99,11 +98,11 @@ class FaultyBackend(WrapperBackend):
             self._failing[self._counted() + nth] = errno
 
     def black_hole(self) -> None:
-        """Answer no call until `release`; a call that waits longer than `max_hold` seconds fails."""
+        """Make all calls wait until `release`. A call that waits longer than `max_hold` seconds fails."""
         self._released.clear()
 
     def release(self) -> None:
-        """End the black hole: waiting calls continue."""
+        """Let calls continue that wait because of `black_hole`."""
         self._released.set()
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
@@ -148,25 +147,25 @@ class FaultyBackend(WrapperBackend):
 
 @define(eq=False, repr=False, slots=False)
 class FaultyCopier:
-    """Injects faults into calls of another copier, by layers or not.
+    """Injects faults into calls of another copier, in whole copies and in copies layer by layer.
 
     Parameters
     ----------
     inner
-        The copier that calls are forwarded to.
+        The copier that gets the calls.
     seed
         Seed of the random numbers: the same seed and calls give the same faults.
     error_rate
-        Probability that a call raises `OSError`, when half of its chunks or some of its layers are copied.
+        Probability that a call raises `OSError` after it has copied half of its chunks or some of its layers.
     late_rate
-        Probability that the event of an ended call reports up to five times that it has not happened yet.
+        Probability that the event of a finished copy first says, up to five times, that the copy is not finished.
     verbs
-        "store", "load" or both.
+        "store", "load" or both: the calls that get faults.
 
     Raises
     ------
     ValueError
-        For unknown verbs.
+        A verb is unknown.
 
     Notes
     -----

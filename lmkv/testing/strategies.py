@@ -14,14 +14,14 @@ def keys() -> st.SearchStrategy[ChunkKey]:
 
 
 def payloads(max_bytes: int = 20_000) -> st.SearchStrategy[memoryview]:
-    """Return read-only payloads, many of them with lengths near page boundaries."""
+    """Return a strategy for read-only payloads, many of which have lengths near page boundaries."""
     near_pages = st.sampled_from([1, 4095, 4096, 4097, 8191, 8192, 8193]).filter(lambda n: n <= max_bytes)
     lengths = st.one_of(st.integers(1, max_bytes), near_pages)
     return st.tuples(lengths, st.binary(min_size=1, max_size=64)).map(_repeated)
 
 
 def tokens(max_count: int = 300) -> st.SearchStrategy[bytes]:
-    """Return little-endian uint32 token ids."""
+    """Return a strategy for token ids, encoded as little-endian uint32."""
     ids = st.lists(st.integers(0, MAX_TOKEN), max_size=max_count)
     return ids.map(lambda values: b"".join(value.to_bytes(4, "little") for value in values))
 

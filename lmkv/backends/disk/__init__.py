@@ -56,46 +56,46 @@ class LocalDiskBackend:
     Parameters
     ----------
     path
-        The root folder; created if it is missing. Several processes and namespaces may share it.
+        The root folder; a missing folder is created. Several processes and namespaces may share it.
     namespace
-        32 bytes, `Namespace.digest`. Chunks of other namespaces are never served.
+        `Namespace.digest`, 32 bytes. Chunks of other namespaces are never served.
     sync
-        Whether a stored chunk survives a power failure. "none": perhaps not, but it survives the end of the process,
-        and writing is up to twice as fast. "data": its bytes are on the medium before the file gets its name. "full":
-        its name is on the medium as well. Checksums detect damage in any case.
+        "none": a chunk survives the end of the process, but perhaps not a power failure; writing is up to twice as
+        fast. "data": the bytes of a chunk are on the medium before its file gets its name. "full": the name is on the
+        medium as well before `write` returns. Checksums detect damage in any case.
     direct
-        O_DIRECT, so that the page cache holds no second copy of host memory. "auto" uses it if it works, "on" requires
-        it, "off" uses the page cache. Memory that is not aligned to pages always goes through the page cache.
-        `direct_io` says whether O_DIRECT is in use.
+        Whether to use O_DIRECT, which bypasses the page cache: "auto" if the file system supports it, "on" always,
+        "off" never. Memory that is not aligned to pages always goes through the page cache. The property `direct_io`
+        tells whether O_DIRECT is in use.
     min_free
-        Bytes of the file system to leave free. A chunk that would use them is REJECTED.
+        Bytes of the file system to leave free. If a chunk would use some of them, its write returns REJECTED.
     segment_bytes
-        Payload per checksum: 1 to 4096 pages of 4096 bytes.
+        Bytes of payload for each checksum: 1 to 4096 times 4096 bytes.
     chunk_tokens
-        Room for token ids in each file's header. Longer lists are not recorded.
+        Largest number of token ids that a file records in its header; a longer list is not recorded.
     shared
-        Whether the store looks for chunks of other processes repeatedly.
+        Whether the store lists the folder repeatedly, to find chunks of other processes.
     authentication_key
         32 random bytes or more. lmkv then serves only chunks that were written with this key, even if others write to
         the folder. Use another namespace for each key: chunks of another key count as damaged.
     name
         Name of the tier in logs and statistics.
     clock
-        Monotonic seconds, for the age of the remembered free space.
+        A function that returns monotonic seconds.
 
     Raises
     ------
     ConfigError
-        For a bad setting, a short key, or when `direct="on"` does not work.
+        An argument is invalid, the key is too short, or `direct="on"` does not work here.
     BackendUnavailable
-        When `path` cannot be created, or when others may have created it (docs/security.md).
+        `path` cannot be created, or another user may have created it (docs/security.md).
 
     Notes
     -----
-    After construction, a failure of the medium is returned as a value for each key. `contains`, `delete`, `reclaim` and
-    the listings raise a `BackendError` instead, after they have tried every key. Each call tries the medium anew. Only
-    a file with wrong bytes is removed. A file that cannot be read is replaced when its chunk is written again. Any
-    number of threads may call: I/O holds no lock except that of the byte count, for some microseconds.
+    Thread-safe; no lock is held during I/O, except for some microseconds. `read` and `write` return a failure of the
+    medium as a value. `contains`, `delete`, `reclaim` and the listings first try every key, and then raise a
+    `BackendError`. Each call tries the medium anew. Only a file with wrong bytes is removed. A file that cannot be read
+    is replaced when its chunk is written again.
 
     Examples
     --------
@@ -145,7 +145,7 @@ class LocalDiskBackend:
 
     @property
     def direct_io(self) -> bool:
-        """Whether page-aligned memory is read and written past the page cache."""
+        """Whether reads and writes of page-aligned memory bypass the page cache."""
         return self._files.direct
 
     def stored_bytes(self, payload_bytes: int) -> int:
@@ -164,7 +164,7 @@ class LocalDiskBackend:
             raise self._translated(error, "contains") from error
 
     def read(self, key: ChunkKey, into: memoryview) -> Read:
-        """Read one chunk. A failure becomes a value, and a damaged file is set aside."""
+        """Fill `into` with a chunk's payload. A failure is returned as a value, and a damaged file is removed."""
         self._check_keys([key])
         try:
             with self._folder.place_of(key) as (folder, name):
@@ -193,13 +193,16 @@ class LocalDiskBackend:
             return Written.failed(self._translated(error, "write", chunk.key))
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove the files; then raise `BackendError` for the first that could not be removed."""
+        """Remove the files of these chunks. If some cannot be removed, raise `BackendError` for the first, at the
+        end.
+        """
         self._check_keys(keys)
         self.reclaim(keys)
 
     def reclaim(self, keys: Sequence[ChunkKey]) -> int:
-        """Delete as `delete` does, also in other namespaces: their keys begin with the namespace. Returns the freed
-        bytes.
+        """Delete chunks of any namespace, and return the number of freed bytes. May raise `BackendError`.
+
+        A key of another namespace begins with that namespace.
         """
         self._check_open()
         freed, failed = 0, []
@@ -231,24 +234,25 @@ class LocalDiskBackend:
         return nbytes
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count bytes that will be written; returns the bytes of all processes below the root."""
+        """Count bytes that the caller is about to write, and return the bytes of all processes below the root."""
         return self._usage.reserve_bytes(nbytes)
 
     def release_bytes(self, nbytes: int) -> None:
-        """Subtract bytes that were not written after all."""
+        """Subtract bytes that were reserved but not written."""
         self._usage.release_bytes(nbytes)
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """List chunks by name and size alone, least recently used first (to the minute).
+        """Yield the chunks of this namespace in batches, least recently used first (to the minute). Opens no file.
 
-        Sets aside files of impossible sizes and deletes stale temporary files. Raises `BackendError`.
+        Also removes files of impossible sizes and stale temporary files. Raises `BackendError`.
         """
         self._check_open()
         return self._listing(self._folder.scan())
 
     def list_all(self) -> Iterator[list[Listed]]:
-        """List as `list_keys` does, in all namespaces below the root, and correct the count of `reserve_bytes` by the
-        result.
+        """Yield the chunks of all namespaces below the root, as `list_keys` does. Raises `BackendError`.
+
+        Afterwards the count of `reserve_bytes` is the sum of their sizes.
         """
         self._check_open()
         return self._listing(self._count_all())

@@ -30,30 +30,30 @@ logger = logging.getLogger(__name__)
 
 @frozen(kw_only=True)
 class RemoteOptions:
-    """Settings of a remote backend. A store that cannot honour one of them refuses it, or warns that it ignores it.
+    """Settings of a remote backend. A backend that cannot follow one of them raises ConfigError, or warns about it.
 
     Parameters
     ----------
     username, password
-        Credentials for a URL that has none.
+        User name and password for a URL that has none.
     renew_password
-        Reads the password again from its file, which may change; see `password_now`.
+        A function that reads the password again from its file, which may change; see `password_now`.
     prefix
-        Beginning of every name in the store, for access rules.
+        The beginning of every name in the store, so that access rules can match it.
     ttl
-        Seconds after which the store drops a value; None: when it evicts the value.
+        Seconds after which the store drops a value, or None if it keeps the value until it evicts it.
     timeout
-        Seconds to wait for a connection or an answer. A value has a second more for each 16 MiB.
+        Seconds to wait for a connection or an answer, plus a second for each 16 MiB of a value.
     chunk_tokens
         Largest number of token ids that a value records.
     name
         Name of the tier in logs and statistics; by default the backend's module.
     authentication_key
-        32 random bytes or more. Serves only values written with the same key.
+        32 random bytes or more. The backend then serves only values that were written with the same key.
 
     Notes
     -----
-    Immutable, so any number of threads may share it. The password and the key are not in its repr.
+    Immutable, so any number of threads may share it. `repr` shows neither the password nor the key.
 
     Examples
     --------
@@ -72,9 +72,7 @@ class RemoteOptions:
     authentication_key: bytes | None = field(default=None, repr=False)
 
     def password_now(self) -> str | None:
-        """Return the password, read again if it may have changed. While that fails, it is the password that was read at
-        the start.
-        """
+        """Return the password, from its file if there is one. If the file is unreadable, return the first password."""
         try:
             return self.renew_password() if self.renew_password else self.password
         except (OSError, ValueError):
@@ -189,22 +187,23 @@ def batches(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 class RemoteBackend(ABC):
-    """Base of a backend that keeps values by name in a store shared with other processes and machines.
+    """Base class of backends that store each chunk as one named value, where other processes and machines find it.
 
     Parameters
     ----------
     url
-        Where the store is. A subclass reads it. `repr` shows it without passwords.
+        The address of the store, which the subclass parses. `repr` shows it without passwords.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable. Other namespaces have other names.
     options
-        The settings that all remote backends share.
+        The settings of remote backends.
 
     Notes
     -----
-    Other processes change the store, so a tier lists it repeatedly. A failure of one value is that key's outcome;
-    `contains` and `delete` raise a `BackendError`. No lock is held during I/O. If a value is not the chunk that its
-    name says, the read is FAILED with a `CorruptChunkError`. lmkv uses nothing in such a value, and never unpickles.
+    Thread-safe; no lock is held during I/O. Other processes change the store, so a tier lists it repeatedly. `read` and
+    `write` return failures as values; `contains` and `delete` raise `BackendError`. If a value is not the chunk that
+    its name says, `read` returns FAILED with a `CorruptChunkError`. lmkv uses nothing of such a value, and never
+    unpickles.
 
     Examples
     --------
@@ -255,7 +254,7 @@ class RemoteBackend(ABC):
         return f"<{type(self).__name__} {self.name!r}: {self._safe_url}>"
 
     def name_of(self, key: ChunkKey) -> str:
-        """Return the name of a chunk's value. Raises UsageError for a key of another length."""
+        """Return the name under which the store has a chunk. Raises UsageError unless the key has 32 bytes."""
         if len(key) != KEY_BYTES:
             raise UsageError(f"a chunk key must have {KEY_BYTES} bytes, not {len(key)}")
         return f"{self._root}/{key.hex()}"
@@ -265,7 +264,7 @@ class RemoteBackend(ABC):
         return self.codec.value_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return whether the store has a value for each key. The bytes of a value are verified when they are read."""
+        """Return a bool for each key: whether the store has a value for it. Only `read` verifies the value's bytes."""
         self._check_open()
         names = [self.name_of(key) for key in keys]
         try:

@@ -227,16 +227,16 @@ _MAX_IDLE = 32
 
 
 class InfiniStoreBackend(HostPortBackend):
-    """An InfiniStore server as a backend, over TCP.
+    """Stores chunks on an InfiniStore server, over TCP.
 
     Parameters
     ----------
     url
-        `infinistore://host:port/`. LMCache's `?device=mlx5_0` is ignored: there is no RDMA here.
+        `infinistore://host:port/`. LMCache's `?device=mlx5_0` is ignored, because lmkv uses no RDMA.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
     options
-        The settings that all remote backends share. InfiniStore has no `username`, `password` and `ttl`.
+        The settings of remote backends. InfiniStore has no `username`, `password` and `ttl`.
 
     Raises
     ------
@@ -245,9 +245,9 @@ class InfiniStoreBackend(HostPortBackend):
 
     Notes
     -----
-    Nothing is connected before the first call. Any number of threads may call. Each call uses a connection that no
-    other call uses meanwhile. A put replaces an existing value, so a name is looked up first. Two engines that store a
-    chunk at the same moment both write it, with the same bytes.
+    Thread-safe. The backend connects at the first call, and each call has a connection for itself. InfiniStore replaces
+    existing values, so a write first looks its name up. If two engines store a chunk at the same moment, both write the
+    same bytes.
 
     Examples
     --------

@@ -29,20 +29,20 @@ _PINNED_PER_SECOND = 1 << 30
 
 
 class MooncakeBackend(SubprocessBackend, HostPortBackend):
-    """A Mooncake store as a backend, found by its master.
+    """Stores chunks in a Mooncake store.
 
     Parameters
     ----------
     url
-        `mooncake://host:port/`, the master's address; LMCache's `mooncakestore://` is the same. In its query:
-        `segment_size`, bytes of this host that become part of the store (0: none; other processes give it memory),
-        `local_hostname` (default: the address that this host has on the way to the master), `protocol` (`tcp` or
-        `rdma`), `device_name`, `metadata_server` (`P2PHANDSHAKE`), `local_buffer_size` (0 bytes), `clients`, processes
-        with a client each (2), and `zero_copy` (1; 0: the slab is not registered).
+        `mooncake://host:port/` with the address of the store's master; LMCache's `mooncakestore://` works as well. Its
+        query may set `segment_size`, the bytes of this host that become part of the store (default 0),
+        `local_hostname` (default: this host's address towards the master), `protocol` (`tcp` or `rdma`),
+        `device_name`, `metadata_server` (default `P2PHANDSHAKE`), `local_buffer_size` (bytes, default 0), `clients`,
+        the number of client processes (default 2), and `zero_copy` (default 1; 0: do not register host memory).
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
     options
-        The settings that all remote backends share. Mooncake has no `username`, `password` and `ttl`.
+        The settings of remote backends. Mooncake has no `username`, `password` and `ttl`.
 
     Raises
     ------
@@ -51,12 +51,12 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
 
     Notes
     -----
-    Nothing is connected before the first call. The client runs in separate processes: its `setup` holds the GIL for
-    half a minute if the master does not answer, and a read from a dead host takes equally long. The store's slab is
-    registered, so values move from and to its slots without a copy. A failed read ends its process, so that late bytes
-    cannot reach a slot that another chunk uses by then. Anybody who reaches Mooncake's port can read and write
-    registered memory. Over TCP, `drop_inbound` drops all callers. Over RDMA, the slab is not registered if there is an
-    `authentication_key`: the user then does not trust others on the network.
+    The backend connects at the first call. Mooncake's client runs in separate processes, because its `setup` holds the
+    GIL for half a minute if the master does not answer, and a read from a dead host takes equally long. Host memory is
+    registered with the client, so that it transfers values without a copy. After a failed read, lmkv ends the client's
+    process, so that late bytes cannot reach a slot that another chunk uses by then. Anybody who reaches the client's
+    port can read and write registered memory. Over TCP, `drop_inbound` drops all packets to this port. Over RDMA, host
+    memory is not registered if an `authentication_key` is set.
 
     Examples
     --------

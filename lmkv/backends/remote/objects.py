@@ -63,21 +63,22 @@ _MAX_BYTES = 4 << 30
 
 
 class ObjectStoreBackend(SubprocessBackend):
-    """A bucket, a container or a folder as a backend.
+    """Stores chunks as objects in S3, Google Cloud Storage, Azure or a folder.
 
     Parameters
     ----------
     url
-        `s3://bucket/path`, `gs://bucket/path`, `az://container/path` or `file:///folder`. Options of obstore follow
-        in its query: `?endpoint=http://localhost:9000&region=eu-west-1`; `ssl_ca_certs=/path/ca.pem` names the
-        certificates of a private authority, and `clients` the number of processes that move values (4).
+        `s3://bucket/path`, `gs://bucket/path`, `az://container/path` or `file:///folder`. Its query may have options
+        of obstore, such as `?endpoint=http://localhost:9000&region=eu-west-1`, and two of lmkv: `ssl_ca_certs`, a file
+        with the certificates of a private authority, and `clients`, the number of processes that transfer values
+        (default 4).
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
     options
-        The settings that all remote backends share. `username` and `password` are access key id and secret access key
-        of S3, account name and account key of Azure; without them obstore's environment variables apply
-        (`AWS_ACCESS_KEY_ID`, ...), then the machine's identity. A `ttl` is refused: a lifecycle rule of the bucket
-        expires objects. A request that fails before its `timeout` is repeated once, if that is safe.
+        The settings of remote backends. `username` and `password` are the access key id and secret access key of S3, or
+        the account name and account key of Azure. Without them, obstore reads environment variables such as
+        `AWS_ACCESS_KEY_ID`, and then uses the machine's identity. A `ttl` is refused, because only a lifecycle rule of
+        the bucket can expire objects. A request that fails before its `timeout` is repeated once, if that is safe.
 
     Raises
     ------
@@ -86,11 +87,11 @@ class ObjectStoreBackend(SubprocessBackend):
 
     Notes
     -----
-    Nothing is connected before the first call. Any number of threads may call. obstore runs in separate processes,
-    because an answer that promises more bytes than there are ends its process. A value is sent in one request, which
-    a store does completely or not at all, and only if the name is free (`If-None-Match`). A store that ignores this
-    condition keeps the last of several concurrent writes. If a store refuses the condition, add
-    `conditional_put=disabled` to the URL. Keys, tokens and signatures are in no repr and no message.
+    Thread-safe. The backend connects at the first call. obstore runs in separate processes, because a server's wrong
+    answer can crash its process. Each value is written by one request, completely or not at all, and only if its name
+    is free (`If-None-Match`). A store that ignores this condition keeps the last of several concurrent writes. If a
+    store refuses the condition, add `conditional_put=disabled` to the URL. No repr and no message shows keys, tokens or
+    signatures.
 
     Examples
     --------
@@ -124,7 +125,7 @@ class ObjectStoreBackend(SubprocessBackend):
         return lambda: {**options, "password": self.options.password_now(), "files": _versions(given)}
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """List the chunks of this namespace in batches, in no particular order."""
+        """Yield the chunks of this namespace in batches, in no particular order. Raises `BackendError`."""
         return self._listing(self._list())
 
     def _list(self) -> Iterator[list[Listed]]:

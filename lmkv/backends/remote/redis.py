@@ -50,21 +50,21 @@ _REFUSED_SECONDS = 4.0
 
 
 class RedisBackend(RemoteBackend):
-    """A Redis or Valkey server or cluster as a backend.
+    """Stores chunks on a Redis or Valkey server or cluster.
 
     Parameters
     ----------
     url
-        `redis://[user[:password]@]host[:port][/db]`; `rediss://` with TLS; `unix:///path/to/socket`; `valkey://` and
-        `valkeys://` alike; `redis+cluster://host[:port][,host[:port]...]` and `rediss+cluster://` for a cluster, named
-        by one or more of its nodes;
+        `redis://[user[:password]@]host[:port][/db]`; `rediss://` for TLS; `unix:///path/to/socket`;
+        `redis+cluster://host[:port][,host[:port]...]` or `rediss+cluster://` for a cluster, with the addresses of some
+        of its nodes; or
         `redis+sentinel://host[:port][,host[:port]...]/service[/db]` for the master of a service that sentinels watch.
-        `valkey` may replace `redis` in each of these. Further options of redis-py follow in its query:
+        `valkey` may replace `redis` in each of these. The query may have options of redis-py, such as
         `?ssl_ca_certs=/path/ca.pem`.
     namespace
         32 bytes: model, layout and versions whose KV is interchangeable.
     options
-        The settings that all remote backends share. redis-py repeats a failed command once, if that is safe.
+        The settings of remote backends. redis-py repeats a failed command once, if that is safe.
 
     Raises
     ------
@@ -73,9 +73,9 @@ class RedisBackend(RemoteBackend):
 
     Notes
     -----
-    Nothing is connected before the first call. Any number of threads may call, each with a connection from redis-py's
-    pool. A full server REJECTS a write unless it evicts: use the policy `allkeys-lru`. Passwords are in no repr and no
-    message.
+    Thread-safe: each call uses a connection from redis-py's pool. The backend connects at the first call. If a full
+    server does not evict, a write returns REJECTED; set the server's policy `allkeys-lru`. No repr and no message shows
+    a password.
 
     Examples
     --------
@@ -95,7 +95,7 @@ class RedisBackend(RemoteBackend):
         self._too_large, self._too_large_until = sys.maxsize, 0.0
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """List the chunks of this namespace in batches, in no particular order."""
+        """Yield the chunks of this namespace in batches, in no particular order. Raises `BackendError`."""
         return self._listing(self._list())
 
     def _list(self) -> Iterator[list[Listed]]:
