@@ -31,16 +31,16 @@ from lmkv.store.tiered import TieredStore
 logger = logging.getLogger(__name__)
 
 _THREADS_A_CORE = {"shared_memory": 2, "disk": 4}
-"""Useful I/O threads for each core, by tier: more were slower. Other tiers have no limit."""
+"""Largest useful number of I/O threads per core, by tier; more were slower. Other tiers have no limit."""
 
 
 def build_store(
     config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True, engine: str = "", engines: int = 1
 ) -> TieredStore:
-    """Return the store of a configuration. Raises ConfigError when host memory cannot hold one chunk.
+    """Make the store of a configuration. Raises ConfigError if host memory cannot hold one chunk.
 
-    `shared`: whether other processes map the slots, which they find by the name of the `engine`. `engines`: how many
-    engines share this host.
+    `shared`: whether other processes map the slots, which they find by the name `engine`. `engines`: the number of
+    engines that start on this host.
     """
     for level, remark in config.remarks:
         logger.log(level, "lmkv: %s", remark)
@@ -71,9 +71,7 @@ def build_store(
 
 
 def io_threads(config: Config, tiers: Sequence[str]) -> int:
-    """Return the number of threads for the I/O of these tiers. By default as many as are useful; more would only
-    compete for the cores.
-    """
+    """Return the number of I/O threads for these tiers: the setting, or by default as many as are useful."""
     if config.source("disk_io_threads") != DEFAULT:
         return config.disk_io_threads
     useful = max((_THREADS_A_CORE.get(name, math.inf) for name in tiers), default=math.inf)
@@ -137,7 +135,7 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None, opened
 def open_remote(
     config: Config, url: RemoteURL, namespace: bytes, key: bytes | None, *, name: str, chunk_tokens: int
 ) -> Backend:
-    """Return the backend of a remote store, with the settings that all of them share. Raises ConfigError."""
+    """Open the backend of a remote store, with the settings of remote backends. Raises ConfigError."""
     options = RemoteOptions(
         username=config.remote_username,
         password=config.password,

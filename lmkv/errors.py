@@ -1,7 +1,7 @@
 """The exceptions of lmkv.
 
-Exceptions report misuse and broken components. A miss, a rejected store and one key's failure inside a batch are values
-(`lmkv.protocols`), never exceptions.
+Exceptions report misuse and broken components. A miss, a rejected write and the failure of one key are return values
+(see `lmkv.protocols`), not exceptions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IN_QUERY = re.compile(r"([?&])([^=&#]*)(?:=([^&]*))?")
 SECRET = re.compile(r"(?i)passw|pass\b|pwd|pw\b|secret|token|key|credential|signature|proxy|\bsig")
 """Matches names of options with secret values."""
 _READ, _SHOWN = 8000, 1000
-"""Number of characters of an outside text to read, and to show."""
+"""Number of characters to read and to show of a text from outside."""
 
 
 def mask_secrets(text: str) -> str:
@@ -58,7 +58,7 @@ def _masked_option(found: re.Match[str]) -> str:
 
 
 def printable(text: str, most: int = 200) -> str:
-    """The beginning of somebody else's text, for a line of a log, a page or a terminal.
+    """Return the beginning of a text from outside, with printable characters only, for a log, a page or a terminal.
 
     >>> printable("a\\x1b[2Jb\\nc", 7)
     'a?[2Jb…'
@@ -68,8 +68,7 @@ def printable(text: str, most: int = 200) -> str:
 
 
 def outside(text: str) -> str:
-    """Return the text of a store or a client library, for a message: its beginning in one line, printable, without
-    passwords.
+    """Return the text of a store or a client library for a message: shortened, in one line, without passwords.
 
     >>> outside("refused: redis://cache:secret@host " + "more " * 9_000)[:40]
     'refused: redis://cache:***@host more mor'
@@ -81,7 +80,7 @@ def outside(text: str) -> str:
 
 
 def _masked_repr(x: str, level: int) -> str:
-    """Return the repr of a string at any depth, without passwords."""
+    """Return the repr of a string without passwords. `level`: the depth, which `reprlib` passes."""
     return reprlib.Repr.repr_str(_SHORT, mask_secrets(x), level)
 
 
@@ -91,7 +90,7 @@ _SHORT.repr_str = _masked_repr  # type: ignore[method-assign]
 
 
 def short_repr(value: object) -> str:
-    """Return the repr of a value for a message: at most a line long, and without passwords in URLs. Never raises.
+    """Return a value's repr for a message: at most one line, without passwords of URLs. Never raises.
 
     >>> print(short_repr("a" * 100), short_repr([[["deep"]]]))
     'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' [[[...]]]
@@ -104,7 +103,7 @@ def short_repr(value: object) -> str:
 
 
 def safe_repr(error: BaseException) -> str:
-    """Return the repr of an error, as `outside` shows it; its type if the repr raises.
+    """Return the repr of an error, shortened and without passwords, or the name of its type if the repr raises.
 
     >>> safe_repr(ValueError("no"))
     "ValueError('no')"
@@ -116,7 +115,7 @@ def safe_repr(error: BaseException) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """Return how to install an extra of lmkv, from where lmkv itself was installed."""
+    """Return the command that installs an extra of lmkv, from the place where lmkv was installed."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
@@ -139,7 +138,7 @@ class LmkvError(Exception):
 
 
 class ConfigError(LmkvError, ValueError):
-    """A configuration key is unknown or has a bad value; the message names key, value and source."""
+    """A setting is unknown or has an invalid value, or cannot work here. The message names key, value and source."""
 
 
 class ClosedError(LmkvError):

@@ -1,4 +1,4 @@
-"""`Medium`: the file system of a folder, so that no chunk goes to the disk below once it is unmounted."""
+"""`Medium`: recognizes the disk of a folder, so that lmkv never writes below the mount point of an unmounted disk."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class MediumError(OSError):
 
 
 class Medium:
-    """The medium of the folder at `path`: its device, and the name in a small file there.
+    """The medium of the folder at `path`, recognized by its device number and by a small file with a name.
 
-    A folder that is created again on the same device is on the same medium. So is a folder that is mounted again under
-    another device number, if the file is the same. A medium without the file is known by its device alone. Thread-safe.
-    Raises `OSError` if there is no folder.
+    A folder that is created again on the same device is on the same medium. A folder that is mounted again under
+    another device number is on the same medium if the file is the same. Without the file, only the device counts.
+    Thread-safe. Raises `OSError` if there is no folder.
 
     Examples
     --------
@@ -42,9 +42,9 @@ class Medium:
         self._name = self._read() or self._read(os.O_CREAT | os.O_APPEND)
 
     def check(self, status: os.stat_result | None = None) -> None:
-        """Raise `MediumError` when the folder is on another medium, `OSError` when it is not there.
+        """Raise `MediumError` if the folder is on another medium now, and `OSError` if there is no folder.
 
-        `status`: the folder's, if the caller has it.
+        `status`: the result of `os.stat` for the folder, if the caller has it.
         """
         device = (status or self._status()).st_dev
         if device == self._device:
@@ -67,14 +67,14 @@ class Medium:
             os.close(fd)
 
     def _device_above(self) -> int:
-        """Return the device of the nearest folder above that is there."""
+        """Return the device number of the nearest folder above this one that exists."""
         above = self.path
         while not os.path.isdir(above):
             above = os.path.dirname(above)
         return os.stat(above).st_dev
 
     def _read(self, more: int = 0) -> bytes:
-        """Return the content of the mark's file; empty without one. `more`: flags."""
+        """Return the content of the small file, empty if there is none. `more`: further flags for `open`."""
         with suppress(OSError):
             fd = os.open(os.path.join(self.path, NAME), os.O_RDWR * bool(more) | more | _CAREFULLY, 0o600)
             try:

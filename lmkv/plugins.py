@@ -1,4 +1,4 @@
-"""Backends and policies of other packages: found by entry points, or named as `package.module:Class`.
+"""Loads backends and policies of other packages, by entry points or by names such as `package.module:Class`.
 
 An installed package lists backends in the entry point group `lmkv.backends`, by the scheme of their URLs, and eviction
 policies in `lmkv.policies`, by name. lmkv imports such an object only when a setting uses it.
@@ -30,14 +30,14 @@ def is_place(text: str) -> bool:
 
 
 def installed(group: str) -> Mapping[str, str]:
-    """Return the entries of installed packages in an entry point group: name -> `package.module:Class`."""
+    """Return the entry points of installed packages in a group, as name -> `package.module:Class`."""
     return {found.name: found.value for found in entry_points(group=group)}
 
 
 def load(place: str, wanted_by: str) -> Any:
     """Return the object at `package.module:Class`.
 
-    Raises ConfigError for any error of the import; it names the place and the setting, `wanted_by`.
+    Raises ConfigError if the import fails. The message names the place, and the setting `wanted_by`.
     """
     module, _, name = place.partition(":")
     try:
@@ -52,7 +52,7 @@ def load(place: str, wanted_by: str) -> Any:
 def make(place: str, wanted_by: str, kind: type[Any], *args: Any, **options: Any) -> Any:
     """Return a new object of the class at `package.module:Class`, or the result of calling a function there.
 
-    Raises ConfigError when it cannot be made or lacks methods of the protocol `kind`.
+    Raises ConfigError if the object cannot be made, or if it lacks methods of the protocol `kind`.
     """
     found = load(place, wanted_by)
     try:

@@ -130,7 +130,7 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("GET", "/v1/value")
 
     def announce(self, engine: int) -> Answer:
-        """Announce another engine to the first one of its server."""
+        """Tell the first engine of a server that engine number `engine` runs."""
         return self.send("POST", "/v1/engines", {"engine": engine})
 
 
@@ -204,7 +204,7 @@ class AsyncClient(_Calls[Awaitable[dict[str, Any]]]):
         return _decoded(await self.receive(method, path, body))
 
     async def receive(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Return the same answer, not decoded."""
+        """Send a call, and return the bytes of the answer."""
         limit, asked = self._asked(method, path, body)
         found = bytearray()
         try:

@@ -1,4 +1,4 @@
-"""`CacheService` over HTTP: a FastAPI application."""
+"""The HTTP application of the agent API, on FastAPI: it calls a `CacheService`."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ _OF_TIER = ("name", "used_bytes", "chunks", "hits", "evictions")
 
 @define(eq=False, slots=False)
 class History:
-    """Samples of `stats`, one each `interval` seconds, the last `size` of them."""
+    """Takes a sample of `stats` every `interval` seconds, and keeps the last `size` samples."""
 
     _stats: Callable[[], Awaitable[dict[str, Any]]]
     _interval: float = 10.0
@@ -210,9 +210,9 @@ _SHOWN_ERRORS = 3
 
 @frozen
 class Guard:
-    """An ASGI application in front of another one. If there is a `token`, each request below `/v1/` must send it.
+    """An ASGI application that checks requests for another one. With a `token`, requests below `/v1/` must send it.
 
-    `most`: the largest body in bytes.
+    `most`: the largest number of bytes of a body.
     """
 
     _app: ASGIApp
@@ -254,7 +254,7 @@ class Guard:
 
 
 def _closing(send: Send) -> Send:
-    """Close the connection after the answer: only callers with the token keep theirs."""
+    """Return a `send` that closes the connection after the answer. Only callers with the token keep connections."""
 
     async def send_and_close(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -286,7 +286,7 @@ def as_json(detail: str, status: int) -> Response:
 
 
 async def refused(_: Request, error: Any) -> Response:
-    """Return the name the wrong fields without their values, because values may be prompts and salts."""
+    """Return a refusal that names the wrong fields without their values, which may be prompts and salts."""
     assert isinstance(error, RequestValidationError)
     wrong = [f"{'.'.join(map(str, each['loc']))[:80]}: {each['msg']}" for each in error.errors()[:_SHOWN_ERRORS]]
     return as_json("; ".join(wrong), 422)
@@ -343,7 +343,7 @@ class PromptBody(BaseModel):
 
 
 class SessionBody(BaseModel):
-    """The scope of a session: requests with another salt or other tags have separate sessions."""
+    """The salt and tags of a session. Requests with another salt or other tags have other sessions."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -352,20 +352,20 @@ class SessionBody(BaseModel):
 
 
 class PrefetchBody(PromptBody):
-    """A prompt, one of `text`, `messages` and `tokens`, to load."""
+    """A prompt to load: one of `text`, `messages` and `tokens`."""
 
     id: str | None = Field(default=None, pattern=r"^[\w-]{1,64}$", description="a name for it, else a random one")
     wait: float = Field(default=0.0, ge=0, le=60, description="seconds to wait for its end")
 
 
 class PinBody(PromptBody):
-    """A prompt, one of `text`, `messages` and `tokens`, to keep."""
+    """A prompt to keep in host memory: one of `text`, `messages` and `tokens`."""
 
     seconds: float | None = Field(default=None, gt=0, le=86_400, description="how long, else `pin_ttl`")
 
 
 class ClearBody(PromptBody):
-    """A prompt, or `everything`, or a `namespace` by its first digits, as `lmkv inspect` shows them."""
+    """What to delete: a prompt, `everything`, or a `namespace` by its first digits, which `lmkv inspect` shows."""
 
     everything: bool = Field(default=False, description="delete all chunks")
     namespace: str | None = Field(
@@ -428,7 +428,7 @@ def application(
 
     @v1.post("/lookup")
     async def lookup(body: PromptBody) -> dict[str, Any]:
-        """Return how many leading tokens of a prompt are stored, and where."""
+        """Return how many of a prompt's first tokens are stored, and in which tiers."""
         return await each(lambda: service.lookup(body.prompt()), "/v1/lookup", body)
 
     @v1.post("/prefetch")
@@ -447,12 +447,12 @@ def application(
 
     @v1.get("/prefetch/{name}")
     async def prefetched(name: str) -> dict[str, Any]:
-        """The progress of a prefetch."""
+        """Return the progress of a prefetch."""
         return await named(_at_once(lambda: service.prefetched(name)), "GET", "prefetch", name)
 
     @v1.delete("/prefetch/{name}")
     async def cancel(name: str) -> dict[str, Any]:
-        """Stop a prefetch, and end its hold on chunks."""
+        """Stop a prefetch, and let its chunks be evicted."""
         answer = {"id": name, "cancelled": True}
         call = _at_once(lambda: answer if service.cancel(name) else None)
         return await named(call, "DELETE", "prefetch", name)
@@ -480,7 +480,7 @@ def application(
 
     @v1.post("/clear")
     async def clear(body: ClearBody) -> dict[str, Any]:
-        """Delete a prompt's chunks, or everything, from every tier; or another namespace of the folder."""
+        """Delete a prompt's chunks or all chunks from every tier, or all chunks of another namespace in the folder."""
         if (body.everything or body.namespace) and len(body.model_fields_set - {"engine"}) > 1:
             raise UsageError("clear cannot be limited to a salt or tags: chunks do not record them; give a prompt")
         return await each(lambda: cleared(body), "/v1/clear", body)
@@ -492,39 +492,41 @@ def application(
 
     @v1.get("/stats")
     async def stats() -> dict[str, Any]:
-        """Counters of the tiers, and tokens that requests looked up and found."""
+        """Return the counters of the tiers, and how many tokens were looked up and found."""
         return await stats_of_all()
 
     @v1.get("/about")
     async def about_it() -> dict[str, Any]:
-        """The model, the versions of lmkv and vLLM, and seconds since the start."""
+        """Return the model, the versions of lmkv and vLLM, and the seconds since the start."""
         return {**(about or {}), "uptime": time.time() - started}
 
     @v1.get("/history")
     async def samples() -> dict[str, Any]:
-        """Samples of the counters over the last hour."""
+        """Return the counters for every ten seconds of the last hour."""
         return history.snapshot()
 
     @v1.get("/trace")
     async def trace(after: Annotated[int, Query(ge=0, lt=1 << 63)] = 0) -> dict[str, Any]:
-        """The chunks that requests from this number on have used, under names that only this process knows: see lmkv
-        record."""
+        """Return which chunks requests used, from the request with number `after` on, for lmkv record.
+
+        Chunks have names that mean nothing outside this process."""
         return dict(service.trace(after))
 
     @v1.get("/value")
     async def value() -> dict[str, Any]:
-        """Estimates of the hits with more or less of each tier, from a sample of this engine's requests."""
+        """Return estimates of how many hits larger or smaller tiers would give, from a sample of requests."""
         return dict(await asyncio.get_running_loop().run_in_executor(None, service.value))
 
     @v1.get("/requests")
     async def requests(limit: Annotated[int, Query(ge=1, lt=1 << 63)] = 200) -> dict[str, Any]:
-        """Up to 200 reports of the last requests, newest first: found and missed tokens."""
+        """Return up to 200 reports of the last requests, newest first, with their found and missed tokens."""
         return merged_requests(await peers.ask(_at_once(service.requests), "GET", "/v1/requests"), limit)
 
     @v1.get("/explain/{request:any_text}")
     async def explain(request: str) -> dict[str, Any]:
-        """Why a request was not loaded from the cache, or not all of it. With several prompts or answers, the result
-        has `parts`."""
+        """Return the report of one request, with a sentence that explains which tokens it missed and why.
+
+        If the request has several prompts or answers, `parts` has the report of each."""
         call = _at_once(lambda: service.explain(request))
         found = await peers.ask(call, "GET", f"/v1/explain/{quote(request, safe='')}")
         parts = [{"engine": n, **part} for n, one in answering(found).items() for part in one.pop("parts", [one])]
@@ -534,7 +536,7 @@ def application(
 
     @v1.post("/engines", include_in_schema=False)
     async def announced(engine: Annotated[int, Body(embed=True)]) -> dict[str, Any]:
-        """Another engine of this server announces itself by its number."""
+        """Note that another engine of this server runs, given its number."""
         peers.announced(engine)
         return {}
 
@@ -551,7 +553,7 @@ def application(
 
 
 def _at_once(call: Callable[[], dict[str, Any] | None]) -> Call:
-    """Return a call of the loop's thread, for what takes little time: it does not wait behind others' prompts."""
+    """Return a call that runs in the thread of the event loop, for short work that must not wait for other prompts."""
 
     async def made() -> dict[str, Any] | None:
         return call()

@@ -30,7 +30,7 @@ _TYPES: dict[Any, Any] = {int: Number, int | None: Number | None}
 
 
 class _Answer(BaseModel):
-    """Drops fields that are not named."""
+    """A model of an answer, which drops unknown fields."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
 
@@ -133,11 +133,11 @@ Url = Callable[[int], str]
 
 _RETRY, _AGAIN = 1.0, 10.0
 _FORGET = 300.0
-"""Seconds after which a missing engine is forgotten."""
+"""Seconds after which an engine that does not answer is forgotten."""
 _MAX_ENGINES = 1024
 _MAX_BYTES = 8 << 20
 _REFUSED = (400, 422)
-"""Status codes of the caller's mistakes."""
+"""Status codes that mean a mistake of the caller."""
 
 
 class PeerError(LmkvError):
@@ -150,7 +150,7 @@ class PeerError(LmkvError):
 
 @define
 class _Other:
-    """Another engine. `away`: why it is not asked until it announces itself again, and since when."""
+    """Another engine. `away`: why, and since when, it is not asked; None if it is asked."""
 
     client: AsyncClient
     away: str = ""
@@ -159,10 +159,11 @@ class _Other:
 
 @define(eq=False, repr=False)
 class Peers:
-    """The engines of one server, by number. All others announce themselves to the first one, repeatedly.
+    """The engines of one server, by number. Every engine announces itself to the first one, repeatedly.
 
-    `number`: the number of this engine. `url`: returns the URL of an engine's service, or raises OSError. The URL must
-    name a socket of this user, because the token is sent there. Call all methods on the service's event loop.
+    `number`: the number of this engine. `url`: a function that returns the URL of an engine's service, or raises
+    OSError. The URL must name a socket of this user, because the token is sent there. Call all methods on the service's
+    event loop.
     """
 
     number: int = 0
@@ -175,7 +176,7 @@ class Peers:
         return f"<Peers: {self.number} and {len(self._others)} others>"
 
     def announced(self, number: int) -> None:
-        """Note that another engine now answers. Raises PeerError."""
+        """Note that another engine runs, so that it is asked from now on. Raises PeerError for an impossible number."""
         if number in self._others:
             self._others[number].away = ""
         elif self._url is not None and 0 < number < _MAX_ENGINES and number != self.number:
@@ -206,11 +207,11 @@ class Peers:
             await asyncio.sleep(pause)
 
     async def ask(self, call: Call, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[int, Answer]:
-        """Return the answers by engine; `call()` makes this engine's answer. Engines that answer 404 are omitted. For
-        an engine that cannot be reached, the answer has `unavailable` with the reason.
+        """Return the answer of each engine, by its number. `call()` makes the answer of this engine.
 
-        If the body names an `engine`, only that one is asked. Raises PeerError when it does not exist or does not
-        answer.
+        Engines that answer 404 are omitted. If an engine cannot be reached, its answer has `unavailable` with the
+        reason. If the body names an `engine`, only that engine is asked. Raises PeerError if that engine does not exist
+        or does not answer.
         """
         await self._forget()
         body = dict(body or {})
@@ -248,7 +249,7 @@ class Peers:
         return {"unavailable": other.away}
 
     async def _forget(self) -> None:
-        """Forget engines that went away long ago: totals no longer count them as missing."""
+        """Forget engines that have not answered for a long time, so that answers no longer list them as missing."""
         for number, other in list(self._others.items()):
             if other.away and self._clock() > other.since + _FORGET:
                 del self._others[number]
@@ -279,7 +280,7 @@ def answering(answers: Mapping[int, Answer]) -> dict[int, Answer]:
 
 
 def merged(answers: Mapping[int, Answer]) -> Answer:
-    """Return the only answer, or the best of several with summed totals and each answer in `engines`."""
+    """Return the only answer, or the best of several, with summed totals and all answers in `engines`."""
     here = answering(answers)
     if len(answers) == 1 and here:
         return next(iter(here.values()))

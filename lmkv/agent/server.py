@@ -1,4 +1,4 @@
-"""`Address`, where an engine's agent API listens, and `AgentServer`, the thread that serves it within bounds."""
+"""The server of the agent API: `Address`, where it listens, and `AgentServer`, its thread, which limits its load."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def _literal(text: str) -> str:
 
 @frozen
 class Address:
-    """Where the service listens: a port of loopback, or the path of a unix socket."""
+    """The address of an agent API: a port of loopback, or the path of a unix socket."""
 
     text: str = field(converter=_literal)
 
     @property
     def url(self) -> str:
-        """The address in the form that clients take."""
+        """The address as a URL for clients."""
         return self.text if self.text.startswith(UNIX) else f"http://{self.text}"
 
     @property
     def is_known(self) -> bool:
-        """Whether the address is known before it is bound, and so belongs to one server."""
+        """Whether the address is known before it is bound, so that it belongs to one server."""
         return not self.text.endswith(":0")
 
     def of_engine(self, number: int) -> Address:
@@ -73,7 +73,7 @@ class Address:
         return Address(f"{self.text}.{number}" if unix else f"{host}:{int(port) + number}")
 
     def private(self, number: int) -> Address:
-        """Return the socket at which the engines of a server reach each other. Nobody else can create its file.
+        """Return the address of the socket at which other engines of the server reach engine `number`.
 
         Raises OSError if there is no folder that belongs to this user alone.
         """
@@ -106,7 +106,9 @@ class Address:
 
 @contextmanager
 def _one_at_a_time(folder: str) -> Iterator[None]:
-    """Hold the folder's lock, for one server at a time between `bind` and `listen`. Goes on without it after a while.
+    """Hold the folder's lock, so that only one server at a time is between `bind` and `listen`.
+
+    If another process holds the lock for too long, the block runs without it.
 
     Anybody who may read the folder can hold the lock.
     """
@@ -152,7 +154,7 @@ def _bases() -> list[str]:
 
 
 def _private_folder() -> Path:
-    """Return the first of the user's folders for sockets that nobody else can change, made where it is missing."""
+    """Return the first folder for sockets that nobody but this user can change. A missing folder is created."""
     refused: OSError | None = None
     for base in _bases():
         try:
@@ -187,7 +189,7 @@ def _check_private(folder: Path) -> None:
 _SHARE = 0.1
 """Share of one core. Callers can slow the engine by a tenth at most."""
 _SAVED = 0.5
-"""Seconds of a core that an idle service may save up."""
+"""Computing time in seconds that an idle service may save up."""
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 1.0
 """Shortest pause of a worker, and longest pause of any thread (so that it can end), in seconds."""
 _WORKERS = 2
@@ -197,10 +199,9 @@ T = TypeVar("T")
 
 
 class Pace:
-    """Limits the computing time of the service: half for the event loop, half for the workers, so neither waits for the
-    other.
+    """Limits the computing time of the service, with half of it for the event loop and half for the workers.
 
-    Either may use time that the other leaves. Thread-safe.
+    Either half may use time that the other does not need. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -210,8 +211,8 @@ class Pace:
         self._ended = False
 
     def spend(self, part: int, computed: float = 0.0) -> float:
-        """Note how many seconds a thread of the loop or of the workers has computed; returns how many seconds it must
-        pause.
+        """Note how many seconds a thread of the loop or of the workers has computed, and return how many seconds it
+        must pause.
         """
         with self._lock:
             now, left = time.monotonic(), self._left
@@ -223,7 +224,7 @@ class Pace:
             return 0.0 if self._ended else max(0.0, -left[part] / _SHARE)
 
     def work(self, call: Callable[[], T]) -> T:
-        """Run the call on a worker's thread once the workers may compute again."""
+        """Run `call` on the thread of a worker as soon as the workers may compute again, and return its result."""
         while pause := self.spend(_WORK):
             time.sleep(min(max(pause, _MIN_PAUSE), _MAX_PAUSE))
         begun = time.thread_time()
@@ -233,12 +234,12 @@ class Pace:
             self.spend(_WORK, time.thread_time() - begun)
 
     def end(self) -> None:
-        """Let no thread pause any more."""
+        """End all pauses, now and later."""
         self._ended = True
 
 
 class _PacedSelector(selectors.DefaultSelector):
-    """Pauses before it looks for events if its thread has used more than its share of time."""
+    """A selector that pauses if the thread of the event loop has used more than its share of time."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__()
@@ -260,7 +261,7 @@ class _PacedSelector(selectors.DefaultSelector):
 
 
 class _Workers(ThreadPoolExecutor):
-    """A few threads. The process ends without waiting for them, because their calls may hang."""
+    """An executor with a few threads. The process can end without waiting for them, because their calls may hang."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__(_WORKERS)
@@ -292,13 +293,13 @@ class _Workers(ThreadPoolExecutor):
             del job
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads after the work that somebody still awaits. Does not wait for them."""
+        """End the threads after the work that callers still wait for. Returns at once."""
         for _ in range(_WORKERS):
             self._jobs.put(None)
 
 
 def paced_loop(pace: Pace | None = None) -> asyncio.AbstractEventLoop:
-    """Make the loop and its executor, with a common pace. Call it in the thread that runs the loop."""
+    """Make an event loop and its executor, with a common `Pace`. Call it in the thread that runs the loop."""
     pace = pace or Pace()
     loop = asyncio.SelectorEventLoop(_PacedSelector(pace))
     loop.set_default_executor(_Workers(pace))
@@ -323,7 +324,7 @@ def max_connections() -> int:
 
 
 class _Door(socket.socket):
-    """A listening socket that refuses connections beyond `max_connections`: uvicorn counts requests alone."""
+    """A listening socket that refuses connections beyond `max_connections`, because uvicorn only limits requests."""
 
     def __init__(self, address: Address) -> None:
         bound, self.url = address.bind()
@@ -345,7 +346,7 @@ class _Door(socket.socket):
         return connection, address
 
     def remove(self) -> None:
-        """Remove the socket's file, unless another server has the path now. While it is open, its inode is ours."""
+        """Remove the socket's file, unless it is the file of another server by now."""
         with suppress(OSError):
             if self._file and self.fileno() >= 0 and os.path.samestat(self._file, os.stat(self.path)):
                 os.unlink(self.path)
@@ -378,8 +379,8 @@ def _config(app: FastAPI, *, first: bool) -> Config:
 class AgentServer:
     """Serves an application at `url`, in a separate thread, until `close`.
 
-    `inside`: gives a second address for the server's other engines, so that clients cannot use up their connections. If
-    it raises OSError, the engine continues without the others.
+    `inside`: a function that returns a second address, for the other engines of the server, so that clients cannot use
+    up their connections. If it raises OSError, the engine works without the others.
     """
 
     def __init__(
@@ -410,7 +411,7 @@ class AgentServer:
         thread = threading.get_ident()
 
         def matters(record: logging.LogRecord) -> bool:
-            """Drop records of errors that a stranger's bytes caused: anybody could fill the log."""
+            """Drop records of errors that wrong bytes from outside cause, with which anybody could fill the log."""
             error = record.exc_info and record.exc_info[1]
             return record.thread != thread or (error is not None and not isinstance(error, LocalProtocolError))
 

@@ -1,4 +1,4 @@
-"""`CacheService`: the calls of the agent API without HTTP. Each concerns the chunks of one prompt."""
+"""`CacheService`: the calls of the agent API, without HTTP."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ _OF_A_CALL = r"(?:(\d+)_)?{}(?:[-_](\d+))?(?:-[0-9a-f]{{8}})?"
 """vLLM's id of a request: [number of the answer_] id of the caller [-number of the prompt] [-eight hexadecimal
 digits]."""
 _USUAL, _WIDEST = 8, 128
-"""Characters of a token: more than the average in texts, and the largest possible number."""
+"""Characters per token: more than the average of texts, and the largest possible number."""
 _AT_A_CUT = 256
-"""Tokens that a text cut short may have and the whole has not."""
+"""How many tokens more a text may have after it was cut, at the place of the cut."""
 _SHARED_LOOKUP_LIMIT = 1.0
 """Seconds that a lookup waits for shared tiers."""
 
 
 @frozen
 class Prompt:
-    """A prompt: exactly one of text, the messages of a chat, and token ids.
+    """A prompt: exactly one of a text, the messages of a chat, and token ids.
 
-    `cache_salt`, `tags`: the values of the request that will follow; it hits only chunks with equal values. `template`:
-    arguments of the chat's template besides the messages, such as `tools`.
+    `cache_salt`, `tags`: the values of the prompt's requests, which hit only chunks with equal values. `template`:
+    further arguments of the chat's template, such as `tools`.
     """
 
     text: str | None = None
@@ -92,22 +92,23 @@ Tokenize = Callable[[str | Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequ
 """Token ids of a text, or of a chat's messages with `Prompt.template`, without the beginning of an answer."""
 
 RootOf = Callable[[str | None, Mapping[str, str]], bytes | None]
-"""The root of the keys of prompts with this cache salt and these tags. It owns their pins and sessions. None:
-unknown."""
+"""Returns the root of the keys of prompts with this cache salt and these tags, or None if it is unknown.
+
+    Pins and sessions belong to this root."""
 
 KeysOf = Callable[[Sequence[int], str | None, Mapping[str, str]], list[ChunkKey]]
-"""The keys of a prompt's chunks, by tokens, cache salt and tags."""
+"""Returns the keys of a prompt's chunks, given its tokens, cache salt and tags."""
 
 Requests = Callable[[], Mapping[str, Any]]
-"""The last `requests`, newest first, their whole `ids`, and the `lookup_tokens` and `hit_tokens` of all."""
+"""Returns the last `requests`, newest first, their whole `ids`, and the sums `lookup_tokens` and `hit_tokens`."""
 
 
 ClearNamespace = Callable[[str], int]
-"""Deletes the chunks of the namespace that begins with these digits; returns their number."""
+"""Deletes the chunks of the namespace that begins with these digits, and returns their number."""
 
 
 Deleted = Callable[[Sequence[ChunkKey] | None], None]
-"""Receives the keys that a caller has deleted; None: all keys."""
+"""Is called with the keys that a caller has deleted, or None for all keys."""
 
 
 def _characters(message: Mapping[str, Any]) -> int:
@@ -121,7 +122,7 @@ _NO_REQUESTS = {"lookup_tokens": 0, "hit_tokens": 0, "requests": [], "ids": []}
 
 
 class _Prefetch(NamedTuple):
-    """`ended`: cancelled when its reads have ended, or nobody wants it."""
+    """A named prefetch. `ended`: a future that is cancelled when its reads have ended, or when nobody wants it."""
 
     promotion: Promotion
     keys: Sequence[ChunkKey]
@@ -136,43 +137,43 @@ class _Prefetch(NamedTuple):
 
 @define(eq=False, repr=False, slots=False)
 class CacheService:
-    """Looks up, prefetches, pins and clears in one store.
+    """Looks up, prefetches, pins and deletes the chunks of prompts in one store.
 
     Parameters
     ----------
     store : TieredStore
-        Belongs to the engine; the service does not close it.
+        The store of the engine. The service does not close it.
     keys_of, tokenize
-        How the engine makes keys and tokens.
+        Functions that make the keys of a prompt, and the tokens of a text or chat.
     chunk_size : int
         Tokens per chunk.
     pin_ttl : float
-        Seconds that pins and prefetches last if a call gives no time.
+        Seconds for which pins and prefetches last by default.
     root_of : callable, optional
         Returns the owner of a prompt's pins, prefetches and sessions; by default there is one owner.
     requests : callable, optional
-        Gives the reports of the engine's requests.
+        Returns the reports of the engine's requests.
     clear_namespace : callable, optional
         Deletes a namespace of the engine's folder.
     deleted : callable, optional
-        Receives the keys of deleted chunks.
+        Is called with the keys of deleted chunks.
     longest : int, optional
-        Length of the longest prompt that the engine takes, in tokens.
+        Number of tokens of the longest prompt that the engine accepts.
     trace, value : callable, optional
-        Return the requests since a number, and estimates of the hits with more memory.
+        `trace` returns the requests from a number on; `value` returns estimates of the hits with more memory.
     loads_off : callable, optional
-        Whether an audit has switched loads off.
+        Returns whether an audit has switched loads off.
     states : int
-        State entries of each boundary between chunks, of a model with recurrent layers.
+        Number of state entries after each chunk; 0 without recurrent layers.
 
     Raises
     ------
     UsageError
-        Each call raises it for an invalid prompt, or one longer than `longest`.
+        Each call raises it for a prompt that is invalid or longer than `longest`.
 
     Notes
     -----
-    Thread-safe; holds no lock while it waits for the store. Engines answer their own requests meanwhile.
+    Thread-safe. The service holds no lock while it waits for the store, so the engine's requests continue.
 
     Examples
     --------
@@ -216,9 +217,9 @@ class CacheService:
         return f"<CacheService of {self._store!r}>"
 
     def lookup(self, prompt: Prompt) -> dict[str, Any]:
-        """Return how many leading tokens a request with this prompt would load, and from which tiers.
+        """Return how many tokens a request with this prompt would load, and from which tiers.
 
-        The last token is not counted, because a request always computes it.
+        The last token does not count, because vLLM always computes it.
         """
         tokens, keys = self._read(prompt)
         keys = self._found(keys, len(tokens))
@@ -234,10 +235,10 @@ class CacheService:
         return {"total_tokens": len(tokens), "hit_tokens": sum(sources.values()), "sources": sources}
 
     def prefetch(self, prompt: Prompt, name: str) -> tuple[Callable[[], dict[str, Any]], Future[None]]:
-        """Load a prompt's chunks into host memory, and keep them there for a while, under this name.
+        """Start to load a prompt's chunks into host memory, where they stay for `pin_ttl` seconds.
 
-        Returns a function that gives its progress, and a future that is cancelled when the prefetch ends: it is done,
-        cancelled, or replaced by another one of the same name.
+        Returns a function that returns the progress, and a future that is cancelled when the prefetch ends. A later
+        prefetch with the same `name` replaces this one.
         """
         tokens, keys = self._read(prompt)
         keys = self._found(keys, len(tokens)) if self._boundaries.states else keys
@@ -250,13 +251,13 @@ class CacheService:
         return lambda: self._state(name, prefetch), prefetch.ended
 
     def prefetched(self, name: str) -> dict[str, Any] | None:
-        """Return the progress of a prefetch; None when the name is unknown or has expired."""
+        """Return the progress of the prefetch with this name, or None if the name is unknown or has expired."""
         with self._lock:
             prefetch = self._prefetches.get(name)
         return None if prefetch is None else self._state(name, prefetch)
 
     def cancel(self, name: str, instead: _Prefetch | None = None) -> bool:
-        """Stop a prefetch and release its chunks; returns whether it existed."""
+        """Stop a prefetch and release its chunks, and return whether it existed."""
         with self._lock:
             prefetch = self._prefetches.pop(name, None)
             if instead is not None:
@@ -269,7 +270,7 @@ class CacheService:
     def end_session(
         self, name: str, cache_salt: str | None = None, tags: Mapping[str, str] = MappingProxyType({})
     ) -> bool:
-        """Let the chunks that belong only to this session be evicted first; returns whether the session was known.
+        """Let the chunks that belong only to this session be evicted first, and return whether the session was known.
 
         A session with the same name but another salt or other tags is a different session.
         """
@@ -280,7 +281,7 @@ class CacheService:
         return self._root_of(prompt.cache_salt, prompt.tags) or b""
 
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
-        """Pin the leading chunks of a prompt that are in host memory."""
+        """Keep a prompt's first chunks that are in host memory there, for `seconds` or the default time."""
         keys = self._boundaries.keys_to_promote(self._read(prompt)[1])
         seconds = self._pin_ttl if seconds is None else seconds
         return {
@@ -295,7 +296,7 @@ class CacheService:
         return {"unpinned_chunks": self._store.unpin(keys)}
 
     def clear(self, prompt: Prompt | None = None) -> dict[str, Any]:
-        """Delete everything, or a prompt's chunks, from every tier, even if other prompts share them."""
+        """Delete a prompt's chunks from every tier, even if other prompts share them, or delete all chunks."""
         keys = None if prompt is None else self._read(prompt)[1]
         states = self._states_of(keys or ())
         count = self._store.clear() if keys is None else self._store.delete(keys)
@@ -310,7 +311,9 @@ class CacheService:
         return {"deleted_chunks": self._clear_namespace(beginning)}
 
     def stats(self) -> dict[str, Any]:
-        """Return the store's counters by tier, bytes by tenant, and tokens that requests looked up and found."""
+        """Return the store's counters by tier, the bytes of each tenant, and how many tokens were looked up and
+        found.
+        """
         found = self._requests()
         totals = {name: found[name] for name in ("lookup_tokens", "hit_tokens")}
         tenants = self._store.hints.used_bytes()
@@ -322,10 +325,10 @@ class CacheService:
         return {name: value for name, value in self._requests().items() if name != "ids"}
 
     def explain(self, request: str) -> dict[str, Any] | None:
-        """Return a request's report with a sentence that explains it; None if it is not among the last requests.
+        """Return a request's report with an explanation, or None if it is not among the last requests.
 
-        `request`: the id in the answer. A call with several prompts or answers consists of several requests. The report
-        of the first one is returned, with all reports in order as `parts`.
+        `request`: the id in vLLM's answer. A call with several prompts or answers consists of several requests. For
+        such a call the report of the first request is returned, with the reports of all requests in `parts`.
         """
         ids = re.compile(_OF_A_CALL.format(re.escape(request)))
         parts: dict[tuple[int, int], dict[str, Any]] = {}
@@ -354,7 +357,7 @@ class CacheService:
         return self._boundaries.stored_hit(keys[:whole]) if self._boundaries.states else keys
 
     def _states_of(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return the states behind any of these chunks."""
+        """Return the keys of the states after any of these chunks."""
         return [state for key in keys for state in state_keys(key, self._boundaries.states)]
 
     def _check(self, tokens: int, more: str = "") -> None:
@@ -363,7 +366,9 @@ class CacheService:
             raise UsageError(f"{reason} (max_model_len)")
 
     def _tokens_of(self, prompt: Prompt) -> Sequence[int]:
-        """Return the tokens of a text or a chat. Refuses a much too long one without tokenizing all of it."""
+        """Return the tokens of a text or a chat. If it is much too long, raise UsageError without tokenizing all of
+        it.
+        """
         text, messages = prompt.text, prompt.messages or ()
         try:
             if text is not None:

@@ -155,7 +155,7 @@ class ChildProcess:
 
 
 def end(child: subprocess.Popen[str], timeout: float) -> None:
-    """Wait until a child's process group has ended, at most `timeout` seconds, and kill the rest of it.
+    """Wait until a child's process group has ended, for at most `timeout` seconds, and kill the rest of it.
 
     The child's end is not enough: the last process of the group removes vLLM's shared memory.
     """

@@ -115,7 +115,7 @@ def _verify(folder: Folder, name: str, header: Header) -> None:
 
 
 def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[], object]) -> int:
-    """Delete chunks by namespace; returns the bytes that this freed. Raises BackendError."""
+    """Delete chunks by namespace, and return the bytes that this freed. Raises BackendError."""
     freed = 0
     for digest, listed in chunks.items():
         backend = LocalDiskBackend(str(root), digest, direct="off")

@@ -20,16 +20,16 @@ _AWS: Final = re.compile(
 )
 _WHICH: Final = "it does not tell the bucket from the host: write s3://BUCKET?endpoint="
 _NO_TTL: Final = 86_400
-"""Seconds that LMCache keeps a value where `valkey_enable_ttl` is on and `valkey_ttl_sec` is not given."""
+"""LMCache's default for `valkey_ttl_sec`, in seconds, if `valkey_enable_ttl` is on."""
 _STORES: Final = "a store that others share (redis://, s3://, mooncake://), or shared_memory on one machine"
 
 
 class RefusedError(ValueError):
-    """An address that lmkv cannot use. The message gives the form that it can use. Quotes no value."""
+    """lmkv cannot use this address. The message names a form that lmkv can use, and quotes no value."""
 
 
 def translated(url: str, extra: Given) -> Found:
-    """Return lmkv's settings for an address of LMCache's. Raises RefusedError."""
+    """Return lmkv's settings for an address of LMCache. Raises RefusedError for an address that lmkv cannot use."""
     scheme = url.partition("://")[0].lower()
     if scheme in _REFUSED:
         raise RefusedError(_REFUSED[scheme])
@@ -37,12 +37,12 @@ def translated(url: str, extra: Given) -> Found:
 
 
 def keys_of(url: str) -> frozenset[str]:
-    """Return the keys of `extra_config` that LMCache reads for such an address."""
+    """Return the keys of `extra_config` that LMCache reads together with this address."""
     return _KEYS.get(url.partition("://")[0].lower(), frozenset())
 
 
 def setting_of(key: str) -> str:
-    """Return the setting of lmkv for the value of such a key, except for keys that are part of the address."""
+    """Return lmkv's setting for a key of `extra_config`; for keys that are part of the address it is `remote_url`."""
     if key.endswith(("username", "aws_access_key_id", "account_url")):
         return "remote_username"
     if key.endswith(("password", "aws_secret_access_key", "account_key")):

@@ -1,4 +1,4 @@
-"""lmkv's settings for a command line: LMCache's server, or `vllm serve` with LMCache or with vLLM's own offloading."""
+"""Translates a command line into one with lmkv: of LMCache's server, or of `vllm serve` with LMCache or offloading."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Env = Mapping[str, str]
 
 @define
 class Command:
-    """An engine's command, translated from another command line.
+    """The command of an engine with lmkv, translated from another command line.
 
-    `before`: the words up to its options. `kept`: options that stay. `role`: the role of its connector. `ranks`: number
-    of ranks of an engine.
+    `before`: the words before its options. `kept`: options that remain. `role`: the `kv_role` of its connector.
+    `ranks`: the number of ranks of the engine.
     """
 
     before: list[str] = field(factory=lambda: ["vllm", "serve"])
@@ -49,16 +49,16 @@ class Command:
     readings: list[Reading] = field(factory=list)
     notes: list[tuple[int, str]] = field(factory=list)
     several: dict[str, Any] = field(factory=dict)
-    """A MultiConnector with the connectors that stay, and None in lmkv's place."""
+    """A MultiConnector with the connectors that remain, and None in the place of lmkv."""
     merged: bool = False
-    """Whether several connectors become one."""
+    """Whether lmkv replaces several connectors."""
 
     def use(self, given: str, name: str, value: object) -> None:
         self.settings.append((name, value, given))
         self._read(given, "used", here=name)
 
     def use_folder(self, given: str, folder: object, capacity: object = None) -> None:
-        """Use the folder as the disk tier. There can be only one."""
+        """Make the folder the disk tier. A second folder is refused."""
         if any(name == "local_disk" for name, _, _ in self.settings):
             self.refuse(
                 given, "only one folder can be the disk tier: leave it out, or write remote_url: file:///FOLDER"
@@ -78,7 +78,7 @@ class Command:
         self._read(given, "unknown", why=why)
 
     def unused(self, group: str, name: str, value: object = True, given: str = "") -> None:
-        """Note an option that is not a setting of lmkv. `given`: the option as given, if not by its name alone."""
+        """Note an option that is not a setting of lmkv. `given`: the option as the user wrote it, if not its name."""
         known, given = lmcache.commands()[group], given or name
         entry = known.get(name)
         if entry is None:
@@ -89,7 +89,7 @@ class Command:
             self.refuse(given, entry.why)
 
     def leave_variables(self, env: Env, reader: str) -> None:
-        """Say of each variable of LMCache's that it is not read. `reader`: what does not read it."""
+        """Note for each variable of LMCache that `reader` does not read it."""
         for name in env:
             key = lmcache.key_of(name)
             known = lmcache.table().get(key)
@@ -100,15 +100,16 @@ class Command:
         self.readings.append(Reading(given, _SOURCE, kind, here, why))
 
     def take(self, translation: lmcache.Translation) -> None:
-        """Take over the settings of lmkv that LMCache's settings become."""
+        """Add the settings of lmkv into which LMCache's settings were translated."""
         self.settings += translation.settings
         self.readings += translation.readings
         self.notes += translation.notes
 
 
 def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
-    """Return lmkv's command for this one. `ranks`: of an engine, where its options name none. Raises ConfigError if it
-    is another command.
+    """Return the command with lmkv for another command. Raises ConfigError for a command that lmkv does not know.
+
+    `ranks`: the number of ranks of the engine, if the options do not say it.
     """
     env, words = _variables(words)
     found = program(words)
@@ -142,7 +143,7 @@ _IMAGE: Final = re.compile(r"[\w./-]*/vllm-openai[\w.-]*([:@].*)?")
 
 
 def program(words: Sequence[str]) -> tuple[bool, int] | None:
-    """Return whether LMCache's server is started, and where its or vLLM's options begin; None if neither is started."""
+    """Return `(whether LMCache's server is started, index of the first option)`, or None for another program."""
     for at, (word, following) in enumerate(pairwise([*words, ""])):
         name = word.rpartition("/")[2]
         if (name, following) == ("lmcache", "server") or (word == "-m" and following in _SERVERS):

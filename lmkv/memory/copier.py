@@ -188,7 +188,7 @@ class _Layers:
             self._done += 1
 
     def finish(self) -> Event:
-        """Copy the layers that are left; returns the event of the whole copy."""
+        """Copy the layers that are left, and return the event of the whole copy."""
         self._upto(self._num_layers - 1)
         return self.last
 

@@ -122,7 +122,7 @@ def _check(status: int, what: str) -> None:
 
 
 def _copy_batch(function: Any, transfers: Transfers, queue: int) -> int:
-    """Queue all copies in one call; returns the driver's status."""
+    """Queue all copies in one call, and return the driver's status."""
     arrays = [np.ascontiguousarray(array) for array in (transfers.targets, transfers.sources, transfers.sizes)]
     # CUmemcpyAttributes: the access order, two hints of a type and an id each, flags.
     attributes = (ctypes.c_uint * 6)(_ANY_ORDER if transfers.stable else _IN_STREAM_ORDER)

@@ -28,7 +28,7 @@ REQUEST_BLOCKS: Final = 8
 class TraceRequest:
     """One request.
 
-    `time`: seconds since the start of the trace. `keys`: its chunks, head first, the last one perhaps partial.
+    `time`: seconds since the start of the trace. `keys`: its chunks, first to last, the last one perhaps partial.
     `tokens`: length of its prompt. `output_tokens`: how many it generated. `session`: requests of one session have
     equal values; empty if the trace does not say.
     """
@@ -101,7 +101,7 @@ class KeyTable:
         return key
 
     def chain(self, root: object, parts: Iterable[object]) -> list[ChunkKey]:
-        """Return the keys of a chain of chunks with this content, head first."""
+        """Return the keys of a chain of chunks with this content, first to last."""
         known, keys, parent = self._keys, [], root
         for part in parts:
             parent = known.get((parent, part)) or self.key((parent, part))

@@ -1,4 +1,4 @@
-"""One chunk in host memory: its slot, its state, its references, and the bytes of the slot that belong to it."""
+"""The entry of a chunk in host memory: its slot, state and references, and which bytes of the slot it uses."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lmkv.chunks.layout import align_up
 from lmkv.protocols import ChunkKey
 
 Chain = Sequence[ChunkKey]
-"""Keys of consecutive chunks, head first."""
+"""Keys of consecutive chunks, first to last."""
 _TAILS_IN_SMALL_MEMORY = 32
-"""Tails that host memory of 256 to 1,024 slots has room for; in a smaller one they have an eighth of the slots."""
+"""Largest number of tails in host memory of 256 to 1,024 slots. In smaller memory, tails get an eighth of the slots."""
 _SLOTS_PER_TAIL = 32
-"""Slots of a larger one for each tail: most of such a slot is unused, and conversations need them for whole chunks."""
+"""Slots per tail in larger host memory. Tails are few, because most of a tail's slot is unused."""
 _STATE_SHARE = 2 / 3
-"""Share of the slots for states: twice as many as for chunks, because a state needs every chunk before it."""
+"""Largest share of the slots for states."""
 _TOKEN_BYTES = 4
 
 
 class State(Enum):
-    """State of an entry. An absent chunk has no entry."""
+    """The state of an entry. A chunk that is not in host memory has no entry."""
 
     WRITING = "writing"
     LOADING = "loading"
@@ -34,12 +34,12 @@ class State(Enum):
 
 @define(eq=False)
 class Entry:
-    """A chunk in host memory. Changed only under the store's lock.
+    """A chunk in host memory. The store changes it only while it holds its lock.
 
-    `refs`: leases, reservations, running I/O, promotions and pins that refer to the slot. `removed`: whether it left
-    the index forever; the slot is freed with the last reference. `flushing`: whether it is evicted, and being copied to
-    lower tiers first. `in_policy`: whether the policy knows it. `origin`: see `KeyChain.origin`; empty for a chunk that
-    is found by its key only. `prefetched`: whether a prefetch brought it, and nobody has leased it since.
+    `refs`: the number of leases, reservations, reads, writes, promotions and pins that use the slot. `removed`: whether
+    the entry has left the index; its slot is freed when `refs` is 0. `flushing`: whether it was evicted and is still
+    being written to lower tiers. `in_policy`: whether the policy knows it. `origin`: see `KeyChain.origin`; empty for a
+    chunk that is found only by its key. `prefetched`: whether a prefetch has read it, and nobody has leased it since.
     """
 
     key: ChunkKey = field(repr=bytes.hex)
@@ -61,15 +61,15 @@ class Entry:
 
 @define(eq=False)
 class Share:
-    """The entries of one kind in host memory, least recently used first. Called under the store's lock.
+    """The tails, or the states, in host memory, least recently used first. The caller holds the store's lock.
 
-    `limit`: how many slots they may have.
+    `limit`: the largest number of slots for them.
     """
 
     limit: int
     _entries: dict[ChunkKey, Entry] = field(init=False, factory=dict)
     _idle: dict[str, OrderedDict[ChunkKey, Entry]] = field(init=False, factory=dict)
-    """The entries of each tenant that nobody refers to."""
+    """For each tenant, the entries without references."""
     _tenants: dict[ChunkKey, str] = field(init=False, factory=dict)
     _counts: Counter[str] = field(init=False, factory=Counter)
     _parts: dict[str, float] = field(init=False, factory=dict)
@@ -82,11 +82,11 @@ class Share:
 
     @property
     def full(self) -> bool:
-        """Whether a new entry must replace one of these."""
+        """Whether the limit is reached, so that a new entry must replace one of these."""
         return len(self._entries) >= self.limit
 
     def add(self, entry: Entry, tenant: str = "", part: float = 1.0) -> None:
-        """Add an entry. `part`: the tenant's part of all slots."""
+        """Add an entry. `part`: the tenant's share of all slots, 0 to 1."""
         self._entries[entry.key], self._tenants[entry.key] = entry, tenant
         self._counts[tenant] += 1
         self._parts[tenant] = part
@@ -108,7 +108,7 @@ class Share:
         self._idle[self._tenants[key]][key] = self._entries[key]
 
     def touch(self, key: ChunkKey) -> None:
-        """Note a use of the entry, if it is of this kind."""
+        """Note a use of the entry, if it is one of these."""
         if key in self._entries and key in (idle := self._idle[self._tenants[key]]):
             idle.move_to_end(key)
 
@@ -119,9 +119,9 @@ class Share:
         return sum(entry.ready for entry in self._entries.values())
 
     def oldest_unused(self, tenant: str = "") -> Entry | None:
-        """Return the least recently used unreferenced entry of the tenant that exceeds its part by the most.
+        """Return the least recently used entry without references, of the tenant that exceeds its part by the most.
 
-        `tenant`: the tenant that adds an entry.
+        `tenant`: the tenant that wants to add an entry. Returns None if all entries have references.
         """
         over = {each: self._counts[each] - self._parts[each] * self.limit for each in self._idle}
         over[tenant] = over.get(tenant, 0.0) + 1
@@ -132,7 +132,7 @@ class Share:
 
 
 def shares(num_slots: int) -> dict[type, Share]:
-    """Return the shares of `num_slots` slots, by the type of the keys."""
+    """Return the `Share` of tails and that of states in `num_slots` slots, by the type of their keys."""
     tails = max(num_slots // _SLOTS_PER_TAIL, min(num_slots // 8, _TAILS_IN_SMALL_MEMORY))
     return {TailKey: Share(max(1, tails)), StateKey: Share(max(1, int(num_slots * _STATE_SHARE)))}
 
@@ -141,8 +141,8 @@ def shares(num_slots: int) -> dict[type, Share]:
 class Payloads:
     """Finds the bytes of a slot that lower tiers store: a whole chunk, a whole state, or the pages of a tail.
 
-    `spans(tokens)`: where the bytes of a tail of `tokens` tokens are in a slot. `sizes`: bytes of a chunk, and of each
-    state entry; empty if all of them fill their slots.
+    `spans(tokens)`: returns the byte ranges of a tail of `tokens` tokens in a slot. `sizes`: the bytes of a chunk and
+    of each state entry; empty if all of them fill their slots.
     """
 
     slot_bytes: int
@@ -150,7 +150,7 @@ class Payloads:
     sizes: Sequence[int] = ()
 
     def nbytes(self, key: ChunkKey) -> int:
-        """Return the number of bytes of the chunk in a lower tier."""
+        """Return the number of bytes that the chunk has in a lower tier."""
         if type(key) is not TailKey:
             number = key.number if type(key) is StateKey else 0
             return align_up(self.sizes[number]) if number < len(self.sizes) else self.slot_bytes
@@ -173,7 +173,7 @@ class Payloads:
         return slot if nbytes == len(slot) else slot[:nbytes]
 
     def scatter(self, key: ChunkKey, payload: memoryview, slot: memoryview) -> None:
-        """Put a payload in its place in the slot."""
+        """Copy a payload from `buffer` to its places in the slot."""
         if type(key) is TailKey:
             at = 0
             for span in self.spans(key.tokens):
@@ -183,10 +183,10 @@ class Payloads:
 
 @define(eq=False)
 class PrefixIndex:
-    """Chunks by their origin (see `KeyChain.origin`) and their tokens, as bytes. Not thread-safe."""
+    """Finds chunks by their origin (see `KeyChain.origin`) and their first tokens, as bytes. Not thread-safe."""
 
     _chunks: dict[bytes, list[tuple[bytes, ChunkKey]]] = field(init=False, factory=dict, repr=False)
-    """For each origin, sorted by tokens, so that a neighbour has the longest common prefix."""
+    """For each origin its chunks, sorted by tokens, so that a neighbour has the longest common prefix."""
 
     def add(self, origin: bytes, tokens: bytes, key: ChunkKey) -> None:
         insort(self._chunks.setdefault(origin, []), (tokens, key))
@@ -220,7 +220,7 @@ class PrefixIndex:
 
 
 def _common(left: bytes, right: bytes) -> int:
-    """Return how many leading tokens are equal."""
+    """Return how many of the first tokens are equal."""
     low, high = 0, min(len(left), len(right)) // _TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,6 +1,7 @@
-"""Keeps a store consistent: lock checks, waits that survive Ctrl-C, forks, and plug-ins that hang or raise.
+"""Guards of a store's consistency: against missing locks, Ctrl-C, forks, and plug-ins that hang or raise.
 
-Policies, admission filters and observers may be other packages'. Their exceptions end neither a call nor the store."""
+Policies, admission filters and observers may belong to other packages. Their exceptions end neither a call nor the
+store."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from lmkv.errors import safe_repr
 from lmkv.protocols import Admission, Backend, ChunkKey, DividesTier, LabelsKeys, Policy, SeesPrompts, TakesHints
 
 CHECKED = os.environ.get("LMKV_CHECK_LOCKS") == "1"
-"""Whether calls are checked, which costs one more Python call each. Read when lmkv is imported."""
+"""Whether `locked` checks calls, which costs a Python call each. The variable is read when lmkv is imported."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,7 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PATIENCE = 10.0
-"""Seconds that all backends of a store together have to close."""
+"""Seconds within which all backends of a store must close."""
 _GROWN, _REPLACED = 1 << 14, 1 << 17
 _wanted = threading.Event()
 
@@ -52,7 +53,7 @@ def locked(method: F) -> F:
 
 
 def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
-    """Return the call's result, or if it raises, the result of `failed(exception)`."""
+    """Return the result of `call()`, or of `failed(exception)` if it raises."""
     try:
         return call()
     except Exception as error:
@@ -66,7 +67,7 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
 
 @define(eq=False, repr=False)
 class Bell:
-    """Wakes threads that wait for a state: they check it again at each `ring`. Thread-safe, without a lock.
+    """Wakes threads that wait for a condition, which they check again at each `ring`. Thread-safe, without a lock.
 
     After a KeyboardInterrupt in a waiting thread, a `threading.Condition` or `Event` may keep its lock, or release that
     of another thread. Here each wait has a separate lock, which is released at most once.
@@ -81,7 +82,7 @@ class Bell:
                 self._waiters.pop().release()
 
     def wait_for(self, true: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `true()` holds, at most `timeout` seconds. Returns whether it does."""
+        """Wait until `true()` holds, for at most `timeout` seconds. Returns whether it does."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             waiter = threading.Lock()
@@ -99,12 +100,12 @@ class Bell:
 
 @define(eq=False)
 class Changes:
-    """A context within the store's lock: `with self._lock, self._changes`.
+    """Detects interrupted changes of a store, and repairs them: `with self._lock, self._changes`.
 
-    Ctrl-C, or a MemoryError, may come between any two lines. So a mark is set before the first line of a change and
-    cleared after its last. The next change that finds it set first calls `repair`, which recounts everything. An
-    exception within these methods leaves the mark correct as well. The lock is written in C, so nothing can come
-    between it and the mark.
+    Ctrl-C or a MemoryError may interrupt a change between any two lines. Therefore a mark is set before the first line
+    and cleared after the last. If the next change finds the mark set, it first calls `repair`, which recounts
+    everything. An exception within these methods leaves the mark correct as well. The lock is written in C, so no
+    interruption can come between the lock and the mark.
     """
 
     repair: Callable[[], None] = field(default=lambda: None)
@@ -122,7 +123,7 @@ class Changes:
             self.cut_short = False
 
     def put_right(self) -> None:
-        """Locked. Repair now."""
+        """Repair the store now. The caller holds the lock."""
         self.cut_short = True
         self.lost.clear()
         attempt(
@@ -135,7 +136,7 @@ class Changes:
 
 
 def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
-    """Close backends, given with their names. If one hangs, its daemon thread keeps running."""
+    """Close backends, given with their names. If a backend hangs, its daemon thread keeps running."""
     deadline = time.monotonic() + PATIENCE
     closing = [(name, _begin(partial(_close, name, backend), name)) for name, backend in backends]
     for name, thread in closing:
@@ -172,7 +173,7 @@ def _close(name: str, backend: Backend) -> None:
 
 @define(eq=False)
 class Freezer:
-    """Calls `gc.freeze` as an index grows, and when many of its entries were replaced.
+    """Calls `gc.freeze` when an index has grown, or when many of its entries were replaced.
 
     A full collection visits every object of all indexes and stops all threads: 0.7 s with three million chunks. Entries
     are never part of a cycle, so they are freed without a collection. `gc.freeze` runs after the next full collection,
@@ -183,7 +184,7 @@ class Freezer:
     _new: int = 0
 
     def added(self, count: int, size: int) -> None:
-        """Note `count` new entries of an index that has `size` now. Called under the store's lock."""
+        """Note `count` new entries of an index that has `size` now. The caller holds the store's lock."""
         self._new += count
         self._size = min(self._size, size)
         if size - self._size >= _GROWN or self._new >= _REPLACED:
@@ -202,7 +203,7 @@ def _collected(phase: str, info: dict[str, Any]) -> None:
 
 class ClosesAfterFork(Protocol):
     def after_fork(self) -> None:
-        """In the child: take no lock that a thread of the parent may hold, and wait for no thread."""
+        """Close the object in a forked child, without locks that a parent's thread may hold, and without waiting."""
         ...
 
 
@@ -227,7 +228,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 MAX_GIVEN_UP: Final = 1 << 16
-"""Largest number of remembered chunks that sessions no longer need and that are on their way to a tier."""
+"""Largest number of chunks to remember that are being written to a tier although no session needs them any more."""
 
 
 class StoreObserver(Protocol):
@@ -247,8 +248,7 @@ def _ignore(keys: Sequence[ChunkKey], what: Any) -> None: ...
 
 @define(eq=False)
 class Plain:
-    """Evicts the least recently used key first, and the last key of a chain before the others. It knows no parents, and
-    never raises."""
+    """A simple LRU policy that never raises, in place of a policy that has raised. It does not know parents."""
 
     _sizes: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
     _held: set[ChunkKey] = field(init=False, factory=set)
@@ -294,18 +294,21 @@ class Plain:
 
 @frozen
 class Content:
-    """A tier's content, for a new policy. `chains`: arguments of `Policy.insert_chain`, least recently used first."""
+    """The content of a tier, for a new policy. `chains`: arguments of `Policy.insert_chain`, least recently used
+    first.
+    """
 
     chains: Iterable[tuple[Sequence[ChunkKey], int, Sequence[ChunkKey]]]
     held: Iterable[ChunkKey]
 
 
 class Order:
-    """A policy. If it raises, a `Plain` policy replaces it, and the log says so once.
+    """Calls a tier's policy. If the policy raises, a `Plain` policy replaces it, and the log says so once.
 
-    It also passes hints about chunks that arrive or return: `priority_of` for those in `wished`, and which chunks
-    sessions gave up before they arrived. `content`: the tier's content. `freed`: the bytes of given chunks; 0 if one of
-    them is in use or absent. `has`: whether the policy knows a chunk. Called under the store's lock.
+    When a chunk arrives, it also tells the policy earlier hints about it: the priority (`priority_of`) of a chunk in
+    `wished`, and whether its session has ended. `content`: a function that returns the tier's content. `freed`: returns
+    the bytes of given chunks, or 0 if one of them is in use or absent. `has`: returns whether the tier has a chunk. The
+    caller holds the store's lock.
     """
 
     def __init__(
@@ -323,7 +326,7 @@ class Order:
         self.priority_of: Callable[[ChunkKey], int] = lambda key: 0
         self._given_up: OrderedDict[ChunkKey, None] = OrderedDict()
         self._new: Policy | None = attempt(lambda: copy.deepcopy(policy), lambda error: None)
-        """As it was before the first key."""
+        """A copy of the policy before its first key, or None if it cannot be copied."""
         self._telling = False
         # On the instance, because `isinstance` looks for the attributes and not every policy has them.
         if isinstance(policy, TakesHints):
@@ -377,7 +380,7 @@ class Order:
         return victims
 
     def part_of(self, key: ChunkKey, parent: ChunkKey) -> tuple[str, float]:
-        """See `DividesTier`. Without quotas, no chunk has a tenant."""
+        """Return a chunk's tenant and its share; see `DividesTier`. Without quotas, no chunk has a tenant."""
         return self._do(lambda policy: policy.part_of(key, parent) if isinstance(policy, DividesTier) else ("", 1.0))
 
     def _hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
@@ -418,7 +421,9 @@ class Order:
         self._telling = False
 
     def _filled(self, policy: Policy, before: Policy | None = None) -> Policy:
-        """`before`: knows the tenants of the chunks, with quotas."""
+        """Fill a new policy with the tier's content, and return it. `before`: a policy that knows the chunks'
+        tenants.
+        """
         content = self._content()
         for keys, size, parents in content.chains:
             if isinstance(before, DividesTier) and isinstance(policy, LabelsKeys):
@@ -438,7 +443,7 @@ class Order:
 
 @define(eq=False)
 class GuardedAdmission:
-    """A filter that admits nothing when it raises."""
+    """Calls an admission filter. If the filter raises, nothing is admitted."""
 
     _admission: Admission
     _tier: str
@@ -468,7 +473,7 @@ class GuardedAdmission:
 
 @define(eq=False)
 class GuardedObserver:
-    """An observer that is not notified again after it has raised."""
+    """Calls an observer, until it raises for the first time."""
 
     _observer: StoreObserver
     _ended: bool = field(init=False, default=False)

@@ -1,4 +1,4 @@
-"""The health of tiers: their counters and breakers, the meaning of their answers, and the log of failures."""
+"""The health of tiers: counters, breakers, what a backend's results say about it, and log lines about failures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lmkv.store.entries import Entry
 BreakerState = Literal["closed", "open", "half-open"]
 
 _SHARE = 0.01
-"""Largest share of the time spent on trying a tier that fails."""
+"""Largest share of time to spend on trying a tier that fails."""
 logger = logging.getLogger(__name__)
 _EVERY = 60.0
 _MOST = 100
-"""Largest number of remembered topics."""
+"""Largest number of topics whose last log line is remembered."""
 _BETWEEN = re.compile(r"([\s,;'\"<>\[\]]+)")
 _KEY = re.compile("[0-9a-f]{64}")
 _DURATION = re.compile(r"\d[\d.]{0,20} ?[nuµm]?s\b")
@@ -39,10 +39,10 @@ T = TypeVar("T")
 
 @define
 class TierCounters:
-    """Totals of one tier since it was made. Changed under the store's lock."""
+    """The totals of one tier since the store was made. The store changes them while it holds its lock."""
 
     hits: int = 0
-    """Chunks served."""
+    """Chunks that were served."""
     reads: int = 0
     read_bytes: int = 0
     read_failures: int = 0
@@ -54,7 +54,7 @@ class TierCounters:
     write_failures: int = 0
     evictions: int = 0
     dropped: int = 0
-    """Writes refused because too many waited, or because the tier hangs."""
+    """Chunks that were not written because too many writes were waiting, or because the tier hangs."""
     prefetched: int = 0
     """Chunks that a prefetch brought into host memory: `prefetch_hits` of them were leased later, `prefetch_expired`
     were removed without a lease."""
@@ -106,9 +106,9 @@ class StoreStats:
 
 @frozen
 class Stored:
-    """The content of a lower tier's index. `sizes`: bytes of each stored chunk.
+    """The content of a lower tier's index. `sizes`: the bytes of each stored chunk.
 
-    `rewriting`: those of `writing` that are stored as well. `tombstones`: chunks that are never served again.
+    `rewriting`: the keys of `writing` that are stored as well. `tombstones`: chunks that are never served again.
     `reclaiming`: chunks that are being deleted.
     """
 
@@ -122,11 +122,11 @@ class Stored:
 
 @frozen
 class Snapshot:
-    """The complete content of a `TieredStore` at one moment. `held`: the chunks in host memory. `tiers`: the lower
-    ones.
+    """The complete content of a `TieredStore` at one moment. `held`: the chunks in host memory. `tiers`: lower tiers.
 
-    `prefetched`: the key of each slot that prefetches refer to, of a removed chunk, too. `wished`: slots of pins and
-    prefetches, by the type of the keys. `promotions`: the promotions that are not released.
+    `prefetched`: the key of each slot that prefetches keep, even if its chunk was removed. `wished`: the number of
+    slots that pins and prefetches keep, by the type of the keys. `promotions`: the number of promotions that are not
+    released.
     """
 
     held: Mapping[ChunkKey, Entry]
@@ -139,12 +139,12 @@ class Snapshot:
 
 @define(eq=False)
 class Breaker:
-    """Opens after `threshold` failures in a row. Has no lock and no thread, and takes all times from `clock`.
+    """A circuit breaker: refuses calls of a tier that fails. Not thread-safe, and reads all times from `clock`.
 
-    An open breaker refuses calls for `first_delay` seconds. Then it is half-open: it lets one call through as a trial.
-    If that fails it opens again for twice as long, up to `longest_delay`; any success closes it. If failures come
-    immediately, a trial costs nothing: the breaker then opens for at most `quick_delay`. A call that runs for more than
-    `patience` seconds holds it open until it returns.
+    It opens after `threshold` failures in a row, and then refuses calls for `first_delay` seconds. Afterwards it is
+    half-open, and allows one call as a trial. If the trial fails, the breaker opens again for twice as long, up to
+    `longest_delay`. Any success closes it. If failures come immediately, a trial costs nothing, and the breaker opens
+    for at most `quick_delay`. While a call runs for more than `patience` seconds, the breaker stays open.
     """
 
     clock: Clock
@@ -170,7 +170,7 @@ class Breaker:
 
     @property
     def usable(self) -> bool:
-        """Whether `begin` would let a call through now."""
+        """Whether `begin` would allow a call now."""
         if self._retry_at is None:
             return not self.hangs
         return self._probe is None and self.state == "half-open"
@@ -181,17 +181,17 @@ class Breaker:
 
     @property
     def hanging(self) -> int:
-        """Calls that have run for longer than the patience."""
+        """Number of calls that have run for more than `patience` seconds."""
         now = self.clock()
         return sum(now - started > self.patience for started in self._running.values())
 
     @property
     def hangs(self) -> bool:
-        """Whether the oldest call has run for longer than the patience."""
+        """Whether the oldest running call has taken more than `patience` seconds."""
         return self.busy and self.clock() - next(iter(self._running.values())) > self.patience
 
     def begin(self) -> int | None:
-        """Begin a call: returns its number, for `end`, or None when it must not be made."""
+        """Note the begin of a call, and return its number for `end`, or None if the call is refused."""
         if not self.usable:
             return None
         self._last_call += 1
@@ -201,8 +201,7 @@ class Breaker:
         return self._last_call
 
     def end(self, call: int, ok: bool | None) -> None:
-        """Note how a call ended. `ok` is None if the result says nothing about the tier; then the next call is the
-        trial."""
+        """Note the end of a call. `ok`: whether it succeeded, or None if its result says nothing about the tier."""
         took = self.clock() - self._running.pop(call)
         probing = call == self._probe
         if probing:
@@ -221,7 +220,7 @@ class Breaker:
         self._failures, self._delay, self._retry_at = 0, 0.0, None
 
     def hasten(self) -> None:
-        """Let the next call through."""
+        """Allow the next call, even if the breaker is open."""
         if self._retry_at is not None:
             self._delay, self._retry_at = 0.0, self.clock()
 
@@ -233,7 +232,7 @@ class Breaker:
 
 @define(eq=False)
 class Complaints:
-    """Logs failures of one tier. Thread-safe; called without the store's lock."""
+    """Logs the failures of one tier, each at most once a minute. Thread-safe; the caller does not hold the lock."""
 
     name: str
     clock: Clock
@@ -294,19 +293,19 @@ def _with_names(text: str, most: int) -> str:
 
 
 def read_works(result: Read) -> bool | None:
-    """Return whether the tier can be read. None if no bytes came, which says nothing."""
+    """Return whether a read shows that the tier can be read, or None if the read says nothing about that."""
     if result.status is ReadStatus.MISS:
         return None
     return result.status is ReadStatus.HIT or isinstance(result.error, CorruptChunkError)
 
 
 def write_works(result: Written) -> bool | None:
-    """Return whether the tier accepts writes. None if no write was needed, or if it was refused for lack of space."""
+    """Return whether a write shows that the tier can be written, or None if the write says nothing about that."""
     return {WriteStatus.STORED: True, WriteStatus.FAILED: False}.get(result.status)
 
 
 def is_full(result: Written) -> bool:
-    """Return whether a deletion would help: the medium is full, and does not refuse all writes."""
+    """Return whether a write failed because the medium is full, so that a deletion would help."""
     code = getattr(result.error.__cause__, "errno", None) if isinstance(result.error, NoSpaceError) else None
     rejected = result.status is WriteStatus.REJECTED and result.lacking is not None
     return rejected or code in (errno.ENOSPC, errno.EDQUOT)

@@ -1,4 +1,4 @@
-"""`Hints`: passes the callers' knowledge about chunks to the policies and admission filters of all tiers."""
+"""`Hints`: tells the policies and admission filters of all tiers what clients have said about their sessions."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _SESSION_SECONDS: Final = 86_400.0
 MAX_HINTED: Final = 1 << 18
 """Largest number of chunks of all sessions together, and of all priorities together; their keys take about 20 MiB."""
 _OVERHEAD: Final = 16
-"""Memory of a wish without its chunks, in keys."""
+"""The memory that a wish takes besides its chunks, counted in keys."""
 _MAX_ENDING: Final = 16
-"""Largest number of wishes about the same chunks, of several sessions or priorities."""
+"""Largest number of wishes for the same chunks, from several sessions or with several priorities."""
 _MAX_SHED: Final = 64
 _MAX_ENDED: Final = 1 << 14
-"""About how many chunks of wishes one call ends. The rest end at their time."""
+"""Number of chunks, approximately, whose wishes one call ends. Other wishes end at their time."""
 _MAX_SESSION: Final = 1 << 14
 """Largest number of chunks of a session."""
 _MAX_BRANCHES: Final = 16
-"""Largest number of branches of a session: an agent's own conversation, and its subagents'."""
+"""Largest number of branches of a session: the conversations of an agent and of its subagents."""
 
 
 @frozen
 class _Priority:
-    """A wish for a chain's priority. `session`: ends with this session."""
+    """A wish for a priority of a prompt's chunks. `session`: the session with which the wish ends."""
 
     last: ChunkKey
     priority: int
@@ -45,7 +45,7 @@ class _Priority:
 
 @define(eq=False)
 class _Wished:
-    """A chunk with a priority: how many wishes there are for each level, and the owner it counts for."""
+    """A chunk with a priority: the number of wishes for each level, and the owner whose limit the chunk counts for."""
 
     owner: bytes
     tenant: str
@@ -54,7 +54,7 @@ class _Wished:
 
 @define(eq=False, repr=False)
 class Hints:
-    """Passes hints on to policies that take them. Thread-safe. `lock`: the store's.
+    """Passes hints on to the policies that accept them. Thread-safe. `lock`: the store's lock.
 
     An `owner` is the root of a request's keys: sessions of the same name with different owners are different sessions.
     Priorities are limited to `most` chunks, and for each tenant to its part of them (`part_of`, see `DividesTier`).
@@ -87,9 +87,9 @@ class Hints:
     _wished: dict[ChunkKey, _Wished] = field(init=False, factory=dict)
     _tenants: dict[str, Owners] = field(init=False, factory=dict)
     _ending: dict[ChunkKey, dict[_Priority, None]] = field(init=False, factory=dict)
-    """The wishes whose chain ends with a chunk, few of them."""
+    """For each chunk, the few wishes that end with it."""
     _sessions: Wishes[bytes, list[Chain]] = field(init=False, factory=Wishes)
-    """The branches of each session, by their last chains."""
+    """For each session, the latest chain of keys of each branch."""
     _branches: Counter[ChunkKey] = field(init=False, factory=Counter)
     """Number of branches of sessions that have each chunk."""
 
@@ -103,8 +103,10 @@ class Hints:
     def set_priority(
         self, keys: Chain, priority: int, seconds: float = DEFAULT_SECONDS, owner: bytes = b"", session: str = ""
     ) -> None:
-        """See `TakesHints.hint`. `seconds`: how long a priority above 0 lasts; 0 ends the session's priority for this
-        chain. A priority also ends with its `session`. A shorter or lower priority does not end another one.
+        """Set the priority of a prompt's chunks; see `TakesHints.hint`.
+
+        `seconds`: how long a priority above 0 lasts; 0 ends the priority of the session for this prompt. A priority
+        also ends with its `session`. A shorter or lower priority does not end another one.
         """
         with self._lock, self._changes:
             if priority < 0:
@@ -230,7 +232,7 @@ class Hints:
             self._tell(left, -1)
 
     def prompt(self, keys: Chain, tokens: int) -> None:
-        """See `SeesPrompts.prompt`."""
+        """Tell the admission filters about a prompt; see `SeesPrompts.prompt`."""
         if self._prompted:
             with self._lock, self._changes:
                 for admission in self._prompted:
@@ -254,10 +256,10 @@ class Hints:
             return {name: dict(policy.used_bytes()) for name, policy in tiers if isinstance(policy, LabelsKeys)}
 
     def session(self, owner: bytes, name: str, keys: Chain, *, ended: bool = False) -> None:
-        """Note the end of a session's request. Chunks that this request has replaced will be evicted first.
+        """Note that a request of a session has ended. Chunks that the session no longer needs are evicted first.
 
-        `ended`: whether the session ends with it; all its chunks that no other session shares will then be evicted
-        first.
+        `ended`: whether the session ends as well. Then all its chunks are evicted first, unless another session shares
+        them.
         """
         with self._lock, self._changes:
             self._session(owner, name, keys, ended=ended)
@@ -325,7 +327,7 @@ class Hints:
 
     @locked
     def recount(self) -> None:
-        """After an exception, count the known wishes again, and tell them to the policies, which were made anew."""
+        """Count the known wishes again after an exception, and pass them to the policies, which were made anew."""
         self._priorities, self._sessions = self._priorities.rebuilt(), self._sessions.rebuilt()
         self._wished.clear()
         self._ending, self._tenants = {}, {}

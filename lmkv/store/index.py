@@ -1,9 +1,9 @@
 """The index of a lower tier: its keys, their sizes, and how much of its capacity they take.
 
-A key is absent, being written, or stored. It is distrusted if it is stored but could not be read. It is a tombstone if
-it is never served again, but its bytes are still there. It is being reclaimed while its bytes are being deleted. Only
-an absent key, a distrusted one or a tombstone can be written, so that old bytes never pass for new ones. A distrusted
-key counts, but is not found until it is written again or seen on the medium again.
+A key is absent, being written, or stored. A stored key that could not be read is *distrusted*: it counts, but is not
+found until it is written again or seen on the medium again. A *tombstone* is never served again, but its bytes are
+still there. While its bytes are being deleted, it is *reclaimed*. Only an absent key, a distrusted key or a tombstone
+can be written, so that old bytes are never taken for new ones.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lmkv.store.health import Stored
 
 
 class Victims(dict[ChunkKey, int]):
-    """Chunks to delete from the backend, and their sizes. Only one thread at a time may delete them.
+    """Chunks to delete from the backend, and their sizes. Only one thread may delete them.
 
-    `room`: bytes that nothing may use until the chunks are deleted.
+    `room`: the number of bytes that nothing else may use until the chunks are deleted.
     """
 
     room = 0
@@ -32,9 +32,9 @@ class Victims(dict[ChunkKey, int]):
 
 @define(eq=False)
 class ScanGuard:
-    """Keys changed since a scan of the medium started; the scan's results for them are stale.
+    """The keys that have changed since a scan of the medium started, for which the results of the scan are stale.
 
-    `valid`: False after a clear: no result of the scan may be indexed.
+    `valid`: False after a `clear`, when no result of the scan may be indexed.
     """
 
     changed: set[ChunkKey] = field(factory=set)
@@ -42,13 +42,13 @@ class ScanGuard:
 
 
 class TierIndex:
-    """Keys, sizes and order of a lower tier. Called under the store's lock.
+    """The keys of a lower tier, with their sizes and their order of eviction. The caller holds the store's lock.
 
-    `used`: bytes of the chunks that are stored and being written, never more than `capacity`. Tombstones are
-    deleted before anything is written in their place, so the medium stores no more than that either.
+    `used`: bytes of the chunks that are stored or being written, never more than `capacity`. Tombstones are deleted
+    before anything is written in their place, so the medium does not exceed the capacity either.
 
-    `other_namespace`: how many of the chunks belong to other namespaces (`SharesRoom`); they are evicted in
-    turn with the rest. `name`: the tier's, for the `observers`.
+    `other_namespace`: how many of the chunks belong to other namespaces (`SharesRoom`); they are evicted like all
+    others. `name`: the name of the tier, for the `observers`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TierIndex:
         self.capacity = capacity
         self.used = self.other_namespace = 0
         self.clearing = False
-        """Whether everything is being deleted, unindexed chunks included. Nothing is written meanwhile."""
+        """Whether all chunks are being deleted, even unindexed ones. Meanwhile nothing is written."""
         self._name = name
         self._observers = observers
         self._sizes: dict[ChunkKey, int] = {}
@@ -69,7 +69,7 @@ class TierIndex:
         # A write that ends without an answer may lie in a buffer on its way to the store. Without a clear it does no
         # harm: its bytes are those of its key. After a clear the same key stands for new bytes.
         self.unanswered: set[ChunkKey] = set()
-        """Keys whose write ended without an answer."""
+        """Keys that were written without an answer of the backend."""
         self.suspect: set[ChunkKey] = set()
         """Keys under which bytes from before a clear may still appear, until this process has stored them again."""
         self._tombstones: dict[ChunkKey, int] = {}
@@ -101,15 +101,15 @@ class TierIndex:
         return len(self._sizes) + len(self._unseen)
 
     def first(self) -> ChunkKey | None:
-        """Return some stored chunk."""
+        """Return the key of any stored chunk, or None if there is none."""
         return next(iter(self._sizes), None)
 
     def sizes(self) -> dict[ChunkKey, int]:
-        """Return the bytes of each stored chunk, distrusted ones included. O(chunks)."""
+        """Return the size in bytes of each stored chunk, including distrusted ones, in O(chunks) time."""
         return self._unseen | self._sizes
 
     def snapshot(self) -> Stored:
-        """Return all keys by their state. O(chunks)."""
+        """Return all keys by their state, in O(chunks) time."""
         keys = self._writing, self._rewriting, self._tombstones, self._reclaiming
         return Stored(self.sizes(), self._reclaiming_bytes, *map(frozenset, keys))
 
@@ -136,10 +136,11 @@ class TierIndex:
     def begin_write(
         self, key: ChunkKey, nbytes: int, protect: Callable[[], frozenset[ChunkKey]] = frozenset
     ) -> Victims | None:
-        """Make room for a chunk. Returns None if that fails, or while old bytes of this key are being deleted.
+        """Reserve capacity for a chunk, and return the chunks that the caller must delete before it writes.
 
-        Returns chunks to delete before writing; afterwards pass them to `reclaimed`. `protect` names the keys
-        that must not be evicted, and is called only if anything must be.
+        Afterwards the caller passes these to `reclaimed`. Returns None if there is not enough capacity, or while old
+        bytes of this key are being deleted. `protect` returns the keys that must not be evicted, and is called only if
+        something must be evicted.
         """
         if self.clearing or self.knows(key) or key in self._reclaiming:
             return None
@@ -159,7 +160,7 @@ class TierIndex:
         return self.take_tombstones(max(0, nbytes - self._rewriting.get(key, 0)))
 
     def evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
-        """Evict more than this tier's own capacity demands; None when it cannot evict `nbytes`."""
+        """Evict `nbytes` more than this tier's capacity requires. Returns None if that is impossible."""
         evicted = self._evict_bytes(nbytes, protect)
         if evicted is None:
             return None
@@ -169,7 +170,7 @@ class TierIndex:
     def end_write(
         self, key: ChunkKey, nbytes: int, *, stored: bool, wanted: bool = True, parent: ChunkKey = b""
     ) -> None:
-        """End a write: index the chunk if it was `stored`; delete it if it is not `wanted` now."""
+        """End a write: index the chunk if it was `stored`, and delete it again if nobody wants it any more."""
         self._writing.pop(key, None)
         self._note(key)
         self.used -= nbytes
@@ -203,7 +204,7 @@ class TierIndex:
         self._add_all((key,), nbytes, (parent,))
 
     def _add_all(self, keys: Sequence[ChunkKey], nbytes: int, parents: Sequence[ChunkKey]) -> None:
-        """Index chunks of as many bytes each, as `Policy.insert_chain` takes them."""
+        """Index chunks of `nbytes` bytes each, with the arguments of `Policy.insert_chain`."""
         self.order.insert_chain(keys, nbytes, parents)
         # In the order of the policy, which may have to be made anew of them.
         self._sizes.update(dict.fromkeys(reversed(keys), nbytes))
@@ -252,7 +253,10 @@ class TierIndex:
             self._tell_stored(key)
 
     def mark_deleted(self, keys: Iterable[ChunkKey], *, unknown: bool = False) -> None:
-        """Never serve these again, and schedule their bytes for deletion; with `unknown` also unindexed keys."""
+        """Make these chunks tombstones: never serve them again, and delete their bytes later.
+
+        `unknown`: whether to include keys that are not indexed.
+        """
         for key in keys:
             if self._has(key):
                 # First: bytes that nobody knows of would be found again one day.
@@ -264,7 +268,7 @@ class TierIndex:
                 self._tombstones[key] = 0
 
     def clear(self) -> Collection[ChunkKey]:
-        """Mark all chunks as deleted, indexed or not, except those of other namespaces; returns the indexed keys.
+        """Mark all chunks as deleted, indexed or not, except those of other namespaces, and return the indexed keys.
 
         Ends a listing under way.
         """
@@ -279,8 +283,8 @@ class TierIndex:
         return stored
 
     def take_tombstones(self, replaced_by: int = 0) -> Victims:
-        """Return the tombstones, for the caller to delete their bytes. `replaced_by`: bytes that the caller then writes
-        in their place.
+        """Return the tombstones, whose bytes the caller must delete. `replaced_by`: bytes that the caller then
+        writes.
         """
         victims, self._tombstones = Victims(self._tombstones), {}
         self._reclaiming.update(victims)
@@ -289,7 +293,7 @@ class TierIndex:
         return victims
 
     def reclaimed(self, victims: Victims, ok: bool) -> None:
-        """End the deletion of these tombstones; if not `ok`, they are tombstones again."""
+        """Note that the bytes of these tombstones are deleted, or if not `ok`, that they are tombstones again."""
         self._reclaiming.difference_update(victims)
         for key in victims:
             self._note(key)
@@ -300,7 +304,9 @@ class TierIndex:
     # -- scans of the medium ------------------------------------------------------------------------------
 
     def begin_scan(self) -> ScanGuard | None:
-        """Begin to note changed keys, for a scan of the medium. None while everything is being deleted."""
+        """Begin to note which keys change during a scan of the medium. Returns None while everything is being
+        deleted.
+        """
         if self.clearing:
             return None
         self._scans.append(ScanGuard())
@@ -315,7 +321,7 @@ class TierIndex:
             scan.changed.add(key)
 
     def add_found(self, sizes: Mapping[ChunkKey, int], scan: ScanGuard) -> None:
-        """Index chunks, given with their bytes, that were seen since the scan began, if they fit."""
+        """Index chunks that a scan has seen, given with their sizes in bytes, if they fit."""
         if not scan.valid:
             return
         for key, nbytes in sizes.items():
@@ -347,7 +353,7 @@ class TierIndex:
         return key in self._tombstones or key in self._reclaiming
 
     def begin_listing(self) -> bool:
-        """Begin a listing of the medium; False if there can be none now."""
+        """Begin a listing of the medium. Returns False if none is possible now."""
         self._listing = self.begin_scan()
         if self._listing is None:
             return False
@@ -356,9 +362,9 @@ class TierIndex:
         return True
 
     def adopt(self, found: Sequence[Listed]) -> bool:
-        """Index chunks that a listing found, oldest use first; chunks beyond the capacity are deleted.
+        """Index chunks that a listing has found, oldest use first. Chunks beyond the capacity are deleted.
 
-        Returns False if everything was cleared since the listing began: then end the listing.
+        Returns False if everything was cleared since the listing began, so that the caller must end it.
         """
         if self._listing is None:
             return False
@@ -402,8 +408,9 @@ class TierIndex:
                 self._tombstones[key] = nbytes
 
     def forget_unseen(self, most: int) -> bool:
-        """Drop up to `most` chunks that the listing has not found although they were stored the whole time: others have
-        deleted them.
+        """Drop up to `most` chunks that were stored during the whole listing and that it has not found.
+
+        Other processes have deleted them.
 
         Returns True while there may be more.
         """

@@ -1,4 +1,4 @@
-"""The I/O threads of lower tiers. Their work is planned under the store's lock, and queued after its release."""
+"""The threads that read and write lower tiers. The store plans their work under its lock, and queues it afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Priority(IntEnum):
-    """Order of service, the lowest number first: loads that a request waits for, prefetches, deletions, stores."""
+    """The order of jobs, lowest number first: loads that a request waits for, prefetches, deletions, stores."""
 
     LOAD = 0
     PREFETCH = 1
@@ -32,9 +32,9 @@ class Priority(IntEnum):
 
 @define(eq=False)
 class Job:
-    """`work` runs on an I/O thread and handles its own errors; `refused` runs if the pool refuses the job.
+    """A function for an I/O thread: `work`, which handles its own errors. If the pool refuses the job, `refused` runs.
 
-    Both get a `Deferred` for further plans, which runs after them. `lane`: the tier whose threads run it.
+    Both functions get a `Deferred` for further plans, which runs after them. `lane`: the name of the tier.
     """
 
     work: Callable[[Deferred], None]
@@ -45,13 +45,13 @@ class Job:
 
 @define(eq=False)
 class Deferred:
-    """Plans made under a lock, run after its release. `callbacks` run after `jobs` and must not raise."""
+    """Plans that are made under a lock and run after its release. `callbacks` run after `jobs`, and must not raise."""
 
     jobs: list[Job] = field(factory=list)
     callbacks: deque[Callable[[Deferred], None]] = field(factory=deque)
 
     def run(self, submit: Callable[[Sequence[Job]], list[Job]]) -> None:
-        """Run everything, including plans added meanwhile. No lock may be held.
+        """Run all plans, including those that are added meanwhile. The caller holds no lock.
 
         `submit`: `IOPool.submit`, which queues jobs and returns the refused ones. An exception in one plan, or Ctrl-C,
         does not stop the others; it is raised at the end. The interrupted plan runs again, which is harmless.
@@ -79,7 +79,7 @@ class Deferred:
             self.callbacks.popleft()
 
     def _give_up(self) -> None:
-        """Skip the one that has just failed."""
+        """Skip the plan that has just failed."""
         if self.jobs:
             self.callbacks.extendleft(job.refused for job in self.jobs)
             self.jobs = []
@@ -88,13 +88,13 @@ class Deferred:
 
 
 def deletion(work: Callable[[], None], lane: str) -> Job:
-    """Return a job that a pool may refuse: the store does not serve chunks to be deleted."""
+    """Return a deletion as a job that a pool may refuse, because the store no longer serves the deleted chunks."""
     return Job(lambda after: work(), Priority.DELETION, lambda after: None, lane)
 
 
 @define(eq=False)
 class _Lane:
-    """The queues of a tier, and how many threads it has. `running`: jobs."""
+    """The queues of a tier, and the number of its threads. `running`: the number of running jobs."""
 
     wakeup: threading.Condition
     threads: int = 0
@@ -103,7 +103,7 @@ class _Lane:
 
     @property
     def pending(self) -> int:
-        """Jobs that wait or run."""
+        """Number of jobs that are queued or running."""
         return self.running + sum(map(len, self.queues.values()))
 
     def next(self, loads_only: bool) -> Job | None:
@@ -122,10 +122,10 @@ class _Lane:
 
 
 class IOPool:
-    """`threads` daemon threads for each lane, at least two, over one queue per priority. Thread-safe.
+    """Runs jobs on `threads` daemon threads for each lane, at least two, in the order of priorities. Thread-safe.
 
-    Each tier is a lane, so a tier that hangs delays no other. A quarter of a lane's threads, at least one, runs only
-    loads, so that none waits for a write or a deletion. A closed pool refuses jobs.
+    Each tier is a lane, so a tier that hangs delays no other tier. A quarter of a lane's threads, at least one, runs
+    only loads, so that no load waits for a write or a deletion. A closed pool refuses jobs.
     """
 
     def __init__(self, threads: int = 16, name: str = "lmkv-io") -> None:
@@ -139,7 +139,7 @@ class IOPool:
         self._closed = False
 
     def submit(self, jobs: Sequence[Job]) -> list[Job]:
-        """Queue jobs. Returns the refused ones."""
+        """Queue jobs, and return those that a closed pool refuses."""
         with self._lock:
             lanes = {name: self._lane(name) for name in {job.lane for job in jobs}}
             queued = [self._queue(lanes[job.lane], job) for job in jobs]
@@ -171,7 +171,7 @@ class IOPool:
 
     @locked
     def _start_threads(self, lane: _Lane) -> None:
-        """Start as many threads as there is work for; a lane's last ones take loads alone."""
+        """Start as many threads as there is work for. The last threads of a lane run only loads."""
         while lane.threads < min(self._size, lane.pending):
             name, loads_only = f"{self._name}-{len(self._threads)}", lane.threads >= self._storing
             thread = threading.Thread(target=self._work, args=(lane, loads_only), name=name, daemon=True)
@@ -220,12 +220,12 @@ class IOPool:
 
     @property
     def pending(self) -> int:
-        """Jobs waiting or running."""
+        """Number of jobs that are queued or running."""
         with self._lock:
             return self._pending
 
     def after_fork(self) -> None:
-        """Reset the pool in a child process: it has no threads, and one of them may have held the lock."""
+        """Reset the pool in a forked child, which has no threads, and where the lock may be held forever."""
         self._lock = threading.Lock()
         self._idle = Bell()
         self._threads, self._lanes, self._closed = [], {}, True
@@ -235,13 +235,13 @@ class IOPool:
         return threading.current_thread() in self._threads
 
     def drain(self, timeout: float) -> bool:
-        """Wait until no job waits or runs, at most `timeout` seconds. Returns whether none does."""
+        """Wait until no job waits or runs, for at most `timeout` seconds. Returns whether none does."""
         return self._idle.wait_for(lambda: not self.pending, timeout)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Finish the waiting jobs, for at most `timeout` seconds, and end the threads. Idempotent.
+        """Finish the queued jobs, for at most `timeout` seconds, and end the threads. Idempotent.
 
-        False if a job hangs: its daemon thread keeps running, and waiting jobs are dropped.
+        Returns False if a job hangs. Its daemon thread then keeps running, and queued jobs are dropped.
         """
         deadline = time.monotonic() + timeout
         self.drain(timeout)

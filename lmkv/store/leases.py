@@ -92,7 +92,7 @@ class Reservation(AbstractContextManager["Reservation"]):
             how(self, keys)
 
     def take(self, keys: Sequence[ChunkKey] | None) -> list[Entry]:
-        """Transfer the entries of these keys (None: all) to the caller. Called under the store's lock."""
+        """Hand the entries of these keys (all if None) over to the caller, who holds the store's lock."""
         if keys is None:
             entries, self._open = list(self._open.values()), {}
             return entries
@@ -108,7 +108,7 @@ _End: TypeAlias = Callable[[Reservation, Sequence[ChunkKey] | None], None]
 
 @define(eq=False, repr=False)
 class Holders(Part):
-    """Makes and ends leases and reservations, and knows all current ones.
+    """Makes and ends leases and reservations, and knows all that have not ended.
 
     A holder may be garbage-collected before it ends, if an exception came before its caller received it. A recount then
     finds its slots.
@@ -139,7 +139,7 @@ class Holders(Part):
                 self._holders.pop(key, None)
 
     def lease(self, keys: Sequence[ChunkKey]) -> Lease:
-        """See `TieredStore.lease`."""
+        """Make a lease; see `TieredStore.lease`."""
         with self._lock, self._changes:
             entries = self._primary.leading_ready(keys)
             self._primary.use(entries)
@@ -159,7 +159,7 @@ class Holders(Part):
     def reserve(
         self, keys: Chain, parent: ChunkKey, tokens: bytes, origins: Sequence[bytes], chain: Chain, after: Deferred
     ) -> Reservation:
-        """See `TieredStore.reserve`. `chain` is its argument `protect`."""
+        """Make a reservation; see `TieredStore.reserve`, where `chain` is called `protect`."""
         entries: dict[ChunkKey, Entry] = {}
         accepted = 0
         width = len(tokens) // len(keys) if keys else 0
@@ -206,7 +206,7 @@ class Holders(Part):
 
     @locked
     def _only_copies(self, keys: Sequence[ChunkKey], chain: Sequence[ChunkKey]) -> set[ChunkKey] | None:
-        """Return the chunks before `keys` that no lower tier stores; None when nothing need be evicted for `keys`."""
+        """Return the chunks before `keys` that no lower tier stores, or None if nothing must be evicted for `keys`."""
         if self._primary.slab.free_slots >= len(keys):
             return None
         before = chain[: chain.index(keys[0])] if keys[0] in chain else chain

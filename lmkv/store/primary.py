@@ -28,14 +28,14 @@ _refs = attrgetter("refs")
 
 @runtime_checkable
 class HostMemory(Protocol):
-    """A backend of the first tier. One store takes over its slots."""
+    """A backend that a store can have as its first tier, because the store can take over its slots."""
 
     def take_slab(self) -> Slab: ...
 
 
 class PrimaryTier:
-    """The chunks in host memory. `retain`: if False, host memory is only a buffer: a chunk is removed with its last
-    reference.
+    """The chunks in host memory. `retain`: False if host memory is only a buffer, which keeps a chunk only while in
+    use.
 
     `spans`, `sizes`: see `Payloads`. `shares`: the slots for tails and for states, by the type of their keys.
     """
@@ -62,7 +62,7 @@ class PrimaryTier:
         self.counters = TierCounters()
         self.referenced = self.writing = self.loading = self.flushing = 0
         self.wished: Counter[type] = Counter()
-        """Slots that pins and prefetches refer to, by the type of the keys."""
+        """Number of slots that pins and prefetches keep, by the type of the keys."""
         self._retain = retain
         self._observers = observers
         self._freezer = Freezer()
@@ -80,8 +80,8 @@ class PrimaryTier:
         return self.order.policy
 
     def slots_for_wishes(self, kind: type) -> int:
-        """Return the number of slots that pins and prefetches may still refer to. An eighth of each kind is left to
-        loads and stores.
+        """Return how many more slots pins and prefetches may keep. An eighth of each kind is left to loads and
+        stores.
         """
         slots: int = self.slab.num_slots
         left = slots - max(1, slots // 8) - self.wished.total()
@@ -91,9 +91,7 @@ class PrimaryTier:
         return max(0, left)
 
     def slots_of(self, share: float, kind: type) -> int:
-        """Return the number of slots in a share of the slots for keys of a type; at least one, unless the share is
-        0.
-        """
+        """Return the number of slots in a share (0 to 1) of the slots for a type of keys, at least 1 unless it is 0."""
         slots = self.shares[kind].limit if kind in self.shares else self.slab.num_slots
         return max(1, int(slots * share)) if share > 0 else 0
 
@@ -102,7 +100,7 @@ class PrimaryTier:
         return self.order.part_of(key, parent)
 
     def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:
-        """Return the entries of the leading keys that are READY."""
+        """Return the entries of the first keys, up to the first one that is not READY."""
         found = []
         for entry in map(self.entries.get, keys):
             if entry is None or entry.state is not _READY:
@@ -111,7 +109,7 @@ class PrimaryTier:
         return found
 
     def use(self, entries: Sequence[Entry]) -> None:
-        """Refer to the READY entries of a chain, and count their use."""
+        """Add a reference to each of these READY entries of a prompt, and note their use."""
         for entry in entries:
             self.ref(entry)
             if entry.prefetched:
@@ -121,7 +119,7 @@ class PrimaryTier:
         self.counters.hits += len(entries)
 
     def _touch_shares(self, entries: Sequence[Entry]) -> None:
-        """Note the use of a chain's tail or states, which are its last entries."""
+        """Note the use of a prompt's tail or states, which are its last entries."""
         for entry in reversed(entries):
             share = self.shares.get(type(entry.key))
             if share is None:
@@ -131,7 +129,7 @@ class PrimaryTier:
     # -- references ---------------------------------------------------------------------------------------
 
     def ref(self, entry: Entry) -> None:
-        """Add a reference: the entry is not evicted, nor its slot reused, until the last is dropped."""
+        """Add a reference to an entry, which is then not evicted until its last reference is dropped."""
         if not entry.refs:
             self.referenced += 1
             if type(entry.key) in self.shares:
@@ -143,8 +141,9 @@ class PrimaryTier:
         entry.refs += 1
 
     def unref(self, entry: Entry) -> None:
-        """Drop one reference. A chain's references are dropped from its last chunk on, so the first chunk is used last,
-        and evicted last."""
+        """Drop one reference. For a prompt, drop those of its last chunk first, so that its first chunk is evicted
+        last.
+        """
         entry.refs -= 1
         if entry.refs:
             return
@@ -164,8 +163,7 @@ class PrimaryTier:
             self.order.insert_chain((entry.key,), self.slot_bytes, (entry.parent,))
 
     def unref_chain(self, entries: Sequence[Entry]) -> None:
-        """Drop one reference to each entry of a chain, given head first. The policy gets all new evictable keys in one
-        call."""
+        """Drop one reference to each entry of a prompt, given first to last, in one call of the policy."""
         keys: list[ChunkKey] = []
         parents: list[ChunkKey] = []
         rest: list[Entry] = []
@@ -189,7 +187,7 @@ class PrimaryTier:
     def enter(
         self, key: ChunkKey, slot: int, state: State, parent: ChunkKey = b"", tokens: bytes = b"", origin: bytes = b""
     ) -> Entry:
-        """Make an entry. Its only reference is that of the writer or load that fills it."""
+        """Make an entry, with one reference for the writer or load that fills it."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens, origin)
         if type(key) is not bytes and type(key) in self.shares:
             self.shares[type(key)].add(entry, *self.part_of(key, parent))
@@ -201,7 +199,7 @@ class PrimaryTier:
         return entry
 
     def mark_chain_ready(self, entries: Sequence[Entry]) -> None:
-        """Make a chain's entries READY, and remove the tails that are prefixes of them."""
+        """Mark a prompt's entries as READY, and remove the tails that are prefixes of them."""
         written = 0
         for entry in entries:
             if entry.origin or entry.removed or entry.state is not _WRITING:
@@ -221,7 +219,7 @@ class PrimaryTier:
         self._freezer.added(written, len(self.entries))
 
     def mark_ready(self, entry: Entry) -> None:
-        """Mark an entry as READY: its bytes are complete. The writer or load that filled it still refers to it."""
+        """Mark an entry as READY, because its bytes are complete. The reference of its writer or load remains."""
         if not entry.removed:
             if entry.state is _WRITING:
                 self.writing -= 1
@@ -234,7 +232,7 @@ class PrimaryTier:
         entry.state = _READY
 
     def remove(self, entry: Entry) -> None:
-        """Take an entry out of the index, filled or not; its slot is freed with its last reference. Idempotent."""
+        """Remove an entry from the index, filled or not. Its slot is freed with its last reference. Idempotent."""
         if entry.removed:
             return
         entry.removed = True
@@ -262,7 +260,9 @@ class PrimaryTier:
     # -- eviction -----------------------------------------------------------------------------------------
 
     def victims(self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1) -> Sequence[Entry]:
-        """Evict entries for `slots` slots, or none; the caller removes or flushes them."""
+        """Return entries to evict for `slots` slots, or none if there are too few. The caller removes or flushes
+        them.
+        """
         evicted = self.order.evict(slots * self.slot_bytes, protect)
         entries = [self.entries[key] for key in evicted or ()]
         for entry in entries:
@@ -271,7 +271,7 @@ class PrimaryTier:
         return entries
 
     def evict(self, protect: frozenset[ChunkKey] | set[ChunkKey], slots: int) -> None:
-        """Evict entries for `slots` slots, or none, and remove them."""
+        """Evict and remove entries for `slots` slots, or none if there are too few."""
         entries, observers, free = self.entries, self._observers, []
         evicted = self.order.evict(slots * self.slot_bytes, protect) or ()
         for key in evicted:
@@ -290,7 +290,9 @@ class PrimaryTier:
         self.slab.free(*free)
 
     def evict_from(self, share: Share, key: ChunkKey) -> Entry | None:
-        """Evict an entry of a kind for this key; the caller removes or flushes it. None if all are in use."""
+        """Return an entry of this kind to evict for the key, or None if all are in use. The caller removes or flushes
+        it.
+        """
         victim = share.oldest_unused(self.part_of(key)[0])
         if victim is not None and victim.in_policy:
             victim.in_policy = False
@@ -299,7 +301,7 @@ class PrimaryTier:
         return victim
 
     def begin_flush(self, victim: Entry) -> None:
-        """Keep a victim until its flush has ended, or longer if somebody leases it. Only the flush refers to it now."""
+        """Keep an evicted entry until its flush has ended, or longer if somebody leases it."""
         victim.flushing = True
         victim.refs = 1
         if type(victim.key) in self.shares:
@@ -314,7 +316,7 @@ class PrimaryTier:
     # -- all of it ----------------------------------------------------------------------------------------
 
     def clear(self) -> list[ChunkKey]:
-        """Remove everything; returns the keys. Referenced slots keep their bytes until unreferenced."""
+        """Remove all entries, and return their keys. Slots with references keep their bytes until the last one ends."""
         keys = list(self.entries)
         for entry in list(self.entries.values()):
             self.remove(entry)

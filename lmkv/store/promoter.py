@@ -1,4 +1,4 @@
-"""Runs promotions: loads chunks from lower tiers into slots, and knows which promotions wait for each."""
+"""Runs promotions: reads chunks from lower tiers into slots, and knows which promotions wait for each chunk."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lmkv.store.wishes import Owners, Wishes
 from lmkv.store.writes import Part, SlotAllocator
 
 _MAX_KEPT: Final = 1 << 16
-"""Prefetches, and chunks of theirs, that are kept at least."""
+"""Numbers of prefetches, and of their chunks, that may always be kept."""
 _DEMANDS: Final = b"demands"
-"""The owner of promotions that are no prefetches."""
+"""The owner of promotions that are not prefetches."""
 _MAX_RELEASED: Final = 64
-"""Prefetches that one more slot may end."""
+"""Largest number of prefetches that end so that another one gets a slot."""
 
 
 @define(eq=False)
@@ -46,13 +46,13 @@ class _Work:
     missing: Sequence[ChunkKey] = ()
     lookup: SharedLookup | None = None
     begun: bool = field(init=False, default=False)
-    """Whether `promote` has ended. If not, nobody has the promotion."""
+    """Whether `promote` has returned. If not, no caller has the promotion."""
     awaited: dict[Entry, str] = field(init=False, factory=dict)
 
 
 @define(eq=False)
 class _Load:
-    """The read that fills an entry. `prefetch`: only prefetches want it."""
+    """The read that fills an entry. `prefetch`: whether only prefetches want it."""
 
     tier: LowerTier
     prefetch: bool
@@ -61,9 +61,9 @@ class _Load:
 
 @define(eq=False, repr=False)
 class Promoter(Part):
-    """Runs promotions. `prefetch_share`: largest share of the slots that prefetches may refer to.
+    """Runs the promotions of a store. `prefetch_share`: largest share of the slots for prefetched chunks.
 
-    `waiters`: the promotions that wait for each entry. `forked`: whether this is a child process without threads.
+    `waiters`: the promotions that wait for each entry. `forked`: whether this is a forked child, which has no threads.
     """
 
     _allocator: SlotAllocator
@@ -101,9 +101,9 @@ class Promoter(Part):
         ttl: float | None,
         owner: bytes,
     ) -> Promotion:
-        """Begin a promotion immediately, or when `lookup` is done. The caller has released expired promotions.
+        """Begin a promotion now, or when `lookup` is done. The caller has released expired promotions.
 
-        If it must make room, it evicts last those other chunks of `chain` that no lower tier stores.
+        If it must evict chunks, other chunks of `chain` that no lower tier stores are evicted last.
         """
         promotion = Promotion(self.release, lambda: self.forked)
         end = math.inf if ttl is None else self._clock() + ttl
@@ -121,7 +121,7 @@ class Promoter(Part):
 
     @locked
     def _extend(self, work: _Work, keys: Sequence[ChunkKey], after: Deferred) -> None:
-        """Add the leading chunks of `keys`. Chunks that wait for slots become `missing`."""
+        """Add the first chunks of `keys` to a promotion. Chunks for which there is no slot yet become `missing`."""
         work.missing = ()
         promotion = work.promotion
         parent = promotion.entries[-1].key if promotion.entries else b""
@@ -159,7 +159,7 @@ class Promoter(Part):
 
     @locked
     def _keep(self, work: _Work, after: Deferred) -> None:
-        """Note the size of a promotion with an end. Beyond the limit the oldest end."""
+        """Note the size of a promotion that has a time to live. If there are too many, the oldest ones end."""
         if work.promotion.released:
             return
         kept = self._keep_as(work)
@@ -176,7 +176,7 @@ class Promoter(Part):
 
     @locked
     def _finds_room(self, work: _Work, key: ChunkKey, after: Deferred) -> bool:
-        """Return whether a prefetch may have a slot. Owners with more prefetches lose their oldest for it."""
+        """Return whether a prefetch may use another slot. For it, owners with more prefetches lose their oldest."""
         if self._primary.entries.get(key) in self._tenants:
             return True
         primary, kind, share = self._primary, type(key), self._prefetch_share * work.part
@@ -198,7 +198,7 @@ class Promoter(Part):
         after.jobs.append(Job(partial(self._load, entry), priority, partial(self._refused, entry), lane))
 
     def _join(self, work: _Work, entry: Entry, tier: LowerTier | None, after: Deferred) -> None:
-        """Add an entry to a promotion, which refers to it from now on and waits until it is filled."""
+        """Add an entry to a promotion, which from now on holds a reference to it and waits until it is filled."""
         self._primary.ref(entry)
         source = tier.name if tier else self._primary.name
         work.promotion.entries.append(entry)
@@ -247,7 +247,7 @@ class Promoter(Part):
 
     @locked
     def _end_load(self, entry: Entry, after: Deferred) -> None:
-        """Drop the load's reference to its chunk, which is READY or never will be."""
+        """Drop the reference of a load to its entry, after the load has succeeded or failed."""
         tier = self._loads.pop(entry).tier
         if entry.state is not State.READY:
             self._primary.remove(entry)
@@ -257,7 +257,7 @@ class Promoter(Part):
 
     @locked
     def settle(self, entry: Entry, after: Deferred) -> None:
-        """Note that an entry is READY, or was removed unfilled. Finish the promotions that waited only for it."""
+        """Note that an entry is READY, or was removed unfilled, and finish the promotions that waited only for it."""
         for work in self.waiters.pop(entry, ()):
             promotion, source = work.promotion, work.awaited.pop(entry)
             if entry.ready:
@@ -286,13 +286,13 @@ class Promoter(Part):
         self.settle(entry, after)
 
     def _refused(self, entry: Entry, after: Deferred) -> None:
-        """Cancel a load that the closed pool refused. Called without the lock."""
+        """Cancel a load that the closed pool refused. The caller does not hold the lock."""
         with self._lock, self._changes:
             self._cancel_load(entry, after)
 
     @locked
     def _cancel_load(self, entry: Entry, after: Deferred) -> None:
-        """End a load whose read has not begun."""
+        """Cancel a load whose read has not begun."""
         load = self._loads.get(entry)
         if load is not None and not load.begun:
             self._end_load(entry, after)
@@ -301,7 +301,7 @@ class Promoter(Part):
 
     @locked
     def resume(self, after: Deferred) -> None:
-        """Continue the waiting promotions in their order: slots may be free, or a shared lookup done."""
+        """Continue waiting promotions, in their order, because slots may be free or a shared lookup may be done."""
         waiting, self._waiting = self._waiting, []
         for work in waiting:
             if work.lookup is not None and not work.lookup.done:
@@ -312,7 +312,7 @@ class Promoter(Part):
     # -- ends ---------------------------------------------------------------------------------------------
 
     def release(self, promotion: Promotion) -> None:
-        """Release a promotion's chunks. Called without the lock; idempotent."""
+        """Release a promotion's chunks. Idempotent. The caller does not hold the lock."""
         self._change(partial(self._release, promotion))
 
     @locked
@@ -353,9 +353,9 @@ class Promoter(Part):
 
     @locked
     def end_prefetches(self, after: Deferred, removed: Collection[ChunkKey] | None = None) -> None:
-        """Release prefetches that have lost chunks: the rest is useless alone.
+        """Release prefetches that have lost chunks, because their other chunks are useless without these.
 
-        By default, check all promotions with a time to live.
+        `removed`: the chunks that were lost; None to check all promotions with a time to live.
         """
         for work in list(self._unreleased.values()):
             if work.end < math.inf and (work.prefetch or removed is None):
@@ -367,7 +367,7 @@ class Promoter(Part):
 
     @locked
     def recount(self, refs: Counter[Entry]) -> set[Entry]:
-        """Count the references of promotions and loads; returns the entries that are being loaded."""
+        """Count the references of promotions and loads, and return the entries that are being loaded."""
         self._unreleased = {promotion: work for promotion, work in self._unreleased.items() if work.begun}
         self._prefetches, self._prefetched, self._tenants = Counter(), Counter(), {}
         self._kept = {}
@@ -392,7 +392,7 @@ class Promoter(Part):
 
     @locked
     def plan_again(self, after: Deferred) -> None:
-        """After a recount: find what each promotion waits for, and queue unbegun loads again."""
+        """Find again what each promotion waits for, and queue loads that have not begun, after a recount."""
         # Callers may also wait for a released promotion.
         works = dict.fromkeys(
             (*self._unreleased.values(), *(work for waiting in self.waiters.values() for work in waiting))
@@ -416,7 +416,7 @@ class Promoter(Part):
 
     @locked
     def close(self, after: Deferred) -> None:
-        """Load nothing more: finish every waiting promotion."""
+        """Finish every waiting promotion without further loads."""
         for work in self._waiting:
             work.missing = ()
             self._finish_if_complete(work, after)

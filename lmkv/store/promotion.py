@@ -1,4 +1,4 @@
-"""Handles of work in lower tiers: promotions of chunks into host memory, and lookups in shared tiers."""
+"""Handles that callers wait for: promotions of chunks into host memory, and lookups in shared tiers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _CALLBACK_FAILED = "lmkv: the callback %r of a promotion failed: %r; lmkv contin
 
 @define(eq=False, repr=False)
 class Handle:
-    """Work that others can wait for. Thread-safe."""
+    """A handle of work that callers can wait for. Thread-safe."""
 
     done: bool = field(init=False, default=False)
-    """Whether the work has ended."""
+    """Whether the work is finished."""
     _bell: Bell = field(init=False, factory=Bell)
     _callbacks: deque[Callable[[], None]] = field(init=False, factory=deque)
 
@@ -73,7 +73,7 @@ class Promotion(Handle):
     delivered: dict[str, tuple[int, float]] = field(init=False, factory=dict)
     """Bytes that have arrived from each tier, and the time of the last chunk."""
     failed_at: int | None = field(init=False, default=None)
-    """The number of its first chunk that will never arrive."""
+    """The index of the first chunk that will never arrive, or None."""
     released: bool = field(init=False, default=False)
 
     def __repr__(self) -> str:
@@ -81,7 +81,7 @@ class Promotion(Handle):
         return f"<Promotion {state}: {self.ready} of {len(self)} chunks ready>"
 
     def __len__(self) -> int:
-        """Return the number of leading chunks that some tier had. Not all of them must arrive."""
+        """Return how many of the first chunks some tier had. Some of them may fail to arrive."""
         return len(self.entries) if self.failed_at is None else self.failed_at
 
     @property
@@ -103,7 +103,7 @@ class Promotion(Handle):
 
     @property
     def arrived(self) -> dict[str, int]:
-        """`sources` of the chunks that are `ready`."""
+        """The number of `ready` chunks that each tier had, by the name of the tier."""
         return dict(Counter(self.origins[: self.ready]))
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -152,7 +152,7 @@ class SharedLookup(Handle):
         return self._job(self._keys, self._tiers)
 
     def _job(self, unknown: Sequence[ChunkKey], tiers: Sequence[LowerTier]) -> Job:
-        """Ask the first of these tiers, on a separate thread; after it the others."""
+        """Return a job that asks the first of these tiers, and afterwards the others."""
         work, refused = partial(self._ask, unknown, tiers), partial(self._go_on, unknown, tiers[1:])
         return Job(work, Priority.LOAD, refused, tiers[0].name)
 

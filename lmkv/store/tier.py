@@ -1,4 +1,4 @@
-"""A lower tier for the store: its index, its counters, and I/O on its backend that never raises.
+"""A lower tier of a store: its index, its counters, and reads and writes of its backend that never raise.
 
 Methods without `@locked` run on I/O threads, and take the lock to plan and to note the outcome, but not during I/O.
 """
@@ -58,10 +58,11 @@ _MAX_PAUSE = 600.0
 
 
 class LowerTier:
-    """A lower tier of a store. `payload_bytes`: size of a chunk, by its key. `lock`, `observers`: the store's.
+    """A lower tier of a store, with its index and its backend.
 
-    `times`: durations of the latest successful reads and writes, until drained. `shared`: other processes write to the
-    medium as well, so it may have chunks that the index does not know.
+    `payload_bytes`: a function that returns the size of a chunk, given its key. `lock`, `observers`: those of the
+    store. `times`: durations of the latest successful reads and writes, until `Catalog.drain_latencies` takes them.
+    `shared`: whether other processes write to the medium, so that it may have chunks that the index does not know.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class LowerTier:
 
     @property
     def hangs(self) -> Priority | None:
-        """The most urgent priority of the jobs that must not be queued, because calls of the backend hang."""
+        """The most urgent priority that must not be queued because calls of the backend hang; None if none hangs."""
         if self._reads.hangs or self._lookups.hangs:
             return Priority.LOAD
         return Priority.DELETION if any(each.hangs for each in (self._writes, self._others, self._clears)) else None
@@ -121,7 +122,7 @@ class LowerTier:
 
     @locked
     def wants(self, key: ChunkKey) -> bool:
-        """Return whether to write the key here: it is neither stored nor being written, and is admitted."""
+        """Return whether to write the key here: whether it is admitted, and neither stored nor being written."""
         return not self.index.knows(key) and (self.admission is None or self.admission.admit(key))
 
     def _cost(self, key: ChunkKey) -> int:
@@ -132,7 +133,7 @@ class LowerTier:
         return self._unless_hanging(lambda: checked(backend.stored_bytes(nbytes), int), nbytes)
 
     def _unless_hanging(self, call: Callable[[], T], default: T) -> T:
-        """Make a call other than a read or write. Returns the default if it raises, or if another one hangs."""
+        """Return the result of a call other than a read or write, or the default if it raises or another call hangs."""
         with self._lock:
             number = self._others.begin()
         if number is None:
@@ -163,15 +164,15 @@ class LowerTier:
 
     @locked
     def close(self) -> None:
-        """Serve and accept nothing more."""
+        """Stop serving and accepting chunks."""
         self._closed = True
 
     # -- existence ----------------------------------------------------------------------------------------
 
     def look_up(self, keys: Sequence[ChunkKey], *, each: bool = False) -> int:
-        """Ask the backend for leading chunks unknown to the index; index and count the ones found.
+        """Ask the backend for the first chunks of `keys`, which the index does not know. Index and count those found.
 
-        Batches grow, so an unknown prompt takes few questions. `each`: whether to ask for all keys in one call.
+        Batches grow, so an unknown prompt costs few calls. `each`: whether to ask for all keys in one call.
         """
         with self._lock:
             scan = self.index.begin_scan() if self.usable else None
@@ -198,7 +199,7 @@ class LowerTier:
         return there
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return the backend's answer for each key. Empty if it fails."""
+        """Return the backend's answer for each key, or an empty list if the call fails."""
         answer: list[bool] = []
         with self._lock:
             call = self._lookups.begin()
@@ -212,9 +213,9 @@ class LowerTier:
         return answer
 
     def probe(self) -> None:
-        """Try a failing tier, so that no request has to. Once it answers again, all calls are tried.
+        """Try whether a failing tier works again, so that no request has to try it.
 
-        A lookup does not prove that reads work: if reads fail, this also reads one chunk.
+        A lookup does not prove that reads work. If reads have failed, this also reads one chunk.
         """
         breakers = self._lookups, self._reads, self._writes
         with self._lock:
@@ -274,7 +275,7 @@ class LowerTier:
 
     @locked
     def _note_read(self, key: ChunkKey, result: Read) -> bool:
-        """Keep, forget, distrust or delete a chunk after its read. True if its bytes are wrong and must be deleted."""
+        """Note the result of a chunk's read. Returns True if the chunk's bytes are wrong and must be deleted."""
         if isinstance(result.error, BackendUnavailable) and not self._failed_before(key):
             return False
         self._failed_once.discard(key)
@@ -301,10 +302,10 @@ class LowerTier:
     # -- writing ------------------------------------------------------------------------------------------
 
     def write(self, chunk: Chunk, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]) -> None:
-        """Store a chunk, making room first.
+        """Write a chunk to the backend, after evicting others if necessary.
 
-        It calls `is_wanted()` and `protect()` under the lock. `protect()` returns the keys that must not be evicted for
-        the chunk.
+        It calls `is_wanted()` and `protect()` while it holds the lock. `protect()` returns the keys that must not be
+        evicted for the chunk.
         """
         if self.index.clearing:
             self.delete_all()
@@ -369,10 +370,10 @@ class LowerTier:
     def _make_room(
         self, key: ChunkKey, victims: Victims, cost: int, protect: Callable[[], frozenset[ChunkKey]]
     ) -> Written | None:
-        """Delete the victims, and more if others have filled the medium. Returns the reason if there is no room.
+        """Delete the victims, and more chunks if other processes have filled the medium.
 
-        A writer that reserves bytes beyond the capacity first frees as many, not counting chunks that another
-        process has deleted before. So all processes together keep to the capacity.
+        Returns the refusal if there is no space, else None. A writer that reserves bytes beyond the capacity first
+        frees as many bytes itself. So all processes together never exceed the capacity.
         """
         if self.index.capacity is None:
             # Their room is not needed: if they cannot be deleted, other chunks are still written.
@@ -398,9 +399,9 @@ class LowerTier:
         return victims
 
     def _write(self, chunk: Chunk, cost: int, protect: Callable[[], frozenset[ChunkKey]]) -> Written:
-        """Write a chunk. If the medium is full although the tier is not, evict once and retry.
+        """Write a chunk. If the medium is full although the tier is not, evict once and write again.
 
-        If that does not help, because others fill the freed room, nothing is evicted for a while.
+        If that does not help, because other programs fill the freed space, nothing is evicted for a while.
         """
         written = checked(self.backend.write(chunk), Written)
         with self._lock, self._changes:
@@ -438,7 +439,7 @@ class LowerTier:
     # -- deleting -----------------------------------------------------------------------------------------
 
     def reclaim(self) -> None:
-        """Delete the tombstones' bytes. A chunk that cannot be deleted stays a tombstone for the next write."""
+        """Delete the bytes of tombstones. A chunk that cannot be deleted now is tried again at the next write."""
         # Repeated for tombstones added while a call hung.
         while self._unless_hanging(self._reclaim_once, False):
             pass
@@ -455,7 +456,7 @@ class LowerTier:
         return bool(victims) and self._tried("delete", lambda: self._reclaim(victims), then=self._until_deleted)
 
     def delete_all(self) -> None:
-        """Delete everything, listed or not. Nothing is written until that has worked."""
+        """Delete all chunks of the backend, even unlisted ones. Until this has worked, nothing is written."""
         with self._lock:
             call = None if self._clearing else self._clears.begin()
             if call is None:
@@ -484,7 +485,7 @@ class LowerTier:
         return attempt(run, failed)
 
     def _reclaim(self, victims: Victims) -> int:
-        """Delete chunks that the index gave out; returns how many bytes that freed. Raises the backend's exceptions."""
+        """Delete chunks that the index gave out, and return the freed bytes. Raises the backend's exceptions."""
         ok = False
         try:
             freed = self._delete(victims)

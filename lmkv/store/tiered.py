@@ -375,7 +375,9 @@ class TieredStore(Part):
         return StoreStats(tiers, *counts, self._pool.pending)
 
     def snapshot(self) -> Snapshot:
-        """Return all chunks and who refers to them, for tests and for debugging. O(chunks), under the lock."""
+        """Return all chunks and who refers to them, for tests and for debugging. Takes time proportional to the number
+        of chunks, and holds the lock.
+        """
         with self._lock:
             held = {key: copy(entry) for key, entry in self._primary.entries.items()}
             stored = tuple(tier.index.snapshot() for tier in self._tiers)

@@ -1,5 +1,6 @@
-"""`Wishes`: pins, prefetches and priorities of clients. Each has an owner, a size and an end; together they have a
-limit."""
+"""`Wishes`: the pins, prefetches or priorities of clients, each with an owner, a size and an end, and a common
+limit.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ STEP: Final = 1024
 
 @define(eq=False)
 class Ranked(Generic[K]):
-    """Keys ordered by a number, the smallest first; equal numbers in the order of insertion. A binary heap that knows
-    the place of each key."""
+    """Keys in the order of their numbers, the smallest first. Equal numbers keep the order of insertion. A binary heap
+    that knows the place of each key."""
 
     _heap: list[tuple[float, int, K]] = field(init=False, factory=list)
     _places: dict[K, int] = field(init=False, factory=dict)
@@ -67,7 +68,7 @@ class Ranked(Generic[K]):
 
 @define(eq=False)
 class Owners:
-    """The size of each owner's wishes, and the owner with the largest. `total`: the size of all wishes."""
+    """Counts the size of each owner's wishes, and finds the owner with the most. `total`: the size of all wishes."""
 
     total: int = 0
     owned: Counter[bytes] = field(factory=Counter)
@@ -83,7 +84,7 @@ class Owners:
             self._most.drop(owner)
 
     def first(self) -> bytes:
-        """Return the owner with the most; b"" if none has any."""
+        """Return the owner whose wishes have the largest size, or b"" if there are none."""
         found = self._most.first()
         return b"" if found is None else found[1]
 
@@ -97,10 +98,10 @@ class Wish(NamedTuple, Generic[V]):
 
 @define(eq=False, repr=False)
 class Wishes(Generic[K, V]):
-    """Wishes by key. Not thread-safe: the store calls it under its lock.
+    """Wishes by key, with an owner, a size and an end each. Not thread-safe: the caller holds the store's lock.
 
-    When all together exceed a limit, the owner that has the most loses its oldest one. So an owner never loses a wish
-    to an owner with more. `total`: the sum of the sizes. Every call is O(log n) for the n wishes that there are.
+    If the sum of all sizes exceeds a limit, the owner with the most loses its oldest wish. So an owner never loses a
+    wish to an owner with more. `total`: the sum of the sizes. Each call takes O(log n) time for n wishes.
 
     Examples
     --------
@@ -138,7 +139,7 @@ class Wishes(Generic[K, V]):
             self._ends.rank(key, end)
 
     def pop(self, key: K) -> V | None:
-        """End a wish and return its value; None if there is no such wish."""
+        """End a wish and return its value, or None if there is no such wish."""
         wish = self._wishes.pop(key, None)
         if wish is None:
             return None
@@ -156,27 +157,27 @@ class Wishes(Generic[K, V]):
         return [(key, wish.value) for key, wish in self._wishes.items()]
 
     def owned(self, owner: bytes) -> int:
-        """Return the sizes of an owner's wishes together."""
+        """Return the sum of the sizes of an owner's wishes."""
         return self._sizes.owned[owner]
 
     def due(self, now: float) -> Iterator[tuple[K, V]]:
-        """End expired wishes, the oldest first, about `STEP` chunks of them."""
+        """End expired wishes of about `STEP` chunks together, the oldest first, and yield them."""
         size = 0
         while size < STEP and (found := self._ends.first()) is not None and found[0] <= now:
             size += self._wishes[found[1]].size
             yield found[1], self._ended(found[1])
 
     def excess(self, limit: int) -> Iterator[tuple[K, V]]:
-        """End wishes until all together do not exceed the limit."""
+        """End wishes until the sum of all sizes is within the limit, and yield the ended ones."""
         while self.total > limit and self._wishes:
             yield self.shed()
 
     def oldest_of(self, owner: bytes) -> K | None:
-        """Return the first wish of an owner; None if there is none."""
+        """Return the key of an owner's oldest wish, or None if there is none."""
         return next(iter(self._of.get(owner, ())), None)
 
     def shed(self) -> tuple[K, V]:
-        """End the oldest wish of the owner with the most. There must be one."""
+        """End the oldest wish of the owner with the most, and return it. There must be a wish."""
         key = next(iter(self._of[self._sizes.first()]))
         return key, self._ended(key)
 
@@ -188,7 +189,7 @@ class Wishes(Generic[K, V]):
         return made
 
     def clear(self) -> Iterator[tuple[K, V]]:
-        """End all, the last one first."""
+        """End all wishes, the newest first, and yield them."""
         for key in list(reversed(self._wishes)):
             yield key, self._ended(key)
 
@@ -203,7 +204,7 @@ _Pins = Wishes[ChunkKey, Entry]
 
 @define(eq=False, repr=False)
 class Pins:
-    """The pinned chunks, at most a `share` of each tenant's part of host memory. Called under the store's lock."""
+    """The pinned chunks: at most `share` of each tenant's part of host memory. The caller holds the store's lock."""
 
     _primary: PrimaryTier
     _clock: Clock
@@ -219,9 +220,10 @@ class Pins:
         return iter(self._of_key)
 
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes) -> int:
-        """Pin the leading READY chunks for `ttl` seconds; returns how many. An existing pin never ends sooner because
-        of this. If pins exceed their share, the owner that has the most loses its oldest ones, each chain from its last
-        chunk on.
+        """Pin the first chunks of `keys` that are in host memory for `ttl` seconds, and return how many they are.
+
+        An existing pin never ends sooner because of this. If pins exceed their share, the oldest pins of the owner with
+        the most pins end, those of each prompt from its last chunk on.
         """
         entries, end = self._primary.leading_ready(keys), self._clock() + ttl
         for kind, group in groupby(entries, lambda entry: type(entry.key)):

@@ -20,13 +20,12 @@ from lmkv.store.tier import LowerTier
 
 T = TypeVar("T")
 _FREE_SHARE = 16
-"""With write-back, this fraction of the slots is kept free, and at most as many chunks are flushed at a time."""
+"""With write-back, 1/`_FREE_SHARE` of the slots is kept free, and at most as many chunks are flushed at a time."""
 
 
 @define(eq=False, repr=False)
 class Part:
-    """A part of a `TieredStore`. All parts share its lock, tiers, I/O threads and clock. `@locked` methods need that
-    lock."""
+    """Base class of the parts of a `TieredStore`, which share its lock, tiers, I/O threads and clock."""
 
     _lock: threading.Lock
     _changes: Changes
@@ -36,7 +35,9 @@ class Part:
     _clock: Clock
 
     def _change(self, plan: Callable[[Deferred], T], undo: Callable[[T], object] = lambda result: None) -> T:
-        """Call `plan` under the lock, then carry out its plans. If these raise, `undo` its result, which is lost."""
+        """Call `plan` with the lock held, and then run what it has planned. If that raises, call `undo` on its
+        result.
+        """
         after, results = Deferred(), list[T]()
         try:
             with self._lock, self._changes:
@@ -53,9 +54,9 @@ class Part:
 
 @define(eq=False)
 class _Flush:
-    """Copies of one chain's chunks to a tier, head first. They refer to their chunks until the last of them has ended.
+    """Copies of a prompt's chunks to one tier, first to last. All chunks stay in host memory until the last copy ends.
 
-    `chain`: to make room for one of its chunks, the tier evicts none of the chunks before it.
+    `chain`: the keys of the prompt. For one of these chunks, the tier evicts none of the chunks before it.
     """
 
     tier: LowerTier
@@ -63,7 +64,7 @@ class _Flush:
     copies: list[Entry]
     running: list[Entry] = field(init=False, factory=list)
     queued: deque[Entry] = field(init=False)
-    """Copies that no thread has begun, the last ones."""
+    """The copies that no thread has begun."""
 
     def __attrs_post_init__(self) -> None:
         self.queued = deque(self.copies)
@@ -74,10 +75,10 @@ class _Flush:
 
 @define(eq=False, repr=False)
 class Writes(Part):
-    """Makes copies in lower tiers. `on_slots_freed`: called without the lock when ended copies may have freed slots.
+    """Copies chunks to lower tiers. `on_slots_freed`: called without the lock when ended copies may have freed slots.
 
-    `most`: largest number of a tier's copies that wait for its threads or run. Only these copies hold slots of host
-    memory, so that some are left for loads.
+    `most`: largest number of copies to one tier that are queued or running. Only these copies keep slots of host
+    memory, so that some slots are left for loads.
     """
 
     _on_slots_freed: Callable[[Deferred], None]
@@ -85,7 +86,7 @@ class Writes(Part):
     _late: defaultdict[LowerTier, deque[tuple[Entry, Sequence[ChunkKey]]]] = field(
         init=False, factory=lambda: defaultdict(deque)
     )
-    """Copies beyond `most`, with their chains. They refer to no slot: eviction may come first."""
+    """Copies beyond `most`, with their chains. They keep no slot, so their chunks may be evicted first."""
     _flushes: dict[_Flush, None] = field(init=False, factory=dict)
     """Flushes that have not ended."""
     _ended: Bell = field(init=False, factory=Bell)
@@ -114,7 +115,7 @@ class Writes(Part):
         return max(0, self._most - sum(len(flush.queued) + len(flush.running) for flush in flushes))
 
     def wait_for_room(self, copies: int, timeout: float) -> bool:
-        """Wait until each tier has room for this many copies, at most `timeout` seconds. Ignores tiers that hang."""
+        """Wait until each tier can take this number of copies, for at most `timeout` seconds. Ignores hanging tiers."""
 
         def has_room() -> bool:
             with self._lock, self._changes:
@@ -124,7 +125,7 @@ class Writes(Part):
 
     @locked
     def write_lost(self, chain: Sequence[ChunkKey], after: Deferred) -> None:
-        """Plan copies of chunks in host memory for stores without a capacity that have lost them."""
+        """Plan copies of chunks in host memory to tiers without a capacity limit that have lost them."""
         ready = [entry for key in chain if (entry := self._primary.entries.get(key)) is not None and entry.ready]
         for tier in self._tiers:
             if tier.index.capacity is None and tier.writable:
@@ -133,7 +134,7 @@ class Writes(Part):
 
     @locked
     def write_to_shared(self, keys: Sequence[ChunkKey], after: Deferred) -> int:
-        """Plan copies of leading chunks for shared tiers that lack them. Returns how many are or will be there."""
+        """Plan copies of the first chunks to shared tiers that lack them. Returns how many are or will be there."""
         shared = [tier for tier in self._tiers if tier.shared and tier.usable and tier.write_mode == "through"]
         writable = any(tier.writable for tier in shared)
         entries, count = [], 0
@@ -151,7 +152,7 @@ class Writes(Part):
 
     @locked
     def flush(self, victim: Entry, after: Deferred) -> bool:
-        """Plan copies of a victim for the write-back tiers that want it. Returns False if none wants it."""
+        """Plan copies of an evicted chunk to write-back tiers. Returns False if none of them wants it."""
         wanted = [tier for tier in self._tiers if self._wanted(tier, (victim,), "back")]
         tiers = [tier for tier in wanted if self._room(tier)]
         for tier in wanted:
@@ -174,7 +175,7 @@ class Writes(Part):
         return wanted
 
     def _plan(self, tier: LowerTier, copies: list[Entry], chain: Sequence[ChunkKey], after: Deferred) -> None:
-        """Queue copies, each of which refers to its entry already."""
+        """Queue copies. The caller has already added a reference to each entry."""
         if copies:
             flush = _Flush(tier, chain, copies)
             self._flushes[flush] = None
@@ -205,7 +206,7 @@ class Writes(Part):
             self._ended.ring()
 
     def _refused(self, flush: _Flush, after: Deferred) -> None:
-        """Drop the last copy that no thread has begun: the pool is closed."""
+        """Drop the last copy that no thread has begun, because the pool is closed."""
         with self._lock, self._changes:
             if flush.queued:
                 flush.queued.pop()
@@ -215,7 +216,7 @@ class Writes(Part):
 
     @locked
     def _plan_late(self, tier: LowerTier, after: Deferred) -> None:
-        """Queue a late copy, because another copy has ended."""
+        """Queue one of the copies in `_late`, because another copy has ended."""
         late = self._late[tier]
         while late:
             entry, chain = late.popleft()
@@ -246,7 +247,7 @@ class Writes(Part):
 
     @locked
     def abandon(self, tier: LowerTier, after: Deferred) -> None:
-        """Drop the copies that wait for a hanging tier. Only running calls keep their slots."""
+        """Drop the queued copies to a tier that hangs. Afterwards only running calls keep slots."""
         after.callbacks.append(lambda after: self._ended.ring())
         for flush in [flush for flush in self._flushes if flush.tier is tier]:
             tier.count_dropped(len(flush.queued))
@@ -260,7 +261,7 @@ class Writes(Part):
 
     @locked
     def recount(self, refs: Counter[Entry], after: Deferred) -> None:
-        """Count the references of the copies, and queue unbegun ones again."""
+        """Add the references of all copies to `refs`, and queue copies again that no thread has begun."""
         for flush in list(self._flushes):
             # Some may have been refused, or ended, only in part.
             flush.queued = deque(entry for entry in flush.queued if entry in flush.copies)
@@ -273,9 +274,9 @@ class Writes(Part):
 
 
 class SlotAllocator:
-    """Gives out slots. Called under the store's lock; nothing here waits.
+    """Finds slots for new chunks, and evicts others for them. The caller holds the store's lock; nothing here waits.
 
-    `max_flushing`: evicted chunks that may be on their way to lower tiers at a time; 0: no write-back.
+    `max_flushing`: largest number of evicted chunks that are being written to lower tiers; 0 without write-back.
     """
 
     def __init__(self, primary: PrimaryTier, writes: Writes, max_flushing: int) -> None:
@@ -287,7 +288,7 @@ class SlotAllocator:
         self._max_flushing = min(max(4, self._free_target), max_flushing)
 
     def allocate(self, key: ChunkKey, after: Deferred, protect: set[ChunkKey] | None = None) -> int | None:
-        """Return a free slot for a chunk, evicting if need be. None if every slot is referenced or being flushed."""
+        """Return a free slot for a chunk, after an eviction if necessary, or None if all slots are in use."""
         share = None if type(key) is bytes else self._primary.shares.get(type(key))
         if share is not None and share.full:
             victim = self._primary.evict_from(share, key)
@@ -302,16 +303,16 @@ class SlotAllocator:
         return slot
 
     def free_up(self, count: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> None:
-        """Evict for `count` slots in one call, which takes half the time of separate calls.
+        """Evict chunks until `count` slots are free, in half the time of separate calls.
 
-        With write-back it does nothing: `allocate` evicts, since it bounds the flushes under way.
+        With write-back it does nothing, because then only `allocate` evicts, and limits the number of flushes.
         """
         missing = count - self._primary.slab.free_slots
         if missing > 1 and not self._write_back:
             self._primary.evict(protect, missing)
 
     def _evict(self, after: Deferred, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> bool:
-        """Evict for one slot, at once or once flushed; False when the policy has no victim."""
+        """Evict a chunk, which frees its slot now or after its flush. Returns False if the policy has no victim."""
         victims = self._primary.victims(protect)
         for victim in victims:
             self._drop(victim, after)
@@ -322,7 +323,7 @@ class SlotAllocator:
             self._primary.remove(victim)
 
     def keep_free(self, after: Deferred) -> None:
-        """With write-back, flush the next victims before anything needs their slots."""
+        """With write-back, flush the chunks that will be evicted next, before their slots are needed."""
         if not self._write_back:
             return
         primary = self._primary

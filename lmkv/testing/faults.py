@@ -119,7 +119,7 @@ class FaultyBackend(WrapperBackend):
         return Written.failed(error) if error else self.inner.write(chunk)
 
     def _error_of(self, verb: str, key: ChunkKey = b"") -> BackendError | None:
-        """Count and delay a call; returns its error if it fails."""
+        """Count and delay a call, and return its error if it fails."""
         with self._lock:
             self.calls[verb] += 1
             errno = self._failing.pop(self._counted(), None)

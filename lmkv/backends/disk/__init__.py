@@ -219,7 +219,7 @@ class LocalDiskBackend:
         return freed
 
     def _unlink(self, folder: Folder, name: str) -> int:
-        """Remove a file; returns the bytes that this freed. Raises `OSError`, also when there is none."""
+        """Remove a file, and return the bytes that this freed. Raises `OSError`, also when there is none."""
         nbytes = folder.stat(name).st_size
         # Before the removal. A listing that sets the count in between still counts the file: too much until
         # the next one. The other way round the file would be subtracted twice, and the count be too low.
@@ -358,7 +358,7 @@ class LocalDiskBackend:
             raise self._translated(error, "open") from error
 
     def _prepare_folder(self) -> bool:
-        """Create the namespace's folder, if the medium can; returns whether to use O_DIRECT there."""
+        """Create the namespace's folder, if the medium can, and return whether to use O_DIRECT there."""
         try:
             self._folder.make()
             with self._folder.entered() as folder:
@@ -411,7 +411,7 @@ def check_settings(namespace: bytes, sync: str, direct: str, segment_bytes: int)
 
 
 def clear_namespace(root: str, digest: bytes) -> int:
-    """Delete a namespace's chunks, which running engines then miss; returns how many. Raises BackendError."""
+    """Delete a namespace's chunks, which running engines then miss, and return how many. Raises BackendError."""
     backend = LocalDiskBackend(root, digest, direct="off")
     try:
         chunks = [chunk.key for batch in backend.list_keys() for chunk in batch]

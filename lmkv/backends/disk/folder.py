@@ -275,7 +275,7 @@ class Usage:
     _lock: threading.Lock = field(factory=threading.Lock, init=False, repr=False)
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count bytes that will be written; returns the bytes in use, these included."""
+        """Count bytes that will be written, and return the bytes in use, these included."""
         # Before they are counted: a listing that begins in between counts them twice, not never.
         self._pend(nbytes)
         return self._change(os.O_CREAT, nbytes, nbytes)

@@ -122,7 +122,7 @@ class Connection:
             self.is_behind = False
 
     def put(self, values: Sequence[tuple[str, Sequence[memoryview]]]) -> bool:
-        """Store values, each given in parts; returns False when the server has no room."""
+        """Store values, each given in parts, and return False when the server has no room."""
         parts: list[bytes | memoryview] = []
         for name, value in values:
             parts += [_request(_VALUE, _value_request(name, sum(map(len, value)), _PUT)), *value]

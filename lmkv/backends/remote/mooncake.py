@@ -243,7 +243,7 @@ def drop_inbound() -> None:
 
 
 def _drop_once() -> int:
-    """Filter listening sockets and their connections; returns the number of connections not yet accepted."""
+    """Filter listening sockets and their connections, and return the number of connections not yet accepted."""
     with _sockets() as sockets:
         listening = [each for each in sockets if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
         ports = {each.getsockname()[1] for each in listening}

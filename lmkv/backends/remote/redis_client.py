@@ -383,7 +383,7 @@ class RedisURL:
         raise ConfigError(f"{self._shown}: {reason}") from None
 
     def _read_hosts(self, rest: str, port: int) -> str:
-        """Note the hosts; returns the URL's rest with the first host alone."""
+        """Note the hosts, and return the URL's rest with the first host alone."""
         place = re.split("[/?#]", rest, maxsplit=1)[0]
         user, at, hosts = place.rpartition("@")
         try:
@@ -394,7 +394,7 @@ class RedisURL:
         return f"{user}{at}{hosts.split(',')[0]}{rest[len(place) :]}"
 
     def _read_service(self, rest: str) -> str:
-        """Note the sentinels' service; returns the URL's rest without it."""
+        """Note the service of the sentinels, and return the URL's rest without it."""
         place = re.split("[/?#]", rest, maxsplit=1)[0]
         path, mark, query = rest[len(place) :].partition("?")
         service, _, database = path.strip("/").partition("/")

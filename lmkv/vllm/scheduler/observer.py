@@ -249,7 +249,7 @@ class TraceRecorder:
         self._wanted_until = float("-inf")
 
     def finished(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Note an ended request, which used these whole chunks, head first."""
+        """Note an ended request, which used these whole chunks, first to last."""
         now = self._clock()
         if now > self._wanted_until:
             return

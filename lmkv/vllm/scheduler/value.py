@@ -77,7 +77,7 @@ class MemoryValue:
         ]
 
     def finished(self, keys: Sequence[ChunkKey], tokens: int) -> None:
-        """Note the end of a request with a prompt of `tokens` tokens, which used these whole chunks, head first."""
+        """Note the end of a request with a prompt of `tokens` tokens, which used these whole chunks, first to last."""
         if not keys:
             return
         started = self._clock()
