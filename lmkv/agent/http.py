@@ -365,7 +365,7 @@ class PinBody(PromptBody):
 
 
 class ClearBody(PromptBody):
-    """What to delete: a prompt, `everything`, or a `namespace` by its first digits, which `lmkv inspect` shows."""
+    """The part of the cache to delete: a prompt, `everything`, or a `namespace` by its first digits, which `lmkv inspect` shows."""
 
     everything: bool = Field(default=False, description="delete all chunks")
     namespace: str | None = Field(
