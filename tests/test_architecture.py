@@ -71,17 +71,17 @@ BUDGET = {
     "plugins": 34,
     "policies": 998,
     "simulation": 420,
-    "config": 1892,
+    "config": 1936,
     "memory": 1315,
     "store": 3614,
     "backends": 389,
     "backends.disk": 1065,
-    "backends.remote": 1940,
+    "backends.remote": 1941,
     "build": 112,
     "engine": 459,
     "": 62,
     "agent": 1290,
-    "vllm": 2237,
+    "vllm": 2239,
     "vllm.plan": 850,
     "vllm.scheduler": 2545,
 }
@@ -133,7 +133,7 @@ BEYOND = {
 }
 """Why a room has more lines than its aim."""
 
-WHOLE = 20063
+WHOLE = 20110
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

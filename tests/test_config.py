@@ -261,7 +261,7 @@ def test_two_tiers_have_folders_apart(tmp_path: Path, monkeypatch: pytest.Monkey
         *("not/there not/there", "not not/there", "kv/a/b deep/link"),
     ):
         shared, disk = both.split()
-        why = r"keyword: local_disk = .* and shared_memory = .* \(by: keyword\) .* name two"
+        why = r"keyword: local_disk = .* and shared_memory = .* name two"
         refused(why, shared_memory=shared, local_disk=disk, **sizes)
     assert load(shared_memory="kv", local_disk="kv2", **sizes).local_disk == "kv2"
     assert load(shared_memory=f"{tmp_path}/kv/a", local_disk="kv/b", **sizes).local_disk == "kv/b"

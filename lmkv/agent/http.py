@@ -365,7 +365,7 @@ class PinBody(PromptBody):
 
 
 class ClearBody(PromptBody):
-    """The part of the cache to delete: a prompt, `everything`, or a `namespace` by its first digits, which `lmkv inspect` shows."""
+    """The chunks to delete: of a prompt, `everything`, or of a `namespace` by its first digits (see `lmkv inspect`)."""
 
     everything: bool = Field(default=False, description="delete all chunks")
     namespace: str | None = Field(

@@ -11,7 +11,8 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,10 +23,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lmkv import plugins
 from lmkv.cli.server import fail, json_object
 from lmkv.config import Answer, Config, Setting, command_lines, lmcache, read_named, read_yaml
 from lmkv.config.command_lines import TRANSFER, Command
-from lmkv.config.parsers import Secret
+from lmkv.config.parsers import RemoteURL, Secret
 from lmkv.errors import ConfigError, mask_secrets, short_repr
 
 app = typer.Typer(
@@ -56,7 +58,7 @@ def show(
 ) -> None:
     """Show every setting with its value and source: default, file, variable, or kv_connector_extra_config."""
     try:
-        answer = Answer.to(file=file, env=os.environ, extra=json_object(extra), ranks=tensor_parallel_size)
+        answer = looked_at(Answer.to(file=file, env=os.environ, extra=json_object(extra), ranks=tensor_parallel_size))
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
     config = answer.config
@@ -114,7 +116,7 @@ def check(
     """Check a file or a command line, and say whether each setting is used, without effect, refused or unknown."""
     try:
         answer, command = read_words(words, tensor_parallel_size)
-        answer = with_doubt(answer)
+        answer = looked_at(answer)
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
     if as_json:
@@ -146,12 +148,55 @@ def odd_folder(setting: str, folder: str) -> str:
     return ""
 
 
-def with_doubt(answer: Answer) -> Answer:
-    """Add a remark on a relative folder, which is usual in a library and unusual in a server."""
-    folder = answer.config.local_disk if answer.config is not None else None
-    if folder is None or Path(folder).is_absolute():
+def looked_at(answer: Answer) -> Answer:
+    """Add what the folders, secret files and addresses of the settings show on this machine."""
+    config = answer.config
+    if config is None:
         return answer
-    return evolve(answer, notes=(*answer.notes, (logging.WARNING, odd_folder("local_disk", folder))))
+    notes, problems = list(answer.notes), list[str]()
+    if config.local_disk and not Path(config.local_disk).is_absolute():
+        # Usual in a library, and unusual in a server.
+        notes.append((logging.WARNING, odd_folder("local_disk", config.local_disk)))
+    for name, read in (
+        ("remote_password_file", "password"),
+        ("agent_token_file", "token"),
+        ("authentication_key_file", "authentication_bytes"),
+    ):
+        file = getattr(config, name)
+        if file and not os.path.exists(file):
+            notes.append((logging.INFO, f"{name} {file} is not on this machine"))
+        else:
+            problems += refusal(lambda: getattr(config, read))  # noqa: B023
+    for url in config.remotes:
+        problems += refusal(lambda: unconnected(config, url))  # noqa: B023
+    kept = None if problems else config
+    return evolve(answer, config=kept, notes=tuple(notes), problems=(*answer.problems, *problems))
+
+
+def refusal(call: Callable[[], object]) -> list[str]:
+    """Return the error of a call, if there is one."""
+    try:
+        call()
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def unconnected(config: Config, url: RemoteURL) -> None:
+    """Raise ConfigError if a server would refuse this address; connects to nothing."""
+    module = {"redis": "redis", "s3": "obstore"}.get(url.scheme if url.store_kind == "objects" else url.store_kind)
+    if module is None or find_spec(module) is None:
+        return
+    if url.lacks_service or not all(map(os.path.exists, re.findall(r"ssl_\w+=(/[^&]+)", url.text))):
+        # The server may have what this machine has not: a variable for the sentinels' service, or the file.
+        return
+    from lmkv.backends.remote.base import RemoteOptions
+
+    options = RemoteOptions(prefix=config.remote_prefix, ttl=config.remote_ttl or None, timeout=config.remote_timeout)
+    try:
+        plugins.load(url.place, "remote_url")(url.text, bytes(32), options).close()
+    except ConfigError as error:
+        raise ConfigError(f"{config.source('remote_url')}: remote_url = {error}") from None
 
 
 def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
@@ -237,6 +282,7 @@ def migrate(
     """
     try:
         answer, command = read_words(words, tensor_parallel_size, migrate=True)
+        answer = looked_at(answer)
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
     settings = {name: written(value) for name, value in answer.values.items()}

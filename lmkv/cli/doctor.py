@@ -61,7 +61,7 @@ def doctor(
             answer["model"] = {**asdict(size), "token_bytes": size.token_bytes}
         typer.echo(json.dumps(answer))
     of_settings = [found for found in findings if found.area == "configuration"]
-    refused = any(found.problem for found in of_settings)
+    refused = any(found.refused for found in findings)
     matters = any(found.warning for found in of_settings)
     sys.exit(2 if refused else int(bool(problems or matters or (strict and warnings))))
 

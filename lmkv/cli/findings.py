@@ -28,7 +28,7 @@ from lmkv.chunks.layout import ALIGNMENT
 from lmkv.chunks.namespace import Authenticator
 from lmkv.cli.config import odd_folder
 from lmkv.cli.sizing import KVSize
-from lmkv.cli.stores import VERBS, refusals, remedy, try_folder
+from lmkv.cli.stores import VERBS, likeliest, refusals, remedy, try_folder
 from lmkv.config import GIB, Answer, Config
 from lmkv.errors import ConfigError, LmkvError, how_to_install
 from lmkv.memory import machine
@@ -56,6 +56,8 @@ class Finding:
     note: str = ""
     problem: str = ""
     warning: str = ""
+    refused: bool = False
+    """Whether the server refuses to start because of the problem."""
 
     @property
     def level(self) -> str:
@@ -77,7 +79,7 @@ def examine(
         config, problems = answer.config, list(answer.problems)
         yield from examine_readings(answer)
     for problem in problems:
-        yield Finding("configuration", "refused", problem, problem=problem)
+        yield Finding("configuration", "refused", problem, problem=problem, refused=True)
     if config is not None:
         yield from examine_configuration(config)
         secrets = list(examine_secrets(config))
@@ -133,11 +135,11 @@ def examine_secrets(config: Config) -> Iterator[Finding]:
         try:
             getattr(config, name)
         except ConfigError as error:
-            yield Finding("secrets", "file", "none", problem=str(error))
+            yield Finding("secrets", name, "none", problem=str(error), refused=True)
     try:
         key = config.authentication_bytes
     except ConfigError as error:
-        yield Finding("secrets", "authentication key", "none", problem=str(error))
+        yield Finding("secrets", "authentication key", "none", problem=str(error), refused=True)
     else:
         if key is not None:
             name = Authenticator(key).identifier
@@ -168,12 +170,12 @@ def examine_extras(config: Config) -> Iterator[Finding]:
         missing = [module for module in modules if getattr(config, name) and find_spec(module) is None]
         if missing:
             problem = f"{name} needs {' and '.join(missing)}: {how_to_install(extra)}"
-            yield Finding("extras", extra, "not installed", problem=problem)
+            yield Finding("extras", extra, "not installed", problem=problem, refused=True)
     for name, make in (("cache_policy", make_policy), ("disk_admission", make_admission)):
         try:
             make(getattr(config, name))
         except ConfigError as error:
-            yield Finding("extras", name, "not found", problem=str(error))
+            yield Finding("extras", name, "not found", problem=str(error), refused=True)
 
 
 def examine_agent(config: Config) -> Iterator[Finding]:
@@ -242,6 +244,8 @@ def examine_shared_memory(config: Config) -> Iterator[Finding]:
         return
     note = f"of {gibibytes(wanted)} in {folder}, on {kind or 'an unknown file system'}"
     warning = cut_down("max_shared_memory_size", wanted, given)
+    if warning and given < wanted:
+        warning += "; enlarge it: --shm-size or --ipc=host of docker, emptyDir with medium: Memory of Kubernetes"
     if kind not in machine.IN_MEMORY:
         warning = (
             f"shared_memory {folder} is on {kind or 'an unknown file system'}, not in memory: name one in /dev/shm"
@@ -271,8 +275,9 @@ def examine_disk(config: Config) -> Iterator[Finding]:
     way = "O_DIRECT" if facts.direct_io else "through the page cache"
     yield Finding("disk", "reads and writes", way, note=f"disk_direct = {config.disk_direct}")
     room, wanted = facts.free_bytes - config.disk_min_free_bytes, config.max_local_disk_bytes
-    problem = f"local_disk {config.local_disk}: less than disk_min_free is free, so no chunk will be stored"
-    enough = "" if room >= wanted else "less than max_local_disk_size"
+    kept = f"{gibibytes(facts.free_bytes)} are free, and disk_min_free keeps {gibibytes(config.disk_min_free_bytes)}"
+    problem = f"local_disk {config.local_disk}: {kept}, so no chunk will be stored: lower it, or free space"
+    enough = "" if room >= wanted else "less than max_local_disk_size and disk_min_free together"
     warning = cut_down("max_local_disk_size", wanted, max(0, room))
     free = gibibytes(facts.free_bytes)
     yield Finding("disk", "free", free, note=enough, problem="" if room > 0 else problem, warning=warning)
@@ -287,12 +292,13 @@ def examine_stores(config: Config) -> Iterator[Finding]:
         try:
             refused = refusals(config, url)
         except ConfigError as error:
-            yield Finding("remote stores", name, str(url), problem=str(error))
+            yield Finding("remote stores", name, str(url), problem=f"remote_url {error}", refused=True)
             continue
         works = ", ".join(verb for verb in VERBS if verb not in refused)
         reasons = {verb: f"{wanted}: {verb} fail: {why}; {remedy(verb, why)}" for verb, why in refused.items()}
-        if not works and len(set(refused.values())) == 1:
-            problem = reasons[VERBS[0]].replace(VERBS[0], "all calls", 1)
+        if not works:
+            verb = likeliest(refused)
+            problem = reasons[verb].replace(f"{verb} fail", "all calls fail", 1)
             yield Finding("remote stores", name, str(url), note="every call fails", problem=problem)
             continue
         yield Finding("remote stores", name, str(url), note=f"tried: {works}" if works else "", warning=odd)

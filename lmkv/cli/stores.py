@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Literal
@@ -30,7 +30,7 @@ from lmkv.store.health import as_backend_error, checked
 
 VERBS = ("lookups", "reads", "writes", "deletions")
 _NAMESPACE = hashlib.sha256(b"lmkv doctor").digest()
-_SIZE = 64 << 10
+_SIZE = 1 << 20
 _SPARE = 5.0
 """Seconds in addition to the calls' time-outs, for the client's work before and after."""
 
@@ -44,11 +44,13 @@ _ACTIONS = {
 _REMEDIES = {
     r"run the '(?P<command>[\w|-]+)'": "give the user +{command}",
     r"NoPermission|NOPERM": "give the user +{known}, and the names that begin with remote_prefix",
-    r"(?i)wrongpass|noauth|authentic|SignatureDoesNotMatch|InvalidAccessKey": "correct the user's name and password",
+    r"(?i)wrongpass|noauth|authentic|SignatureDoes|InvalidAccessKey": "correct remote_username and remote_password",
+    "NoSuchBucket": "create the bucket, or correct its name in remote_url",
     r"(?i)permissiondenied|accessdenied|\b403\b": "allow s3:{action}",
     r"(?i)maxmemory|\bOOM\b|memory left|no space|quota": "give it room, or let it evict (allkeys-lru)",
-    r"closed by the server": "is it a Redis or Valkey server? With TLS its URL begins with rediss://",
+    r"closed by the server|reset by peer": "is it a Redis or Valkey server? With TLS its URL begins with rediss://",
     r"(?i)read.?only": "name the server that takes writes",
+    r"(?i)error sending request": "start it, or correct the endpoint in remote_url (http:// or https://?)",
     r"(?i)refused|time.?out|timed out|no answer|resol|not known|unreachable": "start it, or correct remote_url",
 }
 
@@ -105,7 +107,19 @@ def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
         # Its thread is left behind.
         return dict.fromkeys(VERBS, "no answer in time")
     close_all([(url.store_kind, backend)])
-    return found
+    return {verb: in_short(reason) for verb, reason in found.items()}
+
+
+def in_short(reason: str) -> str:
+    """Return an error of an object store without the request that it repeats.
+
+    >>> in_short("PermissionDenied: Error performing HEAD http://h/x in 3ms - HTTP error: error sending request")
+    'PermissionDenied: HTTP error: error sending request'
+    """
+    if found := re.search(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", reason, re.DOTALL):
+        return f"{found[1]}: {found[2]}"
+    kind, detail = reason.partition(":")[0], reason.rpartition(" - ")[2]
+    return f"{kind}: {detail}".rstrip(": ") if "Error performing" in reason else reason
 
 
 def remedy(verb: str, reason: str) -> str:
@@ -119,6 +133,16 @@ def remedy(verb: str, reason: str) -> str:
             known = {"known": _COMMANDS.get(verb, "@read +@write"), "action": _ACTIONS.get(verb, "*")}
             return text.format(**known, **found.groupdict())
     return "see what docs/remote.md says that lmkv needs there"
+
+
+def likeliest(refused: Mapping[str, str]) -> str:
+    """Return the call whose reason tells most about the cause."""
+    patterns = list(_REMEDIES)
+
+    def rank(verb: str) -> int:
+        return next((at for at, each in enumerate(patterns) if re.search(each, refused[verb])), len(patterns))
+
+    return min(refused, key=rank)
 
 
 def _ask(backend: Backend, timeout: float) -> Iterator[tuple[str, str]]:

@@ -45,6 +45,7 @@ class Command:
     kept: list[str] = field(factory=list)
     role: str = "kv_both"
     ranks: int | None = None
+    longest: int | None = None
     settings: list[Setting] = field(factory=list)
     readings: list[Reading] = field(factory=list)
     notes: list[tuple[int, str]] = field(factory=list)
@@ -317,6 +318,8 @@ def _of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
     command = Command(ranks=ranks)
     options, command.kept = _options(_with_file(command, words))
     given = dict(options)
+    longest = given.get("--max-model-len", "")
+    command.longest = int(longest) if longest.isdecimal() else None
     counts = {kind: given[name] for name, kind in _RANKS.items() if name in given}
     if unclear := [count for count in counts.values() if not count.isdecimal()]:
         told = f"the number of ranks, {short_repr(unclear[0])}, is not a number: write the number instead"
@@ -337,6 +340,9 @@ def _of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
     if size is None and not any(name.startswith(TRANSFER) for name, _ in options):
         told = "the command has no KV offloading: lmkv is added with 5 GiB of host memory (max_local_cpu_size)"
         command.notes.append((logging.INFO, told))
+    if size is not None and any("LMKVConnector" in value for name, value in options if name.startswith(TRANSFER)):
+        told = "with --kv-offloading-size vLLM uses its own connector instead of LMKVConnector: leave it out"
+        command.notes.append((logging.WARNING, told))
     if size is not None:
         # Last, because it replaces the connector's own size in vLLM, too.
         command.use(_SIZE, "max_local_cpu_size", size)

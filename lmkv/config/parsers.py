@@ -15,7 +15,7 @@ from ipaddress import ip_address
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final, Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from attrs import field, frozen
 
@@ -37,6 +37,7 @@ SCHEMES: Final = {
 """Scheme of a URL -> module of `lmkv.backends.remote` whose `open_url` takes it: lmkv's own."""
 
 
+_NO_PLACE: Final = "must have a valid host and port; in a password / is %2F, ? is %3F, # is %23"
 SERVICE_VARIABLE: Final = "REDIS_SERVICE_NAME"
 """Where LMCache has the name of the service that sentinels watch, which its URLs do not have."""
 
@@ -108,8 +109,14 @@ class RemoteURL:
             for text in hosts if self.may_have_hosts else [self.text]:
                 _ = urlsplit(text).port
         except ValueError:  # it may quote a part of a password
-            raise ValueError("must have a valid host and port; in a password / is %2F, ? is %3F, # is %23") from None
+            raise ValueError(_NO_PLACE) from None
+        options = parse_qs(urlsplit(self.text).query)
+        endpoints = [*options.get("endpoint", ()), *options.get("endpoint_url", ())]
+        if self.scheme == "s3" and not all(re.match("https?://", each, re.IGNORECASE) for each in endpoints):
+            raise ValueError("must have a whole endpoint, such as endpoint=http://HOST:PORT")
         is_redis = self.store_kind == "redis" and self.scheme != "unix" and not self.scheme.endswith("sentinel")
+        if is_redis and "@" in path:
+            raise ValueError(_NO_PLACE)
         if is_redis and not re.fullmatch("/?[0-9]*/?", path):
             raise ValueError("must name its database by a number, such as /0; the names' prefix is remote_prefix")
 

@@ -90,7 +90,7 @@ def _parsed(attribute: Attribute[Any], value: object, source: str) -> _Parsed:
         return _Parsed(attribute.metadata["parse"](value))
     except ValueError as error:
         visible = "'***'" if attribute.metadata["parse"] is secret else short_repr(value)
-        advice = written_instead(attribute.metadata["unit"], value)
+        advice = "" if "quotes" in str(error) else written_instead(attribute.metadata["unit"], value)
         size = f"max_{attribute.name}_size"
         advice += f"; the size is {size}" if size in _OPTIONS and re.match("'?[0-9]", visible) else ""
         raise ConfigError(f"{source}: {attribute.name} = {visible} {error}{advice}") from None
@@ -312,7 +312,7 @@ class Config:
         yield from self._of_folder("shared_memory", "max_shared_memory_size")
         yield from self._of_folder("local_disk", "max_local_disk_size")
         if self.shared_memory and self.local_disk and are_nested(self.shared_memory, self.local_disk):
-            other = f"shared_memory = {short_repr(self.shared_memory)} (by: {self.source('shared_memory')})"
+            other = f"shared_memory = {short_repr(self.shared_memory)}"
             reason = "are one folder, or nested: each would delete the other's chunks; name two separate folders"
             yield self._problem("local_disk", f"and {other} {reason}")
         for name in ("remote_password", "agent_token", "authentication_key"):
@@ -320,8 +320,8 @@ class Config:
                 yield self._problem(f"{name}_file", f"and {name} are both given: keep one")
         if len({*self.remotes}) < len(self.remotes):
             yield self._problem("remote_url" if self.remote_url else "remote_urls", "has a store twice: leave one out")
-        if self.authentication_key and (short := _too_short(self.authentication_key.value.encode())):
-            yield self._problem("authentication_key", short)
+        if self.authentication_key and (unfit := unfit_key(self.authentication_key.value.encode())):
+            yield self._problem("authentication_key", unfit)
         open_to_all = self.agent_listen and not self.agent_listen.startswith("unix:")
         if open_to_all and not (self.agent_token or self.agent_token_file):
             yield self._problem("agent_listen", "needs an agent_token: anyone who can connect can clear the cache")
@@ -389,6 +389,9 @@ class Config:
         token = self._secret("agent_token")
         if token is not None and not re.fullmatch("[!-~]+", token):
             self._refuse("agent_token_file" if self.agent_token_file else "agent_token", "must be ASCII without blanks")
+        if token is not None and _PLACEHOLDER.search(token.encode()):
+            name = "agent_token_file" if self.agent_token_file else "agent_token"
+            self._refuse(name, "has a placeholder instead of a token: make one with openssl rand -hex 32")
         return token
 
     @property
@@ -397,8 +400,8 @@ class Config:
         if self.authentication_key_file is None:
             return self.authentication_key.value.encode() if self.authentication_key else None
         key = self._content("authentication_key_file").removesuffix(b"\n").removesuffix(b"\r")
-        if short := _too_short(key):
-            self._refuse("authentication_key_file", short)
+        if unfit := unfit_key(key):
+            self._refuse("authentication_key_file", unfit)
         return key
 
     def _secret(self, name: str) -> str | None:
@@ -410,7 +413,9 @@ class Config:
         except UnicodeError:
             self._refuse(f"{name}_file", "is no text")
         # An empty token would protect nothing.
-        return lines[0] if lines and lines[0] else self._refuse(f"{name}_file", "has an empty first line")
+        return (
+            lines[0] if lines and lines[0] else self._refuse(f"{name}_file", "has an empty first line: write it there")
+        )
 
     def _content(self, name: str) -> bytes:
         try:
@@ -473,8 +478,27 @@ class Config:
                 for name in [each for each in given if each in names[1:]]:
                     yield logging.WARNING, f"{self.source(name)}: {name} has no effect without {names[0]}"
 
+    def doubts_of_server(self, role: str, longest: int | None) -> Iterator[str]:
+        """Yield the reasons why a server with this `kv_role` will not hit. `longest`: tokens of its longest request."""
+        if role != "kv_both" and not (self.shared_memory or self.local_disk or self.remotes):
+            idle = {
+                "kv_consumer": "stores nothing, and no other server can store into its host memory",
+                "kv_producer": "loads nothing, and no other server can load from its host memory",
+            }
+            if role in idle:
+                yield f"kv_role {role} {idle[role]}: write kv_both, or add shared_memory, local_disk or remote_url"
+        if longest is None:
+            return
+        if self.chunk_size > longest and not self.save_unfull_chunk:
+            told = f"is longer than any request ({longest} tokens), so no chunk is ever full: lower it"
+            yield self._problem("chunk_size", told)
+        if self.min_retrieve_tokens > longest:
+            told = f"is more than any request has ({longest} tokens), so nothing is loaded: lower it"
+            yield self._problem("min_retrieve_tokens", told)
+
     def _problem(self, name: str, reason: str) -> str:
-        return f"{self.source(name)}: {name} = {short_repr(getattr(self, name))} {reason}"
+        value = readable(getattr(self, name))
+        return f"{self.source(name)}: {name} = {short_repr(value)} {reason}"
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
         raise ConfigError(self._problem(name, reason))
@@ -540,7 +564,11 @@ class Answer:
         command line. `ranks`: of an engine, where its options name none.
         """
         command = command_lines.translated(words, ranks)
-        return cls._of(command.settings, command.readings, command.notes, of_lmcache=True, command=command), command
+        answer = cls._of(command.settings, command.readings, command.notes, of_lmcache=True, command=command)
+        if answer.config is not None:
+            doubts = answer.config.doubts_of_server(command.role, command.longest)
+            answer = evolve(answer, notes=(*answer.notes, *((logging.WARNING, doubt) for doubt in doubts)))
+        return answer, command
 
     @classmethod
     def _of(
@@ -637,7 +665,7 @@ _ONLY_WITH: Final = {
     ),
 }
 """Attribute -> its setting, and the settings that have an effect only with it."""
-_LONG: Final = {"remote_timeout": 60, "prefetch_deadline": 600}
+_LONG: Final = {"remote_timeout": 60, "prefetch_deadline": 600, "remote_ttl": 31_536_000}
 """Seconds above which a value is probably in milliseconds."""
 _KEEPS_NOTHING: Final = (
     "no tier keeps anything, so nothing will hit: local_cpu is off, and there is none of shared_memory, remote_url "
@@ -645,10 +673,18 @@ _KEEPS_NOTHING: Final = (
 )
 
 
-def _too_short(key: bytes) -> str:
+def unfit_key(key: bytes) -> str:
+    """Return why this cannot be an authentication key, or ""."""
+    if _PLACEHOLDER.search(key):
+        return "has a placeholder instead of a key: make one with openssl rand -hex 32"
     if len(key) >= MIN_KEY_BYTES:
         return ""
     return f"has {len(key)} bytes, fewer than {MIN_KEY_BYTES}: make one with openssl rand -hex 32"
+
+
+_PLACEHOLDER: Final = re.compile(
+    rb"(?i)replace|change.?me|placeholder|openssl|your.?(secret|key|token)|<[^>]*>|\$\{|\{\{"
+)
 
 
 def _known(key: Any, value: object, source: str) -> Attribute[Any]:

@@ -193,6 +193,8 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
             "lmkv: kv_load_failure_policy is %r: a request fails if its load fails; set the policy to 'recompute'",
             transfer.kv_load_failure_policy,
         )
+    for doubt in config.doubts_of_server(str(transfer.kv_role), vllm_config.model_config.max_model_len):
+        logger.warning("lmkv: %s", doubt)
     if config.audit_rate and compat.draft_lookahead(vllm_config):
         logger.warning("lmkv: audit_rate has no effect on hits: draft layers compute other KV for equal tokens")
     elif config.audit_rate and not all(model.numbers):

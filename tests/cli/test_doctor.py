@@ -191,7 +191,7 @@ class TestStores:
         client.execute_command("ACL SETUSER", "cache", "on", ">right", "~*", "+@all")
         _, [problem] = stores(redis.url, remote_username="cache", remote_password="wrong")
         assert "all calls fail" in problem
-        assert "correct the user's name and password" in problem
+        assert "correct remote_username and remote_password" in problem
         assert "wrong;" not in problem
 
     def test_a_server_that_answers_nothing_is_given_up_in_time(self, redis: RedisServer) -> None:
@@ -226,7 +226,10 @@ class TestDisk:
         assert not any(item.problem for item in found.values())
         assert disk(tmp_path / "a" / "b")["folder"].note == f"will be created; tried in {tmp_path}"
         assert disk(tmp_path, disk_direct="off")["reads and writes"].value == "through the page cache"
-        assert disk(tmp_path, max_local_disk_size=1e9)["free"].note == "less than max_local_disk_size"
+        assert (
+            disk(tmp_path, max_local_disk_size=1e9)["free"].note
+            == "less than max_local_disk_size and disk_min_free together"
+        )
         assert "disk_min_free" in disk(tmp_path, disk_min_free=1e9)["free"].problem
         assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 

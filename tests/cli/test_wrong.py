@@ -44,6 +44,12 @@ FILES = {
     "remote_url: 'redis://a:1,b:2'\n": "write redis+cluster://HOST:PORT,HOST:PORT",
     "remote_url: redis://u:hunter2@h/lmkv\n": "must name its database by a number, such as /0",
     "local_disk: s3://bucket\nmax_local_disk_size: 1\n": "the address of a store belongs into remote_url",
+    "remote_url: redis://:hunter2/x@h\n": "in a password / is %2F",
+    "remote_url: redis://u:p@ss/hunter2@h\n": "in a password / is %2F",
+    "remote_url: s3://b?endpoint=minio:9000\n": "must have a whole endpoint, such as endpoint=http://HOST:PORT",
+    "remote_url: redis://h?ssl_cert=none\n": "unsupported options: ssl_cert",
+    "remote_url: s3://b?region=r\nremote_ttl: 60\n": "does not support remote_ttl: set a lifecycle rule",
+    "remote_url: redis://h\nremote_ttl: 86400000\n": "is in seconds: divide it by 1000",
     "remote_url: [redis://a, redis://a]\n": "has a store twice: leave one out",
     "remote_url: redis://a\nremote_urls: redis://a\n": "has a store twice: leave one out",
     "max_local_cpu_size: 10,5\n": "must be a number, in GiB, with a point: 10.5",
@@ -224,6 +230,24 @@ def test_chunks_of_a_size_that_is_not_meant() -> None:
     assert told(findings.examine_configuration, chunk_size=4096) == []
 
 
+def test_files_of_secrets_are_read_by_every_command(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("REPLACE_ME_WITH_openssl_rand_-hex_32")
+    (tmp_path / "token").write_text("")
+    rows = {
+        f"authentication_key_file: {tmp_path}/key\n": "has a placeholder instead of a key: make one with openssl",
+        f"agent_listen: 127.0.0.1:1\nagent_token_file: {tmp_path}/token\n": "has an empty first line: write it there",
+        "agent_listen: 127.0.0.1:1\nagent_token: <your token>\n": "must be ASCII without blanks",
+        "agent_listen: 127.0.0.1:1\nagent_token: change-me\n": "has a placeholder instead of a token",
+    }
+    for text, said in rows.items():
+        (tmp_path / "kv.yaml").write_text(text)
+        for words in (("check",), ("show",)):
+            done = run("config", *words, str(tmp_path / "kv.yaml"))
+            assert (done.exit_code, said in done.output) == (2, True), done.output
+    (tmp_path / "kv.yaml").write_text(f"authentication_key_file: {tmp_path}/elsewhere\n")
+    assert "elsewhere is not on this machine" in run("config", "check", str(tmp_path / "kv.yaml")).output
+
+
 def test_a_secret_that_cannot_be_read_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "examine_vllm", lambda env: iter(()))
     extra = {"remote_url": "redis://127.0.0.1:1", "remote_password_file": str(tmp_path / "none")}
@@ -254,6 +278,32 @@ def test_folders_and_sizes_that_are_not_meant(tmp_path: Path) -> None:
     assert "is in memory: name a folder on a disk" in warning
     [warning] = told(findings.examine_stores, remote_url=f"file://{tmp_path}/share/kv")
     assert "is it mounted?" in warning
+
+
+def test_servers_that_would_never_hit() -> None:
+    both = {"kv_connector": "LMKVConnector", "kv_role": "kv_both"}
+    large = {"chunk_size": 8192, "save_unfull_chunk": False}
+    rows: list[tuple[dict[str, Any], str, str]] = [
+        (both | {"kv_role": "kv_consumer"}, "", "kv_role kv_consumer stores nothing, and no other server can store"),
+        (both | {"kv_role": "kv_producer"}, "", "kv_role kv_producer loads nothing, and no other server can load"),
+        (
+            both | {"kv_connector_extra_config": large},
+            "--max-model-len 4096",
+            "is longer than any request (4096 tokens)",
+        ),
+        (
+            both | {"kv_connector_extra_config": {"min_retrieve_tokens": 5000}},
+            "--max-model-len 4096",
+            "is more than any request has (4096 tokens), so nothing is loaded",
+        ),
+        (both, "--kv-offloading-size 4", "vLLM uses its own connector instead of LMKVConnector: leave it out"),
+    ]
+    for transfer, more, says in rows:
+        command = ("vllm", "serve", "m", *more.split(), "--kv-transfer-config", json.dumps(transfer))
+        done = run("config", "check", "--", *command)
+        assert (done.exit_code, says in done.output) == (1, True), done.output
+    shared = both | {"kv_role": "kv_consumer", "kv_connector_extra_config": {"remote_url": "redis://h"}}
+    assert run("config", "check", "--", "vllm", "serve", "m", "--kv-transfer-config", json.dumps(shared)).exit_code == 0
 
 
 def test_a_command_line_is_checked_as_a_file_is() -> None:

@@ -229,7 +229,8 @@ class RedisBackend(RemoteBackend):
             command = self._set_command(name.encode(), self.codec.header_of(chunk), chunk.payload)
             written = self._routed(name, put, slow)
         except exceptions.OutOfMemoryError as error:
-            return Written.rejected(outside(str(error)))
+            told = "the server is full: raise its maxmemory, or set its maxmemory-policy to allkeys-lru"
+            return Written.rejected(f"{outside(str(error))} {told}")
         except exceptions.ResponseError as error:
             if _TOO_LARGE not in str(error):
                 raise

@@ -23,6 +23,7 @@ from lmkv.backends.remote.redis import RedisBackend
 from lmkv.build import build_store
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.chunks.namespace import Namespace
+from lmkv.cli.stores import refusals, remedy
 from lmkv.config import Config
 from lmkv.errors import BackendUnavailable, ConfigError
 from lmkv.protocols import Backend, Chunk, ReadStatus, WriteStatus
@@ -645,6 +646,9 @@ def test_tls(tmp_path: Path, scheme: str) -> None:
         distrusting = backend_of(f"{scheme}://localhost:{port}")
         assert_unavailable(distrusting, chunk)
         distrusting.close()
+        without = Config(remote_url=f"redis://localhost:{port}")  # type: ignore[arg-type]
+        for verb, reason in refusals(without, without.remotes[0]).items():
+            assert "With TLS its URL begins with rediss://" in remedy(verb, reason)
     encrypted = tmp_path / "encrypted"
     lock = ["openssl", "rsa", "-aes256", "-passout", "pass:x", "-in", tmp_path / "key", "-out", encrypted]
     subprocess.run(lock, check=True, capture_output=True)
