@@ -18,7 +18,7 @@ class MediumError(OSError):
     """A folder is on another medium than when it was opened. lmkv must not write to it, or read from it."""
 
     def __init__(self, path: str, what: str) -> None:
-        super().__init__(errno.ENODEV, f"{what}: mount it again, or restart the engine to use what is there now", path)
+        super().__init__(errno.ENODEV, f"{what}: mount that file system again, or restart the engine", path)
 
 
 class Medium:
@@ -50,7 +50,7 @@ class Medium:
         if device == self._device:
             return
         if not self._name or self._read() != self._name:
-            raise MediumError(self.path, "it is on another medium than when it was opened")
+            raise MediumError(self.path, "the folder is no longer on the file system that lmkv began with")
         self._device = device
 
     def _status(self) -> os.stat_result:
@@ -59,7 +59,7 @@ class Medium:
             fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             if self._device_above() != self._device:
-                raise MediumError(self.path, "its medium is no longer mounted") from None
+                raise MediumError(self.path, "the file system of the folder is no longer mounted") from None
             raise
         try:
             return os.fstat(fd)

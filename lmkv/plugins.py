@@ -45,7 +45,7 @@ def load(place: str, wanted_by: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        why = f"{safe_repr(error)}; install its package here, or correct the name"
+        why = f"{safe_repr(error)}; install the package, or correct the name"
         raise ConfigError(f"{wanted_by}: {place} cannot be loaded: {why}") from error
 
 

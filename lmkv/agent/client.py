@@ -272,7 +272,7 @@ def _whole(response: httpx.Response, found: bytearray) -> bytes:
     if response.is_error:
         # Without the header that would have it decompressed.
         answer = httpx.Response(response.status_code, content=bytes(found), request=response.request)
-        reason = f"{answer.status_code} from {response.request.url}: {printable(answer.text, _SHOWN)}"
+        reason = f"HTTP {answer.status_code} from {response.request.url}: {printable(answer.text, _SHOWN)}"
         raise httpx.HTTPStatusError(reason, request=response.request, response=answer)
     return bytes(found)
 

@@ -179,7 +179,9 @@ class History:
                 pass
             except Exception as error:
                 if not self._failed:
-                    logger.warning("lmkv: the agent API's history has a gap: %s", safe_repr(error))
+                    logger.warning(
+                        "lmkv: the agent API's statistics have a gap: reading them failed: %s", safe_repr(error)
+                    )
                 self._failed = True
             await asyncio.sleep(self._interval)
 
@@ -272,7 +274,7 @@ def _bounded(receive: Receive, most: int) -> Receive:
         message = await receive()
         read += len(message.get("body", b""))
         if read > most:
-            raise HTTPException(413, f"the body has more than {most} bytes, which no prompt of this engine takes")
+            raise HTTPException(413, f"the body has more than {most} bytes, the most that a prompt needs")
         return message
 
     return receive_at_most
@@ -336,7 +338,7 @@ class PromptBody(BaseModel):
     def prompt(self) -> Prompt:
         template = self.chat_template_kwargs | ({} if self.tools is None else {"tools": self.tools})
         if template and self.messages is None:
-            raise UsageError("tools and chat_template_kwargs belong to messages")
+            raise UsageError("tools and chat_template_kwargs need messages, not text or tokens")
         if "chat_template" in template:
             raise UsageError("chat_template is not accepted: the server uses its own")
         return Prompt(self.text, self.messages, self.tokens, self.cache_salt, self.tags, template)
@@ -482,7 +484,7 @@ def application(
     async def clear(body: ClearBody) -> dict[str, Any]:
         """Delete a prompt's chunks or all chunks from every tier, or all chunks of another namespace in the folder."""
         if (body.everything or body.namespace) and len(body.model_fields_set - {"engine"}) > 1:
-            raise UsageError("clear cannot be limited to a salt or tags: chunks do not record them; give a prompt")
+            raise UsageError("chunks do not record salts and tags: clear a prompt instead, or leave them out")
         return await each(lambda: cleared(body), "/v1/clear", body)
 
     def cleared(body: ClearBody) -> dict[str, Any]:
@@ -531,7 +533,7 @@ def application(
         found = await peers.ask(call, "GET", f"/v1/explain/{quote(request, safe='')}")
         parts = [{"engine": n, **part} for n, one in answering(found).items() for part in one.pop("parts", [one])]
         if not parts:
-            raise HTTPException(404, f"request {request} is not among the last ones, which /v1/requests lists")
+            raise HTTPException(404, f"request {request} is unknown or too old: /v1/requests lists the last requests")
         return {**parts[0], "parts": parts} if len(parts) > 1 else parts[0]
 
     @v1.post("/engines", include_in_schema=False)

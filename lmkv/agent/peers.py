@@ -117,7 +117,7 @@ def checked(method: str, path: str, data: bytes) -> dict[str, Any]:
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False, include_context=False)[0]
         reason = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
-        raise NoAnswerError(f"the answer does not come from this version of lmkv: {printable(reason)}") from None
+        raise NoAnswerError(f"the answer is not from this version of lmkv: {printable(reason)}") from None
     return answer.model_dump(exclude_unset=True)
 
 
@@ -202,7 +202,8 @@ class Peers:
                 pass
             except Exception as error:
                 if not failed:
-                    logger.warning("lmkv: this engine cannot announce itself: %s", printable(str(error)))
+                    text = "lmkv: this engine cannot announce itself to the server's first engine: %s"
+                    logger.warning(text, printable(str(error)))
                 failed = True
             await asyncio.sleep(pause)
 
@@ -218,7 +219,7 @@ class Peers:
         wanted = body.pop("engine", None)
         numbers = [self.number, *sorted(self._others)]
         if wanted not in (None, *numbers):
-            raise PeerError(f"there is no such engine; the engines are {', '.join(map(str, numbers))}", 400)
+            raise PeerError(f"there is no engine {wanted}; the engines are {', '.join(map(str, numbers))}", 400)
         asked = numbers if wanted is None else [wanted]
         others = [self._other(number, method, path, body) for number in asked if number != self.number]
         loop = asyncio.get_running_loop()
@@ -286,7 +287,7 @@ def merged(answers: Mapping[int, Answer]) -> Answer:
         return next(iter(here.values()))
     best = max(here, key=lambda number: max(here[number].get(name, 0) for name in _LEADING), default=None)
     if best is None:
-        raise PeerError("no engine answers; see the log of the server")
+        raise PeerError("no engine answers: see the log of the server")
     whole = {"engine": best, **here[best]}
     whole |= {name: sum(answer[name] for answer in here.values()) for name in _SUMS if name in whole}
     if "done" in whole:

@@ -166,21 +166,21 @@ def _private_folder() -> Path:
             refused = refused or error
         else:
             return folder
-    raise refused or FileNotFoundError("there is no folder for sockets")
+    raise refused or FileNotFoundError("this user has no private folder for sockets")
 
 
 def _check_private(folder: Path) -> None:
     """Raise PermissionError if others may enter the folder, or could replace it on the way to it."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise PermissionError(errno.EACCES, "is not a folder of mode 0700 of this user: remove it", str(folder))
+        raise PermissionError(errno.EACCES, "not a folder of this user with mode 0700: remove it", str(folder))
     # In a user namespace root of outside has another number.
     trusted = {0, os.geteuid(), os.stat("/").st_uid}
     for above in folder.parents:
         status = above.stat()
         can_replace = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
         if status.st_uid not in trusted or can_replace:
-            raise PermissionError(errno.EACCES, "others may replace what is in it: chmod +t", str(above))
+            raise PermissionError(errno.EACCES, "other users may replace files there: run chmod +t", str(above))
 
 
 # -- the pace of its threads ------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ class AgentServer:
             try:
                 self._doors += [_Door(inside())] if inside else []
             except OSError as error:
-                logger.warning("lmkv: the engines of one server cannot find each other: %s", error)
+                logger.warning("lmkv: the agent API serves this engine alone; it finds no other engine: %s", error)
             for door in self._doors:
                 # The bytes of one read are parsed without a pause.
                 door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _READ_BYTES)
@@ -423,7 +423,7 @@ class AgentServer:
                 runner.run(self._serve())
         except (Exception, SystemExit):
             # uvicorn means to end the process.
-            logger.exception("lmkv: the agent API at %s has stopped; the engine continues without it", self.url)
+            logger.exception("lmkv: the agent API at %s has stopped; the engine continues without the API", self.url)
         finally:
             uvicorn_logger.removeFilter(matters)
             # Or callers would wait where nobody answers.

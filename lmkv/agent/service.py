@@ -22,22 +22,22 @@ from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
 
 ADVICE = {
-    "not_stored": "No tier is known to have it. Each model, data type, salt, tag and adapter has separate chunks.",
-    "no_state": "Its chunks are there, but no state of a recurrent layer was kept behind them: see state_interval.",
-    "evicted": "A larger tier, or one more below it, would have kept it.",
+    "not_stored": "No tier has these tokens. Each model, data type, salt, tag and adapter has separate chunks.",
+    "no_state": "The chunks are there, but no state of a recurrent layer after them: see state_interval.",
+    "evicted": "A larger tier, or one more lower tier, would have kept these tokens.",
     "too_short": "Less than a chunk is left, or less than min_retrieve_tokens was found.",
-    "not_ready": "It is just being stored: a request that comes later finds it.",
-    "tier_unavailable": "That tier fails, and counts as empty until it answers again: see the log.",
-    "deadline": "It did not arrive in the time that computing it takes, or within prefetch_deadline: prefetch it.",
-    "slower": "Computing it is faster than that tier: load_or_recompute measures both.",
-    "not_promoted": "It could not be read, or host memory had no room for it: see max_local_cpu_size.",
+    "not_ready": "lmkv is still storing these tokens: a later request finds them.",
+    "tier_unavailable": "The tier fails, and counts as empty until the tier answers again: see the log.",
+    "deadline": "Loading took longer than computing would, or than prefetch_deadline: prefetch the prompt.",
+    "slower": "The model computes these tokens faster than the tier delivers them: see load_or_recompute.",
+    "not_promoted": "lmkv could not read the chunks, or host memory had no room: see max_local_cpu_size.",
     "limited": "The request's max_load_tokens forbids more.",
     "skip_load": "The request asks for no loads with lmkv.skip_load, has no tokens, or its tags are unclear.",
     "not_taken": "vLLM did without the tokens that were found, for prompt log-probabilities or another connector.",
     "failed": "A load for this request failed before: see the log.",
-    "audited": "It was found, and computed all the same to compare both: see audit_rate.",
+    "audited": "lmkv found these tokens, and the model computed them again for an audit: see audit_rate.",
     "switched_off": "An audit has found a wrong chunk, and audit_action ends all loads: see the log, then restart.",
-    "unidentified": "It is unknown which weights, adapter or image it is computed with: see the log.",
+    "unidentified": "lmkv cannot identify the weights, the adapter or an image of this request: see the log.",
 }
 """Reason of a miss -> its meaning and advice."""
 
@@ -56,7 +56,7 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
 
 def _miss(missed: Mapping[str, Any]) -> str:
     ago, why = missed.get("seconds_ago"), miss_in_words(missed["reason"], missed.get("tier"))
-    return f"{missed['tokens']:,} were missed: {why}{'' if ago is None else f' {ago:.0f} s before'}."
+    return f"{missed['tokens']:,} tokens were missed: {why}{'' if ago is None else f' {ago:.0f} s before'}."
 
 
 _MAX_KEYS = 1 << 18
@@ -343,7 +343,7 @@ class CacheService:
     def _read(self, prompt: Prompt) -> tuple[Sequence[int], list[ChunkKey]]:
         given = [each for each in (prompt.text, prompt.messages, prompt.tokens) if each is not None]
         if len(given) != 1:
-            raise UsageError("give one of text, messages and tokens")
+            raise UsageError("give exactly one of text, messages and tokens")
         tokens = self._tokens_of(prompt) if prompt.tokens is None else prompt.tokens
         self._check(len(tokens))
         return tokens, self._keys_of(tokens, prompt.cache_salt, prompt.tags)
@@ -383,7 +383,7 @@ class CacheService:
             raise
         except Exception as error:
             # Tokenizers and templates may raise any exception.
-            raise UsageError(f"the tokenizer refuses this prompt: {type(error).__name__}") from error
+            raise UsageError(f"the tokenizer refuses this prompt with {type(error).__name__}") from error
 
     def _tokens(self, keys: Sequence[ChunkKey]) -> int:
         """Return the number of tokens of these chunks; a state has none."""

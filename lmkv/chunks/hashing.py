@@ -102,7 +102,7 @@ class KeyChain:
     def parent(self, position: int) -> bytes:
         """Return the key before `keys[position]`, empty for the first. Position `len(keys)` is that of the next key."""
         if not 0 <= position <= len(self.keys):
-            raise UsageError(f"there is no chunk {position} in a chain of {len(self.keys)}")
+            raise UsageError(f"there is no chunk {position} in a chain of {len(self.keys)} chunks")
         return self.keys[position - 1] if position else b""
 
     def origin(self, position: int) -> bytes:
@@ -181,7 +181,7 @@ def _checked_digest(digest: object, name: str) -> bytes:
 
 def _checked_extras(extras: Mapping[int, bytes]) -> dict[int, bytes]:
     if misplaced := [at for at in extras if at < 0]:
-        raise UsageError(f"extras at negative chunk indices: {misplaced}")
+        raise UsageError(f"extras must not have negative chunk numbers: {misplaced}")
     return {at: _checked_digest(extra, f"extras[{at}]") for at, extra in extras.items()}
 
 

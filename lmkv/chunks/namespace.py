@@ -42,7 +42,7 @@ def canonical(value: object) -> bytes:
         case None:
             tag, content = b"n", b""
         case bool():
-            raise UsageError(f"cannot make a key from {short_repr(value)}")
+            raise UsageError(f"a key consists of int, str, bytes and None, not {short_repr(value)}")
         case int():
             tag, content = b"i", b"%d" % value
         case str():
@@ -56,7 +56,7 @@ def canonical(value: object) -> bytes:
             items = sorted(canonical(key) + canonical(item) for key, item in value.items())
             tag, content = b"m", b"".join(items)
         case _:
-            raise UsageError(f"cannot make a key from {short_repr(value)}")
+            raise UsageError(f"a key consists of int, str, bytes and None, not {short_repr(value)}")
     return tag + len(content).to_bytes(8, "little") + content
 
 
@@ -212,7 +212,7 @@ class Authenticator:
         try:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as error:
-            raise ConfigError(f"an authentication key needs cryptography: {how_to_install('auth')}") from error
+            raise ConfigError(f"authentication keys need the package cryptography: {how_to_install('auth')}") from error
         return AESGCM
 
     @classmethod

@@ -42,7 +42,7 @@ def open_store(
     `identity`: the fields of the namespace that do not follow from the tensors.
     """
     if not isinstance(config, Config):
-        raise UsageError(f"config must be a Config, such as Config.load(...) returns, not {short_repr(config)}")
+        raise UsageError(f"config must be a Config, for example Config.load(...), not {short_repr(config)}")
     try:
         tensors = list(kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches)
     except TypeError:
@@ -158,8 +158,8 @@ class Engine:
         self._closed = True
         if layout.slot_bytes > store.slab.slot_bytes:
             raise UsageError(
-                f"a chunk of this layout takes {layout.slot_bytes} bytes, the store's slots have "
-                f"{store.slab.slot_bytes}; build host memory with slot_bytes=layout.slot_bytes"
+                f"a chunk of this layout has {layout.slot_bytes} bytes, but a slot of the store has "
+                f"{store.slab.slot_bytes}: make host memory with slot_bytes=layout.slot_bytes"
             )
         self._namespace = namespace
         self._layout = layout
@@ -192,7 +192,7 @@ class Engine:
         a tensor is not dense in memory, and ConfigError for settings that cannot work here.
         """
         if model == "":
-            raise UsageError("model is empty: name it, because engines of one name share KV")
+            raise UsageError("the argument model is empty: engines with equal names share KV")
         config = Config.load() if config is None else config
         store, namespace, layout, memory = open_store(
             kv_caches, config, block_size=block_size, block_axis=block_axis, model=model, revision=revision
@@ -376,7 +376,7 @@ class Engine:
     def _check_copies(self) -> Copier:
         self._check_open()
         if self._copier is None:
-            raise UsageError(f"engine {self.name!r} has no paged memory: give it `memory` to store and retrieve")
+            raise UsageError(f"engine {self.name!r} has no paged memory to copy: make an engine with `memory`")
         return self._copier
 
     @contextlib.contextmanager
@@ -387,7 +387,7 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._store.forked:
-            raise ClosedError(f"engine {self.name!r} belongs to the process that this one was forked from")
+            raise ClosedError(f"engine {self.name!r} belongs to the parent process: make a new engine after a fork")
         if self._closed:
             raise ClosedError(f"engine {self.name!r} is closed")
 

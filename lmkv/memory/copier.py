@@ -154,7 +154,7 @@ def check_fit(memory: PagedMemory, layout: KVLayout, slab: SlabMap) -> None:
     if not pages or pages != [layer.page_bytes for layer in layout.layers[: len(pages)]]:
         raise UsageError("the KV tensors have other page sizes than the layout")
     if layout.slot_bytes > slab.slot_bytes:
-        raise UsageError(f"chunks of {layout.chunk_bytes} bytes do not fit slots of {slab.slot_bytes}")
+        raise UsageError(f"a chunk has {layout.slot_bytes} bytes, but a slot has {slab.slot_bytes}")
 
 
 # -- layer by layer ---------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class _Layers:
 
     def _name(self, layer: object) -> None:
         if not isinstance(layer, int) or not 0 <= layer < self._num_layers:
-            raise UsageError(f"there is no layer {short_repr(layer)}: there are {self._num_layers}")
+            raise UsageError(f"there is no layer {short_repr(layer)}: the model has {self._num_layers} layers")
         self.left.discard(layer)
 
     def _upto(self, layer: int) -> None:

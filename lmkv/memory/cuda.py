@@ -98,19 +98,19 @@ class CUDADevice:
             # Single copies work, or raise with a reason. They repeat the part of the batch in the queue.
             self._batched = None
             logger.warning(
-                "lmkv: the driver refuses batched copies (CUDA error %d): each copy is a call from now on, which "
-                "delays the model's thread; a newer driver may take them",
+                "lmkv: the NVIDIA driver refuses batched copies (CUDA error %d); copies take more time from now on; a "
+                "newer driver may help",
                 status,
             )
         copies = (transfers.targets.tolist(), transfers.sources.tolist(), transfers.sizes.tolist())
         for target, source, nbytes in zip(*copies, strict=True):
-            _check(self._driver.cuMemcpyAsync(target, source, nbytes, queue), f"a copy of {nbytes} bytes")
+            _check(self._driver.cuMemcpyAsync(target, source, nbytes, queue), f"a copy of {nbytes} bytes of KV")
 
     def register(self, address: int, nbytes: int) -> Callable[[], None]:
         runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(self._device):
-            _check(int(runtime.cudaHostRegister(address, nbytes, 0)), f"a registration of {nbytes} bytes")
-        return lambda: _check(int(runtime.cudaHostUnregister(address)), "the end of a registration")
+            _check(int(runtime.cudaHostRegister(address, nbytes, 0)), f"pinning {nbytes} bytes of host memory")
+        return lambda: _check(int(runtime.cudaHostUnregister(address)), "unpinning host memory")
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

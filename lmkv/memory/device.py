@@ -245,7 +245,7 @@ class PinnedSlab:
         except Exception as error:
             # Any error is harmless: copies of unpinned memory are correct.
             self._stop.set()
-            message = "lmkv: the driver refused to pin more than %r; copies of the rest are slower: %s"
+            message = "lmkv: the driver pinned only a part of host memory, %r; copies of the rest are slower: %s"
             logger.warning(message, self, error, exc_info=not isinstance(error, DeviceError))
         return True
 

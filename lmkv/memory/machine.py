@@ -126,14 +126,14 @@ def _limited(setting: str, wanted: int, limits: Mapping[str, int], unit: int = 1
     reason, limit = min(limits.items(), key=lambda item: item[1])
     capacity = max(min(wanted, limit), 0) // unit * unit
     if not capacity and unit > 1:
-        todo = "raise it" if wanted < unit else "give all engines on this host a smaller one, free memory"
+        todo = f"raise {setting}" if wanted < unit else f"lower {setting} of all engines on this host, free memory,"
         raise ConfigError(
-            f"{setting}: {wanted} bytes, limited to {max(limit, 0)} by {reason}, cannot hold one chunk of "
-            f"{unit} bytes; {todo} or lower chunk_size"
+            f"{setting}: {wanted} bytes, limited to {max(limit, 0)} bytes by {reason}, cannot hold one chunk of "
+            f"{unit} bytes: {todo} or lower chunk_size"
         )
     if wanted > limit:
         sizes = wanted / 2**30, capacity / 2**30
-        logger.warning("lmkv: %s cut from %.2f GiB to %.2f GiB by %s", setting, *sizes, reason)
+        logger.warning("lmkv: %s is cut from %.2f GiB to %.2f GiB, limited by %s", setting, *sizes, reason)
     return capacity
 
 
@@ -153,13 +153,13 @@ def check_in_memory(folder: str) -> None:
     kind = file_system_of(folder)
     if kind == "hugetlbfs":
         raise ConfigError(
-            f"shared_memory: {folder} is on hugetlbfs, where files cannot be written; for huge pages mount a tmpfs "
+            f"shared_memory: lmkv cannot write to files on hugetlbfs, as in {folder}: for huge pages mount a tmpfs "
             "with the option huge=within_size"
         )
     if kind not in IN_MEMORY:
         logger.warning(
-            "lmkv: shared_memory: %s is on %s, not in memory; name a folder in /dev/shm or another tmpfs, or use "
-            "local_disk for it",
+            "lmkv: shared_memory: %s is on %s, not in memory; name a folder in /dev/shm or another tmpfs, or "
+            "set local_disk instead",
             folder,
             kind or "an unknown file system",
         )

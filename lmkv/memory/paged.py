@@ -50,9 +50,9 @@ def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
 def planes(tensor: Any, block_axis: int) -> list[torch.Tensor]:
     """Return the parts of a layer's tensor, with the block as first axis: `[2, block, ...]` has two of them."""
     if block_axis not in (0, 1):
-        raise UsageError(f"block_axis must be the first or second axis, not {short_repr(block_axis)}")
+        raise UsageError(f"block_axis must be 0 or 1, not {short_repr(block_axis)}")
     if not isinstance(tensor, torch.Tensor) or tensor.dim() <= block_axis or not tensor.numel():
-        raise UsageError(f"a KV tensor must have blocks along axis {block_axis}, not be {_described(tensor)}")
+        raise UsageError(f"KV tensors need blocks along axis {block_axis}, but one is {_described(tensor)}")
     return list(tensor.unbind(0)) if block_axis else [tensor]
 
 

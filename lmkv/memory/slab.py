@@ -106,13 +106,13 @@ def one_at_a_time() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             if not _in_this_process.acquire(timeout=_PATIENCE):
-                raise TimeoutError("another thread is creating a slab")
+                raise TimeoutError("another thread holds the lock")
             stack.callback(_in_this_process.release)
             fd = os.open(_lock_file(), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
             stack.callback(os.close, fd)
             _lock(fd, deadline)
         except OSError as error:
-            logger.warning("lmkv: engines that start together may take more memory than there is: %s", error)
+            logger.warning("lmkv: without a lock, engines that start together may take too much memory: %s", error)
         yield
 
 
@@ -125,14 +125,14 @@ def _lock(fd: int, deadline: float) -> None:
     """Lock a file for this process, without its children, until it is closed."""
     status = os.fstat(fd)
     if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
-        raise PermissionError(errno.EPERM, "it is not this user's file: remove it", _lock_file())
+        raise PermissionError(errno.EPERM, "the file belongs to another user: remove the file", _lock_file())
     while True:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except (BlockingIOError, PermissionError):
             if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, "another process has it locked", _lock_file()) from None
+                raise TimeoutError(errno.ETIMEDOUT, "another process has locked the file", _lock_file()) from None
             time.sleep(_PAUSE)
 
 
@@ -257,7 +257,7 @@ def attach(ref: SlabRef) -> SlabMap:
     fd = os.open(ref.path, os.O_RDWR)
     try:
         if name_of(f"/proc/self/fd/{fd}") != ref.name:
-            raise FileNotFoundError(f"{ref.path} is not the slab {ref.name}: its process runs elsewhere or has ended")
+            raise FileNotFoundError(f"{ref.path} is not host memory {ref.name}: the engine runs elsewhere or has ended")
         return SlabMap(fd, ref.nbytes, ref.slot_bytes)
     finally:
         os.close(fd)
@@ -291,7 +291,7 @@ class Slab(SlabMap):
             raise UsageError(f"slot_bytes {slot_bytes} is not a positive multiple of {ALIGNMENT}")
         num_slots = capacity_bytes // slot_bytes
         if num_slots < 1:
-            raise UsageError(f"capacity of {capacity_bytes} bytes holds no slot of {slot_bytes} bytes")
+            raise UsageError(f"a capacity of {capacity_bytes} bytes is less than one slot of {slot_bytes} bytes")
         self.descriptor = create_file(engine, num_slots * slot_bytes) if shared else -1
         try:
             super().__init__(self.descriptor, num_slots * slot_bytes, slot_bytes)

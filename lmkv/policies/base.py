@@ -187,7 +187,7 @@ class PolicyBase(ABC):
         if size > self._largest:
             self._largest = size
         elif size < 1:
-            raise UsageError(f"chunk {keys[-1].hex()} has the size {size}: give at least 1")
+            raise UsageError(f"chunk {keys[-1].hex()} has the size {size}: a size must be at least 1 byte")
         nodes = self.nodes
         above: Node | None = None
         new: list[ChunkKey] = []

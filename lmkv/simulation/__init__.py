@@ -155,7 +155,7 @@ class EndHints:
 
     def __init__(self, trace: Trace, policy: Policy, share: float) -> None:
         if not isinstance(policy, TakesHints):
-            raise UsageError(f"{policy!r} takes no hints")
+            raise UsageError(f"policy {policy!r} takes no hints")
         self._hints = Hints(threading.Lock(), {"": policy}, lambda: 0.0)
         self._requests = trace.requests
         self._sessions = sessions = sessions_of(trace)

@@ -76,8 +76,8 @@ class Room:
         self.chunks += chunks
         if self.blocks * _BLOCK_BYTES + self.chunks * _CHUNK_BYTES > self.nbytes:
             raise ValueError(
-                f"with this line the trace has {self.blocks:,} blocks of {_BLOCK_BYTES} bytes and {self.chunks:,} "
-                f"different chunks of {_CHUNK_BYTES:,}, more than --memory: {self.nbytes / 2**30:.3g} GiB"
+                f"{self.blocks:,} blocks of {_BLOCK_BYTES} bytes and {self.chunks:,} different chunks of "
+                f"{_CHUNK_BYTES:,} bytes need more memory than --memory, {self.nbytes / 2**30:.3g} GiB"
             )
 
 
@@ -161,7 +161,7 @@ Reader = Callable[[str, Iterator[Any], int, Path, Room], Iterator[TraceRequest]]
 
 def _reader(first: Any, spread: float, seed: int) -> tuple[Reader, Callable[[Any], int]]:
     if not isinstance(first, dict):
-        raise ValueError("it is not a JSON object")
+        raise ValueError("the line is not a JSON object")
     if "lmkv_trace" in first:
         return _recorded, _recorded_block
     if "requests" in first:
@@ -260,7 +260,7 @@ def _recorded(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -
 
 def _blocks_per_chunk(size: int, block: int) -> int:
     if size % block:
-        raise ValueError(f"a chunk must be a multiple of the trace's blocks of {block} tokens, not {size}")
+        raise ValueError(f"the chunk size must be a multiple of the trace's block size of {block} tokens, not {size}")
     return size // block
 
 
@@ -319,14 +319,14 @@ def parsed_lines(path: Path) -> Iterator[Iterator[Any]]:
         while text := file.readline(_MAX_LINE + 1):
             at += 1
             if len(text) > _MAX_LINE:
-                raise ValueError(f"it has more than {_MAX_LINE:,} characters")
+                raise ValueError(f"the line has more than {_MAX_LINE:,} characters")
             if text.strip():
                 yield json.loads(text)
 
     try:
         if not path.is_file():
             # A pipe would be waited for, and can be read once only.
-            raise ValueError("it is not a file" if path.exists() else "there is no such file")
+            raise ValueError("the path is not a file" if path.exists() else "there is no such file")
         with _opened(path) as file:
             yield parsed(file)
     except (OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -334,10 +334,10 @@ def parsed_lines(path: Path) -> Iterator[Iterator[Any]]:
             raise
         reason = str(error) if type(error) is ValueError else repr(error)
         if isinstance(error, json.JSONDecodeError):
-            reason = "it is not JSON; a trace has a JSON object in each line: of Mooncake, RAGPulse, or lmkv record"
+            reason = "the line is not JSON; each line must be a JSON object of Mooncake, RAGPulse or lmkv record"
         raise UsageError(f"{path}{f', line {at}' if at else ''}: not a trace: {outside(reason)}") from error
     except RecursionError as error:
-        raise UsageError(f"{path}, line {at}: not a trace: it is nested too deeply") from error
+        raise UsageError(f"{path}, line {at}: not a trace: the JSON is nested too deeply") from error
 
 
 @contextmanager
@@ -351,7 +351,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with zstd.open(path, "rt", encoding="utf-8") as file:
             yield file
     except zstd.ZstdError as error:
-        raise ValueError(f"it cannot be decompressed: {error}") from error
+        raise ValueError(f"the file cannot be decompressed: {error}") from error
 
 
 def _zstd(path: Path) -> Any:

@@ -150,7 +150,7 @@ def test_an_engine_that_is_away_is_named(stores: list[TieredStore], servers: lis
     assert client.stats()["tiers"][0]["chunks"] == 6
     assert "ConnectError" in client.requests()["unavailable"]["1"]
     raised(httpx.HTTPStatusError, r"503 .*engine 1 is unavailable", client.lookup, TEXT, engine=1)
-    raised(httpx.HTTPStatusError, r"400 .*there is no such engine; the engines are 0, 1", client.lookup, TEXT, engine=7)
+    raised(httpx.HTTPStatusError, r"400 .*there is no engine 7; the engines are 0, 1", client.lookup, TEXT, engine=7)
 
 
 def test_what_one_refuses_is_said(client: Client) -> None:

@@ -75,7 +75,7 @@ def test_a_compressed_trace_is_the_same(sessions: Path) -> None:
 def test_larger_chunks_are_cut_from_the_blocks(sessions: Path) -> None:
     small, large = read_trace(sessions), read_trace(sessions, 256)
     assert [len(request.keys) // 4 for request in small.requests] == [len(request.keys) for request in large.requests]
-    raised(UsageError, "multiple of the trace's blocks of 64", read_trace, sessions, 100)
+    raised(UsageError, "multiple of the trace's block size of 64", read_trace, sessions, 100)
 
 
 def test_prefixes_share_keys_and_sessions_do_not(sessions: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_trace_that_takes_too_much_memory_is_refused_with_the_line(
     (folder / "1_side.jsonl").write_text('{"history_id": 1, "token_length": 100000}')
     tracemalloc.start()
     try:
-        with pytest.raises(UsageError, match=r"line \d+: not a trace: with .* more than --memory: 0.00977 GiB"):
+        with pytest.raises(UsageError, match=r"line \d+: not a trace: .* need more memory than --memory, 0.00977 GiB"):
             read_trace(folder, size, memory=10 << 20)
         assert tracemalloc.get_traced_memory()[1] < 30 << 20
     finally:
@@ -203,7 +203,7 @@ def test_a_trace_that_takes_too_much_memory_is_refused_with_the_line(
 def test_how_much_memory_a_trace_may_take_can_be_said(sessions: Path) -> None:
     few = CliRunner().invoke(app, ["simulate", str(sessions), "--memory", "0.1MiB"])
     assert few.exit_code == 2
-    assert "more than --memory" in " ".join(few.stderr.replace("│", " ").split())
+    assert "need more memory than" in " ".join(few.stderr.replace("│", " ").split())
     assert CliRunner().invoke(app, ["simulate", str(sessions), "--memory", "1GiB"]).exit_code == 0
 
 
@@ -220,7 +220,7 @@ def test_a_file_that_is_none_or_broken_is_no_trace(tmp_path: Path, sessions: Pat
     (tmp_path / "latin.jsonl").write_bytes(b"\xff\xfe")
     for name in ("pipe", "not.zst", "cut.zst", "bomb.zst", "latin.jsonl", "none"):
         raised(UsageError, f"{name}(, line [0-9]+)?: not a trace: ", read_trace, tmp_path / name)
-    raised(UsageError, "/dev/zero: not a trace: it is not a file", read_trace, Path("/dev/zero"))
+    raised(UsageError, "/dev/zero: not a trace: the path is not a file", read_trace, Path("/dev/zero"))
 
 
 @pytest.mark.parametrize(

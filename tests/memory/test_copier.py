@@ -226,7 +226,7 @@ def test_memory_layout_and_slab_must_fit_each_other() -> None:
     axis, make = LAYOUTS["[B,H,N,C]"]
     setup, other = Setup(make(torch.bfloat16), axis), KVLayout(12, (LayerPages(99, 3),) * 3)
     raised(UsageError, "page sizes", CPUCopier, setup.memory, other, setup.slab)
-    with pytest.raises(UsageError, match="do not fit"):
+    with pytest.raises(UsageError, match="but a slot has"):
         CPUCopier(setup.memory, setup.memory.layout(BLOCK_SIZE * PAGES, [BLOCK_SIZE], num_ranks=2), Slab(4096, 8192))
 
 
@@ -259,7 +259,7 @@ def test_other_accelerators_are_refused_in_words(
 ) -> None:
     """ROCm's devices are called "cuda", and there is no libcuda to load."""
     monkeypatch.setattr(torch.version, "hip", hip)
-    raised(UsageError, f"CPUs and NVIDIA GPUs; this is .*{said}", check_device, kind)
+    raised(UsageError, f"CPUs and NVIDIA GPUs; this device is .*{said}", check_device, kind)
     check_device("cpu")
 
 

@@ -80,7 +80,9 @@ def test_the_size_of_dockers_own_is_named_at_the_start(mount: Mount, caplog: pyt
     assert not caplog.records
     assert clamp_shared_memory(str(folder), 1 << 40, 0) == int(0.9 * DOCKER)
     [warning] = warnings(caplog)
-    assert "max_shared_memory_size cut from 1024.00 GiB to 0.06 GiB by the size of its file system" in warning
+    assert (
+        "max_shared_memory_size is cut from 1024.00 GiB to 0.06 GiB, limited by the size of its file system" in warning
+    )
     assert "--shm-size" in warning
 
 

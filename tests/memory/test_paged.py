@@ -66,7 +66,7 @@ def test_planes() -> None:
     tensor = torch.zeros(2, 5, 8)
     assert [plane.shape for plane in planes(tensor, 0)] == [(2, 5, 8)]
     assert [plane.shape for plane in planes(tensor, 1)] == [(5, 8), (5, 8)]
-    raised(UsageError, "block_axis must be the first or second axis", planes, tensor, 2)
+    raised(UsageError, "block_axis must be 0 or 1", planes, tensor, 2)
 
 
 def test_layers_of_a_block_in_one_run_are_fused() -> None:

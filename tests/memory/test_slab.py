@@ -262,7 +262,7 @@ def test_what_another_engine_has_not_taken_yet_is_its_own() -> None:
     first = my_slab(70)
     assert clamp_capacity(1000 * SLOT, SLOT) == 10 * SLOT
     second = my_slab(10)
-    raised(ConfigError, "give all engines on this host a smaller one", clamp_capacity, 1000 * SLOT, SLOT)
+    raised(ConfigError, "lower max_local_cpu_size of all engines on this host", clamp_capacity, 1000 * SLOT, SLOT)
     first.close()
     second.close()
 
@@ -327,7 +327,7 @@ def test_a_child_that_was_forked_meanwhile_has_no_lock(
                 assert os.kill(pid, 0) is None
         finally:
             os.kill(pid, signal.SIGKILL)
-    assert ("another process has it locked" in caplog.text) == (not killed), caplog.text
+    assert ("another process has locked the file" in caplog.text) == (not killed), caplog.text
 
 
 def make_in_a_child(tell: Tell) -> None:
@@ -380,8 +380,8 @@ def test_two_threads_make_their_slabs_one_after_the_other() -> None:
 def test_another_file_under_the_same_number_is_not_mapped() -> None:
     """In another container, or once the owner has ended, the same path may be another engine's slab."""
     slab, other = my_slab(2), my_slab(2)
-    raised(FileNotFoundError, "is not the slab lmkv-slab-test-", attach, evolve(slab.ref, path=other.ref.path))
-    raised(FileNotFoundError, "is not the slab", attach, evolve(slab.ref, path="/dev/null"))
+    raised(FileNotFoundError, "is not host memory lmkv-slab-test-", attach, evolve(slab.ref, path=other.ref.path))
+    raised(FileNotFoundError, "is not host memory", attach, evolve(slab.ref, path="/dev/null"))
     slab.close()
     other.close()
 

@@ -175,7 +175,7 @@ def test_a_miss_says_from_where_and_when_it_was_evicted(
         url = next(line.split()[-1] for line in caplog.messages if "the agent API is at" in line)
         with Client(url, "letmein") as client:
             explained = client.explain(missed.request_id)["explanation"]
-        assert f"1,499 were missed: evicted from {tier} 30 s before." in explained
+        assert f"1,499 tokens were missed: evicted from {tier} 30 s before." in explained
 
 
 # -- a server that is scraped ---------------------------------------------------------------------------

@@ -763,9 +763,9 @@ def test_a_folder_whose_medium_is_gone_takes_nothing_until_it_is_back(tmp_path: 
             chunk = chunk_of(100)
             assert backend.write(chunk).status is STORED
             subprocess.run(leave, check=True)
-            assert "its medium is no longer mounted" in assert_all_unavailable(backend, chunk)[0]
+            assert "the file system of the folder is no longer mounted" in assert_all_unavailable(backend, chunk)[0]
             (medium / "folder").mkdir()
-            assert "it is on another medium" in assert_all_unavailable(backend, chunk)[0]
+            assert "is no longer on the file system" in assert_all_unavailable(backend, chunk)[0]
             assert not list((medium / "folder").iterdir())
             subprocess.run(bind, check=True)
             assert read_back(backend, chunk) == chunk.payload

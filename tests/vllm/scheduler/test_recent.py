@@ -103,7 +103,7 @@ def test_an_evicted_prompt_is_explained_with_its_tier_and_time() -> None:
         explained = service.explain("cmpl-again-0")
         assert explained is not None
         assert explained["missed"]["tier"] == "cpu"
-        assert f"{len(PROMPT) - 1} were missed: evicted from cpu 10" in explained["explanation"]
+        assert f"{len(PROMPT) - 1} tokens were missed: evicted from cpu 10" in explained["explanation"]
         assert service.explain("cmpl-again") is not None
         assert [service.explain(other) for other in ("cmpl-aga", "cmpl", "cmpl-again-0-1a2b3c4", ".*")] == [None] * 4
 
