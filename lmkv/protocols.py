@@ -109,7 +109,7 @@ class Chunk:
     def check(self) -> None:
         """Raise UsageError for a chunk that no backend can store."""
         if not len(self.payload) or self.payload.ndim != 1 or self.payload.itemsize != 1:
-            raise UsageError("a payload must be a flat view of at least one byte")
+            raise UsageError("a payload must be a one-dimensional view of at least one byte")
         if len(self.parent) not in (0, len(self.key)) or len(self.tokens) % 4:
             raise UsageError(f"a parent must be empty or {len(self.key)} bytes, and tokens 4 bytes each")
 

@@ -281,7 +281,7 @@ def _decoded(data: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(data)
     except RecursionError as error:
-        raise ValueError("the answer is nested too deeply") from error
+        raise ValueError("the server's JSON answer is nested too deeply") from error
     if not isinstance(answer, dict):
         raise ValueError("the answer is not a JSON object")
     return answer

@@ -180,7 +180,7 @@ class History:
             except Exception as error:
                 if not self._failed:
                     logger.warning(
-                        "lmkv: the agent API's statistics have a gap: reading them failed: %s", safe_repr(error)
+                        "lmkv: the agent API cannot read its statistics: %s; the history has a gap", safe_repr(error)
                     )
                 self._failed = True
             await asyncio.sleep(self._interval)
@@ -484,7 +484,7 @@ def application(
     async def clear(body: ClearBody) -> dict[str, Any]:
         """Delete a prompt's chunks or all chunks from every tier, or all chunks of another namespace in the folder."""
         if (body.everything or body.namespace) and len(body.model_fields_set - {"engine"}) > 1:
-            raise UsageError("chunks do not record salts and tags: clear a prompt instead, or leave them out")
+            raise UsageError("chunks do not record salts and tags: give a prompt, or leave out salt and tags")
         return await each(lambda: cleared(body), "/v1/clear", body)
 
     def cleared(body: ClearBody) -> dict[str, Any]:

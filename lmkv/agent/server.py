@@ -173,7 +173,7 @@ def _check_private(folder: Path) -> None:
     """Raise PermissionError if others may enter the folder, or could replace it on the way to it."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise PermissionError(errno.EACCES, "not a folder of this user with mode 0700: remove it", str(folder))
+        raise PermissionError(errno.EACCES, "remove what is not a mode 0700 folder of this user", str(folder))
     # In a user namespace root of outside has another number.
     trusted = {0, os.geteuid(), os.stat("/").st_uid}
     for above in folder.parents:
@@ -393,7 +393,9 @@ class AgentServer:
             try:
                 self._doors += [_Door(inside())] if inside else []
             except OSError as error:
-                logger.warning("lmkv: the agent API serves this engine alone; it finds no other engine: %s", error)
+                logger.warning(
+                    "lmkv: the agent API serves this engine alone, because no other engine is found: %s", error
+                )
             for door in self._doors:
                 # The bytes of one read are parsed without a pause.
                 door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _READ_BYTES)

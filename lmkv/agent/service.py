@@ -25,7 +25,7 @@ ADVICE = {
     "not_stored": "No tier has these tokens. Each model, data type, salt, tag and adapter has separate chunks.",
     "no_state": "The chunks are there, but no state of a recurrent layer after them: see state_interval.",
     "evicted": "A larger tier, or one more lower tier, would have kept these tokens.",
-    "too_short": "Less than a chunk is left, or less than min_retrieve_tokens was found.",
+    "too_short": "Fewer tokens than a chunk are left, or lmkv found fewer than min_retrieve_tokens.",
     "not_ready": "lmkv is still storing these tokens: a later request finds them.",
     "tier_unavailable": "The tier fails, and counts as empty until the tier answers again: see the log.",
     "deadline": "Loading took longer than computing would, or than prefetch_deadline: prefetch the prompt.",
@@ -307,7 +307,7 @@ class CacheService:
     def clear_namespace(self, beginning: str) -> dict[str, Any]:
         """Delete the chunks of the one namespace that begins with these digits, as `lmkv inspect` shows them."""
         if self._clear_namespace is None:
-            raise UsageError("this engine has no folder with namespaces")
+            raise UsageError("this engine cannot clear other namespaces")
         return {"deleted_chunks": self._clear_namespace(beginning)}
 
     def stats(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def pack_header(header: Header, into: memoryview, authenticator: Authenticator |
     if any(len(digest) != KEY_BYTES for digest in digests):
         raise FormatError("a digest must have 32 bytes")
     if body - at_tags != (SALT_BYTES + counts[0] * TAG_BYTES if authenticator else 0):
-        raise FormatError("the tags do not fit the checksums or the authenticator")
+        raise FormatError("the number of authentication tags does not match the checksums")
     _FIXED.pack_into(into, 0, MAGIC, VERSION, flags, *sizes, *digests)
     struct.pack_into(f"<{counts[0]}I", into, _FIXED.size, *header.checksums)
     into[at_tokens:at_tags] = header.tokens
@@ -179,7 +179,7 @@ def _decode(data: memoryview, nbytes: int) -> Header:
     writer = _WRITER.unpack_from(data, end)[:3]
     if writer in REFUSED_WRITERS:
         version = ".".join(map(str, writer))
-        raise FormatError(f"lmkv {version} wrote the chunk, and chunks of that version may be another prompt's")
+        raise FormatError(f"lmkv {version} wrote the chunk, and such chunks may have another prompt's KV")
     return Header(
         namespace=namespace,
         key=key,

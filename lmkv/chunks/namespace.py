@@ -42,7 +42,7 @@ def canonical(value: object) -> bytes:
         case None:
             tag, content = b"n", b""
         case bool():
-            raise UsageError(f"a key consists of int, str, bytes and None, not {short_repr(value)}")
+            raise UsageError(f"a chunk key is made of int, str, bytes and None, not {short_repr(value)}")
         case int():
             tag, content = b"i", b"%d" % value
         case str():
@@ -56,7 +56,7 @@ def canonical(value: object) -> bytes:
             items = sorted(canonical(key) + canonical(item) for key, item in value.items())
             tag, content = b"m", b"".join(items)
         case _:
-            raise UsageError(f"a key consists of int, str, bytes and None, not {short_repr(value)}")
+            raise UsageError(f"a chunk key is made of int, str, bytes and None, not {short_repr(value)}")
     return tag + len(content).to_bytes(8, "little") + content
 
 

@@ -333,7 +333,7 @@ def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("model", "in host memory", "none", problem=str(error))
     else:
-        passing = "" if config.local_cpu else "; they only pass through it, as local_cpu is off"
+        passing = "" if config.local_cpu else "; chunks only pass through, because local_cpu is off"
         states = "" if size.states is None else ", states among them"
         note = f"{chunks:,} chunks of {chunk}{passing}{states}"
         yield Finding("model", "in host memory", f"{chunks * chunk:,} tokens", note=note)
@@ -390,7 +390,7 @@ def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
     try:
         installed = compat.vllm_version()
     except ImportError:
-        yield Finding("vllm", "vLLM", "not installed", note="lmkv works without it, as a library")
+        yield Finding("vllm", "vLLM", "not installed", note="lmkv works without vLLM, as a library")
         return
     low, high = ((".".join(map(str, bound))) for bound in compat.SUPPORTED)
     try:

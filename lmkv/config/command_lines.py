@@ -357,7 +357,7 @@ def _with_file(command: Command, words: Sequence[str]) -> Sequence[str]:
     try:
         return [*_as_words(read_yaml(Path(words[at + 1]))), *words[:at], *words[at + 2 :]]
     except ConfigError as error:
-        command.notes.append((logging.WARNING, f"--config is not read: {error}"))
+        command.notes.append((logging.WARNING, f"the file of --config cannot be read: {error}"))
         return words
 
 

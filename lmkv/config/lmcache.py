@@ -268,8 +268,10 @@ def _drop_disk_without_room(given: _Given, result: Translation) -> None:
     size, folder = given.get("max_local_disk_size"), given.get("local_disk")
     if size is not None and _word(size[0]) in ("0", "0.0") and folder is not None and not is_nothing(folder[0]):
         for key in ("local_disk", "max_local_disk_size"):
-            result.readings.append(Reading(key, given.pop(key)[1], "without effect", why="0 GiB are no disk tier"))
-        result.notes.append((logging.WARNING, "local_disk is not used: its max_local_disk_size is 0, as in LMCache"))
+            result.readings.append(Reading(key, given.pop(key)[1], "without effect", why="0 GiB store nothing"))
+        result.notes.append(
+            (logging.WARNING, "local_disk is not used, because max_local_disk_size is 0, as in LMCache")
+        )
 
 
 def _multiply_sizes(given: _Given, result: Translation, ranks: int | None) -> None:

@@ -116,7 +116,7 @@ def written_instead(unit: str, value: object) -> str:
     if re.fullmatch(r""""[^"]*"|'[^']*'""", text):
         return f"{told}, without quotes of its own"
     if unit == "GiB" and re.fullmatch(r"[0-9]{7,18}", text):
-        return f", in GiB: so many bytes are {int(text) / GIB:g}"
+        return f", in GiB: {text} bytes are {int(text) / GIB:g} GiB"
     if re.fullmatch(r"[0-9]{1,15},([0-9]{1,2}|[0-9]{4,9})", text):
         return f"{told}, with a point: {text.replace(',', '.')}"
     if found := re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([a-z]*|%)", text):
@@ -319,7 +319,9 @@ class Config:
             if getattr(self, name) and getattr(self, f"{name}_file"):
                 yield self._problem(f"{name}_file", f"and {name} are both given: keep one")
         if len({*self.remotes}) < len(self.remotes):
-            yield self._problem("remote_url" if self.remote_url else "remote_urls", "has a store twice: leave one out")
+            yield self._problem(
+                "remote_url" if self.remote_url else "remote_urls", "names one store twice: leave out one of the two"
+            )
         if self.authentication_key and (unfit := unfit_key(self.authentication_key.value.encode())):
             yield self._problem("authentication_key", unfit)
         open_to_all = self.agent_listen and not self.agent_listen.startswith("unix:")
@@ -679,7 +681,7 @@ def unfit_key(key: bytes) -> str:
         return "has a placeholder instead of a key: make one with openssl rand -hex 32"
     if len(key) >= MIN_KEY_BYTES:
         return ""
-    return f"has {len(key)} bytes, fewer than {MIN_KEY_BYTES}: make one with openssl rand -hex 32"
+    return f"has {len(key)} bytes, fewer than {MIN_KEY_BYTES}: make a key with openssl rand -hex 32"
 
 
 _PLACEHOLDER: Final = re.compile(

@@ -302,7 +302,7 @@ def _once(names: list[Any]) -> list[Any]:
 
 def _session(value: Any) -> str:
     if not _is_name(value):
-        raise ValueError(f"{short_repr(value)} is not a session")
+        raise ValueError(f"{short_repr(value)} is not the name or number of a session")
     return str(value)
 
 

@@ -171,7 +171,7 @@ def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, 
             return clear_own()
         case [digest] if root:
             return disk.clear_namespace(root, digest)
-    raise UsageError(f"{beginning} begins no namespace, or several: lmkv inspect FOLDER lists them")
+    raise UsageError(f"{beginning} must begin exactly one namespace: lmkv inspect FOLDER lists all")
 
 
 def config_of(vllm_config: VllmConfig) -> Config:
@@ -196,7 +196,7 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
     for doubt in config.doubts_of_server(str(transfer.kv_role), vllm_config.model_config.max_model_len):
         logger.warning("lmkv: %s", doubt)
     if config.audit_rate and compat.draft_lookahead(vllm_config):
-        logger.warning("lmkv: audit_rate has no effect on hits: draft layers compute other KV for equal tokens")
+        logger.warning("lmkv: audit_rate has no effect on hits: draft layers compute different KV for equal tokens")
     elif config.audit_rate and not all(model.numbers):
         logger.warning("lmkv: audit_rate has no effect on hits: this KV cache has scales between its numbers")
     if model.block_map.states:

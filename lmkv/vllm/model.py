@@ -147,7 +147,7 @@ class ServedModel:
             memory = PagedMemory([padded(*pair) for pair in zip(rows, sizes, strict=True)], groups, fuse=False)
         found = [row.shape[1] for row in memory.rows]
         if found != sizes:
-            raise ValueError(f"the pages of the KV tensors have {found} bytes instead of {sizes}")
+            raise ValueError(f"vLLM's KV tensors have pages of {found} bytes instead of {sizes}")
         return memory
 
     def parts(self, rows: Sequence[torch.Tensor]) -> list[Part]:

@@ -629,7 +629,7 @@ def test_files_are_not_written_below_a_medium_that_is_no_longer_mounted(tmp_path
         assert isinstance(adapter.write(chunk).error, BackendUnavailable)
         assert isinstance(adapter.read(chunk.key, memoryview(bytearray(100))).error, BackendUnavailable)
         for ask in (lambda: adapter.contains([chunk.key]), lambda: list(adapter.list_keys())):
-            raised(BackendUnavailable, "mount it again", ask)
+            raised(BackendUnavailable, "mount that file system again", ask)
         path.mkdir()
     assert files_below(tmp_path) == []
     adapter.close()

@@ -114,7 +114,7 @@ def test_no_two_requests_share_a_root() -> None:
 
 def test_what_has_no_canonical_encoding_is_refused() -> None:
     for value in (1.0, True, ["a"], object(), {"a": {1.5}}, ("a", [])):
-        raised(UsageError, "a key consists of", canonical, value)
+        raised(UsageError, "a chunk key is made of", canonical, value)
 
 
 # -- any values, requests and namespaces -----------------------------------------------------------------------

@@ -66,7 +66,7 @@ FILES = {
     "old_names.yaml": Right(2, {}, ("max_local_cache_size", "the size of host memory is max_local_cpu_size, in GiB")),
     "old_path.yaml": Right(2, {}, ("weka_path cannot be used: lmkv has no such medium",)),
     "unset_variable.yaml": Right(2, {}, ("has a placeholder that nothing replaces: write the value of ${CACHE_DIR}",)),
-    "bytes.yaml": Right(2, {}, ("must be at most 1e+09, in GiB: so many bytes are 10",)),
+    "bytes.yaml": Right(2, {}, ("bytes are 10 GiB",)),
     "codec_without_store.yaml": Right(
         0, {"local_disk": "/tmp/kv"}, ("remote_serde has no effect: there is no remote_url", EACH)
     ),
@@ -79,7 +79,7 @@ VARIABLES = {
     ),
     "disk_true.env": Right(2, {}, ("local_disk = 'True' must be a path or file:///path, not a switch or a number",)),
     "disk_size_zero.env": Right(
-        1, {"max_local_cpu_size": 100.0}, ("local_disk is not used: its max_local_disk_size is 0, as in LMCache",)
+        1, {"max_local_cpu_size": 100.0}, ("local_disk is not used, because max_local_disk_size is 0, as in LMCache",)
     ),
 }
 EXTRAS = {
@@ -377,7 +377,10 @@ def test_a_file_of_options_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
     assert """'{"a": 3, "b": [0.5, "x"], "c": "007"}'""" in done.stdout
     assert '{"max_local_cpu_size": 8.0}' in done.stdout, "for each of two ranks there"
     gone = run("config", "migrate", "--", *words[:4], "/no/such.yaml", *transfer)
-    assert (gone.exit_code, "--config is not read: file /no/such.yaml: not found" in gone.output) == (1, True)
+    assert (gone.exit_code, "the file of --config cannot be read: file /no/such.yaml: not found" in gone.output) == (
+        1,
+        True,
+    )
 
 
 def test_a_source_that_cannot_be_read_hides_no_other() -> None:

@@ -184,7 +184,7 @@ def test_a_medium_that_is_no_longer_mounted_gets_nothing_on_the_disk_below(
             subprocess.run(["cp", "-a", f"{kept}/.", str(medium)], check=True)
         in_time(clock, lambda: stores_again(store, KEYS[200:205]), 5.0)
         assert served(store, KEYS[:10]) == 10, "none of its chunks was forgotten"
-        said = [each for each in caplog.messages if "mount it again" in each]
+        said = [each for each in caplog.messages if "mount that file system again" in each]
         assert 1 <= len(said) <= 3, "once a minute at most, of reads and writes"
     finally:
         store.close()

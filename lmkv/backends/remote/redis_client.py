@@ -193,7 +193,7 @@ class Answers:
 
     def _receive(self, view: memoryview) -> int:
         if self._sock is None:
-            raise exceptions.ConnectionError("the connection is closed")
+            raise exceptions.ConnectionError("lmkv has closed this connection")
         if (left := self._budget.deadline - time.monotonic()) <= 0:
             raise exceptions.TimeoutError(_LATE)
         self._sock.settimeout(left)
@@ -253,7 +253,7 @@ def _check_slots(answer: Sequence[Any]) -> None:
             nodes.update(str(node[:2]) for node in each[2:])
             slots += last - first + 1
             if not (0 <= first <= last < _SLOTS and slots <= _SLOTS and len(nodes) <= MAX_NODES):
-                raise exceptions.InvalidResponse("the answer names slots or nodes that no cluster can have")
+                raise exceptions.InvalidResponse("the cluster's answer names impossible slots or too many nodes")
 
 
 class Cluster(RedisCluster):

@@ -268,7 +268,7 @@ class ClientProcess:
 
     def _make_room(self, nbytes: int) -> None:
         if nbytes > _MAX_ROOM_BYTES:
-            raise FormatError(f"a value of {nbytes} bytes is too large")
+            raise FormatError(f"a value of {nbytes} bytes is larger than {_MAX_ROOM_BYTES} bytes")
         self._end()
         self._room = 1 << (nbytes - 1).bit_length()
         self._start()

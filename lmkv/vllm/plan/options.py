@@ -316,7 +316,8 @@ def _name_unknown(params: Mapping[Any, Any]) -> None:
         unknown = isinstance(key, str) and key.startswith(("lmkv.", "lmcache.")) and key not in _OPTIONS
         if unknown and not key.startswith(_TAGS) and key not in _said and len(_said) < _MAX_SAID:
             _said.add(key)
-            logging.getLogger(__name__).warning("lmkv: a request has an unknown option: %s", short_repr(key))
+            said = "lmkv: a request has the unknown option %s; lmkv ignores this option"
+            logging.getLogger(__name__).warning(said, short_repr(key))
 
 
 _said: Final[set[str]] = set()

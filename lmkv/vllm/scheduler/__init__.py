@@ -340,7 +340,7 @@ class Scheduler:
                 self._jobs.end(job, merged)
             except Exception:
                 # The other jobs must end: a load without an end keeps its request waiting forever.
-                logger.exception("lmkv: an error followed a finished copy; lmkv continues; please report the error")
+                logger.exception("lmkv: an error occurred after a copy; lmkv continues; please report the error")
 
     def _note(self, report: WorkerReport) -> None:
         """Read a report, except the ends of jobs. After a failed load, distrust stores before they end."""

@@ -267,7 +267,7 @@ def test_slots_that_no_cluster_has_are_not_visited(ranges: list[tuple[int, int]]
         started = time.thread_time()
         raised(
             BackendUnavailable,
-            "the answer names slots or nodes that no cluster can have",
+            "the cluster's answer names impossible slots or too many nodes",
             backend.contains,
             [chunk_of(10).key],
         )
