@@ -19,7 +19,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich"}:
             raise
-        sys.exit(f"The lmkv command needs its extra: {how_to_install('cli')}")
+        sys.exit(f"The lmkv command needs the extra cli: {how_to_install('cli')}")
     try:
         try:
             app()
@@ -29,7 +29,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in _CORE:
             raise
-        sys.exit(f"this command needs {error.name}, which was left out here: install lmkv with its dependencies")
+        sys.exit(f"this command needs the package {error.name}: install lmkv with its dependencies")
     except OSError as error:
         if error.filename is not None or error.errno not in {ENOSPC, EDQUOT, EFBIG, EIO, EPIPE, EBADF}:
             raise

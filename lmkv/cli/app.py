@@ -90,7 +90,7 @@ class Commands(TyperGroup):
         if args[0] in COMMANDS:
             self.load(args[0])
         elif args[0] in ELSEWHERE:
-            ctx.fail(f"No such command {args[0]!r}: it is {ELSEWHERE[args[0]]}")
+            ctx.fail(f"No such command {args[0]!r}: use {ELSEWHERE[args[0]]}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

@@ -76,7 +76,7 @@ def bench(
     lmkv's settings in the environment and in files are ignored.
     """
     for name in [name for name in os.environ if name.startswith(("LMKV_", "LMCACHE_"))]:
-        echo(f"{name} does not count here")
+        echo(f"lmkv bench ignores {name}")
         del os.environ[name]
     parent = disk or Path(tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def measured(model: str | None, tokens: int, host_gib: float, engine: bool, pare
     echo(f"disk, in {parent}")
     yield from disk_rows(parent, 4 if quick else 32, 3 if quick else 9)
     if engine and find_spec("vllm") is None:
-        echo("vLLM is not installed: no first tokens")
+        echo("vLLM is not installed, so lmkv bench does not measure first tokens")
     elif engine:
         yield from first_tokens(tokens, model, parent, host_gib, 3 if quick else 9)
 
@@ -111,7 +111,7 @@ def echo(text: str) -> None:
 
 def check(right: bool) -> None:
     if not right:
-        raise RuntimeError("a transfer failed, so its time means nothing; try again")
+        raise RuntimeError("a copy failed, so the measured time is useless: try again")
 
 
 def copies(layers: int, chunks: int, rounds: int) -> Iterator[Row]:
@@ -283,7 +283,7 @@ def first_tokens(tokens: int, model: str | None, parent: Path, host_gib: float, 
                 for engine in engines.values():
                     engine.leave()
         if any(len(each) > 1 for each in outputs.values()):
-            echo("answers DIFFER: bfloat16 rounds otherwise in other steps; in float32 they should be equal")
+            echo("answers DIFFER: bfloat16 rounds differently in other steps; in float32 answers should be equal")
     in_turn = "" if not model else ", one engine after the other"
     targets = {} if model else {RAM: RAM_TARGET}
     yield from compared(f"first token of {tokens:,} tokens{in_turn}", "s", found, OWN, targets)
@@ -313,7 +313,7 @@ def hit_in(name: str, answer: Answer, tokens: int) -> None:
     below = sum(count for tier, count in answer.sources.items() if tier != "cpu")
     mixed = below and answer.sources.get("cpu")
     if answer.hit_tokens <= tokens // 2 or (name == DISK) != bool(below) or mixed:
-        raise RuntimeError(f"{name}: a hit of {answer.hit_tokens:,} tokens, by tier: {dict(answer.sources)}")
+        raise RuntimeError(f"{name}: the hit of {answer.hit_tokens:,} tokens is wrong, by tier: {dict(answer.sources)}")
 
 
 # -- the table --------------------------------------------------------------------------------------------

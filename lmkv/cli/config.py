@@ -140,11 +140,11 @@ def odd_folder(setting: str, folder: str) -> str:
     """Return a warning about a path that is probably a mistake."""
     path = Path(folder)
     if not path.is_absolute():
-        return f"{setting} {folder} is relative to the folder of the server's start: write a path from /"
+        return f"{setting} {folder} is relative to the folder in which the server starts: write an absolute path"
     if setting == "local_disk" and Path("/dev/shm") in path.parents:
-        return f"{setting} {folder} is in memory: name a folder on a disk, or write shared_memory for it"
+        return f"{setting} {folder} is in memory: name a folder on a disk, or set shared_memory instead"
     if not path.parent.exists():
-        return f"{setting} {folder}: {path.parent} does not exist and will be made: is it mounted?"
+        return f"{setting} {folder}: lmkv will make the missing folder {path.parent}: is the disk mounted?"
     return ""
 
 
@@ -205,7 +205,7 @@ def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) ->
         return read_file(Path(words[0]), ranks, migrate=migrate)
     plain = without_shell(words)
     answer, command = Answer.to_command(plain, ranks or 1)
-    left = [] if plain is words else [(logging.INFO, "what else the shell's string does is left out")]
+    left = [] if plain is words else [(logging.INFO, "other commands of the shell script are ignored")]
     return evolve(answer, notes=(*answer.notes, *left)), command
 
 
@@ -224,9 +224,9 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     except ConfigError as error:
         if file.suffix in _SETTINGS:
             raise
-        raise ConfigError(f"{error}; of a file that starts servers, {command_lines.GIVE_COMMAND}") from None
+        raise ConfigError(f"{error}; for a file that starts servers, {command_lines.GIVE_COMMAND}") from None
     if migrate and not content:
-        raise ConfigError(f"file {file}: sets nothing, so that there is nothing to migrate")
+        raise ConfigError(f"file {file} has no settings to migrate")
     try:
         words = command_lines.of_file(content)
     except ConfigError as error:
@@ -236,7 +236,7 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
         return Answer.to_command(words, ranks if "kv_connector" in content else ranks or 1)
     keys, ours, theirs = set(content), own_keys(), {*lmcache.table(), "extra_config"}
     if migrate and (own := keys & (ours - lmcache.table().keys())):
-        raise ConfigError(f"file {file}: is lmkv's already: LMCache has no {', '.join(sorted(own))}")
+        raise ConfigError(f"file {file} already has lmkv's settings: {', '.join(sorted(own))}")
     likely = ranks is not None or "lmc" in file.name.lower() or bool(migrate and keys & theirs)
     # The content is passed on, because a pipe can be read only once.
     env, read = {lmcache.ENV_FILE: str(file)}, lambda _: content
@@ -323,7 +323,7 @@ def without_shell(words: list[str]) -> list[str]:
     variables = [word for part in parts if all("=" in word for word in part) for word in part]
     started = list(filter(command_lines.program, parts))
     if len(started) > 1:
-        raise ConfigError(f"{short_repr(script)} starts several servers: give the command of each by itself")
+        raise ConfigError(f"{short_repr(script)} starts several servers: give the command of one server")
     values = dict(word.split("=", 1) for word in variables)
     last = [_NAMED.sub(lambda name: values.get(name[1], name[0]), word) for word in (started or parts or [[]])[-1]]
     found = variables + last
@@ -386,4 +386,4 @@ def left_out(answer: Answer) -> Iterator[str]:
     """Yield each key of LMCache's that lmkv's file does not have, and why."""
     for each in answer.readings:
         if each.kind != "used":
-            yield f"Left out{', though it matters' * (each.kind == 'refused')}: {each.in_words}"
+            yield f"Left out{', although the setting matters' * (each.kind == 'refused')}: {each.in_words}"

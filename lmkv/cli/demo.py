@@ -75,7 +75,7 @@ def demo(
     if find_spec("vllm") is None:
         sys.exit(f"lmkv demo runs real vLLM, which is not installed: {how_to_install('vllm')}")
     if tier is Medium.REMOTE and not url:
-        raise typer.BadParameter("names the store: redis://localhost, for example", param_hint="--url")
+        raise typer.BadParameter("give the URL of the store, for example redis://localhost", param_hint="--url")
     model = SmallModel(layers=layers, hidden=hidden, max_position=2 * tokens)
     try:
         measured = measure(Plan(tokens=tokens, model=model), tier, disk, url, keep=keep)
@@ -192,7 +192,8 @@ def disk_settings(plan: Plan, folder: Path) -> tuple[dict[str, Any], FolderFacts
     found = {"local_disk": str(folder), "max_local_disk_size": size, "disk_min_free": 1.0}
     needed = size + 1.0
     if facts.free_bytes < needed * 2**30:
-        reason = f"{needed:.1f} GiB are wanted, {facts.free_bytes / 2**30:.1f} GiB are free in {folder}: name another"
+        free = facts.free_bytes / 2**30
+        reason = f"{folder} has {free:.1f} GiB free, but the demo needs {needed:.1f} GiB: give another --disk"
         raise NoSpaceError("disk", "demo", reason=reason)
     return found, facts
 
@@ -328,7 +329,7 @@ def show(measured: Measurement) -> None:
     if not measured.hit_as_expected:
         console.print("[red]A repeated prompt hit fewer tokens than its first request stored.")
     if not measured.outputs_equal:
-        console.print("[red]A warm output differs from its cold one.")
+        console.print("[red]An output with loaded KV differs from the output with computed KV.")
 
 
 def rows(measured: Measurement) -> dict[str, str]:

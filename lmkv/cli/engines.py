@@ -131,7 +131,7 @@ class ChildProcess:
             return json.loads(answer)
         code, log = self._child.wait(), self.log.read_text(errors="replace")[-LOG_CHARACTERS:]
         late = time.monotonic() - started >= timeout
-        what = f"did not answer within {timeout:.0f} s" if late else f"ended with {code}"
+        what = f"did not answer within {timeout:.0f} s" if late else f"ended with exit code {code}"
         raise ChildFailedError(f"process {self._child.args!r} {what}:\n{log}")
 
     def kill(self) -> None:

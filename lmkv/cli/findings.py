@@ -122,10 +122,10 @@ def examine_configuration(config: Config) -> Iterator[Finding]:
 def odd_chunks(tokens: int) -> str:
     """Return a warning of a chunk size that is probably not meant."""
     if tokens % BLOCK:
-        size = f"{BLOCK}, vLLM's block size unless --block-size names another one"
-        return f"chunk_size {tokens} is no multiple of {size}: the server rounds it up to one"
+        size = f"vLLM's block size, {BLOCK} unless --block-size is set"
+        return f"chunk_size {tokens} is not a multiple of {size}: lmkv rounds chunk_size up"
     if tokens > LARGE:
-        return f"chunk_size {tokens}: prompts share whole chunks alone, so shorter common beginnings are computed again"
+        return f"chunk_size {tokens} is large: lmkv reuses whole chunks only, so prompts must share {tokens} tokens"
     return ""
 
 
@@ -187,13 +187,17 @@ def examine_agent(config: Config) -> Iterator[Finding]:
         if address.startswith("unix:"):
             folder = os.path.dirname(address.removeprefix("unix:"))
             if not os.access(folder, os.W_OK | os.X_OK):
-                raise OSError(0, f"{folder} is no folder that this user can write to: make it or name another")
+                raise OSError(0, f"this user cannot write to folder {folder}: make that folder or name another")
         else:
             host, _, port = address.rpartition(":")
             socket.create_server((host.strip("[]"), int(port)), family=AF_INET6 if "[" in host else AF_INET).close()
     except OSError as error:
         used = error.errno == EADDRINUSE
-        why = "another process listens there: end it or name another port" if used else str(error.strerror).lower()
+        why = (
+            "another process listens there: end that process or name another port"
+            if used
+            else str(error.strerror).lower()
+        )
         told = f"agent_listen {address}: {why}"
         # A server that runs with this configuration is no error.
         yield Finding("agent", "address", address, problem="" if used else told, warning=told if used else "")
@@ -222,10 +226,12 @@ def examine_memory(config: Config) -> Iterator[Finding]:
 def cut_down(setting: str, wanted: int, given: int) -> str:
     """Return a warning about a size for which there is no space, or that is probably in another unit."""
     if wanted < SMALL:
-        return f"{setting} is {wanted / (1 << 20):.3g} MiB, less than some chunks of a large model: it is in GiB"
+        return (
+            f"{setting} is {wanted / (1 << 20):.3g} MiB, less than some chunks of a large model: the setting is in GiB"
+        )
     if given // ALIGNMENT >= wanted // ALIGNMENT:
         return ""
-    return f"{setting} is {gibibytes(wanted)}, and there is room for {gibibytes(given)}: that much will be used"
+    return f"{setting} is {gibibytes(wanted)}, but only {gibibytes(given)} are free: lmkv will use {gibibytes(given)}"
 
 
 def examine_shared_memory(config: Config) -> Iterator[Finding]:
@@ -248,7 +254,7 @@ def examine_shared_memory(config: Config) -> Iterator[Finding]:
         warning += "; enlarge it: --shm-size or --ipc=host of docker, emptyDir with medium: Memory of Kubernetes"
     if kind not in machine.IN_MEMORY:
         warning = (
-            f"shared_memory {folder} is on {kind or 'an unknown file system'}, not in memory: name one in /dev/shm"
+            f"shared_memory {folder} is on {kind or 'an unknown file system'}, not in memory: name a folder in /dev/shm"
         )
     yield Finding("memory", "shared memory", gibibytes(given), note=note, warning=warning)
 
@@ -372,7 +378,7 @@ def examine_device() -> Iterator[Finding]:
     try:
         import torch
     except ImportError as error:
-        problem = f"torch cannot be imported, which lmkv's engines need: {error}"
+        problem = f"lmkv's engines need torch, which cannot be imported: {error}"
         yield Finding("device", "torch", "cannot be imported", problem=problem)
         return
     for number in range(torch.cuda.device_count()):
@@ -398,7 +404,7 @@ def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("vllm", "vLLM", installed, problem=str(error))
         return
-    yield Finding("vllm", "vLLM", installed, note=f"supported: {low} up to, not including, {high}")
+    yield Finding("vllm", "vLLM", installed, note=f"supported: {low} or later, and earlier than {high}")
     yield plugin_finding(env)
     yield import_finding()
     yield from examine_servers()
@@ -412,7 +418,7 @@ def plugin_finding(env: Mapping[str, str]) -> Finding:
         return Finding("vllm", name, "not registered", problem=problem)
     chosen = env.get("VLLM_PLUGINS")
     if chosen is not None and "lmkv" not in chosen.split(","):
-        problem = f"VLLM_PLUGINS={chosen} leaves lmkv out: add it, {way_out}"
+        problem = f"VLLM_PLUGINS={chosen} leaves lmkv out: add lmkv, {way_out}"
         return Finding("vllm", name, "switched off", problem=problem)
     return Finding("vllm", name, "registered", note=f"vLLM finds {plugin.NAME} by its name")
 
@@ -449,7 +455,9 @@ def import_finding() -> Finding:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
-        return Finding("vllm", "connector", "hangs", problem=f"{plugin.MODULE} cannot be imported in time")
+        return Finding(
+            "vllm", "connector", "hangs", problem=f"importing {plugin.MODULE} takes more than {IMPORT_TIMEOUT:g} s"
+        )
     if done.returncode == 0:
         return Finding("vllm", "connector", "can be imported")
     reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -73,7 +73,7 @@ def contents(root: Path, beginning: str = "") -> Iterator[Content]:
         try:
             yield _content(root, digest)
         except NotTrustedError as error:
-            logger.warning("lmkv: left out: %s", error)
+            logger.warning("lmkv: a folder is left out: %s", error)
 
 
 def _content(root: Path, digest: bytes) -> Content:
@@ -155,9 +155,9 @@ def folder_of(text: str) -> Path:
     try:
         found = Path(parsers.path(text) or text)
     except ValueError as error:
-        raise typer.BadParameter(f"{shown!r} {error}; a remote store is tried by lmkv doctor, not listed") from None
+        raise typer.BadParameter(f"{shown!r} {error}; for a remote store use lmkv doctor") from None
     if not found.is_dir():
-        raise typer.BadParameter(f"{shown!r} is no folder: name that of local_disk; a server is named with --url")
+        raise typer.BadParameter(f"{shown!r} is not a folder: give the folder of local_disk, or a server with --url")
     return found
 
 
@@ -222,7 +222,7 @@ def clear(
         raise typer.BadParameter("say what to clear: a folder, or a server with --url")
     of_a_prompt = text or tokens or cache_salt or tag
     if (of_a_prompt or engine is not None) and not url:
-        raise typer.BadParameter("a prompt and --engine are for a server with --url")
+        raise typer.BadParameter("a prompt and --engine need a server: give --url")
     if of_a_prompt and namespace:
         raise typer.BadParameter("give a prompt or --namespace, not both")
     if path is None:
@@ -258,7 +258,7 @@ def found_in(path: Path, namespace: str) -> list[Content]:
     except OSError as error:
         fail(error)
     if not found and not empty:
-        fail(f"No lmkv chunks in {path}{f', in a namespace that begins with {namespace}' if namespace else ''}")
+        fail(f"{path} has no lmkv chunks{f' in a namespace that begins with {namespace}' if namespace else ''}")
     return found
 
 

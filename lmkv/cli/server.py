@@ -152,7 +152,7 @@ def scope_of(cache_salt: str | None, tags: list[str] | None, engine: int | None)
     """Return the fields that limit a call: salt and tags of the prompt, and the engine to ask."""
     pairs = [tag.partition("=") for tag in tags or ()]
     if not all(separator for _, separator, _ in pairs):
-        raise typer.BadParameter("a tag is given as NAME=VALUE", param_hint="--tag")
+        raise typer.BadParameter("write a tag as NAME=VALUE", param_hint="--tag")
     given = {"cache_salt": cache_salt, "tags": {name: value for name, _, value in pairs}, "engine": engine}
     return {name: value for name, value in given.items() if value not in (None, {})}
 
@@ -165,7 +165,7 @@ def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
 
         from lmkv.agent.client import Client
     except ImportError:
-        fail(f"this command needs httpx: {how_to_install('client')}")
+        fail(f"this command needs the package httpx: {how_to_install('client')}")
     url, token = address_of(url, token_file)
     try:
         with Client(url, token) as client:
@@ -174,12 +174,12 @@ def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
         fail(refusal(url, error.response.status_code, error.response.text))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = printable(str(error) or type(error).__name__)
-        fail(f"no server at {url} ({reason}): start it with agent_listen set, or give its address with --url")
+        fail(f"no server answers at {url} ({reason}): start one with agent_listen, or give another address with --url")
     except UnicodeEncodeError:
         fail("the prompt or one of its options is not text in UTF-8")
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         # What was answered has other fields, or other values in them.
-        fail(f"{url} is not lmkv's agent API: give its address with --url")
+        fail(f"{url} is not lmkv's agent API: give the API's address with --url")
 
 
 def address_of(url: str, token_file: Path | None) -> tuple[str, str | None]:
@@ -192,19 +192,19 @@ def address_of(url: str, token_file: Path | None) -> tuple[str, str | None]:
     except (ConfigError, OSError, UnicodeError) as error:
         fail(error)
     if re.match(r"(?!unix:|https?:)[a-z][a-z+.-]*://", url, re.IGNORECASE):
-        fail(f"{url} is no address of an agent API: give unix:/path, HOST:PORT or a URL with http:// to --url")
+        fail(f"{url} is not the address of an agent API: give --url as unix:/path, HOST:PORT or http://...")
     return url if re.match(r"unix:|https?://", url) else f"http://{url}", token
 
 
 def refusal(url: str, status: int, text: str) -> str:
     if status == 401:
-        return f"{url} wants another token: give the server's agent_token as LMKV_AGENT_TOKEN or with --token-file"
+        return f"{url} refuses the token: give the server's agent_token as LMKV_AGENT_TOKEN or with --token-file"
     try:
         detail = json.loads(text)["detail"]
     except (ValueError, KeyError, TypeError, RecursionError):
         if status == _FULL:
-            return f"{url} has as many connections as it may have: try again"
-        return f"{url} is not lmkv's agent API (HTTP {status}): give its address with --url"
+            return f"{url} has too many connections: try again later"
+        return f"{url} is not lmkv's agent API (HTTP {status}): give the API's address with --url"
     return f"{url}: {printable(str(detail), 500)}"
 
 
@@ -228,7 +228,7 @@ def json_object(text: str) -> dict[str, object]:
     try:
         value = json.loads(text)
     except RecursionError:
-        raise typer.BadParameter("is nested too deeply", param_hint="--extra") from None
+        raise typer.BadParameter("the JSON is nested too deeply", param_hint="--extra") from None
     except ValueError:
         value = None
     if not isinstance(value, dict):

@@ -115,7 +115,7 @@ def simulate(
         try:
             draw(rows, plot)
         except (OSError, ValueError) as error:
-            raise typer.BadParameter(f"{plot} cannot be drawn: {outside(str(error))}") from error
+            raise typer.BadParameter(f"the plot {plot} cannot be drawn: {outside(str(error))}") from error
 
 
 def size_of(text: str, chunk_bytes: int, unique: int) -> int:

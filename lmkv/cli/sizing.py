@@ -213,7 +213,7 @@ def _file_of(model: Path) -> Path:
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     found = sorted((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"))
     if not found:
-        raise ValueError(f"{name} is neither a folder here nor in {hub}: hf download {name} config.json")
+        raise ValueError(f"{name} is neither a folder here nor in {hub}: run hf download {name} config.json")
     return found[-1]
 
 
@@ -238,7 +238,7 @@ def _layers(text: Settings) -> Iterator[Layer]:
     kinds = text.get("layer_types") or ["full_attention"] * count
     names = {name for name, value in text.items() if name.startswith(NOT_CACHED) and value}
     if strange := sorted({*kinds[:count]} - KINDS | names):
-        raise ValueError(f"lmkv does not cache this model, or cannot tell its size: it has {', '.join(strange)}")
+        raise ValueError(f"lmkv cannot tell the KV size of this model, because the model has {', '.join(strange)}")
     per_layer = text.get("per_layer_config") or {}
     for number, kind in enumerate(kinds[:count]):
         yield _layer({**text, **per_layer.get(str(number), {})}, kind)

@@ -47,11 +47,12 @@ _REMEDIES = {
     r"(?i)wrongpass|noauth|authentic|SignatureDoes|InvalidAccessKey": "correct remote_username and remote_password",
     "NoSuchBucket": "create the bucket, or correct its name in remote_url",
     r"(?i)permissiondenied|accessdenied|\b403\b": "allow s3:{action}",
-    r"(?i)maxmemory|\bOOM\b|memory left|no space|quota": "give it room, or let it evict (allkeys-lru)",
-    r"closed by the server|reset by peer": "is it a Redis or Valkey server? With TLS its URL begins with rediss://",
-    r"(?i)read.?only": "name the server that takes writes",
-    r"(?i)error sending request": "start it, or correct the endpoint in remote_url (http:// or https://?)",
-    r"(?i)refused|time.?out|timed out|no answer|resol|not known|unreachable": "start it, or correct remote_url",
+    r"(?i)maxmemory|\bOOM\b|memory left|no space|quota": "give the store more room, or let it evict (allkeys-lru)",
+    r"closed by the server|closed the connection|reset by peer": "is this a Redis server? With TLS the URL begins with "
+    "rediss://",
+    r"(?i)read.?only": "name the primary server, which takes writes",
+    r"(?i)error sending request": "start the store, or correct the endpoint in remote_url (http:// or https://?)",
+    r"(?i)refused|time.?out|timed out|not? answer|resol|not known|unreachable": "start the store or correct remote_url",
 }
 
 
@@ -73,7 +74,9 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
     absolute = Path(path).absolute()
     tried = next(place for place in (absolute, *absolute.parents) if place.exists())
     if not tried.is_dir():
-        raise BackendUnavailable("disk", "open", reason=f"{tried} is not a folder: remove it or name another")
+        raise BackendUnavailable(
+            "disk", "open", reason=f"{tried} is not a folder: remove the file, or name another folder"
+        )
     with (
         tempfile.TemporaryDirectory(prefix=".lmkv-try-", dir=tried) as folder,
         closing(LocalDiskBackend(folder, _NAMESPACE, direct=direct)) as backend,
@@ -88,7 +91,9 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
                 raise written.error or BackendError(backend.name, "write", reason=written.reason)
             read = backend.read(_NAMESPACE, into)
             if read.status is not ReadStatus.HIT or into != payload:
-                raise read.error or BackendError(backend.name, "read", reason="other bytes than were written")
+                raise read.error or BackendError(
+                    backend.name, "read", reason="the read bytes differ from the written bytes"
+                )
         return FolderFacts(str(tried), shutil.disk_usage(tried).free, backend.direct_io)
 
 
@@ -132,7 +137,7 @@ def remedy(verb: str, reason: str) -> str:
         if found := re.search(pattern, reason):
             known = {"known": _COMMANDS.get(verb, "@read +@write"), "action": _ACTIONS.get(verb, "*")}
             return text.format(**known, **found.groupdict())
-    return "see what docs/remote.md says that lmkv needs there"
+    return "see in docs/remote.md what lmkv needs from a store"
 
 
 def likeliest(refused: Mapping[str, str]) -> str:
@@ -172,7 +177,7 @@ def _ask(backend: Backend, timeout: float) -> Iterator[tuple[str, str]]:
     if read.error is not None:
         yield "reads", read.error.reason
     elif written is STORED and (read is MISS or (read.status is ReadStatus.HIT and into != payload)):
-        yield "reads", "what was written is not there"
+        yield "reads", "the written chunk is not there"
     if written.status is WriteStatus.STORED:
         _failure(lambda: backend.delete([key]))
 

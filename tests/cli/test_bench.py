@@ -125,7 +125,7 @@ def test_a_hit_counts_where_all_of_it_came_from_that_tier() -> None:
             hit_in(name, answer, 100)
         # Of 200, half of the prompt at most was found.
         for tokens in [200] if right else [100, 200]:
-            raised(RuntimeError, "a hit of 90 tokens", hit_in, name, answer, tokens)
+            raised(RuntimeError, "the hit of 90 tokens", hit_in, name, answer, tokens)
 
 
 @pytest.mark.nightly("tools")
@@ -152,5 +152,5 @@ def test_what_was_measured_before_an_error_is_shown(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bench, "measured", measured)
     result = CliRunner().invoke(app, ["bench", "--json"])
     assert isinstance(result.exception, RuntimeError)
-    assert "LMKV_CHUNK_SIZE does not count here" in result.stderr
+    assert "lmkv bench ignores LMKV_CHUNK_SIZE" in result.stderr
     assert [row["value"] for row in json.loads(result.stdout.splitlines()[-1])["rows"]] == [1.0, 2.0]

@@ -195,7 +195,8 @@ class TestMigrate:
         assert done.exit_code == 2
         assert "remote_serde" in done.stderr
         assert (
-            "# Left out, though it matters: LMCache's remote_serde cannot be used: KV is stored as it is" in done.stdout
+            "# Left out, although the setting matters: LMCache's remote_serde cannot be used: KV is stored as it is"
+            in done.stdout
         )
         assert "remote_url: redis://user:secret@host" in done.stdout
         assert "secret" not in done.stderr
@@ -216,7 +217,7 @@ class TestMigrate:
         assert "remote_serde" in found["problems"][0]
 
     def test_what_cannot_be_migrated_is_exit_code_2(self, file: Path) -> None:
-        for text, said in (("disk_sync: full\n", "has lmkv's settings"), ("chunk_size: abc\n", "chunk_size = 'abc'")):
+        for text, said in (("disk_sync: full\n", "already has lmkv's settings"), ("chunk_size: abc\n", "chunk_size = 'abc'")):
             file.write_text(text)
             done = run("migrate", file)
             assert (done.exit_code, said in done.stderr) == (2, True)

@@ -201,7 +201,7 @@ class TestStores:
         _, [problem] = stores(f"redis://127.0.0.1:{proxy.port}", remote_timeout=0.2)
         proxy.close()
         assert time.monotonic() - started < LIMIT
-        assert "start it, or correct remote_url" in problem
+        assert "start the store or correct remote_url" in problem
 
     def test_nobody_listens(self, monkeypatch: pytest.MonkeyPatch) -> None:
         url = f"redis://:hunter2@127.0.0.1:{free_port()}"
@@ -213,7 +213,7 @@ class TestStores:
         assert "hunter2" not in done.output
         [line] = [each for each in done.output.splitlines() if each.startswith("Will not work")]
         assert "all calls fail" in line
-        assert line.endswith("; start it, or correct remote_url")
+        assert line.endswith("; start the store or correct remote_url")
 
 
 class TestDisk:
@@ -238,7 +238,7 @@ class TestDisk:
         file.write_text("mine")
         for below in (".", "folder/of/it"):
             problem = disk(file / below)["folder"].problem
-            assert f"{file} is not a folder: remove it or name another" in problem
+            assert f"{file} is not a folder: remove the file, or name another folder" in problem
         assert file.read_text() == "mine"
         found = disk(Path("/proc"))["folder"].problem
         assert "/proc: " in found, "a medium without files"
@@ -335,23 +335,23 @@ class TestLevels:
     def test_host_memory_that_is_cut(self) -> None:
         [warning], problems = told(findings.examine_memory(Config(max_local_cpu_size=1e6)))
         assert problems == []
-        assert warning.startswith("max_local_cpu_size is 1000000.00 GiB, and there is room for ")
+        assert warning.startswith("max_local_cpu_size is 1000000.00 GiB, but only ")
 
     def test_a_disk_that_is_smaller(self, tmp_path: Path) -> None:
         [warning], problems = told(disk(tmp_path, max_local_disk_size=1e6).values())
         assert problems == []
-        assert warning.startswith("max_local_disk_size is 1000000.00 GiB, and there is room for ")
+        assert warning.startswith("max_local_disk_size is 1000000.00 GiB, but only ")
 
     def test_a_folder_that_is_probably_not_meant(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_path: Path
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        for folder, why in ((Path("kv"), "relative to the folder"), (tmp_path / "a" / "b", "is it mounted?")):
+        for folder, why in ((Path("kv"), "relative to the folder"), (tmp_path / "a" / "b", "is the disk mounted?")):
             [warning], problems = told(disk(folder).values())
             assert (why in warning, problems) == (True, [])
         assert told(disk(tmp_path / "kv").values()) == ([], [])
         assert (
-            "there is room for"
+            "lmkv will use"
             in told(
                 findings.examine_shared_memory(
                     Config(shared_memory=str(memory_path / "kv"), max_shared_memory_size=1e6)

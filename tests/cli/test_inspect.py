@@ -192,8 +192,8 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, fill: Fill) -> None:
     assert run("inspect", tmp_path).stdout == "No lmkv chunks: the folder is empty\n"
     (tmp_path / "mine").touch()
     for words, says in (
-        ("inspect", f"No lmkv chunks in {tmp_path}"),
-        ("clear --yes", f"No lmkv chunks in {tmp_path}"),
+        ("inspect", f"{tmp_path} has no lmkv chunks"),
+        ("clear --yes", f"{tmp_path} has no lmkv chunks"),
         ("prune", "give --older-than, --max-size or both"),
         ("prune --older-than soon", "not a duration"),
         ("inspect --namespace zz", "begins with zz"),

@@ -58,7 +58,7 @@ def test_questions_are_answered_and_what_is_printed_is_logged(tmp_path: Path) ->
 def test_a_child_that_ends_is_an_error_with_its_last_lines(tmp_path: Path) -> None:
     with child(tmp_path) as process:
         for question in ("end", "anything more"):
-            raised(ChildFailedError, r"ended with 3:\nprinted", process.ask, question)
+            raised(ChildFailedError, r"ended with exit code 3:\nprinted", process.ask, question)
         process.close()
 
 

@@ -209,7 +209,7 @@ def test_the_token_comes_from_a_file_or_the_servers_settings(url: str, tmp_path:
     file.write_text(f"{TOKEN}\nand more\n")
     assert says("lookup", TEXT, "--url", url, "--token-file", file, LMKV_AGENT_TOKEN="")
     wrong = refused("lookup", TEXT, "--url", url, LMKV_AGENT_TOKEN="letmeout")
-    assert "wants another token: give the server's agent_token as LMKV_AGENT_TOKEN or with --token-file" in wrong
+    assert "refuses the token: give the server's agent_token as LMKV_AGENT_TOKEN or with --token-file" in wrong
     assert "letmeout" not in wrong
     config = tmp_path / "lmkv.yaml"
     config.write_text(f"agent_listen: {url}\nagent_token_file: {file}\n")
@@ -220,8 +220,8 @@ def test_the_token_comes_from_a_file_or_the_servers_settings(url: str, tmp_path:
 def test_a_server_that_is_away_is_one_line(url: str) -> None:
     for words in (["lookup", TEXT, "--url"], ["top", "--url"], ["clear", "--yes", "--url"]):
         said = refused(*words, url)
-        assert said.startswith("no server at")
-        assert said.rstrip().endswith(": start it with agent_listen set, or give its address with --url")
+        assert said.startswith("no server answers at")
+        assert said.rstrip().endswith(": start one with agent_listen, or give another address with --url")
 
 
 def test_another_server_is_one_line() -> None:

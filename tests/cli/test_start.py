@@ -74,7 +74,7 @@ def test_what_speaks_to_a_server_needs_no_torch(name: str) -> None:
     # All that docs/install.md leaves out on a machine for these commands alone.
     done = without("torch,aiofiles,transformers,vllm,fastapi,uvicorn", *words)
     assert done.returncode == 1
-    assert done.stderr.startswith("no server at http://127.0.0.1:1")
+    assert done.stderr.startswith("no server answers at http://127.0.0.1:1")
     assert "Traceback" not in done.stderr
 
 
@@ -82,7 +82,7 @@ def test_what_speaks_to_a_server_needs_no_torch(name: str) -> None:
 def test_what_needs_an_engines_packages_says_so(words: tuple[str, ...]) -> None:
     done = without("torch,numpy", *words)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.endswith(", which was left out here: install lmkv with its dependencies\n")
+    assert done.stderr.endswith(": install lmkv with its dependencies\n")
     assert done.stderr.startswith("this command needs ")
 
 

@@ -76,7 +76,7 @@ FILES = {
     "remote_url: redis://a\nremote_timeout: 500\n": "is in seconds: divide it by 1000 if it is milliseconds",
     "prefetch_deadline: 30000\n": "is in seconds: divide it by 1000",
     "disk_admission: min_tokens:8k\n": "min_tokens:8192, or package.module:Class",
-    "local_disk: C:\\kv\nmax_local_disk_size: 1\n": "write a path from /",
+    "local_disk: C:\\kv\nmax_local_disk_size: 1\n": "write an absolute path",
     "local_cpu: no\nlocal_disk: /kv\nmax_local_disk_size: 1\ndisk_write: back\n": "works as through does",
     "local_cpu: no\nlocal_disk: /kv\nmax_local_disk_size: 1\ndisk_admission: none\n": "no tier keeps anything",
 }
@@ -99,7 +99,7 @@ def test_a_file_that_is_wrong(tmp_path: Path) -> None:
 
     every(list(FILES.items()), check)
     file.write_text("")
-    assert "nothing to migrate" in run("config", "migrate", str(file)).output
+    assert "no settings to migrate" in run("config", "migrate", str(file)).output
 
 
 TRANSFER = {"kv_connector": "LMKVConnector", "kv_connector_extra_config": {"lmkv.chunk_siz": 64}}
@@ -176,21 +176,21 @@ def test_arguments_in_python_that_are_wrong(tmp_path: Path) -> None:
 
 
 COMMANDS: list[tuple[str, str]] = [
-    ("check kv.yaml", "it is lmkv config check"),
+    ("check kv.yaml", "use lmkv config check"),
     ("doctor --extra chunk_size=64", """must be a JSON object, such as '{"chunk_size": 256}'"""),
     ("doctor --extra [1]", "must be a JSON object"),
     ("prune {} --max-size 10GB", "'10GB' must be a number, in GiB, without a unit: 10"),
     ("prune {} --max-size -1", "'-1' must be at least 0, in GiB"),
-    ("top --url ftp://host", "give unix:/path, HOST:PORT or a URL with http:// to --url"),
+    ("top --url ftp://host", "give --url as unix:/path, HOST:PORT or http://..."),
     ("record {}/no/trace.jsonl", "no such file or directory; name a file in a folder that you can write to"),
     ("doctor --config kv.yaml", "name the file as an argument, without an option"),
     ("top 127.0.0.1:8377", "give a server's address with --url"),
-    ("serve Qwen/Qwen3-8B", "it is vllm serve MODEL --kv-transfer-config"),
-    ("stats", "it is lmkv top"),
-    ("inspect s3://bucket", "a remote store is tried by lmkv doctor, not listed"),
+    ("serve Qwen/Qwen3-8B", "use vllm serve MODEL --kv-transfer-config"),
+    ("stats", "use lmkv top"),
+    ("inspect s3://bucket", "for a remote store use lmkv doctor"),
     ("prune redis://u:hunter2@host --max-size 1", "'redis://u:***@host' must be a path"),
-    ("clear 127.0.0.1:8377", "a server is named with --url"),
-    ("inspect file://{}/none", "is no folder"),
+    ("clear 127.0.0.1:8377", "or a server with --url"),
+    ("inspect file://{}/none", "is not a folder"),
     ("config check -- vllm bench", "give `lmcache server ...` or `vllm serve ...`"),
     ("doctor --model {}", "name a model's folder, with config.json in it"),
 ]
@@ -224,7 +224,7 @@ def test_doctor_takes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_chunks_of_a_size_that_is_not_meant() -> None:
-    for tokens, said in ((100, "is no multiple of 16, vLLM's block size"), (1 << 20, "share whole chunks alone")):
+    for tokens, said in ((100, "is not a multiple of vLLM's block size, 16"), (1 << 20, "reuses whole chunks only")):
         [warning] = told(findings.examine_configuration, chunk_size=tokens)
         assert said in warning
     assert told(findings.examine_configuration, chunk_size=4096) == []
@@ -258,12 +258,14 @@ def test_a_secret_that_cannot_be_read_is_said_once(tmp_path: Path, monkeypatch: 
 
 def test_an_address_where_the_server_cannot_listen(tmp_path: Path) -> None:
     [problem] = told(findings.examine_agent, agent_listen=f"unix:{tmp_path}/no/lmkv.sock")
-    assert "make it or name another" in problem
+    assert "make that folder or name another" in problem
     assert told(findings.examine_agent, agent_listen=f"unix:{tmp_path}/lmkv.sock") == []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         [warning] = told(findings.examine_agent, agent_listen=address, agent_token="t")
-        assert warning == f"agent_listen {address}: another process listens there: end it or name another port"
+        assert (
+            warning == f"agent_listen {address}: another process listens there: end that process or name another port"
+        )
     assert told(findings.examine_agent, agent_listen=address, agent_token="t") == []
 
 
@@ -272,12 +274,12 @@ def test_folders_and_sizes_that_are_not_meant(tmp_path: Path) -> None:
     assert warning.startswith("max_local_cpu_size is 10.2 MiB, less than some chunks")
     if machine.file_system_of(str(tmp_path)) not in machine.IN_MEMORY:
         [warning] = told(findings.examine_shared_memory, shared_memory=str(tmp_path), max_shared_memory_size=0.1)
-        assert "not in memory: name one in /dev/shm" in warning
+        assert "not in memory: name a folder in /dev/shm" in warning
     size = {"max_local_disk_size": 0.1, "disk_min_free": 0}
     [warning] = told(findings.examine_disk, local_disk="/dev/shm/lmkv-not-there", **size)
     assert "is in memory: name a folder on a disk" in warning
     [warning] = told(findings.examine_stores, remote_url=f"file://{tmp_path}/share/kv")
-    assert "is it mounted?" in warning
+    assert "is the disk mounted?" in warning
 
 
 def test_servers_that_would_never_hit() -> None:
