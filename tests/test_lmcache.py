@@ -124,8 +124,8 @@ def test_the_three_variables_of_the_first_document() -> None:
     assert given(config) == {"chunk_size": 128, "local_cpu": False, "max_local_cpu_size": 2.5}
     assert config.source("chunk_size") == "environment LMCACHE_CHUNK_SIZE"
     (_, sizes), (level, nothing) = config.remarks
-    assert sizes.startswith("max_local_cpu_size: LMCache takes this much")
-    assert (level, nothing.startswith("no tier keeps anything")) == (logging.WARNING, True)
+    assert sizes.startswith("max_local_cpu_size: LMCache takes this size")
+    assert (level, nothing.startswith("no tier keeps chunks")) == (logging.WARNING, True)
 
 
 def test_the_file_of_the_first_document(file: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_single_setting_of_lmkv_wins_and_one_line_says_so(tmp_path: Path, monk
         assert given(config) == {"pin_ttl": 60.0}, own
         [(level, text)] = config.remarks
         assert level == logging.WARNING
-        assert text.endswith("not read: LMCACHE_CHUNK_SIZE, LMCACHE_CONFIG_FILE, lmcache.remote_url")
+        assert text.endswith("not read LMCache's settings: LMCACHE_CHUNK_SIZE, LMCACHE_CONFIG_FILE, lmcache.remote_url")
     for name, value in (("LMKV_LOG_LEVEL", "INFO"), ("LMKV_SERVICE_HOST", "INFO"), ("LMKV_CONFIG_FILE", "")):
         assert load({"LMCACHE_CHUNK_SIZE": "2", name: value}).chunk_size == 2, "it is no setting of lmkv"
 

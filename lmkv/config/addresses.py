@@ -18,7 +18,7 @@ _AWS: Final = re.compile(
     r"(?P<bucket>[a-z0-9][a-z0-9.-]*)\.s3[.-]((dualstack\.)?(?P<region>[a-z0-9-]+)\.)?amazonaws\.com(\.cn)?",
     re.IGNORECASE,
 )
-_WHICH: Final = "it does not tell the bucket from the host: write s3://BUCKET?endpoint="
+_WHICH: Final = "the address does not say what the bucket is: write s3://BUCKET?endpoint="
 _NO_TTL: Final = 86_400
 """LMCache's default for `valkey_ttl_sec`, in seconds, if `valkey_enable_ttl` is on."""
 _STORES: Final = "a store that others share (redis://, s3://, mooncake://), or shared_memory on one machine"
@@ -86,7 +86,9 @@ def _valkey(url: str, extra: Given) -> Found:
     if _text(extra, "valkey_mode") == "cluster":
         found: Found = {"remote_url": f"{scheme}+cluster://{hosts.rstrip('/')}"}
     elif "," in hosts:
-        raise RefusedError("it names several hosts: write valkey+cluster://HOST:PORT,HOST:PORT for a cluster's nodes")
+        raise RefusedError(
+            "the URL names several hosts: write valkey+cluster://HOST:PORT,HOST:PORT for a cluster's nodes"
+        )
     else:
         number = _text(extra, "valkey_database")
         found = {"remote_url": f"{scheme}://{hosts.rstrip('/')}/{number}" if number else f"{scheme}://{hosts}"}
@@ -104,7 +106,7 @@ def _folder(url: str, extra: Given) -> Found:
     place, _, rest = url.partition("://")[2].partition("/")
     path = f"/{rest}"
     if not rest.strip("/") or "," in path or place.endswith("."):
-        raise RefusedError("name one folder: file:///FOLDER")
+        raise RefusedError("name one folder: write file:///FOLDER")
     return {"remote_url": f"file://{quote(path)}"}
 
 
@@ -183,7 +185,7 @@ ALL_KEYS: Final = frozenset().union(*_KEYS.values())
 _REFUSED: Final = {
     **dict.fromkeys(("lm", "lmcache"), f"there is no cache server: name {_STORES}"),
     "plugin": "LMCache's plugins are not loaded: write a backend for lmkv instead (docs/write-a-backend.md)",
-    **dict.fromkeys(("blackhole", "mock", "audit"), "it is a store for LMCache's own tests"),
+    **dict.fromkeys(("blackhole", "mock", "audit"), "such a store serves LMCache's tests only"),
     **dict.fromkeys(
         ("bigtable", "eic", "hf3fs", "hfbucket", "sagemaker-hyperpod", "external"),
         f"lmkv has no such store: name {_STORES}",

@@ -62,7 +62,7 @@ class Command:
         """Make the folder the disk tier. A second folder is refused."""
         if any(name == "local_disk" for name, _, _ in self.settings):
             self.refuse(
-                given, "only one folder can be the disk tier: leave it out, or write remote_url: file:///FOLDER"
+                given, "only one folder can be the disk tier: leave out this one, or write remote_url: file:///FOLDER"
             )
             return
         self.use(given, "local_disk", folder)
@@ -94,7 +94,8 @@ class Command:
         for name in env:
             key = lmcache.key_of(name)
             known = lmcache.table().get(key)
-            why = known.why if known is not None and known.kind == "without_effect" else f"{reader} does not read it"
+            idle = known is not None and known.kind == "without_effect"
+            why = known.why if known is not None and idle else f"{reader} does not read this variable"
             self.readings.append(Reading(key, f"{lmcache.VARIABLE}{name}", "without effect", why=why))
 
     def _read(self, given: str, kind: Kind, *, here: str = "", why: str = "") -> None:
@@ -122,7 +123,7 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
         name = " ".join(plain[: 2 + ("-m" in plain[:2])])
         if re.search(r"(^|[/ ])\w*lmcache", name):
             raise ConfigError(f"{short_repr(name)} starts a process that lmkv does not need: {_NOT_NEEDED}")
-        what = "starts none of these" if len(words) > 1 else "is no command"
+        what = "starts neither of these" if len(words) > 1 else "is not a command"
         raise ConfigError(f"{_GIVE}; {short_repr(name)} {what}")
     server, at = found
     if server:
@@ -135,7 +136,7 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
 
 
 _GIVE: Final = "lmkv is a connector of vLLM: give `lmcache server ...` or `vllm serve ...`"
-_NOT_NEEDED: Final = "leave it out; servers share a store, such as remote_url: redis://HOST:PORT"
+_NOT_NEEDED: Final = "leave out that process; servers share a store, such as remote_url: redis://HOST:PORT"
 _SERVERS: Final = ("lmcache.v1.multiprocess.server", "lmcache.v1.multiprocess.http_server")
 _PROGRAMS: Final = ("vllm", "vllm.entrypoints.cli.main")
 _ENGINES: Final = ("vllm.entrypoints.openai.api_server", "dynamo.vllm", "huggingfaceserver")
@@ -201,7 +202,7 @@ def _of_server(flags: list[tuple[str, str]], env: Env) -> Command:
         elif name == "--eviction-policy" and value in ("LRU", "ARC"):
             command.use(name, "cache_policy", value)
         elif name == "--eviction-policy":
-            command.refuse(name, "write LRU or ARC: memory is freed as it is needed, and quotas keep tenants apart")
+            command.refuse(name, "write LRU or ARC; to keep tenants apart set quotas")
         elif name == "--l2-adapter":
             _use_adapter(command, value, env)
         else:
@@ -218,7 +219,7 @@ def _use_adapter(command: Command, text: str, env: Env) -> None:
         adapter = json.loads(text)
         kind, given = str(adapter["type"]), f"--l2-adapter {adapter['type']}"
     except (ValueError, TypeError, KeyError, RecursionError):
-        command.refuse("--l2-adapter", "it is not a JSON object with a type")
+        command.refuse("--l2-adapter", "the value is not a JSON object with a type")
         return
     adapter = {_RENAMED.get(key, key): value for key, value in adapter.items()}
     if kind in ("fs", "fs_native") and adapter.get("max_capacity_gb"):
@@ -251,7 +252,7 @@ def _use_store(command: Command, given: str, described: Callable[[], tuple[str, 
         command.refuse(given, str(error))
         return
     except KeyError as error:
-        command.refuse(given, f"it has no {error}")
+        command.refuse(given, f"the key {error} is missing")
         return
     before = {name: value for name, value, _ in command.settings if name in (*found, *_LOGIN)}
     if before and len(before | found) > 1:
@@ -322,8 +323,8 @@ def _of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
     command.longest = int(longest) if longest.isdecimal() else None
     counts = {kind: given[name] for name, kind in _RANKS.items() if name in given}
     if unclear := [count for count in counts.values() if not count.isdecimal()]:
-        told = f"the number of ranks, {short_repr(unclear[0])}, is not a number: write the number instead"
-        command.notes.append((logging.WARNING, f"sizes of a rank are taken as those of the engine, because {told}"))
+        told = f"a number of ranks is {short_repr(unclear[0])}: write the number instead"
+        command.notes.append((logging.WARNING, f"lmkv does not multiply each rank's sizes, because {told}"))
     elif counts:
         command.ranks = math.prod(map(int, counts.values()))
     for name, value in options:
@@ -399,7 +400,7 @@ def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
             except (ValueError, RecursionError):
                 given = None
             if not isinstance(given, dict) or not (sized or isinstance(given.get("kv_connector"), str)):
-                raise ValueError("it is not a JSON object with a kv_connector")
+                raise ValueError("the value is not a JSON object with a kv_connector")
             found = given
         elif name.startswith(f"{TRANSFER}."):
             more: Any = value.split(",") if name.endswith("+") else _dotted_value(value)
@@ -449,7 +450,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
     connector, items = transfer.get("kv_connector"), flat(transfer.get("kv_connector_extra_config") or {})
     if isinstance(connectors := items.get("connectors"), list) and connector not in _CONNECTORS:
         if connector != "MultiConnector":
-            told = "which may take no connector but LMCache's and its own: vLLM's MultiConnector is written for it"
+            told = "which may not combine any connectors: lmkv writes vLLM's MultiConnector instead"
             command.notes.append((logging.WARNING, f"{TRANSFER} names {short_repr(connector)}, {told}"))
             transfer = {key: value for key, value in transfer.items() if key != "kv_connector_module_path"}
         _use_several(command, {**transfer, "kv_connector": "MultiConnector"}, connectors, env)
@@ -460,13 +461,13 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
         command.refuse(f"{TRANSFER} {connector}", f"did you mean {close}?" if close else _OTHER)
         return
     if transfer.get("kv_load_failure_policy", "recompute") != "recompute":
-        why = f"recompute is written for {short_repr(transfer['kv_load_failure_policy'])}: a request goes on without KV"
+        why = f"lmkv writes recompute, not {short_repr(transfer['kv_load_failure_policy'])}: vLLM computes KV"
         command.notes.append((logging.INFO, f"kv_load_failure_policy: {why} that cannot be loaded"))
     if "kv_connector_module_path" in transfer:
-        command.leave("kv_connector_module_path", "LMKVConnector is found by its name")
+        command.leave("kv_connector_module_path", "vLLM finds LMKVConnector by its name")
     for key in sorted(transfer.keys() - _READ_KEYS):
         if key.startswith(("kv_", "enable_")) or key == "engine_id":
-            command.leave(key, "lmkv does not read it")
+            command.leave(key, "lmkv does not read this key")
         else:
             command.refuse(key, "vLLM knows no such key: write it inside kv_connector_extra_config")
     if connector == "LMCacheMPConnector":
@@ -488,7 +489,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
     command.take(lmcache.translate(env, theirs, read_yaml, command.ranks))
     for key in sorted(map(str, items.keys() - own.keys() - theirs.keys())):
         if key in lmcache.table() and connector not in _VLLMS:
-            command.unknown(key, f"LMCache reads it as lmcache.{key}")
+            command.unknown(key, f"LMCache reads this key as lmcache.{key}")
         elif key.endswith("config_file"):
             command.refuse(key, f"set the variable {lmcache.ENV_FILE} to the file, or write its settings here")
         else:
@@ -530,7 +531,7 @@ _CONNECTORS: Final = (
     *("LMCacheConnectorV1", "LMCacheMPConnector", *_VLLMS),
     *("LMCacheConnectorV1Dynamic", "LMKVConnector", "LMCacheConnector"),
 )
-_OTHER: Final = f"only {', '.join(_CONNECTORS[:4])} can be migrated; a MultiConnector can combine another one with lmkv"
+_OTHER: Final = f"only {', '.join(_CONNECTORS[:4])} can be migrated; a MultiConnector can combine lmkv with others"
 
 
 def _bytes(command: Command, given: str, name: str, value: object, times: int = 1) -> None:
@@ -541,7 +542,7 @@ def _bytes(command: Command, given: str, name: str, value: object, times: int = 
     if nbytes > 0:
         command.use(given, name, nbytes / GIB)
     else:
-        command.refuse(given, "it is not a number of bytes")
+        command.refuse(given, "the value is not a number of bytes")
 
 
 def _secondary(command: Command, tiers: object) -> None:
@@ -557,21 +558,21 @@ def _secondary(command: Command, tiers: object) -> None:
             command.refuse(given, lmcache.table()["enable_p2p"].why)
             continue
         elif tier.get("type") not in ("fs", "fs_python") or not tier.get("root_dir"):
-            command.refuse(given, "local_disk and remote_url make such tiers: docs/tiers.md")
+            command.refuse(given, "use local_disk or remote_url for such a tier: see docs/tiers.md")
             continue
         else:
             command.use_folder(given, tier["root_dir"], tier.get("max_disk_gib"))
             if "max_disk_gib" not in tier:
-                command.refuse(given, "a folder needs a capacity: max_local_disk_size, in GiB")
+                command.refuse(given, "a folder needs a capacity: set max_local_disk_size, in GiB")
         _use_rest(command, given, tier)
 
 
 def _spec(command: Command, name: object) -> None:
     if name in _SPECS:
-        command.leave("spec_name", "lmkv offloads in any case")
+        command.leave("spec_name", "lmkv always offloads")
     else:
         why = "write max_local_cpu_size for host memory, local_disk with max_local_disk_size for files"
-        command.refuse(f"spec_name {short_repr(name)}", f"lmkv does not know where it keeps KV: {why}")
+        command.refuse(f"spec_name {short_repr(name)}", f"lmkv does not know where this spec keeps KV: {why}")
 
 
 _SPECS: Final = (*("CPUOffloadingSpec", "TieringOffloadingSpec", "NPUOffloadingSpec", "SharedStorageOffloadingSpec"),)
@@ -617,7 +618,7 @@ def of_file(content: Mapping[Any, object]) -> list[str] | None:
     """
     for keys, kind in _MANIFESTS.items():
         if keys <= content.keys():
-            raise ConfigError(f"is a file {kind}, from which no settings are read: {GIVE_COMMAND}")
+            raise ConfigError(f"lmkv reads no settings from a file {kind}: {GIVE_COMMAND}")
     if "kv_connector" in content:
         return ["vllm", "serve", "MODEL", TRANSFER, json.dumps(content)]
     if not {str(key).replace("_", "-") for key in content} & {TRANSFER[2:], "kv-offloading-size"}:
@@ -659,6 +660,6 @@ _MANIFESTS: Final = {
     frozenset({"applications"}): "of Ray Serve",
 }
 GIVE_COMMAND: Final = (
-    "give its container's variables and command, as lmkv config migrate -- LMCACHE_CHUNK_SIZE=256 vllm serve ..., or "
-    "the settings inside it as a separate file"
+    "give the container's variables and command, as lmkv config migrate -- LMCACHE_CHUNK_SIZE=256 vllm serve ..., or "
+    "write the settings into a separate file"
 )

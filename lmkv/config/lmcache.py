@@ -70,8 +70,8 @@ class KnownSetting:
         if self.kind == "without_effect":
             return self.why
         if self.kind == "joined":
-            return "remote_url names no such store"
-        return f"there is no {self.needs}" if self._is_alone(given) else "it is switched off"
+            return "remote_url names another kind of store"
+        return f"there is no {self.needs}" if self._is_alone(given) else "the option is switched off"
 
     def _is_alone(self, given: _Given) -> bool:
         return bool(self.needs) and _word(given.get(self.needs, (None, ""))[0]) in _OFF
@@ -167,7 +167,7 @@ def translate(
     # remote_url stays among the given, as other settings have no effect without it.
     translated = _join_address(given, result)
     if env.get(_MOONCAKE) and str(given.get("remote_url", ("", ""))[0]).startswith("mooncake"):
-        result.notes.append((logging.WARNING, f"{_MOONCAKE} is not read: write what its file has into extra_config"))
+        result.notes.append((logging.WARNING, f"{_MOONCAKE} is not read: write that file's settings into extra_config"))
     _drop_disk_without_room(given, result)
     _multiply_sizes(given, result, ranks)
     for key, entry in [(key, entry) for key, entry in table().items() if key in given and key not in translated]:
@@ -193,9 +193,7 @@ def translate(
             result.readings.append(Reading(short_repr(key), source, "used", str(key)))
         elif "endpoint" in key and "s3" in f"{key}{given.get('remote_url', ('',))[0]}".lower():
             # LMCache ignores it as well. Requests would go to a bucket of the same name at AWS.
-            why = (
-                "it is no setting of LMCache's: write remote_url: s3://BUCKET?endpoint=https://HOST:PORT&region=REGION"
-            )
+            why = "LMCache has no such setting: write remote_url: s3://BUCKET?endpoint=https://HOST:PORT&region=REGION"
             result.readings.append(Reading(short_repr(key), source, "refused", why=why))
         else:
             why = hint(key, table()) if number < MAX_NAMES else ""
@@ -245,7 +243,9 @@ def _join_address(given: _Given, result: Translation) -> set[str]:
             for key in ("remote_url", *sorted(used)):
                 here = addresses.setting_of(key.removeprefix(_INNER))
                 if _word(given[key][0]) in _OFF:
-                    result.readings.append(Reading(key, given[key][1], "without effect", why="it is off or empty"))
+                    result.readings.append(
+                        Reading(key, given[key][1], "without effect", why="its value is off or empty")
+                    )
                     continue
                 result.readings.append(Reading(key, given[key][1], "used", here if here in found else "remote_url"))
     for key in joined:
@@ -286,7 +286,7 @@ def _multiply_sizes(given: _Given, result: Translation, ranks: int | None) -> No
         if not each > 0 or table()[key].is_idle(value, given):
             continue
         if ranks is None:
-            words = "LMCache takes this much for each rank, lmkv for an engine: --tensor-parallel-size N multiplies it"
+            words = "LMCache takes this size per rank, lmkv per engine: --tensor-parallel-size N multiplies the size"
         else:
             given[key] = each * ranks, source
             words = f"LMCache takes {each:g} GiB for each of {ranks} ranks, lmkv {each * ranks:g} GiB for all together"
@@ -329,7 +329,7 @@ def _flat(found: _Given, result: Translation) -> _Given:
         except (ValueError, RecursionError):
             inner = ()
     if not isinstance(inner, dict | None):
-        why = "it must be a mapping, in the environment as JSON"
+        why = "extra_config must be a mapping, in the environment as JSON"
         result.readings.append(Reading("extra_config", source, "refused", why=why))
         inner = {}
     keys = {key if isinstance(key, str) else short_repr(key): value for key, value in (inner or {}).items()}

@@ -37,7 +37,7 @@ SCHEMES: Final = {
 """Scheme of a URL -> module of `lmkv.backends.remote` whose `open_url` takes it: lmkv's own."""
 
 
-_NO_PLACE: Final = "must have a valid host and port; in a password / is %2F, ? is %3F, # is %23"
+_NO_PLACE: Final = "needs a valid host and port; in a password write / as %2F, ? as %3F, # as %23"
 SERVICE_VARIABLE: Final = "REDIS_SERVICE_NAME"
 """Where LMCache has the name of the service that sentinels watch, which its URLs do not have."""
 
@@ -118,7 +118,7 @@ class RemoteURL:
         if is_redis and "@" in path:
             raise ValueError(_NO_PLACE)
         if is_redis and not re.fullmatch("/?[0-9]*/?", path):
-            raise ValueError("must name its database by a number, such as /0; the names' prefix is remote_prefix")
+            raise ValueError("must have a number as the database, such as /0; use remote_prefix for a name")
 
     @property
     def lacks_service(self) -> bool:
@@ -252,7 +252,7 @@ def path(value: object) -> str | None:
         raise ValueError("must be a single path or file:///path")
     text = os.fspath(value)
     if isinstance(text, str) and _NO_PATH.fullmatch(text):
-        raise ValueError("must be a path or file:///path, not a switch or a number: write ./NAME if it is a name")
+        raise ValueError("must be a path or file:///path, not a switch or a number: write ./NAME for a folder NAME")
     _check_template(text)
     if isinstance(text, str) and text != text.strip():
         raise ValueError("must not begin or end with a blank")
@@ -261,7 +261,7 @@ def path(value: object) -> str | None:
             raise ValueError("has a ? or # in its URL: write %3F or %23, or give a plain path")
         text = unquote(url["path"])
     elif isinstance(text, bytes) or _OTHER_URL.match(text):
-        raise ValueError("must be a path or file:///path; the address of a store belongs into remote_url")
+        raise ValueError("must be a path or file:///path; write the address of a store as remote_url")
     path = os.path.normpath(os.path.expanduser(text))
     if "\0" in text or path.strip("/") == "":
         raise ValueError("must be a path or file:///path, and not /")
@@ -281,7 +281,7 @@ def _check_template(text: object) -> None:
     if isinstance(text, str) and (found := _VARIABLE.search(text)):
         raise ValueError(f"has a placeholder that nothing replaces: write the value of {found[0]}")
     if isinstance(text, str) and len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        raise ValueError("has quotes of its own: leave them out")
+        raise ValueError("has quotes inside the value: leave out these quotes")
 
 
 def urls(value: object) -> tuple[RemoteURL, ...]:
@@ -308,7 +308,7 @@ def _check_scheme(url: RemoteURL, before: RemoteURL | None) -> None:
     if url.scheme in known or (plugins.is_place(url.scheme) and name not in known):
         return
     if name in ("http", "https"):
-        raise ValueError(f"is no store's: S3 is s3://BUCKET?endpoint={name}://HOST:PORT&region=REGION")
+        raise ValueError(f"is not a store's URL: for S3 write s3://BUCKET?endpoint={name}://HOST:PORT&region=REGION")
     if "://" not in text and before is not None and before.store_kind == "redis":
         raise ValueError("names several hosts: for the nodes of a cluster write redis+cluster://HOST:PORT,HOST:PORT")
     if text.startswith(("/", "./", "~")):
@@ -385,7 +385,7 @@ def agent_address(value: object) -> str | None:
         local = False
     if address is None or address.startswith("unix:/") or (local and port.isdecimal() and int(port) < 1 << 16):
         return address
-    raise ValueError("must be unix:/path, or a loopback address such as 127.0.0.1:8377; a proxy reaches other machines")
+    raise ValueError("must be unix:/path, or a loopback address such as 127.0.0.1:8377; use a proxy for other machines")
 
 
 def text(value: object) -> str:

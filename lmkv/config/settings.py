@@ -114,7 +114,7 @@ def written_instead(unit: str, value: object) -> str:
     if re.fullmatch(r"\$\{?\w+\}?", text):
         return f"{told}; nothing replaces this variable: write its value"
     if re.fullmatch(r""""[^"]*"|'[^']*'""", text):
-        return f"{told}, without quotes of its own"
+        return f"{told}, without quotes inside the value"
     if unit == "GiB" and re.fullmatch(r"[0-9]{7,18}", text):
         return f", in GiB: {text} bytes are {int(text) / GIB:g} GiB"
     if re.fullmatch(r"[0-9]{1,15},([0-9]{1,2}|[0-9]{4,9})", text):
@@ -464,17 +464,17 @@ class Config:
         if self.keeps_nothing:
             yield logging.WARNING, _KEEPS_NOTHING
         if 0 < sum(each.percent for each in self.quotas) <= 1:
-            told = "quotas are in percent, and 1 percent together at most: multiply each by 100 if it is a share"
+            told = "quotas are in percent, and these add up to 1 percent or less: multiply shares by 100"
             yield logging.WARNING, f"{self.source('quotas')}: {told}"
         for url in (url for url in self.remotes if url.lacks_service):
             told = f"names no service: write /SERVICE after its hosts, or set {SERVICE_VARIABLE} for the server"
             yield logging.WARNING, f"{self.source('remote_url')}: remote_url = {url} {told}"
         if self.disk_write == "back" and self.local_disk and not self.local_cpu:
-            told = "works as through does while local_cpu is off: no chunk stays in host memory until it is evicted"
+            told = "works like through, because local_cpu is off and no chunk stays in host memory"
             yield logging.WARNING, self._problem("disk_write", told)
         for name, most in _LONG.items():
             if getattr(self, name) > most:
-                yield logging.WARNING, self._problem(name, "is in seconds: divide it by 1000 if it is milliseconds")
+                yield logging.WARNING, self._problem(name, "is in seconds: divide milliseconds by 1000")
         for needed, names in _ONLY_WITH.items():
             if not getattr(self, needed):
                 for name in [each for each in given if each in names[1:]]:
@@ -550,11 +550,11 @@ class Answer:
         settings = list(given_settings(overrides, file, env, extra, read))
         theirs, doubts = lmcache.named(env, extra), list(_doubts_of_names(env))
         if file and not any(source == f"file {file}" for _, _, source in settings):
-            doubts.append(f"file {file}: sets nothing: write a line such as chunk_size: 256")
+            doubts.append(f"file {file} sets nothing: write a line such as chunk_size: 256")
         if not theirs or settings or file:
             if theirs:
                 names = lmcache.join_names(theirs)
-                doubts.append(f"settings of lmkv's own are given, so LMCache's are not read: {names}")
+                doubts.append(f"lmkv's settings are given, so lmkv does not read LMCache's settings: {names}")
             return cls._of(settings, [], [(logging.WARNING, doubt) for doubt in doubts])
         translation = lmcache.translate(env, extra, read, ranks)
         remarks, notes = translation.remarks(), translation.notes
@@ -650,7 +650,7 @@ def _doubts_of_names(env: Mapping[str, str]) -> Iterator[str]:
             yield f"environment {name} is not read: write {big}"
     if (level := env.get(ENV_LEVEL, "")) and level.upper() not in logging.getLevelNamesMapping():
         levels = "DEBUG, INFO, WARNING or ERROR"
-        yield f"environment {ENV_LEVEL}: {short_repr(level)} is no level and is not used: write {levels}"
+        yield f"environment {ENV_LEVEL}: {short_repr(level)} is not a log level, and has no effect: write {levels}"
 
 
 def _with_value(reading: Reading, values: Mapping[str, object]) -> Reading:
@@ -670,8 +670,8 @@ _ONLY_WITH: Final = {
 _LONG: Final = {"remote_timeout": 60, "prefetch_deadline": 600, "remote_ttl": 31_536_000}
 """Seconds above which a value is probably in milliseconds."""
 _KEEPS_NOTHING: Final = (
-    "no tier keeps anything, so nothing will hit: local_cpu is off, and there is none of shared_memory, remote_url "
-    "and a local_disk that admits chunks"
+    "no tier keeps chunks, so no prompt will hit: set local_cpu: true, shared_memory, remote_url, or a local_disk that "
+    "admits chunks"
 )
 
 
@@ -701,9 +701,9 @@ def _known(key: Any, value: object, source: str) -> Attribute[Any]:
 
 def _hint(key: object, value: object) -> str:
     if not isinstance(key, str) or len(key) > 100:
-        return "; keys are names of settings"
+        return "; a key must be the name of a setting"
     if key.startswith("kv_"):
-        return "; it is no setting: give what is inside kv_connector_extra_config"
+        return "; give only the content of kv_connector_extra_config"
     name = key.removeprefix(lmcache.PREFIX)
     theirs = lmcache.table().get(name) or lmcache.table().get(f"extra_config.{name}")
     plain = name.lower().removeprefix(ENV_PREFIX.lower())
@@ -711,15 +711,15 @@ def _hint(key: object, value: object) -> str:
     if own and (meant := _meant(plain)):
         return f"; did you mean {meant!r}?"
     if theirs and (name != key or name not in _OPTIONS):
-        return f"; it is LMCache's, {f'here it is {theirs.setting!r}' if theirs.setting else theirs.why}"
+        return f"; this key is LMCache's: {f'write {theirs.setting!r}' if theirs.setting else theirs.why}"
     if entry := lmcache.commands()["offloading"].get(name):
         unit = ", in GiB" if entry.setting.endswith("_size") else ""
-        here = f"here it is {entry.setting!r}{unit}" if entry.setting else "leave it out"
-        return f"; it is an option of vLLM's own offloading: {here}"
+        here = f"write {entry.setting!r}{unit}" if entry.setting else "leave it out"
+        return f"; this key is an option of vLLM's own offloading: {here}"
     if plain.startswith("config") or plain.endswith("config_file"):
         return f"; name a file of settings in {ENV_FILE}, or to Config.load as file="
     if isinstance(value, Mapping) or plain == "lmkv":
-        return "; lmkv has no sections: write the settings inside it, each by its own name"
+        return "; lmkv has no sections: write each setting of the section by its name"
     close = lmcache.nearest(plain, _OPTIONS)
     return f"; did you mean {close!r}?" if close else ""
 

@@ -37,7 +37,7 @@ def read_named(path: str | os.PathLike[str], limit: int = SMALL, *, pipes: bool 
         while len(data) <= limit and (part := _part(fd, limit + 1, until, begun=bool(data) or stat.S_ISREG(mode))):
             data += part
         if len(data) > limit:
-            raise OSError(f"it has more than {limit:,} bytes")
+            raise OSError(f"the file has more than {limit:,} bytes")
         return bytes(data)
     finally:
         os.close(fd)
@@ -49,7 +49,7 @@ def _opened(path: str | os.PathLike[str], *, pipes: bool) -> tuple[int, int]:
     try:
         mode = os.fstat(place).st_mode
         if not stat.S_ISREG(mode) and not (pipes and stat.S_ISFIFO(mode)):
-            raise OSError("it is a folder: name a file in it" if stat.S_ISDIR(mode) else "it is not a file")
+            raise OSError("the path is a folder: name a file" if stat.S_ISDIR(mode) else "the path is not a file")
         return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), mode
     except OSError as error:
         if error.filename is not None:
@@ -61,7 +61,7 @@ def _opened(path: str | os.PathLike[str], *, pipes: bool) -> tuple[int, int]:
 
 def _part(fd: int, most: int, until: float, *, begun: bool) -> bytes:
     """Return the next bytes; none at the end. `begun`: without a writer this is the end."""
-    left, said = until - time.monotonic(), "nobody writes into it"
+    left, said = until - time.monotonic(), "nobody writes into the pipe"
     try:
         if (part := os.read(fd, most)) or begun:
             return part
@@ -69,11 +69,11 @@ def _part(fd: int, most: int, until: float, *, begun: bool) -> bytes:
     except BlockingIOError:
         # There is a writer, who has not written yet.
         patience = min(_SILENCE, left)
-        said = f"its writer is slow: nothing came for {_SILENCE:.0f} s, or it has not ended after {_PATIENCE:.0f} s"
+        said = f"the writer is slow: nothing came for {_SILENCE:.0f} s, or not all within {_PATIENCE:.0f} s"
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     if left <= 0 or not poll.poll(patience * 1000):
-        raise OSError(f"it is a pipe, and {said}")
+        raise OSError(f"the path is a pipe, and {said}")
     return os.read(fd, most)
 
 
@@ -119,7 +119,7 @@ def flat(extra: object) -> dict[Any, object]:
     Raises ConfigError for anything but a mapping.
     """
     if not isinstance(extra, Mapping):
-        raise ConfigError(f"{EXTRA}: must map keys to values, not be a {type(extra).__name__}")
+        raise ConfigError(f"{EXTRA}: must be a mapping of keys to values, not a {type(extra).__name__}")
     found = dict(extra)
     for name in [name for name in found if name in ("lmkv", "lmcache", "lmcache.mp")]:
         if isinstance(inner := found[name], Mapping):
@@ -149,7 +149,7 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
-                why = "an alias (*name) is refused: write out what it stands for"
+                why = "aliases (*name) are not allowed: write the value instead"
                 raise yaml.MarkedYAMLError(problem=why, problem_mark=self.current_event.start_mark)
             return super().compose_node(parent, index)
 
@@ -180,18 +180,18 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        form = "a line such as chunk_size: 256 for each, with a blank after the colon and no dash before it"
-        variables = "a container's variables go to lmkv config migrate -- LMCACHE_CHUNK_SIZE=256 vllm serve ..."
-        raise ConfigError(f"file {path}: must map settings to values: write {form}; {variables}")
+        form = "write each setting as a line such as chunk_size: 256, with a blank after the colon and without a dash"
+        variables = "for a container's variables run lmkv config migrate -- LMCACHE_CHUNK_SIZE=256 vllm serve ..."
+        raise ConfigError(f"file {path}: {form}; {variables}")
     return content
 
 
 def _yaml_reason(error: Exception) -> str:
     """Return the error and its line, without quoting the file, which may have passwords."""
     if isinstance(error, FileNotFoundError):
-        return "not found: correct its path"
+        return "not found: correct the path"
     if isinstance(error, UnicodeDecodeError):
-        return "it is not text: name a YAML file"
+        return "the file is not text: name a YAML file"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
@@ -199,13 +199,13 @@ def _yaml_reason(error: Exception) -> str:
         return outside(str(error))
     place = f"line {mark.line + 1}, column {mark.column + 1}"
     if problem == "but found another document":
-        return f"{place}: has several documents: name a file that has the settings alone"
+        return f"{place}: the file has several YAML documents: name a file with the settings only"
     # A quoted sign or `<name>` is YAML's, any other text the file's.
     ours = re.compile(r"""(['"])(?:.|<[\w ]+>)\1""")
     problem = re.sub(
         r"""(['"])(?:\\.|(?!\1).)*\1""", lambda found: found[0] if ours.fullmatch(found[0]) else "...", problem
     )
     if problem == "found unhashable key":
-        return f"{place}: a key is in brackets: replace a template's {{{{ name }}}} by its value"
+        return f"{place}: a key is in brackets: replace {{{{ name }}}} by the value"
     form = "write key: value, with a blank after the colon"
-    return f"{place}: {problem}; {form}; a value with : # or a sign before it needs quotes, and no tab may be in it"
+    return f"{place}: {problem}; {form}; put a value with : or # or a leading sign in quotes, and use no tabs"

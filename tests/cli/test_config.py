@@ -79,7 +79,7 @@ class TestShow:
             "64 tokens",
             "environment LMKV_CHUNK_SIZE",
         ]
-        assert "not read: LMCACHE_CHUNK_SIZE" in done.stdout
+        assert "not read LMCache's settings: LMCACHE_CHUNK_SIZE" in done.stdout
 
     def test_values_are_no_markup(self) -> None:
         done = run("show", LMKV_LOCAL_DISK="/[red]/[/x]", LMKV_MAX_LOCAL_DISK_SIZE="1")
@@ -107,7 +107,7 @@ class TestCheck:
         assert (done.exit_code, done.stderr) == (1, "")
         assert "LMCache's settings, which can be used, with remarks" in done.stdout
         assert "is used: disk_direct = on" in done.stdout
-        assert "enable_pd has no effect: it is switched off" in done.stdout
+        assert "enable_pd has no effect: the option is switched off" in done.stdout
         assert "'bar' is unknown" in done.stdout
 
     def test_a_file_of_lmkv(self, file: Path) -> None:
@@ -137,9 +137,9 @@ class TestCheck:
             "lookup_timeout_ms: 3\nchunk_size: abc\n": "chunk_size = 'abc' must be a whole number",
             "chunk_siz: 1\n": "did you mean 'chunk_size'?",
             "disk_sync: full\nremote_serde: cachegen\n": "unknown key 'remote_serde'",
-            "- 1\n": "must map settings to values",
-            "\tchunk_size: 1\n": "no tab may be in it",
-            "kv_role: kv_both\n": "give what is inside kv_connector_extra_config",
+            "- 1\n": "write each setting as a line",
+            "\tchunk_size: 1\n": "use no tabs",
+            "kv_role: kv_both\n": "give only the content of kv_connector_extra_config",
             "remote_url: rediss//host\n": "did you mean rediss://?",
         }
         for text, said in wrong.items():
@@ -149,10 +149,10 @@ class TestCheck:
             assert done.stderr.startswith(f"file {file}: ")
             assert said in done.stderr
         file.write_bytes(bytes(range(256)))
-        assert "it is not text: name a YAML file" in run("check", file).stderr
+        assert "the file is not text: name a YAML file" in run("check", file).stderr
         file.unlink()
         done = run("check", file)
-        assert (done.exit_code, file.name in done.stderr, "correct its path" in done.stderr) == (2, True, True)
+        assert (done.exit_code, file.name in done.stderr, "correct the path" in done.stderr) == (2, True, True)
 
     def test_as_json(self, file: Path) -> None:
         found = json.loads(run("check", file, "--json").stdout)
@@ -180,7 +180,7 @@ class TestMigrate:
     def test_what_is_left_out_is_a_comment_with_its_reason(self, file: Path) -> None:
         comments = [line for line in run("migrate", file).stdout.splitlines() if line.startswith("#")]
         assert comments[1:] == [
-            "# Left out: enable_pd has no effect: it is switched off",
+            "# Left out: enable_pd has no effect: the option is switched off",
             next(line for line in comments if "lookup_timeout_ms has no effect: " in line),
             "# Left out: 'bar' is unknown",
             *(
@@ -289,4 +289,4 @@ def test_a_configuration_file_that_is_none_is_said_at_once(tmp_path: Path) -> No
             done = run(verb, LMKV_CONFIG_FILE=str(named)) if verb == "show" else run(verb, named)
             assert time.monotonic() - started < LIMIT
             assert (done.exit_code, type(done.exception)) == (2, SystemExit)
-            assert done.stderr.startswith(f"file {named}: it ")
+            assert done.stderr.startswith(f"file {named}: the ")

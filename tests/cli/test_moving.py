@@ -33,7 +33,7 @@ class Right(NamedTuple):
     says: tuple[str, ...] = ()
 
 
-EACH = "LMCache takes this much for each rank, lmkv for an engine: --tensor-parallel-size N multiplies it"
+EACH = "LMCache takes this size per rank, lmkv per engine: --tensor-parallel-size N multiplies the size"
 FILES = {
     "s3_host_style.yaml": Right(
         0,
@@ -84,7 +84,7 @@ VARIABLES = {
 }
 EXTRAS = {
     "engine_own.json": Right(
-        2, {}, ("'cpu_bytes_to_use'", "vLLM's own offloading: here it is 'max_local_cpu_size', in GiB", "'local_disk'")
+        2, {}, ("'cpu_bytes_to_use'", "vLLM's own offloading: write 'max_local_cpu_size', in GiB", "'local_disk'")
     ),
     "use_native.json": Right(0, {}, ("use_native has no effect",)),
     "dotted.args": Right(0, {"max_local_cpu_size": 0.5}),
@@ -245,7 +245,7 @@ COMMANDS: dict[str, tuple[str, Right]] = {
             """vllm serve m --kv-transfer-config '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", """
             """"kv_load_failure_policy": "fail"}'"""
         ),
-        Right(0, {}, ("kv_load_failure_policy: recompute is written for 'fail'",)),
+        Right(0, {}, ("kv_load_failure_policy: lmkv writes recompute, not 'fail'",)),
     ),
     "nothing in a shell's string": ("sh -c ''", Right(2, {}, ("give `lmcache server ...` or `vllm serve ...`",))),
     "a cluster of Valkey, and a bucket": (

@@ -19,19 +19,19 @@ from lmkv.errors import ConfigError
 from lmkv.memory import machine
 from tests.kit import every, raised
 
-S3 = "S3 is s3://BUCKET?endpoint=https://HOST:PORT&region=REGION"
+S3 = "for S3 write s3://BUCKET?endpoint=https://HOST:PORT&region=REGION"
 FILES = {
     "# nothing\n": "sets nothing: write a line such as chunk_size: 256",
-    "lmkv:\n  chunk_size: 64\n": "lmkv has no sections: write the settings inside it",
+    "lmkv:\n  chunk_size: 64\n": "lmkv has no sections: write each setting of the section",
     "tiers: {disk: {size: 100}}\n": "lmkv has no sections",
     "LMKV_CHUNK_SIZE: 64\n": "did you mean 'chunk_size'?",
     "Chunk-Size: 64\n": "did you mean 'chunk_size'?",
     "config_file: kv.yaml\n": "name a file of settings in LMKV_CONFIG_FILE, or to Config.load as file=",
-    "LMKV_CHUNK_SIZE=64\n": "a line such as chunk_size: 256 for each, with a blank after the colon",
+    "LMKV_CHUNK_SIZE=64\n": "a line such as chunk_size: 256, with a blank after the colon",
     "chunk_size:64\n": "with a blank after the colon",
-    "- chunk_size: 64\n": "no dash before it",
+    "- chunk_size: 64\n": "without a dash",
     "chunk_size: 64\nlocal_cpu:false\n": "line 3, column 1: could not find expected ':'; write key: value, with",
-    "local_disk: {{ .Values.disk }}\n": "line 1, column 14: a key is in brackets: replace a template's {{ name }}",
+    "local_disk: {{ .Values.disk }}\n": "line 1, column 14: a key is in brackets: replace {{ name }} by the value",
     "local_disk: $HOME/kv\n": "write the value of $HOME",
     "remote_url: redis://$(REDIS_HOST):6379\n": "write the value of $(REDIS_HOST)",
     "remote_url: redis://u:p@$HOST/0\n": "write the value of $HOST",
@@ -44,8 +44,8 @@ FILES = {
     "remote_url: 'redis://a:1,b:2'\n": "write redis+cluster://HOST:PORT,HOST:PORT",
     "remote_url: redis://u:hunter2@h/lmkv\n": "must have a number as the database, such as /0",
     "local_disk: s3://bucket\nmax_local_disk_size: 1\n": "write the address of a store as remote_url",
-    "remote_url: redis://:hunter2/x@h\n": "in a password / is %2F",
-    "remote_url: redis://u:p@ss/hunter2@h\n": "in a password / is %2F",
+    "remote_url: redis://:hunter2/x@h\n": "in a password write / as %2F",
+    "remote_url: redis://u:p@ss/hunter2@h\n": "in a password write / as %2F",
     "remote_url: s3://b?endpoint=minio:9000\n": "must have a whole endpoint, such as endpoint=http://HOST:PORT",
     "remote_url: redis://h?ssl_cert=none\n": "unsupported options: ssl_cert",
     "remote_url: s3://b?region=r\nremote_ttl: 60\n": "does not support remote_ttl: set a lifecycle rule",
@@ -60,11 +60,11 @@ FILES = {
     "audit_rate: 5%\n": "must be a number, as a share: 0.05",
     "pin_share: 50\n": "must be at most 1, as a share: 0.5",
     "chunk_size: 1k\n": "in tokens, without a unit: 1024",
-    "quotas: {alice: 0.4, bob: 0.6}\n": "multiply each by 100 if it is a share",
+    "quotas: {alice: 0.4, bob: 0.6}\n": "multiply shares by 100",
     "local_disk: [/a, /b]\nmax_local_disk_size: 1\n": "must be a single path",
     "local_disk: /a,/b\nmax_local_disk_size: 1\n": "must be a single path",
     "local_disk: 500\n": "not a switch or a number",
-    "shared_memory: 16GB\n": "write ./NAME if it is a name; the size is max_shared_memory_size",
+    "shared_memory: 16GB\n": "write ./NAME for a folder NAME; the size is max_shared_memory_size",
     "local_cpu: 40\n": "off; the size is max_local_cpu_size",
     "disk: {size: 100}\n": "lmkv has no sections",
     "password_file: /x\n": "did you mean 'remote_password_file'?",
@@ -73,12 +73,12 @@ FILES = {
     "pin_ttl: 5m\n": "must be a number, in s, without a unit: 300",
     "remote_ttl: 7d\n": "in s, without a unit: 604800",
     "remote_timeout: 500ms\n": "in s, without a unit: 0.5",
-    "remote_url: redis://a\nremote_timeout: 500\n": "is in seconds: divide it by 1000 if it is milliseconds",
-    "prefetch_deadline: 30000\n": "is in seconds: divide it by 1000",
+    "remote_url: redis://a\nremote_timeout: 500\n": "is in seconds: divide milliseconds by 1000",
+    "prefetch_deadline: 30000\n": "is in seconds: divide milliseconds by 1000",
     "disk_admission: min_tokens:8k\n": "min_tokens:8192, or package.module:Class",
     "local_disk: C:\\kv\nmax_local_disk_size: 1\n": "write an absolute path",
-    "local_cpu: no\nlocal_disk: /kv\nmax_local_disk_size: 1\ndisk_write: back\n": "works as through does",
-    "local_cpu: no\nlocal_disk: /kv\nmax_local_disk_size: 1\ndisk_admission: none\n": "no tier keeps anything",
+    "local_cpu: no\nlocal_disk: /kv\nmax_local_disk_size: 1\ndisk_write: back\n": "works like through",
+    "local_cpu: no\nlocal_disk: /kv\nmax_local_disk_size: 1\ndisk_admission: none\n": "no tier keeps chunks",
 }
 """Content of a file -> what `lmkv config check` says of it."""
 
@@ -114,8 +114,8 @@ def test_settings_of_lmkv_inside_those_of_vllm(tmp_path: Path) -> None:
 
 
 VARIABLES: list[tuple[dict[str, str], str]] = [
-    ({"LMKV_LOCAL_DISK": '"/nvme/kv"'}, "has quotes of its own: leave them out"),
-    ({"LMKV_MAX_LOCAL_CPU_SIZE": '"10"'}, "must be a number, in GiB, without quotes of its own"),
+    ({"LMKV_LOCAL_DISK": '"/nvme/kv"'}, "has quotes inside the value: leave out these quotes"),
+    ({"LMKV_MAX_LOCAL_CPU_SIZE": '"10"'}, "must be a number, in GiB, without quotes inside the value"),
     ({"LMKV_DISK": "/kv"}, "did you mean 'local_disk'?"),
     ({"LMKV_REDIS_URL": "redis://h"}, "did you mean 'remote_url'?"),
     ({"LMKV_S3_URL": "s3://b"}, "did you mean 'remote_url'?"),
@@ -123,7 +123,10 @@ VARIABLES: list[tuple[dict[str, str], str]] = [
     ({"LMKV_CONFIG": "kv.yaml"}, "name a file of settings in LMKV_CONFIG_FILE"),
     ({"lmkv_chunk_size": "64"}, "environment lmkv_chunk_size is not read: write LMKV_CHUNK_SIZE"),
     ({"lmkv_config_file": "kv.yaml"}, "environment lmkv_config_file is not read: write LMKV_CONFIG_FILE"),
-    ({"LMKV_LOG_LEVEL": "verbose"}, "'verbose' is no level and is not used: write DEBUG, INFO, WARNING or ERROR"),
+    (
+        {"LMKV_LOG_LEVEL": "verbose"},
+        "'verbose' is not a log level, and has no effect: write DEBUG, INFO, WARNING or ERROR",
+    ),
     ({"LMKV_CHUNK_SIZE": ""}, "leave it out for its default"),
 ]
 
@@ -170,7 +173,7 @@ def test_arguments_in_python_that_are_wrong(tmp_path: Path) -> None:
         ({"env": ["LMKV_CHUNK_SIZE=64"]}, "env must be a mapping"),
         ({"file": {"chunk_size": 64}}, r"file must be a path \(settings are keywords\), not a dict"),
         ({"ranks": "4"}, "ranks must be a whole number, not a str"),
-        ({"extra": [("chunk_size", 64)]}, "must map keys to values"),
+        ({"extra": [("chunk_size", 64)]}, "must be a mapping of keys to values"),
     ):
         raised(ConfigError, said, Config.load, **given)
 
