@@ -71,7 +71,7 @@ BUDGET = {
     "plugins": 34,
     "policies": 998,
     "simulation": 420,
-    "config": 1936,
+    "config": 1943,
     "memory": 1315,
     "store": 3614,
     "backends": 389,
@@ -80,9 +80,9 @@ BUDGET = {
     "build": 112,
     "engine": 459,
     "": 62,
-    "agent": 1290,
+    "agent": 1295,
     "vllm": 2239,
-    "vllm.plan": 850,
+    "vllm.plan": 851,
     "vllm.scheduler": 2545,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
@@ -133,7 +133,7 @@ BEYOND = {
 }
 """Why a room has more lines than its aim."""
 
-WHOLE = 20110
+WHOLE = 20123
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -217,7 +217,10 @@ class TestMigrate:
         assert "remote_serde" in found["problems"][0]
 
     def test_what_cannot_be_migrated_is_exit_code_2(self, file: Path) -> None:
-        for text, said in (("disk_sync: full\n", "already has lmkv's settings"), ("chunk_size: abc\n", "chunk_size = 'abc'")):
+        for text, said in (
+            ("disk_sync: full\n", "already has lmkv's settings"),
+            ("chunk_size: abc\n", "chunk_size = 'abc'"),
+        ):
             file.write_text(text)
             done = run("migrate", file)
             assert (done.exit_code, said in done.stderr) == (2, True)

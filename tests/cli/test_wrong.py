@@ -49,7 +49,7 @@ FILES = {
     "remote_url: s3://b?endpoint=minio:9000\n": "must have a whole endpoint, such as endpoint=http://HOST:PORT",
     "remote_url: redis://h?ssl_cert=none\n": "unsupported options: ssl_cert",
     "remote_url: s3://b?region=r\nremote_ttl: 60\n": "does not support remote_ttl: set a lifecycle rule",
-    "remote_url: redis://h\nremote_ttl: 86400000\n": "is in seconds: divide it by 1000",
+    "remote_url: redis://h\nremote_ttl: 86400000\n": "is in seconds: divide milliseconds by 1000",
     "remote_url: [redis://a, redis://a]\n": "names one store twice: leave out one of the two",
     "remote_url: redis://a\nremote_urls: redis://a\n": "names one store twice: leave out one of the two",
     "max_local_cpu_size: 10,5\n": "must be a number, in GiB, with a point: 10.5",

@@ -648,7 +648,7 @@ def test_tls(tmp_path: Path, scheme: str) -> None:
         distrusting.close()
         without = Config(remote_url=f"redis://localhost:{port}")  # type: ignore[arg-type]
         for verb, reason in refusals(without, without.remotes[0]).items():
-            assert "With TLS its URL begins with rediss://" in remedy(verb, reason)
+            assert "With TLS the URL begins with rediss://" in remedy(verb, reason)
     encrypted = tmp_path / "encrypted"
     lock = ["openssl", "rsa", "-aes256", "-passout", "pass:x", "-in", tmp_path / "key", "-out", encrypted]
     subprocess.run(lock, check=True, capture_output=True)
