@@ -367,7 +367,9 @@ class PinBody(PromptBody):
 
 
 class ClearBody(PromptBody):
-    """The chunks to delete: of a prompt, `everything`, or of a `namespace` by its first digits (see `lmkv inspect`)."""
+    """The chunks to delete: those of a prompt, `everything`, or a `namespace` by its first digits, which `lmkv
+    inspect` shows.
+    """
 
     everything: bool = Field(default=False, description="delete all chunks")
     namespace: str | None = Field(

@@ -62,7 +62,7 @@ def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]
 
 
 def _of_the_tokenizer(tokenizer: Any) -> set[str]:
-    """Return the names forbidden in a request's `chat_template_kwargs`: some make a prompt of any length."""
+    """Return names that a request's `chat_template_kwargs` may not have, because they affect tokenization."""
     from transformers import PreTrainedTokenizerBase
 
     # A tokenizer's own method may pass on arguments that it does not name.
@@ -71,14 +71,16 @@ def _of_the_tokenizer(tokenizer: Any) -> set[str]:
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools as vLLM gives them to a template: with its order of fields."""
+    """Return tools in the form in which vLLM passes them to a template, with the same order of fields."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
     return [ChatCompletionToolsParam(**each).model_dump() for each in given]
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as vLLM gives it to a template: with a text, and with mappings as the arguments of its calls."""
+    """Return a message in the form in which vLLM passes it to a template: with a text, and with mappings as
+    arguments.
+    """
     message = {**given, "content": given.get("content") or ""}
     calls = message.pop("tool_calls", None) or []
     return {**message, "tool_calls": [_call(each) for each in calls]} if calls else message
@@ -92,7 +94,7 @@ def _call(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: ServedModel) -> AgentServer | None:
-    """Start the service. Returns None if no agent API is wanted, or if its address is in use, which is logged.
+    """Start the agent API. Returns None without `agent_listen`, or if its address is in use, which is logged.
 
     Raises ConfigError for an address outside this machine.
     """
@@ -161,7 +163,10 @@ def about(vllm_config: Any) -> dict[str, str]:
 
 
 def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, beginning: str) -> int:
-    """Delete the chunks of the one namespace with this beginning: this engine's, or another one in its folder."""
+    """Delete all chunks of a namespace, given its first digits, and return their number.
+
+    The namespace may be that of this engine, or another one in its folder `root`.
+    """
     try:
         found = {own, *(folder.digests(root) if root else ())}
     except OSError as error:
@@ -185,7 +190,7 @@ def config_of(vllm_config: VllmConfig) -> Config:
 
 
 def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
-    """Warn about settings with unexpected effects."""
+    """Log warnings about settings that may have unexpected effects."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     if transfer.kv_load_failure_policy != "recompute":
@@ -212,8 +217,8 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
 def make_scheduler(
     vllm_config: VllmConfig, config: Config, model: ServedModel, describe_blocks: BlockDescriber | None
 ) -> Scheduler:
-    """Return the scheduler side, with its store. `describe_blocks`: describes blocks in KV events; None if vLLM
-    publishes none.
+    """Make the scheduler side, with its store. `describe_blocks`: describes blocks in KV events; None without
+    events.
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
@@ -261,7 +266,7 @@ def _is_layerwise(vllm_config: VllmConfig, config: Config) -> bool:
 
 
 def make_worker(vllm_config: VllmConfig, config: Config, model: ServedModel) -> Worker:
-    """Return the worker side of this process's rank."""
+    """Make the worker side for the rank of this process."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     single = model.block_map.one_full_table

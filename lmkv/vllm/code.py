@@ -1,4 +1,4 @@
-"""Code outside vLLM that computes KV: models, layers and backends of plug-ins, and their imports."""
+"""Finds code outside vLLM that computes KV (models, layers and backends of plug-ins), and digests it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def described(vllm_config: Any, *, drafts: bool) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Return the same text for the same value in every process."""
+    """Return a JSON text of a value, which is the same in every process."""
     return json.dumps(_with_text_keys(value), sort_keys=True, default=lambda part: _with_text_keys(_plain(part)))
 
 
@@ -105,7 +105,7 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON form of a configuration's part, without the addresses that its text may contain."""
+    """Return a part of a configuration in a form for JSON, without memory addresses."""
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, enum.Enum):
@@ -118,7 +118,7 @@ def _plain(value: Any) -> Any:
 
 
 def package_of(thing: Any) -> str:
-    """Return the package of a class, a function, or else of an object's class; "" if it has none."""
+    """Return the package of a class or function, or of another object's class; "" if there is none."""
     with suppress(Exception):  # Some objects are loaded when they are looked at.
         # A wrapper has the names of the wrapped function.
         name = thing.__globals__["__name__"] if inspect.isfunction(thing) else thing.__module__
@@ -180,7 +180,7 @@ def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping
 def _calls_of(value: Any) -> Iterator[object]:
     """Yield a function or a callable object, and then everything that it wraps; nothing for a class, a layer or data.
 
-    Raises ValueError where that never ends.
+    Raises ValueError if the wrappers never end.
     """
     for _ in range(_WRAPPED):
         if not callable(value) and not isinstance(value, (classmethod, staticmethod)):
@@ -300,7 +300,7 @@ def _spec_of(name: str) -> ModuleSpec | None:
 
 @functools.cache
 def _version(package: str) -> str:
-    """Its version; "" if its code may change without a new one."""
+    """Return a package's version, or "" if its code may change without a new version."""
     with suppress(Exception):
         found = [importlib.metadata.distribution(name) for name in _distributions()[package]]
         if not any("editable" in (each.read_text("direct_url.json") or "") for each in found):

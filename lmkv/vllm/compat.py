@@ -1,4 +1,4 @@
-"""All dependencies on vLLM's version: the supported versions, and where each one keeps its facts."""
+"""All code that depends on the version of vLLM: the supported versions, and how lmkv reads each of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def vllm_version() -> str:
 
 
 def check_version(version: str) -> None:
-    """Raise UnsupportedVLLMError, saying what to do, for a version outside the supported range."""
+    """Raise UnsupportedVLLMError if this version of vLLM is outside the supported range. The message says what to
+    do.
+    """
     low, high = SUPPORTED
     found = tuple(map(int, re.findall(r"\d+", version)[:2]))
     # Development builds of any version call themselves 0.0 or 0.1.dev.
@@ -51,7 +53,7 @@ def check_version(version: str) -> None:
 
 
 def adopt_logging() -> None:
-    """Log through vLLM's handlers, if it has some, at its level or LMKV_LOG_LEVEL."""
+    """Send lmkv's log lines to vLLM's handlers, if there are any, with the level of vLLM or LMKV_LOG_LEVEL."""
     ours, theirs = logging.getLogger("lmkv"), logging.getLogger("vllm")
     level = os.environ.get("LMKV_LOG_LEVEL", "").upper()
     if theirs.handlers and not ours.handlers:
@@ -64,7 +66,7 @@ def adopt_logging() -> None:
 
 @frozen
 class KVGroup:
-    """One KV cache group of vLLM: layers that share a block table. `page_formats`: a description per layer.
+    """One KV cache group of vLLM: layers that share a block table. `page_formats`: a description of each layer's pages.
 
     `block_size`: tokens of a block, on all ranks that it is spread over. `window`: tokens that a query sees with a
     sliding window, None for full attention. `number`: its index among all groups. `recurrent`: whether a block is a
@@ -83,7 +85,7 @@ class KVGroup:
 
 
 def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -> list[KVGroup]:
-    """Return the groups of a KVCacheConfig that hold prefixes; both sides get the same result.
+    """Return the groups of a KVCacheConfig that hold prefixes, with the same result on both sides of the connector.
 
     `padded`: whether pages include the padding after them. `context`: number of ranks over which vLLM spreads the
     tokens of a block. Raises ValueError, with the reason, for a model that cannot be cached.
@@ -99,7 +101,7 @@ def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -
 
 
 def _places(kv_cache_config: Any) -> dict[str, tuple[int, int]]:
-    """For each layer the number of its tensor, and the bytes from one page to the next."""
+    """Return for each layer the number of its tensor, and the bytes from one page to the next."""
     return {
         name: (number, min(int(tensor.layer_stride), int(tensor.block_stride)))
         for number, tensor in enumerate(getattr(kv_cache_config, "kv_cache_tensors", ()))
@@ -149,7 +151,7 @@ def _page_format(spec: Any) -> str:
 
 
 class Numbers(NamedTuple):
-    """Numbers of a page: their torch.dtype, their bytes (0 if they fill the page), and `Part.strides`."""
+    """The numbers in a page: their torch.dtype, their bytes (0 if they fill the page), and `Part.strides`."""
 
     dtype: Any
     nbytes: int = 0
@@ -157,7 +159,9 @@ class Numbers(NamedTuple):
 
 
 def numbers(spec: Any, cache_dtype: str) -> list[Numbers]:
-    """Return the numbers of a page in their order; none for formats with other data between them, such as scales."""
+    """Return the numbers of a page, in their order, or none if the format has other data between them, such as
+    scales.
+    """
     if is_state(spec):
         sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
         return list(map(Numbers, spec.dtypes, sizes))
@@ -194,17 +198,17 @@ def may_be_block_major(vllm_config: Any) -> bool:
 def recomputes_within_step(vllm_config: Any) -> bool:
     """Return whether vLLM can recompute blocks that a load within a step has failed to fill.
 
-    It cannot once the next step is scheduled, as with pipeline stages, nor with its Model Runner V2, which then writes
-    outside its KV space.
+    vLLM cannot do this if the next step is already scheduled, as with pipeline stages. With Model Runner V2 it cannot
+    either, because it then writes outside its KV space.
     """
     pipelined = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
     return not (pipelined or has_runner_v2(vllm_config))
 
 
 def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
-    """Return the reason why copies layer by layer would be wrong for an engine; "" if they are right.
+    """Return the reason why `use_layerwise` would give wrong KV in this engine, or "" if it would not.
 
-    `layers`: those with KV, whose modules only a worker knows.
+    `layers`: names of the layers with KV; only a worker can check them.
     """
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
     if has_runner_v2(vllm_config):
@@ -240,8 +244,8 @@ def _calls_hooks(module: Any) -> bool:
 def yield_gil() -> None:
     """Let other threads run, in a step that computes nothing and waits for them.
 
-    An engine core in a separate process pauses after such a step. One in the caller's process does not. Without this,
-    the disk's threads did not get the interpreter, and a hit from disk took four times as long.
+    An engine core in a separate process pauses after such a step, but an engine core in the caller's process does not.
+    Without this call, the I/O threads did not get the interpreter, and a hit from disk took four times as long.
     """
     from vllm import envs
 
@@ -250,10 +254,9 @@ def yield_gil() -> None:
 
 
 def draft_lookahead(vllm_config: Any) -> int:
-    """Return the number of tokens after a position that the KV of draft layers there depends on: 1 with EAGLE, or one
-    module of MTP.
+    """Return how many later tokens the KV of draft layers depends on: 1 with EAGLE or one module of MTP.
 
-    0 if vLLM does not drop the end of its hits: without such layers, or by its configuration.
+    Returns 0 if vLLM does not drop the end of its hits: without such layers, or by its configuration.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
     # vLLM 0.32 drops it for these two, though their KV depends on no later token; 0.33 does not.
@@ -264,9 +267,9 @@ def draft_lookahead(vllm_config: Any) -> int:
 
 
 def draft_modules(vllm_config: Any) -> str:
-    """Return the MTP modules whose KV an engine fills; "" with fewer than two.
+    """Return a description of the MTP modules whose KV an engine fills, or "" if there are fewer than two modules.
 
-    All have KV. The V2 runner fills one for each drafted token; the V1 runner fills others.
+    All modules have KV, but the V2 runner fills one for each drafted token, and the V1 runner fills others.
     """
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     if not getattr(speculative, "use_multi_module_mtp", lambda: False)():
@@ -275,7 +278,7 @@ def draft_modules(vllm_config: Any) -> str:
 
 
 def computed_tokens(scheduler_output: Any) -> dict[str, int]:
-    """For each request of the step, its tokens whose KV is valid after it, without drafts."""
+    """Return for each request of the step how many tokens have valid KV after the step, without drafts."""
     scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
     drafts: Mapping[str, Sequence[int]] = scheduler_output.scheduled_spec_decode_tokens or {}
     computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
@@ -295,8 +298,8 @@ def preempted(scheduler_output: Any) -> Iterable[str]:
 def written_early(scheduler_output: Any, *, every: bool) -> set[int]:
     """Return the blocks that vLLM may write into before the workers get this step's metadata.
 
-    It copies blocks that a prompt shares in part, and zeroes new ones. `every`: whether all new blocks count, because
-    layers of several kinds share the memory: vLLM also copies states of recurrent layers.
+    vLLM copies blocks of which a prompt shares a part, and zeroes new blocks. `every`: whether to include all new
+    blocks, because layers of several kinds share the memory, and vLLM also copies states of recurrent layers.
     """
     written = {target for _, target in getattr(scheduler_output, "kv_cache_block_copies", None) or ()}
     written.update(scheduler_output.new_block_ids_to_zero or ())
@@ -323,16 +326,16 @@ def stop_at(request: Any, tokens: int) -> None:
 
 
 def transfer_results(finished: set[str], failed: set[str]) -> Any:
-    """Return vLLM's `KVConnectorTransferResults` (0.30 and later): requests whose load has ended, and failed."""
+    """Return vLLM's `KVConnectorTransferResults` (0.30 and later) for requests whose load has ended or failed."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
     return KVConnectorTransferResults(finished_sending=set(), finished_recving=finished, failed_recving=failed)
 
 
 def calling_scheduler() -> Any | None:
-    """Return vLLM 0.29's scheduler, the caller of `bind_gpu_block_pool`. None for later versions.
+    """Return the scheduler of vLLM 0.29, which calls `bind_gpu_block_pool`, or None for later versions.
 
-    Later versions pass values to a connector that 0.29 keeps in its scheduler: see the two uses below.
+    Later versions pass to a connector what 0.29 keeps in its scheduler.
     """
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
@@ -346,7 +349,7 @@ def calling_scheduler() -> Any | None:
 
 
 def calling_core() -> Any | None:
-    """Return the engine core of vLLM that makes the scheduler side; None if another program makes it."""
+    """Return the engine core of vLLM that makes the scheduler side, or None if another program makes it."""
     callers = (frame.frame.f_locals.get("self") for frame in inspect.stack(0))
     return next((each for each in callers if hasattr(each, "model_executor")), None)
 
@@ -354,7 +357,7 @@ def calling_core() -> Any | None:
 def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str], Sequence[list[int]] | None]:
     """Return the current block tables, by id, of requests that the step computes.
 
-    vLLM 0.29 passes only tables that have grown, although blocks that a window has passed leave every table.
+    vLLM 0.29 passes only tables that have grown, although every table loses the blocks that a window has passed.
     """
     source = scheduler_output.kv_connector_block_state if scheduler is None else scheduler.kv_cache_manager
     tables: Callable[[str], Sequence[list[int]] | None] = source.get_block_ids
@@ -373,7 +376,9 @@ def recompute(scheduler: Any, request_id: str) -> None:
 
 
 def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_blocks: int) -> list[tuple[str, Any]]:
-    """Return `(layer, tensor [num_blocks, ...])` in the given order, for kernels with smaller blocks too."""
+    """Return `(layer, tensor)` in the given order, with tensors of shape [num_blocks, ...] even if kernels use smaller
+    blocks.
+    """
     found = []
     for layer in layers:
         tensor = kv_caches[layer]
@@ -386,7 +391,10 @@ def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_bl
 
 
 def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]:
-    """Return the tokens by vLLM's `CacheHitSource` (0.32 and later). Unspecified unless they add up to `total`."""
+    """Return the number of tokens for each `CacheHitSource` of vLLM (0.32 and later).
+
+    If the numbers do not add up to `total`, the source is unspecified.
+    """
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     known = {"cpu": CacheHitSource.HOST, "shared_memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}

@@ -80,16 +80,17 @@ class Sides(NamedTuple):
 
 
 _CONNECTORS: WeakValueDictionary[tuple[KVConnectorRole, int], LMKVConnector] = WeakValueDictionary()
-"""The connector of each role and model's configuration in this process.
+"""The connectors in this process, by role and configuration.
 
-In a MultiConnector a second one of the same engine would also answer a request's `lmkv.report`, which ends vLLM.
+    A second connector of the same engine in a MultiConnector would also answer a request's `lmkv.report`, and vLLM
+    would fail.
 """
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _never_raises(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
-    """Log an unexpected exception and return `fallback()`: an error in lmkv must not end the engine."""
+    """Decorate a method so that it logs an unexpected exception and returns `fallback()`, and the engine continues."""
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
@@ -125,15 +126,15 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     Raises
     ------
     lmkv.errors.ConfigError
-        If a setting is unknown or has a bad value, or host memory cannot hold one chunk.
+        A setting is unknown or has an invalid value, or host memory cannot hold one chunk.
     ImportError
-        On import, if the installed vLLM is outside the supported range.
+        The installed vLLM is outside the supported range; raised by the import of the module.
 
     Notes
     -----
-    Has no lock: vLLM calls the methods of each role from one thread. On the scheduler side no method waits for I/O or a
-    copy. An unexpected exception is logged, and counts as a miss. If it leaves a promised load without an order, that
-    load fails, and vLLM recomputes it if `kv_load_failure_policy` is "recompute".
+    Not thread-safe: vLLM calls the methods of each role from one thread. On the scheduler side no method waits for I/O
+    or a copy. An unexpected exception is logged, and counts as a miss. If it prevents a promised load, that load fails,
+    and vLLM recomputes the tokens if `kv_load_failure_policy` is "recompute".
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -180,7 +181,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def sides(self) -> Sides:
-        """The side of this connector (the other one is None), and the model as lmkv sees it."""
+        """The side of this connector, with None for the other side, and the served model."""
         return Sides(self._scheduler, self._worker, self._model)
 
     # -- before there is an instance ----------------------------------------------------------------------
@@ -191,12 +192,14 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return whether vLLM must split its CUDA graphs at each layer: whole graphs skip the calls between layers."""
+        """Return whether vLLM must split its CUDA graphs at each layer, because whole graphs skip calls between
+        layers.
+        """
         return Config.load(extra=extra_config).use_layerwise
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """All layers of a block next to each other, on devices whose attention backends support it."""
+        """Return the KV layout to ask vLLM for: all layers of a block together, or None for vLLM's choice."""
         config = assemble.config_of(vllm_config)
         wanted = config.block_major and not config.use_layerwise and compat.may_be_block_major(vllm_config)
         return "BLHNC" if wanted and vllm_config.device_config.device_type == "cuda" else None
@@ -223,7 +226,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Returns False: a preempted request does not wait for its stores, and an unstored chunk is a later miss."""
+        """Return False, because a preempted request need not wait for its stores."""
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -282,7 +285,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(lambda: None)
     def _republish(self) -> None:
-        """Publish all chunks again if vLLM is about to announce that all blocks are gone: only its own are."""
+        """Publish all chunks again if vLLM is about to announce that all blocks are gone, because lmkv's are not."""
         if self._scheduler is not None and self._describe_blocks is not None and self._describe_blocks.all_cleared:
             self._scheduler.republish()
 
@@ -373,7 +376,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """`KVConnectorTransferResults` of vLLM 0.30 and later."""
+        """Return `KVConnectorTransferResults`, in vLLM 0.30 and later."""
         return compat.transfer_results(*self._finished())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:

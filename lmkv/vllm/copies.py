@@ -1,4 +1,4 @@
-"""A worker's copies layer by layer, and its comparisons of copied chunks."""
+"""Copies a worker's chunks layer by layer, and compares copied chunks for audits."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 _REMEMBERED = 10_000_000
-"""Digests of audited loads that are kept until their blocks are given up: 80 MB."""
+"""Largest number of digests of audited loads that are kept until their blocks are released: 80 MB."""
 
 
 class NotReadyError(UsageError):
-    """The worker cannot copy now, or can never copy. Logged once; failed copies are logged each time."""
+    """The worker cannot copy, now or ever. It is logged once, whereas failed copies are logged each time."""
 
 
 class LayerwiseTransfer:
@@ -62,14 +62,14 @@ class LayerwiseTransfer:
             self._attempt(lambda: pipeline.save(layer))
 
     def _fail(self) -> None:
-        """Fail once the running copies have ended: their slots may go to others next."""
+        """Fail after the running copies have ended, because their slots may then get other chunks."""
         pipeline, self._pipeline = self._pipeline, None
         if isinstance(pipeline, LayerWriter):
             with contextlib.suppress(Exception):
                 pipeline.last.wait()
 
     def finish(self) -> Event | None:
-        """Return the event of all copies. None if they failed; then none of them is running."""
+        """Return an event for the end of all copies, or None if they have failed and none is running."""
         pipeline, events = self._pipeline, list[Event]()
         if pipeline is None:
             return None
@@ -99,7 +99,7 @@ def _number(digests: Digests) -> int:
 
 @frozen
 class Comparing:
-    """The end of an order's comparison, as an event like that of its copy. All but `wait` raise its exception."""
+    """An event for the end of a comparison. All methods except `wait` raise an exception of the comparison."""
 
     _future: Future[list[Difference]]
 
@@ -141,7 +141,7 @@ class Comparer:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all digests, also those of running comparisons, because the paged memory loses its pages."""
+        """Forget all digests, including those of running comparisons, because the paged memory loses its pages."""
         self._loaded: LRUCache[int, Digests] = LRUCache(_REMEMBERED, _number)
 
     def begin(self, order: CopyOrder, slab: SlabMap | None) -> Comparing:
@@ -157,7 +157,7 @@ class Comparer:
         return self._back.begin(order.copies)
 
     def compare_load(self, order: CopyOrder, reading: Reading, slab: SlabMap | None) -> Comparing:
-        """Compare the ended reading of a load with the slots, and remember it."""
+        """Compare a finished reading of a load with the slots, and remember the reading."""
         back, loaded = self._back, self._loaded
         assert back is not None
         assert slab is not None
@@ -172,7 +172,7 @@ class Comparer:
         return self._submit(differences)
 
     def compare_again(self, order: ReadOrder, reading: Reading) -> Comparing:
-        """Compare the ended reading with the first one after the load, and forget the first one."""
+        """Compare a finished second reading of a load with its first reading, and forget the first."""
         back, loaded = self._back, self._loaded
         assert back is not None
 
@@ -188,6 +188,6 @@ class Comparer:
         return Comparing(self._pool.submit(compare))
 
     def close(self) -> None:
-        """Wait for the comparison under way. Idempotent."""
+        """Wait for the comparison that is running. Idempotent."""
         if self._pool is not None:
             self._pool.shutdown()

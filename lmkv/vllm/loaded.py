@@ -1,4 +1,4 @@
-"""The identity of the workers' model: weights, constants of layers, configuration and code.
+"""Computes the identity of the workers' model, from weights, constants of layers, configuration and code.
 
 vLLM's engine core asks its workers, and reports calls that may have changed their answer. lmkv does not read the files
 on disk, because they may have changed since vLLM read them.
@@ -36,10 +36,10 @@ logger = logging.getLogger("lmkv.vllm")
 ByLayer = WeakKeyDictionary["nn.Module", dict[str, str]]
 
 _constants_of: ByLayer = WeakKeyDictionary()
-"""Constants and code of each layer as built, or as calls have changed them. Steps change some, such as counters."""
+"""Constants and code of each layer, as vLLM built them or as calls have changed them; steps change only some."""
 _before_call: ByLayer = WeakKeyDictionary()
 _emptied: ByLayer = WeakKeyDictionary()
-"""Digests of the parameters that vLLM has packed into something else, and emptied or dropped, by layer and name."""
+"""Digests, by layer and name, of parameters that vLLM has packed into another form and then emptied or dropped."""
 
 KEEPS_WEIGHTS = frozenset({
     *("check_health", "compute_weight_checksums", "get_model_inspection", "get_kv_cache_spec", "list_loras"),
@@ -55,7 +55,7 @@ KEEPS_WEIGHTS = frozenset({
 
 @functools.cache
 def watch_packing() -> None:
-    """Take the digest of a parameter when it is emptied or dropped, in any module made from now on.
+    """Compute the digest of each parameter before it is emptied or dropped, in all modules made from now on.
 
     vLLM's CPU build empties the weights of a linear layer when it hands them to oneDNN. Idempotent.
     """
@@ -82,7 +82,7 @@ def watch_packing() -> None:
 
 
 def _registered(module: nn.Module, name: str, new: Any) -> None:
-    """Never raises, because it is called for every module in this process."""
+    """Note a parameter that a module replaces or drops. Never raises, because all modules in this process call it."""
     with suppress(Exception):
         # Parameters without a size yet raise here.
         if new is not None and new.numel():
@@ -110,12 +110,12 @@ def identity(worker: Any) -> str:
 
 
 def note_constants(worker: Any) -> None:
-    """Note the constants of layers before a call that may change them."""
+    """Note the constants of all layers before a call that may change them."""
     _before_call.update((layer, _changeable(layer)) for _, layer in _layers(worker.model_runner))
 
 
 def fold_constants(worker: Any) -> None:
-    """After such a call, add the changed constants to the identity."""
+    """Add constants that a call has changed to the identity, after the call."""
     for _, layer in _layers(worker.model_runner):
         before = _before_call.pop(layer, None)
         if before is None:
@@ -129,13 +129,13 @@ def fold_constants(worker: Any) -> None:
 
 
 def _changeable(layer: nn.Module) -> dict[str, str]:
-    """Return the constants and adapters in use, whose identity is that of the loaded ones."""
+    """Return the constants of a layer, except those that LoRA adapters change."""
     stacked = {name: getattr(layer, name, ()) for name in ("lora_a_stacked", "lora_b_stacked")}
     return _constants(layer) | {name: " ".join(map(_digest, each)) for name, each in stacked.items() if len(each)}
 
 
 def adapter(worker: Any, lora: Any) -> Adapter | None:
-    """Return the adapter as a worker has loaded it, or would load it now; None if unknown. Never raises.
+    """Return the LoRA adapter that a worker has loaded, or would load now, or None if it is unknown. Never raises.
 
     It loads nothing into vLLM, because vLLM would drop the adapter of a running request to make room.
     """
@@ -156,7 +156,9 @@ _loads: set[tuple[int, str]] = set()
 
 
 def take_loads() -> set[tuple[int, str]]:
-    """Return the adapters loaded in this process since the last call: number and digest, "" if unknown."""
+    """Return the adapters that this process has loaded since the last call, each as number and digest ("" if
+    unknown).
+    """
     taken = set(_loads)
     _loads.difference_update(taken)
     return taken
@@ -214,7 +216,7 @@ def _layers(runner: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _identity(vllm_config: Any, layers: Iterable[tuple[str, nn.Module]], workers: Sequence[Any] = ()) -> str:
-    """`workers`: objects whose code may decide what layers compute, besides their own."""
+    """Return the identity of these layers. `workers`: objects whose code may also decide what layers compute."""
     scattered = experts_are_scattered(vllm_config)
     files = stamps(folder_of(source_of(vllm_config.model_config), "config.json")) if scattered else ()
     if scattered and not files:
@@ -250,13 +252,13 @@ _EXPERTS = {"FusedMoE", "RoutedExperts"}
 
 
 def experts_are_scattered(vllm_config: Any) -> bool:
-    """Return whether other engines have a part of this one's experts. Then no engine knows all experts."""
+    """Return whether experts are spread over several engines, so that no engine knows all of them."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     return parallel.data_parallel_size > 1 and bool(getattr(model, "is_moe", True))
 
 
 _ADDRESSES = 1 << 40
-"""Larger numbers are addresses of memory, which are others in each process."""
+"""Numbers from here on are memory addresses, which differ between processes."""
 
 
 _HOW = re.compile("compile|guards|nvtx|_is_encoder|use_aiter|use_flashinfer|torchao_reload")
@@ -281,12 +283,12 @@ def _constants(layer: nn.Module) -> dict[str, str]:
 
 
 _DEPTH = 4
-"""Dictionaries, lists and objects in each other, in a layer of a plug-in."""
+"""Largest depth of dictionaries, lists and objects to examine in a layer of a plug-in."""
 _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def _values_of(owner: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of a layer or its backend; of plug-ins' attributes also their content."""
+    """Return the attributes of a layer or its backend, and for those of plug-ins also their content."""
     own = code.packages_of(owner)
     fields = [(name, value) for name, value in getattr(owner, "__dict__", {}).items() if name not in _OF_TORCH]
     return [leaf for name, value in fields for leaf in _leaves(name, value, own)] if own else fields
@@ -306,7 +308,7 @@ def _leaves(name: str, value: Any, own: Set[str], depth: int = 0) -> Iterator[tu
 
 
 _COUNTS, _OF_PLUG_INS = re.compile("scale|slope|bias|sink|zero"), re.compile("^(?!kv_cache)")
-"""Names of plain tensors that affect results, in vLLM's layers and in others. The rest is working memory."""
+"""Names of plain tensors that affect results, in vLLM's layers and in others. Other tensors are working memory."""
 
 
 def _is_constant(value: Any) -> bool:
@@ -361,7 +363,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return a tensor out of order in memory is copied piece by piece: a device has no memory left by now."""
+    """Return the tensor in pieces if it is not contiguous, so that copying them takes little device memory."""
     if tensor.is_contiguous():
         return [tensor]
     row = max(1, tensor[0].numel() * tensor.element_size())
@@ -378,7 +380,7 @@ def _digest_of_part(data: torch.Tensor) -> str:
 
 
 _BLOCK = 1 << 20
-"""Words summed together: 4 MiB, which need 16 MiB."""
+"""Number of words in a block, which are summed together: 4 MiB, whose sum needs 16 MiB."""
 
 
 def digest_on_device(data: torch.Tensor) -> str:
@@ -405,7 +407,7 @@ def digest_on_device(data: torch.Tensor) -> str:
 
 
 class Loaded:
-    """Asks the workers of one engine for the identity of their model. On the scheduling thread only.
+    """Asks the workers of one engine for the identity of their model. Call it on the scheduling thread only.
 
     `core`: vLLM's engine core, which has the workers; None if there is none.
     """
@@ -415,7 +417,7 @@ class Loaded:
         self._asked = False
 
     def __call__(self) -> str | None:
-        """Return the identity of all workers' models; None if one is unknown. Waits for their running step."""
+        """Return the identity of all workers' models, or None if one is unknown. Waits for the running step."""
         core, again, self._asked = self._core(), self._asked, True
         try:
             found = [] if core is None else core.model_executor.collective_rpc(identity)
@@ -430,7 +432,7 @@ class Loaded:
         return hashlib.sha256(" ".join(found).encode()).hexdigest()
 
     def adapter(self, lora: Any) -> Adapter | None:
-        """Return the adapter as all workers have loaded it; None if they differ, or one does not know."""
+        """Return the adapter that all workers have loaded, or None if they differ or one does not know it."""
         core, found = self._core(), list[Adapter | None]()
         with suppress(Exception):
             found = [] if core is None else core.model_executor.collective_rpc(adapter, args=(lora,))

@@ -1,4 +1,4 @@
-"""The model that vLLM serves, as lmkv sees it: the layout of its pages and the namespace of its KV."""
+"""Describes the model that vLLM serves: the layout of its pages, and the namespace of its KV."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _LOOSE = 0.5
 
 @frozen
 class Ranks:
-    """The workers of an engine. Each pipeline stage has context ranks, each of which has tensor ranks.
+    """The workers of an engine. Each pipeline stage has context ranks, and each context rank has tensor ranks.
 
-    `replicas`: number of consecutive ranks with the same KV. One copy is stored. `stages`: hidden layers of each
-    pipeline stage.
+    `replicas`: number of consecutive ranks with the same KV, of which lmkv stores one copy. `stages`: the hidden layers
+    of each pipeline stage.
     """
 
     stages: tuple[int, ...]
@@ -43,7 +43,7 @@ class Ranks:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Ranks:
-        """Return the workers of a configuration. Raises ValueError, with the reason, if lmkv does not serve them."""
+        """Return the workers of a configuration. Raises ValueError, with the reason, if lmkv does not support them."""
         check_parallel(vllm_config, kv_cache_config)
         parallel = vllm_config.parallel_config
         tensor, context = int(parallel.tensor_parallel_size), getattr(parallel, "prefill_context_parallel_size", 1)
@@ -55,16 +55,16 @@ class Ranks:
 
     @property
     def total(self) -> int:
-        """Workers."""
+        """Number of workers."""
         return len(self.stages) * self.tensor * self.context
 
     @property
     def shards(self) -> int:
-        """Parts of a chunk."""
+        """Number of parts of a chunk."""
         return self.total // self.replicas
 
     def describe(self, parallel: Any) -> str:
-        """Return the facts about the workers that decide which part of a chunk has which KV. Equal for equal parts."""
+        """Return a text about how the workers divide KV. It is equal if, and only if, their parts of a chunk are."""
         spread = getattr(parallel, "decode_context_parallel_size", 1)
         interleave = getattr(parallel, "cp_kv_cache_interleave_size", 1)
         stages = f" stages {','.join(map(str, self.stages))}" if len(self.stages) > 1 else ""
@@ -76,7 +76,7 @@ class Ranks:
         return divmod((stage * self.tensor + tensor) * self.context + context, self.replicas)
 
     def widest_stage(self, layers: Sequence[LayerPages], stage: int) -> tuple[LayerPages, ...]:
-        """Return the layers of the stage that has most of them; every other stage has the first of these.
+        """Return the layers of the pipeline stage with the most layers. Each other stage has the first of these.
 
         `layers`: the layers of one stage. The scheduler side knows only the layers of stage 0, so the pages of all
         hidden layers have to repeat one pattern. Raises ValueError if they do not.
@@ -106,9 +106,9 @@ def _stages(vllm_config: Any) -> tuple[int, ...]:
 # Without slots, because cached_property keeps its value in the instance's __dict__.
 @frozen(slots=False)
 class ServedModel:
-    """A served model. `layers`: names of the layers that `layout` describes.
+    """A model that vLLM serves. `layers`: names of the layers that `layout` describes.
 
-    `fused`: whether the layers of a block lie next to each other in memory, so that `layout` describes all of them as
+    `fused`: whether the layers of a block are next to each other in memory, so that `layout` describes all of them as
     one layer. `ranks`: the workers. With pipeline stages, `layout` describes the stage that has the most layers.
     `numbers`: the numbers of each layer's pages; none if a page has other data as well. `experts`: whether tokens
     choose among experts. `dtype`: the model's data type.
@@ -127,13 +127,13 @@ class ServedModel:
 
     @cached_property
     def namespace(self) -> Namespace:
-        """The namespace of its KV, made on first use: workers need none."""
+        """The namespace of the model's KV. It is made at the first use, because workers need none."""
         return self._make_namespace()
 
     def paged_memory(self, rows: Sequence[torch.Tensor]) -> PagedMemory:
-        """Return the registered tensors, given as `block_rows` in the order of `layers`.
+        """Return paged memory over the registered tensors, given as `block_rows` in the order of `layers`.
 
-        Raises ValueError when their pages are not those of the layout.
+        Raises ValueError if their pages do not match the layout.
         """
         sizes = [pages.page_bytes for pages in self.layout.layers[: 1 if self.fused else len(rows)]]
         if self.fused:
@@ -220,9 +220,9 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
 
 
 def _state_entries(groups: list[KVGroup], chunk_size: int) -> list[int]:
-    """For each group the number of the state entry that it is part of, 0 for one with the KV of tokens.
+    """Return for each group the number of its state entry, or 0 if the group has the KV of tokens.
 
-    Groups share an entry as long as they are together no larger than a chunk: slots have the size of the largest entry.
+    Groups share an entry if they are together no larger than a chunk, because slots have the size of the largest entry.
     """
     chunk = sum(sum(group.page_bytes) * (chunk_size // group.block_size) for group in groups if not group.recurrent)
     entries, number, room = [], 0, 0
@@ -294,7 +294,7 @@ def _device(vllm_config: Any) -> str:
 
 
 def _state_format(vllm_config: Any) -> str:
-    """Return the facts that decide the bytes of a recurrent layer's state, besides its shape and type."""
+    """Return a text about what decides the bytes of a recurrent layer's state, besides its shape and type."""
     from vllm import envs
 
     return f"{getattr(envs, 'VLLM_SSM_CONV_STATE_LAYOUT', None)} {getattr(vllm_config, 'mamba_config', None)}"

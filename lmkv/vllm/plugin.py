@@ -21,9 +21,10 @@ MODULE = "lmkv.vllm.connector"
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, perhaps several times.
+    """Register `LMKVConnector` with vLLM. vLLM calls this in each of its processes, perhaps several times.
 
-    Ends a server, or a program's engine, whose settings are refused; raises nothing else, because that would end vLLM.
+    If settings are refused, it ends the server, or the engine of a program. It raises nothing else, because an
+    exception would end vLLM.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -88,7 +89,7 @@ def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[di
 
 
 def _problems(transfer: Mapping[str, Any]) -> list[str]:
-    """Return the reasons for which vLLM will fail: another module, and settings of lmkv that are refused."""
+    """Return the reasons why vLLM will fail: another module for the connector, or refused settings of lmkv."""
     if transfer.get("kv_connector") != NAME:
         return []
     try:
@@ -103,9 +104,10 @@ def _problems(transfer: Mapping[str, Any]) -> list[str]:
 
 
 def _started_here() -> tuple[dict[str, Any], bool, bool] | None:
-    """As `of_command_line`, of the server or engine that this process starts, and whether a program starts it.
+    """Return the results of `of_command_line` for the server or engine that starts here, and whether a program starts
+    it.
 
-    A server has only its command line by now. A program's arguments are in the calling frames.
+    At this point a server has only its command line. A program's arguments are in the calling frames.
     """
     if multiprocessing.parent_process() is not None:
         return None

@@ -25,7 +25,7 @@ _LOGGED = ("lmkv_hit_tokens", "lmkv_missed_tokens", "lmkv_stored_tokens", "lmkv_
 
 
 class LMKVStats(KVConnectorStats):
-    """Values of an interval; `data` is a `lmkv.vllm.scheduler.telemetry.Values`."""
+    """The metrics of an interval, for vLLM. `data` is a `lmkv.vllm.scheduler.telemetry.Values`."""
 
     def reset(self) -> None:
         self.data: Values = {}
@@ -80,7 +80,7 @@ class LMKVPromMetrics(KVConnectorPromMetrics):
                 REGISTRY.unregister(metric)
 
     def _begin(self, name: str) -> None:
-        """Start known series at 0, or Prometheus misses the first increase."""
+        """Start known series at 0, because otherwise Prometheus misses their first increase."""
         metric = METRICS[name]
         with contextlib.suppress(Exception):
             for engine in self.per_engine_labelvalues:
@@ -167,7 +167,7 @@ class BlockDescriber:
         return any(isinstance(event, AllBlocksCleared) for event in self.block_pool.kv_event_queue)
 
     def __call__(self, request: Any, group: int, start: int, end: int) -> Blocks | None:
-        """Return the blocks of tokens [start, end), None while vLLM has not hashed them."""
+        """Return the blocks of tokens [start, end), or None if vLLM has not hashed them yet."""
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_block_hashes
 
         size, lora = self.block_sizes[group], request.lora_request

@@ -19,7 +19,7 @@ NAME = "LMKVConnector"
 
 
 class LMKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
-    """Builds the prefill and the decode request from a client's, with lmkv's options in both."""
+    """Builds the prefill request and the decode request from a client's request, with lmkv's options in both."""
 
     def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
         return _shaped(super().prepare_prefill_request, request, peer=peer)

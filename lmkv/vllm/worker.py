@@ -1,7 +1,7 @@
-"""The worker side of the connector: maps the slab, executes copy orders, reports how they ended.
+"""The worker side of the connector: maps the slab, executes copy orders, and reports their results.
 
-It makes no decisions and knows no requests. No method raises: a failure becomes a failed job, which the scheduler side
-answers with a miss, or vLLM by recomputing the blocks.
+It makes no decisions and knows no requests. No method raises: an error becomes a failed job. After a failed store the
+chunks are missing, and after a failed load vLLM recomputes the blocks.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class _Running:
 
 
 class Worker:
-    """Executes the `StepPlan`s of one rank. All calls come from the thread that runs the model.
+    """Executes the `StepPlan`s for one rank. All calls come from the thread that runs the model.
 
     `rank`: the rank whose part of each slot it copies. `layout`: None if this rank cannot cache the model, although the
-    scheduler side can. Then every order fails. `share`: (index, count) of this rank among the ranks with the same KV;
+    scheduler side can; then every order fails. `share`: (index, count) of this rank among the ranks with the same KV;
     the first of these stores it. `block_level_failures`: whether failed loads are reported by block ids; otherwise (see
     `BlockMap.one_full_table`) by request ids. `layerwise`: whether loads and stores within a step overlap its
     computation, for a model that calls `wait_for_layer` and `save_layer`. `engine`: the name of its slab (see
@@ -96,10 +96,12 @@ class Worker:
         self._failed_attaches = 0
         self._suspended = False
         self._launched: Event | None = None
-        """Marks the work launched before the orders came. Later work uses no block that is being filled."""
+        """An event after the work that was launched before the orders came. Later work uses no block that is being
+        filled.
+        """
         self._due_loads: list[CopyOrder] = []
         self._due_stores: list[CopyOrder] = []
-        """The step's orders that are not taken yet: none is executed twice."""
+        """The stores of this step that are not executed yet, so that none is executed twice."""
         self._running: list[_Running] = []
         self._step = 0
         self._report = WorkerReport()
@@ -148,7 +150,7 @@ class Worker:
                 self._attach(ref)
 
     def suspend(self) -> None:
-        """End the running copies, and fail orders until `resume`: the paged memory is about to lose its pages.
+        """End the running copies, and fail all orders until `resume`, because the paged memory loses its pages.
 
         Releases staging memory. Host memory stays pinned, and paged memory keeps its address. Idempotent.
         """
@@ -165,7 +167,7 @@ class Worker:
                 logger.exception("lmkv: the device could not free lmkv's memory before the engine's sleep")
 
     def resume(self) -> None:
-        """Resume copying: the paged memory has pages again, at its address. Idempotent."""
+        """Copy again, because the paged memory has pages again, at the same address. Idempotent."""
         try:
             if self._staging is not None:
                 self._staging.allocate()
@@ -175,7 +177,7 @@ class Worker:
             self.refuse(f"after the engine's sleep the device has no memory for copies: {error}")
 
     def begin(self, plan: StepPlan) -> None:
-        """Take the orders of a step. Each is executed once, whether or not the model runs in that step."""
+        """Take the orders of a step. Each order is executed once, even if the model does not run in that step."""
         self._due_loads, self._due_stores = plan.loads, plan.stores
         self._step += 1
         for order in plan.reads:
@@ -221,12 +223,12 @@ class Worker:
                 logger.debug("lmkv: cannot map host memory at %s", ref.path, exc_info=True)
 
     def _check_slab(self, ref: SlabRef, layout: KVLayout) -> None:
-        """Raise UsageError for the slab of a scheduler side that has another layout."""
+        """Raise UsageError if the slab belongs to a scheduler side with another layout."""
         if ref.slot_bytes != layout.slot_bytes or (self._engine and layout.digest not in ref.name):
             raise UsageError(f"its slots of {ref.slot_bytes} bytes do not fit this rank's {layout}")
 
     def _release_slab(self) -> None:
-        """Unpin and unmap the slab. No copy may be under way."""
+        """Unpin and unmap the slab. No copy may be running."""
         copier, slab, self._copier, self._slab = self._copier, self._slab, None, None
         if copier is not None:
             copier.close()
@@ -309,7 +311,7 @@ class Worker:
             return None
 
     def _follow(self, item: _Running) -> None:
-        """Report an order that has ended. Poll one later that is still running, or not yet compared."""
+        """Report an order if it has ended, including its comparison. Otherwise poll it again later."""
         try:
             while item.event.query():
                 if item.seconds is None:
@@ -329,7 +331,7 @@ class Worker:
         self._running.append(item)
 
     def _following(self, item: _Running) -> Event | None:
-        """Return the event after an ended one: a reading, or a comparison. None if the order has ended."""
+        """Return the next event of an order (a reading or a comparison), or None if the order has ended."""
         order, event = item.order, item.event
         if isinstance(event, Comparing) or not item.audited:
             return None
@@ -368,11 +370,11 @@ class Worker:
 
     @property
     def copier(self) -> Copier | None:
-        """The copier. None until there is a slab to copy from."""
+        """The copier, or None until there is a slab."""
         return self._copier
 
     def wrap_copier(self, wrap: Callable[[Copier], C]) -> C:
-        """Wrap the present copier in another one, as tests of faults do. Raises NotReadyError."""
+        """Replace the copier by `wrap(copier)`, as tests of faults do. Raises NotReadyError without a copier."""
         self._copier = copier = wrap(self._ready_copier())
         return copier
 
@@ -429,7 +431,7 @@ class Worker:
     def poll(self) -> None:
         """Report the ended copies without waiting for the others.
 
-        A load by layers ends here: vLLM then asks for failed loads, and with drafts calls `save` only after that.
+        A load layer by layer ends here, because vLLM then asks for failed loads, and with drafts calls `save` later.
         """
         reading, self._reading = self._reading, None
         self._end(reading)
@@ -438,7 +440,7 @@ class Worker:
             self._follow(item)
 
     def take_report(self) -> WorkerReport | None:
-        """Return the copies that ended since the last call, and the adapters that were loaded, or None."""
+        """Return what has ended since the last call and which adapters were loaded, or None if there is nothing."""
         report, self._report = self._report, WorkerReport()
         report.adapters = take_loads()
         return report if report.jobs or report.steps or report.adapters else None

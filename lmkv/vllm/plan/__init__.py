@@ -16,13 +16,13 @@ from lmkv.memory.slab import SlabRef
 
 @frozen
 class CopyOrder:
-    """Copies that succeed or fail together. `stores`: whether they copy from blocks into slots; otherwise they copy
-    from slots into blocks.
+    """An order to copy chunks, whose copies succeed or fail together.
 
-    `failed_blocks`: blocks that nothing will fill, and that are reported as failed. `between_steps`: whether no
-    computation of this step reads the blocks. `finishes`: id of the request whose asynchronous load ends with this
-    order. `compares`: slots to compare with the filled ones, one for each copy. `audited`: whether it is a load whose
-    blocks are read back and compared with the slots.
+    `stores`: whether to copy from blocks into slots, instead of from slots into blocks. `failed_blocks`: blocks that
+    nothing will fill, and that are reported as failed. `between_steps`: whether no computation of this step reads the
+    blocks. `finishes`: id of the request whose asynchronous load ends with this order. `compares`: for each copy, a
+    slot to compare with the filled slot. `audited`: whether to read the blocks of a load back and compare them with the
+    slots.
     """
 
     job: int
@@ -37,7 +37,7 @@ class CopyOrder:
 
 @frozen
 class ReadOrder:
-    """Read the blocks of the audited order `load` again, and compare them with the first reading."""
+    """An order to read the blocks of the audited order `load` again, and to compare them with the first reading."""
 
     job: int
     load: int
@@ -46,9 +46,10 @@ class ReadOrder:
 
 @define
 class StepPlan:
-    """The orders of one step. `reads` come before all writes of the step.
+    """The orders of one step. `reads` are executed before all writes of the step.
 
-    `slab`: given until every worker has mapped it. `timed`: the step's number, if its end must be reported; else 0.
+    `slab`: the slab to map, until every worker has mapped it. `timed`: the number of the step if the workers must
+    report its end, else 0.
     """
 
     loads: list[CopyOrder] = field(factory=list)
@@ -60,9 +61,9 @@ class StepPlan:
 
 @define
 class JobReport:
-    """How a job ended on the `ranks` that have answered. `seconds`: the time of the slowest rank.
+    """The result of a job on the `ranks` that have answered. `seconds`: the time of the slowest rank.
 
-    `differences`: the result of an order that compares, or is audited.
+    `differences`: the chunks or blocks that a comparison has found to differ.
     """
 
     ranks: int
@@ -80,8 +81,8 @@ class JobReport:
 class WorkerReport:
     """The jobs and the timed steps that have ended since the last report.
 
-    `mapped`: ranks that have the slab. `refusal`: why a rank fails every order from now on, "" if none does.
-    `adapters`: number and digest of each loaded adapter.
+    `mapped`: number of ranks that have mapped the slab. `refusal`: why a rank fails every order from now on; "" if no
+    rank does. `adapters`: number and digest of each loaded adapter.
     """
 
     jobs: dict[int, JobReport] = field(factory=dict)
@@ -140,7 +141,7 @@ class StepPlanBuilder:
         return self._last_job
 
     def take(self, slab: SlabRef | None) -> StepPlan:
-        """Take the plan and begin a new one. `slab`: for the workers to map, if there are orders."""
+        """Return the plan, and begin a new one. `slab`: the slab that the workers must map if there are orders."""
         plan, self._plan = self._plan, StepPlan()
         plan.slab = slab if plan.loads or plan.stores else None
         return plan

@@ -1,4 +1,4 @@
-"""Maps vLLM's block tables to chunks: decides which pages of which blocks a copy moves."""
+"""Maps vLLM's block tables to chunks: decides which pages of which blocks each copy has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attrs import frozen
 from lmkv.memory.copier import ChunkCopy, Run
 
 _NOTHING = Run(0, [])
-"""The run of a group that has no part in the copied entry."""
+"""The run of a group that is not part of the copied entry."""
 
 NULL_BLOCK = 0
 """vLLM's placeholder in block tables, in place of blocks that a sliding window has passed, and of states that no longer
@@ -19,11 +19,10 @@ exist."""
 
 @frozen
 class Group:
-    """One block table: tokens per block and, with a sliding window, how many tokens a query sees.
+    """One block table: its tokens per block and, with a sliding window, how many tokens a query sees.
 
-    `table`: its number among vLLM's tables; None if all of those are cached. `state`: for recurrent layers the number,
-    from 1 on, of the state entry that theirs is part of. A block of such a table is a state, not the KV of tokens. Only
-    vLLM knows which state it is.
+    `table`: its index among vLLM's tables; None if lmkv caches all of them. `state`: for recurrent layers the number of
+    their state entry, from 1 on. A block of such a table is a state, not the KV of tokens. Only vLLM knows which state.
     """
 
     block_size: int
@@ -36,8 +35,8 @@ class Group:
 class BlockMap:
     """Chunks of `chunk_size` tokens, mapped to the block tables of `groups`.
 
-    `scratch`: whether vLLM has more tables, for blocks that hold no prefix. vLLM fills such blocks again for the tokens
-    after a hit, so a hit must end with a block.
+    `scratch`: whether vLLM has further tables, with blocks that hold no prefix. vLLM fills such blocks again for the
+    tokens after a hit, so a hit must end at the end of a block.
     """
 
     chunk_size: int
@@ -49,7 +48,7 @@ class BlockMap:
         return [tables[group.table or 0] for group in self.groups] if self.scratch else tables
 
     def index(self, table: int) -> int:
-        """Return the number among `groups` of a block table of vLLM's."""
+        """Return the index in `groups` of one of vLLM's block tables."""
         return next((index for index, group in enumerate(self.groups) if group.table == table), table)
 
     @cached_property
@@ -59,7 +58,7 @@ class BlockMap:
 
     @cached_property
     def states(self) -> int:
-        """State entries of a boundary between chunks; 0 without recurrent layers."""
+        """Number of state entries after each chunk; 0 without recurrent layers."""
         return max((group.state for group in self.groups), default=0)
 
     @cached_property
@@ -74,10 +73,10 @@ class BlockMap:
     def store_copy(
         self, slot: int, block_ids: Sequence[list[int]], chunk: int, tokens: int | None = None
     ) -> ChunkCopy | None:
-        """Return the copy of the first `tokens` tokens, all by default, of chunk number `chunk` into `slot`.
+        """Return a copy of chunk number `chunk`, or of its first `tokens` tokens, into `slot`.
 
-        None if some of its blocks are missing. With a sliding window, only those pages must exist that a hit reads if
-        it ends with these tokens, or one token earlier. A hit of a whole prompt ends one token earlier.
+        Returns None if blocks are missing. With a sliding window, only pages are needed that a hit reads if it ends
+        with these tokens, or one token earlier, as a hit of a whole prompt does.
         """
         runs, tokens = [], tokens or self.chunk_size
         for group, table in zip(self.groups, block_ids, strict=True):
@@ -93,7 +92,7 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def compared_copy(self, slot: int, block_ids: Sequence[list[int]], chunk: int) -> ChunkCopy | None:
-        """`store_copy` of a whole chunk, without pages that another request may not have stored."""
+        """Return a copy of a whole chunk as `store_copy` does, without pages that another request may lack."""
         copy = self.store_copy(slot, block_ids, chunk)
         if copy is None or not self.windowed:
             return copy
@@ -104,9 +103,9 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def _needed(self, group: Group, tokens: int | None = None) -> int:
-        """Return the first page of a chunk of `tokens` tokens that a hit reads if it ends with them, or one earlier.
+        """Return the first page of a chunk that a hit reads if it ends with its first `tokens` tokens, or one earlier.
 
-        After a hit of tokens - 1 the next token sees itself and window - 1 tokens before it.
+        After a hit of `tokens` - 1 tokens, the next token sees itself and `window` - 1 tokens before it.
         """
         tokens = tokens or self.chunk_size
         return 0 if group.window is None else max(0, tokens - group.window) // group.block_size
@@ -129,7 +128,7 @@ class BlockMap:
         return [ChunkCopy(slot, runs) for slot, runs in zip(slots, zip(*columns, strict=True), strict=False)]
 
     def _load_runs(self, group: Group, table: list[int], spans: Sequence[tuple[int, int]]) -> list[Run]:
-        """Return one run per span; a span is a range of tokens within one chunk."""
+        """Return one run for each of `spans`, which are ranges of tokens within one chunk."""
         if group.state:
             return [_NOTHING] * len(spans)
         size, per_chunk = group.block_size, self.chunk_size // group.block_size
@@ -144,7 +143,7 @@ class BlockMap:
         return runs
 
     def state_copy(self, slot: int, number: int, blocks: Mapping[int, int]) -> ChunkCopy | None:
-        """Return the copy of the states of entry `number` from or to `blocks`, given by group; None when one is
+        """Return a copy of the states of entry `number` from or to `blocks`, given by group; None if a block is
         missing.
         """
         wanted = [index for index, group in enumerate(self.groups) if group.state == number]
@@ -154,7 +153,7 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def state_blocks(self, block_ids: Sequence[list[int]], tokens: int) -> dict[int, int]:
-        """Return the block for the state after `tokens` tokens, which vLLM has just allocated or filled, by group.
+        """Return for each group the block of the state after `tokens` tokens, which vLLM has just allocated or filled.
 
         `tokens`: where a load ends, or a step that has computed no drafts.
         """
@@ -171,12 +170,12 @@ class BlockMap:
         return sum((0 if group.state else tokens // group.block_size) + 2 for group in self.groups)
 
     def covers(self, copies: Sequence[ChunkCopy], start: int, end: int) -> bool:
-        """Return whether there is a copy for every chunk that tokens [start, end) touch."""
+        """Return whether `copies` has a copy for every chunk with some of the tokens [start, end)."""
         return len(copies) == -(-end // self.chunk_size) - start // self.chunk_size
 
     def blocks_between(self, block_ids: Sequence[list[int]], start: int, end: int) -> list[int]:
-        """Return the blocks of tokens [start, end) in the first table, and the blocks of the states there. A failed
-        load reports them.
+        """Return the blocks that a failed load of tokens [start, end) reports: those in the first table, and of
+        states.
         """
         for group, table in zip(self.groups, block_ids, strict=True):
             if not group.state:
@@ -189,7 +188,7 @@ class BlockMap:
 
 
 def _first_real(blocks: Sequence[int]) -> int:
-    """Index of the first block that is not the null block; null blocks only come first."""
+    """Return the index of the first block that is not the null block. All null blocks come before it."""
     for index, block in enumerate(blocks):
         if block != NULL_BLOCK:
             return index

@@ -1,7 +1,8 @@
-"""Everything except tokens that decides KV: salt, LoRA adapter, tags, weights, and images, sounds and videos.
+"""Identifies everything except tokens that decides KV: salt, LoRA adapter, tags, weights, images, sounds and videos.
 
-vLLM names an item of media by `identifier`: a hash of its content, a name from its client, or a counter of its process.
-They look alike, so a name proves nothing. The model sees the tensors of vLLM's processor, so these are hashed.
+vLLM names an image, sound or video by an `identifier`: a hash of its content, a name from the client, or a counter of
+the process. These look alike, so an identifier proves nothing. lmkv therefore hashes the tensors of vLLM's processor,
+which are all that the model sees.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ logger = logging.getLogger("lmkv.vllm")
 def request_root(
     namespace: Namespace, request: Any, tags: Iterable[tuple[str, str]], loaded: str = "", adapter: str = ""
 ) -> bytes:
-    """Return the root of a request's keys: namespace, cache salt, LoRA adapter, tags and weights, each in its own
-    field.
+    """Return the root of a request's keys, from namespace, cache salt, LoRA adapter, tags and weights.
 
-    `loaded`: the identity of the workers' model. `adapter`: that of its adapter (see `Adapters`).
+    `loaded`: the identity of the workers' model. `adapter`: the identity of the request's adapter (see `Adapters`).
     """
     lora = getattr(request, "lora_request", None)
     extra = {"lora": adapter} if lora is not None else {}
@@ -38,7 +38,7 @@ def request_root(
 
 
 def tagged_root(namespace: Namespace, tags: Iterable[tuple[str, str]], loaded: str, cache_salt: str | None) -> bytes:
-    """Return the root of a prompt's keys without a request, and so without an adapter."""
+    """Return the root of the keys of a prompt that has no request yet, and no adapter."""
     extra = {f"tag.{name}": value for name, value in tags} | ({"loaded": loaded} if loaded else {})
     return namespace.root(cache_salt=cache_salt, lora=None, extra=extra)
 
@@ -49,8 +49,9 @@ Stamps = tuple[tuple[str, int, int, int], ...]
 
 
 def stamps(folder: Path) -> Stamps:
-    """Return the names, inodes, sizes and times of weights and configuration, which change when a file is written; ()
-    if none.
+    """Return names, inodes, sizes and times of the weights and the configuration; () if there are none.
+
+    They change when somebody writes one of these files.
     """
     with suppress(OSError):
         # Not a broken link, a folder or a pipe of such a name.
@@ -61,7 +62,7 @@ def stamps(folder: Path) -> Stamps:
 
 
 def folder_of(path: str, file: str = _CONFIG) -> Path:
-    """Return where vLLM finds `path`: a folder, with or without `~`, or the Hub cache's snapshot of that name with
+    """Return the folder that vLLM uses for `path`: a folder itself, or the snapshot in the Hub's cache that has
     `file`.
     """
     folder = Path(path).expanduser()
@@ -77,25 +78,24 @@ def folder_of(path: str, file: str = _CONFIG) -> Path:
 
 
 Adapter = tuple[str, Stamps]
-"""An adapter in the state that a worker has loaded: a digest of its weights and scales, and the earlier state of its
-files."""
+"""An adapter that a worker has loaded: a digest of its weights and scales, and the state of its files at that time."""
 
 
 @define(eq=False)
 class Adapters:
-    """Identities of the LoRA adapters that one engine serves. Called on the scheduling thread only.
+    """Identifies the LoRA adapters that one engine serves. Call it on the scheduling thread only.
 
-    `load(adapter)`: returns an adapter as the workers have loaded it, now or before; None if unknown. vLLM silently
-    rereads the files of an adapter that it has dropped. So an adapter whose files have changed since it was loaded has
-    no identity until it gets another number.
+    `load(adapter)`: returns an adapter that the workers have loaded, or None if it is unknown. vLLM may read the files
+    of an adapter again without notice. So an adapter whose files have changed since it was loaded has no identity until
+    it gets another number.
     """
 
     _load: Callable[[Any], Adapter | None]
     _known: LRUCache[int, tuple[str, Adapter]] = field(factory=lambda: LRUCache(1024), init=False)
-    """The path, digest and files of the last adapter loaded under each number."""
+    """For each number the path, digest and files of the last adapter that was loaded under it."""
 
     def identity(self, lora: Any) -> str:
-        """Return a digest of its weights and scales. Returns "", and warns, if it is unknown."""
+        """Return a digest of an adapter's weights and scales. If it is unknown, log a warning and return ""."""
         path, number = str(lora.lora_path), int(getattr(lora, "lora_int_id", 0))
         if getattr(lora, "load_inplace", False):
             return self._unknown(path, number, "vLLM reads the adapter again in every step (load_inplace)")
@@ -110,12 +110,12 @@ class Adapters:
         return digest
 
     def loaded(self, number: int, digest: str) -> None:
-        """Note that a worker has loaded this digest under the number. If another digest was known, forget that."""
+        """Note that a worker has loaded an adapter with this digest under the number, and forget any other digest."""
         if number in self._known and self._known[number][1][0] != digest:
             self.forget(number)
 
     def forget(self, number: int) -> None:
-        """Ask the workers again for the adapter of this number."""
+        """Forget the adapter of this number, so that the workers are asked again."""
         self._known.pop(number, None)
 
     def _unknown(self, path: str, number: int, why: str) -> str:
@@ -128,20 +128,20 @@ class Adapters:
 
 
 _REMEMBERED = 1 << 16
-"""Identifiers: more than vLLM's own caches have items."""
+"""Number of identifiers to remember: more than the items in vLLM's caches."""
 
 
 class UnnamedMediaError(Exception):
-    """An item of a request has no identity, so its chunks have none."""
+    """An image, sound or video of a request cannot be identified, so the request's chunks have no keys."""
 
 
 @define(eq=False)
 class Media:
-    """Digests of the items of one engine's requests. Called on the scheduling thread only.
+    """Identifies the images, sounds and videos of one engine's requests. Call it on the scheduling thread only.
 
-    vLLM's caches know an item by its identifier alone: if two contents have the same identifier, it may compute either.
-    So the first digest of an identifier is remembered, and any other is rejected. `by_name`: whether the operator
-    guarantees that names are unique; they then serve as digests.
+    vLLM's caches use only identifiers. If two contents have the same identifier, vLLM may compute either of them.
+    Therefore the first digest of an identifier is remembered, and any other digest is rejected. `by_name`: whether the
+    operator guarantees that names are unique, so that names serve as digests.
     """
 
     by_name: bool = False
@@ -152,11 +152,10 @@ class Media:
     _warned: set[str] = field(factory=set, init=False, repr=False)
 
     def extras(self, request: Any, chunk_size: int, weights: str = "", adapter: str = "") -> Mapping[int, bytes]:
-        """Return the digests of the items that overlap each chunk, by its number: their placeholder tokens are all
-        alike.
+        """Return for each chunk number a digest of the items that overlap the chunk, since their tokens are all alike.
 
-        An item counts with its kind, its digest and its position relative to the chunk. `weights`,
-        `adapter`: identities of the weights that encode them. Raises UnnamedMediaError.
+        The digest covers kind, content and position of each item. `weights`, `adapter`: identities of the weights that
+        encode the items. Raises UnnamedMediaError.
         """
         parts: dict[int, list[tuple[int, int, str, bytes]]] = {}
         features = getattr(request, "mm_features", None) or ()
@@ -175,7 +174,7 @@ class Media:
         return {chunk: hashlib.sha256(canonical(tuple(sorted(found)))).digest() for chunk, found in parts.items()}
 
     def clear(self) -> None:
-        """Forget all items: vLLM has cleared its encoder cache."""
+        """Forget all items, because vLLM has cleared its encoder cache."""
         self._first.clear()
 
     def _digest(self, feature: Any, encoded_with: tuple[str, str]) -> bytes | UnnamedMediaError:

@@ -1,4 +1,4 @@
-"""Which models and requests are cached, and the options of a request: `kv_transfer_params` and `agent_hint`."""
+"""Decides which models and requests are cached, and reads a request's `kv_transfer_params` and `agent_hint`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from attrs import define, field
 from lmkv.errors import short_repr
 
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
-"""KV cache kinds with one block after the other for the tokens of a prefix, and no other state."""
+"""Kinds of KV cache that keep only blocks for the tokens of a prefix, in their order, and no other state."""
 
 _NOT_BATCH_INVARIANT = ("FLASHINFER", "TRITON_MLA")
-"""Attention backends whose batch-invariant form vLLM does not combine with cached prefixes."""
+"""Attention backends that vLLM does not combine with cached prefixes if it must be batch-invariant."""
 
 STATES_WITH_DRAFTS_ON_V1 = False
 """Whether recurrent layers are cached with drafts on the V1 runner; tests set it.
@@ -28,12 +28,12 @@ _DEFAULT_TTL = 300.0
 _MAX_PRIORITY = 9
 _MAX_EDITS = 64
 _MAX_SESSION = 1024
-"""Edits, and characters of a session's id, at most."""
+"""Largest number of edits, and of characters in the id of a session."""
 MAX_TOKENS: Final = 1 << 20
-"""Tokens of the longest prompt, if a server does not say."""
+"""Number of tokens of the longest prompt, if a server does not say it."""
 MAX_TAGS: Final = 64
 MAX_TAG_CHARACTERS: Final = 4096
-"""Tags of a request, and characters of their names and values together, at most."""
+"""Largest number of tags of a request, and of characters in their names and values together."""
 _MAX_KEYS: Final = 256
 _MAX_NUMBER: Final = 1 << 32
 _TAGS: Final = ("lmkv.tag.", "lmcache.tag.")
@@ -45,7 +45,7 @@ _OPTIONS: Final = {
     *(f"lmcache.{name}" for name in ("skip_save", "skip_load", "max_offload_tokens", "token_drop")),
 }
 _MAX_SAID: Final = 20
-"""Unknown options of requests that the log names, at most."""
+"""Largest number of unknown options that the log names."""
 _NUMBERS: Final = (int, float, bool, type(None))
 
 
@@ -85,7 +85,7 @@ def check_model(vllm_config: Any) -> None:
 
 
 def returns_routed_experts(vllm_config: Any) -> bool:
-    """Return whether answers include each prompt token's routed experts, which a hit lacks."""
+    """Return whether answers include the routed experts of each prompt token, which are unknown after a hit."""
     places = (vllm_config.model_config, getattr(vllm_config, "aux_output_config", None))
     return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
@@ -112,12 +112,12 @@ def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def has_draft_layers(speculative: Any) -> bool:
-    """Return whether drafts come from layers with separate KV; otherwise from the prompt's tokens."""
+    """Return whether draft tokens come from layers with separate KV, and not only from earlier tokens."""
     return speculative.method not in ("ngram", "ngram_gpu", "suffix")
 
 
 def is_scratch(group: Any) -> bool:
-    """Return whether the blocks of a group hold no prefix: vLLM fills them again for each request, even after a hit."""
+    """Return whether vLLM fills the blocks of a group again for each request, even after a hit."""
     return not getattr(group.kv_cache_spec, "prefix_cacheable", True)
 
 
@@ -200,7 +200,7 @@ def must_be_computed(request: Any) -> bool:
 
 @define
 class AgentHint:
-    """The parts of an `agent_hint` that lmkv honours.
+    """The parts of an `agent_hint` that lmkv supports.
 
     `ttl`: seconds after the request's end for which its chunks are evicted last. `prefetch`: whether to promote its
     chunks. `session`: the session's id. `ended`: whether the session, or this branch of it (an edit of the type
@@ -331,7 +331,7 @@ def _say_that_none_is_dropped() -> None:
 
 
 def _tags(params: Mapping[Any, Any]) -> tuple[tuple[str, str], ...] | None:
-    """Return the names and values of the tags. None if one is unreadable, or if there are too many."""
+    """Return the names and values of the tags, or None if a tag is unreadable or there are too many."""
     if len(params) > _MAX_KEYS:
         return None
     found, room = dict[str, str](), MAX_TAG_CHARACTERS
@@ -344,7 +344,7 @@ def _tags(params: Mapping[Any, Any]) -> tuple[tuple[str, str], ...] | None:
 
 
 def _text(value: object) -> str | None:
-    """Return a text, or what Python writes for a number, a boolean or None."""
+    """Return a text as it is, or Python's text for a number, a boolean or None; None for any other type."""
     if isinstance(value, str):
         return str.__str__(value)
     small = type(value) is not int or value.bit_length() <= MAX_TAG_CHARACTERS
@@ -360,7 +360,7 @@ def _is_true(value: object) -> bool:
 
 
 def _token_ids(value: object, longest: int) -> tuple[int, ...]:
-    """Return the token ids of a list, () for anything else: a client's mistake must not fail the request."""
+    """Return the token ids of a list, or () for anything else, because a client's mistake must not fail the request."""
     if not isinstance(value, list | tuple) or len(value) > longest:
         return ()
     valid = all(isinstance(token, int) and 0 <= token < _MAX_NUMBER for token in value)

@@ -1,6 +1,7 @@
-"""`Request`: one request's options, its chunk keys, and the progress of its loads, stores and audits.
+"""`Request`: a request's options, its chunk keys, and the progress of its loads, stores and audits.
 
-Each part names the only class that writes it. All are read everywhere, on the scheduling thread only.
+The docstring of each part names the only class that writes it. All classes may read all parts, on the scheduling
+thread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lmkv.vllm.plan.identity import Adapters, Media, UnnamedMediaError, request_
 from lmkv.vllm.plan.options import MAX_TOKENS, RequestOptions
 
 STALL = 0.8
-"""Seconds without a chunk after which a request computes, while the time to compute is not known."""
+"""Seconds without a new chunk after which a request computes, if the time to compute is not known."""
 
 
 BlockTables = Sequence[list[int]]
@@ -31,10 +32,10 @@ BlockTables = Sequence[list[int]]
 
 @define
 class Patience:
-    """The waits of one request, one after the other. All together last `deadline` seconds at most.
+    """Limits how long one request waits for chunks: all its waits together last at most `deadline` seconds.
 
-    Each wait has its limit. It lasts from the first call of `lasts` to `end`. A request that has a promise for its
-    chunks, and only waits for KV space, is not waiting for chunks.
+    Each wait has a separate limit, and lasts from the first call of `lasts` to `end`. The time in which a request only
+    waits for space in vLLM's KV cache does not count.
     """
 
     deadline: float
@@ -47,10 +48,10 @@ class Patience:
     _arrived: int = field(default=0, init=False)
 
     def lasts(self, now: float, limit: Callable[[], float | None], arrived: int) -> bool:
-        """Return whether the request may continue to wait. `arrived`: number of chunks that have arrived by now.
+        """Return whether the request may continue to wait. `arrived`: the number of chunks that have arrived by now.
 
-        `limit`: seconds that this wait may last; asked once, at its beginning. None: not known. The wait then continues
-        while at least one chunk arrives every `STALL` seconds.
+        `limit`: a function that returns how many seconds this wait may last, called once, at its beginning. If it
+        returns None, the wait continues while at least one chunk arrives every `STALL` seconds.
         """
         if self.late:
             return False
@@ -70,7 +71,7 @@ class Patience:
         return self.spent + (0.0 if self._since is None else now - self._since)
 
     def end(self, now: float) -> None:
-        """End the present wait: its chunks have arrived, or are abandoned."""
+        """End the present wait, because its chunks have arrived or are no longer wanted."""
         if self._since is not None:
             self._spend(now)
             self._since = None
@@ -94,12 +95,12 @@ class Miss:
 
     @property
     def looked_up(self) -> int:
-        """The tokens looked up and missed: 0 for a request without loads."""
+        """How many tokens were looked up and missed: 0 for a request that may not load."""
         return 0 if self.reason in ("skip_load", "unidentified") else self.tokens
 
     @property
     def public_reason(self) -> str:
-        """The reason. It reveals nothing about other salts."""
+        """The reason in a form that reveals nothing about other salts."""
         return "not_stored" if self.reason == "other_salt" else self.reason
 
     def __str__(self) -> str:
@@ -119,10 +120,11 @@ class Miss:
 
 @define(eq=False)
 class Audit:
-    """The hit's chunks from number `first` up to `end`, and the states after them; `next` is compared next.
+    """An audit of a hit: its chunks from number `first` up to `end`, and the states after them.
 
-    `tiers`: the tier that would have delivered each chunk. `computed`: tokens of vLLM's own hit before them, which may
-    have been loaded earlier. `tail`: the prompt's tail, if it comes next and has whole pages.
+    `next`: the number of the chunk to compare next. `tiers`: the tier that would have delivered each chunk. `computed`:
+    the tokens of vLLM's own hit before them, which lmkv may have loaded earlier. `tail`: the prompt's tail, if it comes
+    next and has whole pages.
     """
 
     first: int
@@ -148,17 +150,17 @@ class VLLMRequest(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens, without placeholders for sampled ones."""
+        """Number of known tokens, without placeholders for sampled tokens."""
         ...
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens before the step that is being scheduled, as if all drafts of steps in flight were accepted."""
+        """Number of tokens before the step that is being scheduled, as if all drafts of running steps were accepted."""
         ...
 
     @property
     def num_in_flight_tokens(self) -> int:
-        """Tokens among `num_computed_tokens` of steps whose outputs are not known yet, drafts included."""
+        """How many of `num_computed_tokens` are in running steps, whose outputs are not known yet, including drafts."""
         ...
 
     @property
@@ -189,7 +191,7 @@ class Waiting:
     worth_loading: float | None = None
     longest_hit: float = math.inf
     promoted: dict[str, int] = field(factory=dict, repr=False)
-    """Chunks promoted for this request, by the tier they came from."""
+    """Number of chunks that were promoted for this request, by the name of the tier."""
     deferred_since: float | None = None
 
     def release(self) -> None:
@@ -219,8 +221,8 @@ class Waiting:
 class Loading:
     """The results of a request's loads. Written by `Loads`.
 
-    `begun`: number of loads between steps. `failed`: whether one failed, so that the request computes the rest and gets
-    no further load.
+    `begun`: number of loads between steps. `failed`: whether a load failed, so that the request computes the rest, and
+    loads nothing more.
     """
 
     begun: int = 0
@@ -244,18 +246,18 @@ class Storing:
     _at_end: list[Callable[[], None]] = field(init=False, factory=list, repr=False)
 
     def begin_again(self, chunk: int) -> None:
-        """Store the chunks from this one on, and the tail, again."""
+        """Make the request store its chunks from number `chunk` on, and its tail, again."""
         self.stored, self.tail_due = min(self.stored, chunk), True
 
     def once_stored(self, call: Callable[[], None]) -> None:
-        """Call this function once no store of its chunks is under way, or now if there is none."""
+        """Call this function as soon as no store of the request's chunks is running, perhaps now."""
         if self.copying:
             self._at_end.append(call)
         else:
             call()
 
     def copy_ended(self) -> None:
-        """Note the end of a store of its chunks."""
+        """Note that a store of the request's chunks has ended."""
         self.copying -= 1
         if not self.copying:
             calls, self._at_end = self._at_end, []
@@ -281,7 +283,7 @@ class Auditing:
 
 @define(eq=False)
 class Report:
-    """The promised and the loaded tokens of a request, and the reason for the rest. Written by `SchedulerObserver`.
+    """The tokens that were promised and loaded for a request, and its miss. Written by `SchedulerObserver`.
 
     `sources`: the last promised tokens, by the tier that has them; `source_chunks`: the same in chunks. `promised`:
     keys of that promise, and of vLLM's own hit before it. `miss`: why the rest was not promised. `counted`: whether the
@@ -302,10 +304,10 @@ class Report:
 
 @frozen
 class Naming:
-    """How one engine names the KV of its requests.
+    """Everything that one engine needs to make the chunk keys of its requests.
 
-    `save_tails`: whether tails get keys, too. `states`: state entries of each boundary between chunks. `longest`:
-    length of the longest prompt in tokens.
+    `save_tails`: whether tails have keys. `states`: number of state entries after each chunk. `longest`: number of
+    tokens of the longest prompt.
     """
 
     namespace: Namespace
@@ -333,9 +335,9 @@ class Request:
     tenants: Sequence[str] = field(repr=False)
     """Names for this request in quotas: the label of its salt, and its tags as `name:value`."""
     weights: str = field(default="", repr=False)
-    """Their identity."""
+    """The identity of the weights."""
     adapter: tuple[int, str] = (0, "")
-    """Its number, 0 if there is no adapter, and its identity."""
+    """The number of the request's adapter (0 without an adapter), and its identity."""
     unidentified: bool = False
     """Whether its weights, adapter or images have no identity, or changed while it ran."""
     loading: Loading = field(init=False, factory=Loading, repr=False)
@@ -344,11 +346,11 @@ class Request:
     report: Report = field(init=False, factory=Report, repr=False)
     chain: KeyChain = field(init=False, repr=lambda chain: f"<{len(chain.keys)} keys>")
     hashed_tokens: int = field(init=False, default=-1)
-    """Length of the prompt that `chain` and `tail` belong to. A session's prompt grows with each input."""
+    """Number of prompt tokens in `chain` and `tail`. The prompt of a streamed session grows with each input."""
     tail: TailKey | None = field(init=False, default=None, repr=False)
-    """Key of the tokens after the last whole chunk; None without such tokens, or if tails are not stored."""
+    """Key of the tokens after the last whole chunk, or None if there are no such tokens or tails are not stored."""
     tail_chunk: int = field(init=False, default=0)
-    """Whole chunks before the tail."""
+    """Number of whole chunks before the tail."""
 
     @classmethod
     def of(cls, vllm: VLLMRequest, naming: Naming, identity: str | None, patience: Patience) -> Self:
@@ -393,7 +395,7 @@ class Request:
 
     @property
     def lora_name(self) -> str | None:
-        """The name of its adapter, which is its key in vLLM's own prefix cache."""
+        """The name of the request's adapter, by which vLLM's prefix cache knows the adapter."""
         lora = getattr(self.vllm, "lora_request", None)
         return None if lora is None else str(lora.lora_name)
 
@@ -403,18 +405,18 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens."""
+        """Number of known tokens."""
         return self.vllm.num_tokens
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, as of now."""
+        """Number of tokens of the prompt, which grows in a streamed session."""
         tokens: int = getattr(self.vllm, "num_prompt_tokens", self.vllm.num_tokens)
         return tokens
 
     @property
     def last_token(self) -> int:
-        """Number of the last token. vLLM always computes it, because it needs its logits."""
+        """Index of the last token. vLLM always computes this token, because it needs its logits."""
         return self.vllm.num_tokens - 1
 
     @property
@@ -430,7 +432,7 @@ class Request:
 
     @property
     def answer(self) -> dict[str, object]:
-        """The answer to `lmkv.report` when the request ends."""
+        """The report for `lmkv.report`, when the request ends."""
         report = self.report
         missed = {} if report.miss is None else {"missed": report.miss.report()}
         return {
@@ -443,7 +445,7 @@ class Request:
         }
 
     def keys(self, count: int) -> list[ChunkKey]:
-        """Return the first `count` keys. Hashes tokens known since the last call."""
+        """Return the first `count` chunk keys, after hashing tokens that have become known since the last call."""
         if count > len(self.chain.keys):
             self.chain.extend(self.known_tokens)
         return self.chain.keys[:count]
@@ -464,5 +466,5 @@ class Request:
         return state_keys(self.chain.keys[chunks - 1], self.naming.states)
 
     def tokens(self, first: int, count: int) -> Sequence[int]:
-        """Return up to `count` token ids from number `first` on, as far as they are known."""
+        """Return up to `count` token ids from index `first` on, as far as they are known."""
         return self.known_tokens[first : first + count]

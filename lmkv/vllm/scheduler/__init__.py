@@ -37,17 +37,17 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 class Scheduler:
-    """Tracks requests and their chunks.
+    """The scheduler side: follows all requests, answers vLLM's lookups, and orders loads, stores and audits.
 
     `Matcher` and `Loads` decide about loads, `ChunkStores` and `StateStores` about stores, `HitAudits` and `LoadAudits`
-    about audits. `WeightChanges` names KV by its weights; `Endings` carries out the pins and priorities of ended
+    about audits. `WeightChanges` names KV by its weights. `Endings` carries out the pins and priorities of ended
     requests.
 
-    `namespace`: root of every chunk key. `block_map`: how block tables map to chunks. All calls come from vLLM's
-    scheduling thread, in the order of its steps: lookup and allocation of each request, `plan_step`, `take_plan`, and
-    later `on_report` with the workers' answers. `events`: None if no events are published. `identify()`: the identity
-    of the workers' model, called now and after each call of `suspect`; if None, nothing is cached.
-    `load_adapter(lora)`: an adapter as the workers have loaded it.
+    All calls come from vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request,
+    `plan_step`, `take_plan`, and later `on_report` with the workers' answers. `namespace`: the namespace of all chunks.
+    `block_map`: maps block tables to chunks. `events`: None if vLLM publishes no events. `identify()`: returns the
+    identity of the workers' model, or None if nothing may be cached; called now and after each call of `suspect`.
+    `load_adapter(lora)`: returns an adapter that the workers have loaded.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Scheduler:
 
     @property
     def observer(self) -> SchedulerObserver:
-        """Metrics, explanations, recent requests and KV events."""
+        """The observer, with metrics, explanations, recent requests and KV events."""
         return self._observer
 
     @property
@@ -114,24 +114,27 @@ class Scheduler:
         return MappingProxyType(self._requests)
 
     def keys_of(self, tokens: Sequence[int], cache_salt: str | None, tags: Mapping[str, str]) -> list[ChunkKey]:
-        """Return the keys of a prompt without images and adapters, as of the last lookup; none if the weights are
-        unknown.
+        """Return the keys of a prompt without images and adapters, or none if the weights are unknown. Thread-safe.
 
-        Thread-safe.
+        The keys are for the weights at the last lookup.
         """
         root = self.root_of(cache_salt, tags)
         return [] if root is None else self._keys(root, tokens)
 
     def root_of(self, cache_salt: str | None, tags: Mapping[str, str]) -> bytes | None:
-        """Return the root of the keys of such prompts, as of the last lookup; None if the weights are unknown.
-        Thread-safe.
+        """Return the root of the keys of prompts with this salt and these tags. Thread-safe.
+
+        The root is for the weights at the last lookup; None if the weights are unknown.
         """
         identity = self.changes.identity
         return None if identity is None else tagged_root(self._naming.namespace, tags.items(), identity, cache_salt)
 
     def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None], count: int = 0) -> None:
-        """Set vLLM's `free()`, which counts the free ones of its `count` blocks, and `evict(blocks)`, which removes
-        blocks from its prefix cache."""
+        """Set two functions of vLLM: `free()` counts the free blocks, and `evict(blocks)` removes blocks from its
+        cache.
+
+        `count`: the number of all blocks.
+        """
         self.loads.admission.free_blocks = free
         self.loads.evict_blocks = evict
         self.changes.evict = lambda: evict(set(range(count)))
@@ -139,9 +142,9 @@ class Scheduler:
     # -- requests -----------------------------------------------------------------------------------------
 
     def on_new_request(self, vllm_request: VLLMRequest) -> None:
-        """Hash the request's prompt, once, and promote its chunks before it is scheduled.
+        """Hash the prompt of a new request, and begin to promote its chunks before vLLM schedules it.
 
-        If the weights may have changed, this is postponed to the first lookup, because the engine may sleep until then.
+        If the weights may have changed, this waits for the first lookup, because the engine may sleep until then.
         """
         if self.changes.puts_off(vllm_request.request_id):
             return
@@ -159,7 +162,7 @@ class Scheduler:
             self.matcher.arrived(request, keys)
 
     def _keys(self, root: bytes, tokens: Sequence[int]) -> list[ChunkKey]:
-        """Return the keys of another prompt, that of its tail included."""
+        """Return the keys of another prompt, including the key of its tail."""
         chain, tail = hash_prompt(tokens, root, self._chunk_size, tail=self._options.save_unfull_chunk)
         return chain.keys if tail is None else [*chain.keys, tail]
 
@@ -190,7 +193,10 @@ class Scheduler:
         return request
 
     def request_finished(self, vllm_request: VLLMRequest) -> dict[str, Any] | None:
-        """Forget the request; once its last store has ended, its chunks count as used. Returns its report if wanted."""
+        """Forget an ended request, and return its report if it wants one.
+
+        Once its last store has ended, its chunks count as used.
+        """
         request = self._forget(vllm_request.request_id)
         return None if request is None else self._endings.finished(request)
 
@@ -199,8 +205,10 @@ class Scheduler:
     def get_num_new_matched_tokens(
         self, vllm_request: VLLMRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return `(tokens, asynchronous)`: the tokens that can be loaded beyond the computed ones. None instead of
-        tokens makes vLLM ask again."""
+        """Return `(tokens, asynchronous)`: how many tokens can be loaded after the computed ones, and how.
+
+        If `tokens` is None, vLLM asks again.
+        """
         started, evictions = self._clock(), self.changes.evictions
         self.changes.identify()
         if vllm_request.request_id in self.changes.put_off:
@@ -221,7 +229,7 @@ class Scheduler:
         return (answer.tokens, answer.between_steps) if isinstance(answer, Hit) else (0, False)
 
     def _end_deferral(self, request: Request) -> None:
-        """Note that vLLM has its answer."""
+        """Note that vLLM has its answer for the request, and asks no more."""
         since, request.waiting.deferred_since = request.waiting.deferred_since, None
         if since is not None:
             self._observer.telemetry.lookup_was_deferred(self._clock() - since)
@@ -248,18 +256,20 @@ class Scheduler:
     def update_state_after_alloc(
         self, vllm_request: VLLMRequest, block_ids: BlockTables, num_external_tokens: int
     ) -> None:
-        """Order the promised load into the allocated blocks, or release its lease."""
+        """Order the promised load into the blocks that vLLM has allocated, or release its lease if vLLM does not want
+        it.
+        """
         request = self._request_of(vllm_request)
         self.matcher.allocated(request, self._block_map.select(block_ids), num_external_tokens)
         self._observer.recent.scheduled(request)
 
     def hit_sources(self, request_id: str) -> dict[str, int]:
-        """Return the tokens that were last promised to a request, by tier."""
+        """Return the number of tokens from each tier in the last promise to a request."""
         request = self._requests.get(request_id)
         return dict(request.report.sources) if request is not None else {}
 
     def fail_load(self, request_id: str, block_ids: BlockTables, num_external_tokens: int) -> None:
-        """Report the blocks of a promised load as failed, because it could not be ordered."""
+        """Report the blocks of a promised load as failed, because the load could not be ordered."""
         request, tables = self._requests.get(request_id), self._block_map.select(block_ids)
         if request is None:
             self.loads.fail_unknown(tables)
@@ -277,10 +287,10 @@ class Scheduler:
     ) -> None:
         """Order the copies that follow from the step that was just scheduled.
 
-        `progress`: for each request of the step, its tokens whose KV is valid after it, drafts excluded.
-        `blocks_of(request_id)`: its block tables, or None. `scheduled_tokens`: the tokens of the whole step. `offers`:
-        the states that vLLM hands over, by request. `preempted`: requests that have lost their blocks. `overwritten`:
-        blocks that vLLM writes into before the workers get the plan.
+        `progress`: for each request of the step, how many tokens have valid KV after the step, without drafts.
+        `blocks_of(request_id)`: returns a request's block tables, or None. `scheduled_tokens`: the number of tokens of
+        the step. `offers`: the states that vLLM hands over, by request. `preempted`: requests that have lost their
+        blocks. `overwritten`: blocks that vLLM writes into before the workers get the plan.
         """
         for request_id in preempted:
             if request_id in self._requests:
@@ -327,7 +337,7 @@ class Scheduler:
     # -- answers ------------------------------------------------------------------------------------------
 
     def on_report(self, report: WorkerReport) -> None:
-        """Merge the workers' answers; a job ends when every rank has answered."""
+        """Merge answers of workers. A job ends when every rank has answered."""
         ends = report.jobs
         try:
             self._note(report)
@@ -358,7 +368,7 @@ class Scheduler:
             self._jobs.distrust()
 
     def _on_wrong(self, request: Request, chunk: int, own_kv_is_right: bool) -> None:
-        """After a wrong chunk of a request: store nothing computed from it, and evict it from vLLM's cache."""
+        """React to a wrong chunk of a request: store nothing computed from it, and evict it from vLLM's cache."""
         self._jobs.distrust()
         self.changes.evict_all()
         keys = request.chain.keys[: chunk + 1][-1:]
@@ -375,8 +385,9 @@ class Scheduler:
         return [] if self._observer.events is None else self._observer.events.take()
 
     def republish(self) -> None:
-        """Publish all chunks again: vLLM has announced that all blocks are removed, but has cleared only its own
-        cache."""
+        """Publish all chunks again, after vLLM has announced that all blocks are removed, although lmkv keeps its
+        chunks.
+        """
         if self._observer.events is not None:
             self._observer.events.republish()
 
@@ -386,7 +397,7 @@ class Scheduler:
         return len(self._jobs) > 0 or bool(self.loads.between_steps)
 
     def reset(self) -> None:
-        """Empty host memory. Lower tiers keep their chunks, which are found again if weights are unchanged."""
+        """Empty host memory. Lower tiers keep their chunks, which requests find again if the weights are the same."""
         self.changes.suspect()
         # Running copies may belong to ended requests.
         self._jobs.distrust()

@@ -1,7 +1,8 @@
-"""Audits: `HitAudits` recomputes a sample of hits, `LoadAudits` reads a sample of loads back; both compare.
+"""Audits a sample of hits: `HitAudits` compares hits with computed KV, and `LoadAudits` reads loads back.
 
-Checksums prove that the bytes are those that were written. Only an audit proves that they are the right KV. The workers
-copy the fresh pages into separate slots, as a store does, and compare them with the stored chunks as numbers.
+Checksums prove that loaded bytes are the bytes that were written. Only an audit proves that they are the right KV. For
+`HitAudits` the workers copy the fresh pages into separate slots, as a store does, and compare their numbers with those
+of the stored chunks.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from lmkv.vllm.scheduler.context import Job, PlanContext, Planner
 logger = logging.getLogger("lmkv.vllm")
 
 _REMEMBERED = 100_000
-"""Chunks whose last audit, deletion or origin is remembered."""
+"""Number of chunks whose last audit, deletion or origin is remembered."""
 _NAMED = 3
-"""Most layers, or blocks, that a log line names."""
+"""Largest number of layers or blocks that a log line names."""
 
 
 CopiesOf = Sequence[Callable[[int], ChunkCopy | None]]
-"""Makes the copy of a key's chunk into a slot; None if some of its blocks are missing."""
+"""For each key, a function that makes a copy of its chunk into a slot, or None if blocks are missing."""
 
 
 def named(names: Sequence[str]) -> str:
@@ -43,7 +44,7 @@ def named(names: Sequence[str]) -> str:
 
 @define
 class Sampler:
-    """Chooses one of `1 / rate` hits at random, so that it also finds errors with a pattern."""
+    """Chooses one of `1 / rate` hits at random, so that audits also find errors that follow a pattern."""
 
     rate: float
     draw: Callable[[], float] = random.random
@@ -59,7 +60,7 @@ class _Comparison(Job):
     reservation: Reservation
     keys: Sequence[ChunkKey]
     chunks: list[int]
-    """Number of each compared chunk in its prompt; of a state the chunk before it."""
+    """The index of each compared chunk in its prompt; for a state the index of the chunk before it."""
 
     @property
     def states(self) -> bool:
@@ -67,10 +68,10 @@ class _Comparison(Job):
 
 
 class WrongChunks:
-    """The chunks found to be wrong, and the chunks that continued them and have been deleted since.
+    """Deletes wrong chunks and the chunks that continue them, and remembers which chunks were wrong.
 
-    KV computed from a wrong chunk is wrong as well, and may be stored anywhere. So `purge` checks every request's
-    chunks before any is loaded.
+    KV that was computed from a wrong chunk is wrong as well, and may be stored anywhere. So `purge` checks the chunks
+    of every request before any is loaded.
     """
 
     def __init__(self, delete: Callable[[Sequence[ChunkKey]], object], states: int) -> None:
@@ -108,9 +109,9 @@ class WrongChunks:
 
 
 class HitAudits(Planner):
-    """Decides which hits are audited, and acts on wrong ones.
+    """Decides which hits vLLM computes again for an audit, and deletes wrong chunks.
 
-    `on_wrong(request, chunk, own_kv_is_right)`: called once the wrong chunk of this number of a request is deleted.
+    `on_wrong(request, chunk, own_kv_is_right)`: called after the deletion of a request's wrong chunk, with its index.
     """
 
     def __init__(self, context: PlanContext) -> None:
@@ -122,13 +123,13 @@ class HitAudits(Planner):
         self.wrong = WrongChunks(self._store.delete, context.boundaries.states)
         self.on_wrong: Callable[[Request, int, bool], None] = lambda request, chunk, own_kv_is_right: None
         self._computed: LRUCache[tuple[ChunkKey, str], bool] = LRUCache(_REMEMBERED)
-        """Last chunks of hits that were audited by computing them, and the tiers that had them."""
+        """The last chunks of hits that were computed for an audit, with the tiers that had them."""
         self._behind: LRUCache[ChunkKey, str] = LRUCache(_REMEMBERED)
-        """Chunks that were computed behind a load, for the log."""
+        """Chunks that were computed after a load, for the log."""
 
     @property
     def loads_off(self) -> bool:
-        """Whether loads are off, because of a wrong chunk and `audit_action`."""
+        """Whether an audit has switched loads off, because a chunk was wrong and `audit_action` is "disable"."""
         return self._telemetry.loads_off
 
     def __repr__(self) -> str:
@@ -137,9 +138,10 @@ class HitAudits(Planner):
     def takes(
         self, request: Request, keys: Sequence[ChunkKey], sources: Mapping[str, int], tokens: int, seconds: float
     ) -> bool:
-        """Decide once, at random, whether the request computes its hit `keys`. It would compute `tokens` in `seconds`.
+        """Decide once, at random, whether vLLM computes a request's hit `keys` for an audit. Returns whether it does.
 
-        `sources`: the chunks that are not computed yet, by tier.
+        `sources`: the number of chunks that are not computed yet, by tier. `tokens`, `seconds`: what computing them
+        costs.
         """
         if request.auditing.audit is None and not request.auditing.decided:
             request.auditing.decided = True
@@ -160,15 +162,16 @@ class HitAudits(Planner):
         return request.auditing.audit is not None
 
     def _tail(self, request: Request, keys: Sequence[ChunkKey]) -> TailKey | None:
-        """Return the prompt's tail, if it comes next in the hit and has whole pages; not with windows, which may lack
-        some.
+        """Return the prompt's tail if it comes next in the hit and has whole pages, else None.
+
+        With sliding windows it is None, because pages of a tail may be missing.
         """
         tail = request.tail if keys and keys[0] == request.tail and not self._block_map.windowed else None
         begins = len(request.chain.keys) * self._chunk_size if tail is not None else 0
         return tail if tail is not None and request.waiting.computed <= begins and self._whole(tail) else None
 
     def _whole(self, tail: TailKey) -> int:
-        """Return the number of tokens of a tail in full pages: the rest of its last page is unknown."""
+        """Return the number of tokens in full pages of a tail, because the rest of its last page is unknown."""
         size = max(group.block_size for group in self._block_map.groups)
         return tail.tokens // size * size
 
@@ -178,7 +181,7 @@ class HitAudits(Planner):
         return drawn or self.sampler()
 
     def stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Note the load on which these chunks build: if they are wrong, it may be the cause."""
+        """Note the load before these chunks, because it may be the cause if they are wrong."""
         if self.on and request.report.hit_tokens:
             text = f"computed by request {request.name} after {request.report.hit_tokens} loaded tokens"
             self._behind.update(dict.fromkeys(keys, text))
@@ -186,7 +189,7 @@ class HitAudits(Planner):
     # -- orders -------------------------------------------------------------------------------------------
 
     def compare(self, request: Request, computed: int, tables: BlockTables) -> None:
-        """Order the comparison of the chunks that are complete after `computed` tokens."""
+        """Order the comparison of the hit's chunks that are complete after `computed` tokens."""
         audit = request.auditing.audit
         if audit is None:
             return
@@ -223,7 +226,7 @@ class HitAudits(Planner):
     def _order(
         self, request: Request, audit: Audit, keys: Sequence[ChunkKey], copies_of: CopiesOf, chunks: list[int]
     ) -> None:
-        """Compare the leading `keys` in host memory, as far as there are slots for the fresh ones."""
+        """Order the comparison of the first `keys` that are in host memory, if there are slots for fresh pages."""
         lease = self._store.lease(keys)
         fresh = [secrets.token_bytes(32) for _ in lease.keys]
         reservation = self._store.reserve(fresh, protect=request.keys(audit.end))
@@ -241,7 +244,7 @@ class HitAudits(Planner):
     # -- ends ---------------------------------------------------------------------------------------------
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """All ranks have compared their parts: delete the wrong chunks."""
+        """Delete the wrong chunks, after all ranks have compared their parts."""
         assert isinstance(job, _Comparison)
         job.reservation.abort()
         job.lease.release()
@@ -287,15 +290,15 @@ class HitAudits(Planner):
 @define(eq=False)
 class _ReadAgain(Job):
     load: AuditedLoad | None
-    """None if its blocks were recomputed, or lost."""
+    """The load, or None if its blocks were recomputed or lost."""
 
 
 @define(eq=False)
 class AuditedLoad:
-    """A load whose blocks are read back.
+    """A load whose blocks are read back for an audit.
 
-    `copies`: the chunks from number `first` on, and the states. `tenure`: the request's `Auditing.tenure` when the load
-    was ordered.
+    `copies`: the copies of the chunks from number `first` on, and of the states. `tenure`: the request's
+    `Auditing.tenure` when the load was ordered.
     """
 
     request: Request
@@ -307,7 +310,7 @@ class AuditedLoad:
 
 
 class LoadAudits(Planner):
-    """Decides which loads are audited, and acts on wrong ones.
+    """Decides which loads are read back for an audit, and reacts to wrong ones.
 
     If a request's blocks differ from the stored chunks, this is reported to `audit` as a wrong chunk of its hit.
     """
@@ -317,23 +320,26 @@ class LoadAudits(Planner):
         self._audit = audit
         self._layerwise = context.options.whole_blocks
         self._held: dict[int, AuditedLoad] = {}
-        """Loads whose request still has the blocks, by job."""
+        """Audited loads whose request still has the blocks, by the number of the job."""
         self._given_up: dict[int, AuditedLoad] = {}
-        """Loads whose request has released the blocks since the last plan: nothing has overwritten them yet."""
+        """Audited loads whose request has released the blocks since the last plan, so that nothing has overwritten
+        them.
+        """
         self._left: set[Request] = set()
 
     def take(
         self, request: Request, copies: list[ChunkCopy], first: int, end: int, *, between_steps: bool
     ) -> AuditedLoad | None:
-        """Return the request's load if the sampler has chosen it for an audit. `end`: the number of its tokens, from
-        the first on."""
+        """Return an `AuditedLoad` if the sampler chooses this load, else None. `end`: number of tokens up to its
+        end.
+        """
         if not copies or not self._audit.takes_load(request):
             return None
         kind = "between steps" if between_steps else "layer by layer" if self._layerwise else "within a step"
         return AuditedLoad(request, copies, first, end, kind, request.auditing.tenure)
 
     def load_ended(self, job: int, load: AuditedLoad, report: JobReport) -> None:
-        """All ranks have compared their parts of the load."""
+        """React to the comparison of a load, after all ranks have compared their parts."""
         self._telemetry.audited_load(wrong=bool(report.differences))
         request = load.request
         if report.differences:
@@ -372,7 +378,7 @@ class LoadAudits(Planner):
     # -- once more ----------------------------------------------------------------------------------------
 
     def give_up(self, request: Request) -> None:
-        """Note that the request has ended, or was preempted."""
+        """Note that a request has released its blocks, because it has ended or was preempted."""
         request.auditing.tenure += 1
         self._left.add(request)
         for job in [job for job, load in self._held.items() if load.request is request]:
@@ -392,8 +398,9 @@ class LoadAudits(Planner):
         self._left.clear()
 
     def _settled(self, load: AuditedLoad, overwritten: Collection[int]) -> list[ChunkCopy]:
-        """Return the whole pages before the load's end, in tables that keep all blocks: nothing should have changed
-        them.
+        """Return copies of the whole pages before the end of a load, which nothing should have changed.
+
+        They are those in tables that keep all blocks, except the overwritten ones.
         """
         size, copies = self._block_map.chunk_size, []
         for number, copy in enumerate(load.copies, load.first):
@@ -409,7 +416,7 @@ class LoadAudits(Planner):
         return copies
 
     def forget(self, request: Request | None = None) -> None:
-        """Forget the blocks of a request, or all: they are recomputed, or lost."""
+        """Forget the audited loads of a request, or of all, because their blocks are recomputed or lost."""
         if request is None:
             self._held.clear()
             self._given_up.clear()
@@ -419,7 +426,7 @@ class LoadAudits(Planner):
             self._held = {job: load for job, load in self._held.items() if load.request is not request}
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """All ranks have reread the blocks."""
+        """React to the second reading of a load, after all ranks have read their blocks."""
         assert isinstance(job, _ReadAgain)
         if report.ok and report.differences and job.load is not None:
             self._telemetry.audited_load(wrong=True, again=True)

@@ -1,6 +1,6 @@
-"""`WeightChanges`: identifies KV by the weights that computed it, and separates KV of earlier weights.
+"""`WeightChanges`: identifies KV by the weights that computed it, and keeps KV of earlier weights apart.
 
-vLLM and trainers change weights and adapters while requests run. A running request then has KV of both.
+vLLM and trainers change weights and adapters while requests run. A running request then has KV of old and new weights.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from lmkv.vllm.scheduler.loads import Loads
 
 
 def _identities() -> Iterator[str]:
-    """For engines that cannot be asked: a new one after each call of `WeightChanges.suspect`."""
+    """Yield identities for an engine that cannot be asked: a new one after each call of `WeightChanges.suspect`."""
     yield ""
     while True:
         yield secrets.token_hex(16)
 
 
 class WeightChanges(Planner):
-    """Asks the workers for the identity of their weights, and leaves requests out that run across a change.
+    """Asks the workers for the identity of their weights, and leaves out requests that run during a change.
 
-    A request that is left out keeps running. It stores and loads nothing more, and shares none of its blocks.
+    A request that is left out keeps running, but stores and loads nothing more, and shares none of its blocks.
 
-    `requests`: the scheduler's, by id. `identify()`: the identity of the workers' model, called now and after each call
-    of `suspect`; if None, nothing is cached. `evict()`: empties vLLM's prefix cache.
+    `requests`: the scheduler's requests, by id. `identify()`: returns the identity of the workers' model, or None if
+    nothing may be cached; called now and after each call of `suspect`. `evict()`: empties vLLM's prefix cache.
     """
 
     def __init__(
@@ -48,23 +48,24 @@ class WeightChanges(Planner):
         self._ask_workers = identify or partial(next, _identities())
         self.identity = self._ask_workers()
         self._suspicions = 0
-        """Calls of `suspect` since the last answer of the workers."""
+        """Number of calls of `suspect` since the last answer of the workers."""
         self.put_off: set[str] = set()
-        """Requests that have arrived since then."""
+        """Ids of the requests that have arrived since the last answer of the workers."""
         self._across: dict[str, set[int]] = {}
-        """Requests with KV from before a change, and their blocks, which no other may get."""
+        """Requests with KV from before a change, with their blocks, which no other request may share."""
         self._loading_across: set[str] = set()
-        """Those of them that were loading between steps, and have not computed since."""
+        """The requests in `_across` that were loading between steps, and have not computed since."""
         self._served: LRUCache[str, str] = LRUCache(1024)
-        """The identity of the last adapter of each name."""
+        """For each adapter's name, the identity of the last adapter with this name."""
         self.evict: Callable[[], None] = lambda: None
         self.evictions = 0
 
     # -- requests -----------------------------------------------------------------------------------------
 
     def puts_off(self, request_id: str) -> bool:
-        """Return whether the weights may have changed. A new request is then hashed at its first lookup, because the
-        engine may sleep until then.
+        """Return whether the weights may have changed, so that a new request is hashed only at its first lookup.
+
+        The engine may sleep until then.
         """
         if self._suspicions:
             self.put_off.add(request_id)
@@ -73,8 +74,7 @@ class WeightChanges(Planner):
         return bool(self._suspicions)
 
     def follow_adapter(self, request: Request) -> None:
-        """Evict vLLM's prefix cache if another adapter had this name, because that cache knows adapters only by
-        name."""
+        """Empty vLLM's prefix cache if another adapter had this name, because vLLM knows adapters only by name."""
         name, identity = request.lora_name, request.adapter[1]
         if name is None or self._served.setdefault(name, identity) == identity:
             return
@@ -90,19 +90,21 @@ class WeightChanges(Planner):
         self.evict()
 
     def loads_across(self, request_id: str) -> bool:
-        """Return whether other requests load KV from before a change. vLLM shares their blocks once they compute."""
+        """Return whether other requests are loading KV from before a change, whose blocks vLLM may share later."""
         return bool(self._loading_across - {request_id})
 
     def forget(self, request_id: str) -> None:
-        """Forget an ended request, and take its blocks out of vLLM's prefix cache if it ran across a change."""
+        """Forget an ended request, and remove its blocks from vLLM's prefix cache if it ran during a change."""
         self.put_off.discard(request_id)
         self._loading_across.discard(request_id)
         if request_id in self._across:
             self._loads.evict_blocks(self._across.pop(request_id))
 
     def keep_apart(self, progress: Iterable[str], blocks_of: Callable[[str], BlockTables | None]) -> None:
-        """Keep other requests from the blocks of requests that run across a change. Requests that already share such
-        blocks store nothing."""
+        """Prevent other requests from sharing blocks of requests that run during a change.
+
+        Requests that already share such blocks store nothing.
+        """
         if not self._across:
             return
         tables = {name: {block for table in blocks_of(name) or () for block in table} for name in progress}
@@ -118,10 +120,10 @@ class WeightChanges(Planner):
     # -- changes ------------------------------------------------------------------------------------------
 
     def suspect(self) -> None:
-        """Ask for the identity of the weights before the next lookup: they may have changed.
+        """Ask for the identity of the weights before the next lookup, because the weights may have changed.
 
-        Running requests were computed with earlier weights, at least in part, so they are left out. Stores under way
-        were computed with the earlier weights, and keep their names.
+        Running requests are left out, because earlier weights have computed at least a part of them. Running stores
+        keep their keys, because earlier weights have computed their KV.
         """
         self._suspicions += 1
         self._load_audits.forget()
@@ -145,7 +147,7 @@ class WeightChanges(Planner):
             self.evict_all()
 
     def leave_out(self, request: Request) -> None:
-        """Let the request continue, but share none of its blocks."""
+        """Leave a request out: it continues, but stores and loads nothing more, and shares none of its blocks."""
         request.waiting.release_lease()
         request.leave_out()
         self._audit.end(request)
@@ -160,7 +162,7 @@ class WeightChanges(Planner):
         self._leave_out_adapter(number, digest)
 
     def forget_adapter(self, number: int) -> None:
-        """Ask again for the adapter of this number, which may have changed."""
+        """Ask the workers again for the adapter of this number, which may have changed."""
         self._naming.adapters.forget(number)
         self._leave_out_adapter(number)
 
@@ -173,5 +175,5 @@ class WeightChanges(Planner):
                 self._jobs.distrust()
 
     def forget_media(self) -> None:
-        """Forget the names of images, sounds and videos: vLLM has cleared its encoder cache."""
+        """Forget the names of images, sounds and videos, because vLLM has cleared its encoder cache."""
         self._naming.media.clear()

@@ -1,4 +1,4 @@
-"""The parts that all planners of a step share: options, store, block map, jobs, the step's plan, observer."""
+"""The context that all planners of a step share: options, store, block map, jobs, the step's plan, and observer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmkv.vllm.scheduler.observer import SchedulerObserver
 
 @frozen(kw_only=True)
 class SchedulerOptions:
-    """Made once, by the connector, from lmkv's and vLLM's configuration.
+    """The options of the scheduler side, made once from lmkv's and vLLM's configuration.
 
     `ranks`: workers that answer each order. `loads`, `stores`: False switches that direction off, as for a producer or
     a consumer. `save_decode`: whether to store generated tokens, too. `save_unfull_chunk`: whether to store and find
@@ -61,17 +61,17 @@ class SchedulerOptions:
 
     @classmethod
     def of(cls, config: object, **given: Any) -> Self:
-        """Return the options: those that `config` has under equal names, and those given."""
+        """Make options from the attributes of `config` with the same names, and from the arguments `given`."""
         found = {each.name: getattr(config, each.name) for each in fields(cls) if hasattr(config, each.name)}
         return cls(**{**found, **given})
 
 
 @define(eq=False)
 class Job:
-    """An order to the workers for a request. Each planner has its own kind.
+    """An order to the workers for a request. Each planner has a separate subclass.
 
-    `distrusted`: whether it was ordered before a load was known to have failed, or before a reset: its copies may have
-    been computed from unfilled blocks.
+    `distrusted`: whether the job was ordered before a load was known to have failed, or before a reset, so that its
+    blocks may have been computed from unfilled blocks.
     """
 
     planner: Planner = field(repr=False)
@@ -83,19 +83,19 @@ J = TypeVar("J", bound=Job)
 
 
 class Jobs:
-    """The jobs that have not ended. Called on the scheduling thread only. `ranks`: workers that answer each order."""
+    """The jobs that have not ended. Call it on the scheduling thread only. `ranks`: number of workers that answer."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._jobs: dict[int, Job] = {}
         self._reports: dict[int, JobReport] = {}
-        """Answers of some ranks."""
+        """For each job, the answers of the ranks so far."""
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def begin(self, number: int, job: Job) -> None:
-        """Follow an order that is in the step's plan."""
+        """Note a job, whose order with this number is in the step's plan."""
         self._jobs[number] = job
 
     def get(self, number: int) -> Job | None:
@@ -106,7 +106,7 @@ class Jobs:
         return (job for job in self._jobs.values() if isinstance(job, kind))
 
     def distrust(self) -> None:
-        """Discard the results of all jobs ordered until now.
+        """Mark all jobs that were ordered until now as distrusted, so that their results are discarded.
 
         After a failed load, KV may depend on the unfilled blocks, which vLLM's prefix cache shares with other requests.
         After a reset, no request looks for such KV.
@@ -115,7 +115,7 @@ class Jobs:
             job.distrusted = True
 
     def answered(self, reports: Mapping[int, JobReport]) -> Iterator[tuple[int, JobReport]]:
-        """Merge the answers of some ranks; yield the jobs that all ranks have answered."""
+        """Merge answers of some ranks, and yield the jobs that all ranks have answered."""
         for number, part in reports.items():
             known = self._reports.pop(number, None)
             merged = part if known is None else known.merge(part)
@@ -133,7 +133,7 @@ class Jobs:
 
 @frozen
 class PlanContext:
-    """One engine's store, boundaries between chunks, block map, step plan, jobs, options, observer."""
+    """The objects of one engine that all planners use."""
 
     store: TieredStore
     boundaries: Boundaries
@@ -145,7 +145,9 @@ class PlanContext:
 
 
 class Planner:
-    """A part of the scheduler side. Called on the scheduling thread only; never waits."""
+    """Base class of the parts of the scheduler side that order jobs. Call it on the scheduling thread only. Never
+    waits.
+    """
 
     def __init__(self, context: PlanContext) -> None:
         self._store, self._boundaries, self._block_map = context.store, context.boundaries, context.block_map
@@ -155,4 +157,4 @@ class Planner:
         self._chunk_size = context.block_map.chunk_size
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """Follow up a job of this planner that all ranks have answered. `number`: the number of its order."""
+        """React to the end of a job of this planner, which all ranks have answered. `number`: that of its order."""

@@ -1,4 +1,4 @@
-"""KV events for routers: which of vLLM's blocks have come into a tier of the store, and which have left it.
+"""Makes KV events for routers: which of vLLM's blocks have entered a tier of the store, and which have left it.
 
 Events cover chunks whose blocks are known, because this engine stored or found them. The store's threads note changes,
 and the scheduling thread turns them into events. A block may be in several chunks: a prompt's tail and the chunk that
@@ -33,7 +33,7 @@ _BATCH_CHANGES = 1024
 
 
 class Place(NamedTuple):
-    """Where a tier is, in the words of vLLM's events. Routers know these words, not names of tiers."""
+    """The place of a tier in the words of vLLM's events, which routers know."""
 
     medium: str
     locality: str
@@ -81,12 +81,12 @@ class BlocksRemoved:
 
 Event = BlocksStored | BlocksRemoved
 Describe = Callable[[VLLMRequest, int, int, int], Blocks | None]
-"""`describe(request, group, start, end)`: the blocks of tokens [start, end), which are whole blocks."""
+"""`describe(request, group, start, end)` returns the blocks of tokens [start, end), which are whole blocks."""
 
 
 @define(eq=False)
 class _Chunk:
-    """A chunk or state with known blocks, by KV cache group without a window. `tiers`: the tiers that have it."""
+    """A chunk or state, with its blocks in each KV cache group without a window, and the tiers that have it."""
 
     blocks: list[Blocks]
     tiers: set[str] = field(factory=set)
@@ -111,7 +111,7 @@ class EventRecorder:
         self._chunks: dict[ChunkKey, _Chunk] = {}
         self._changes: deque[tuple[str, ChunkKey, bool]] = deque()
         self._counts: dict[tuple[Place, int], dict[BlockHash, int]] = {}
-        """Number of chunks, one per tier, that contain each announced block; by place and group."""
+        """For each place and group, how many chunks (counted in each tier) contain each announced block."""
         self._events: list[Event] = []
         self._failed = False
         store.catalog.add_observer(self)
@@ -132,9 +132,9 @@ class EventRecorder:
     # -- the scheduling thread ----------------------------------------------------------------------------
 
     def track(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Publish from now on where a request's leading chunks are, and the states after them.
+        """Publish from now on where a request's first chunks are, and the states after them.
 
-        Skips another request's chunks: they were tracked with that one.
+        Chunks that were tracked with another request are skipped.
         """
         try:
             self._track({key: _Chunk(blocks) for key, blocks in self._unknown(request, keys) if blocks})
@@ -227,7 +227,7 @@ class EventRecorder:
         self._changes.extendleft(reversed(again))
 
     def reset(self) -> None:
-        """Publish that all blocks are removed, and forget them: everything was deleted."""
+        """Publish that all blocks are removed, and forget them, because everything was deleted."""
         self._chunks.clear()
         self._changes.clear()
         self._events += [

@@ -1,7 +1,7 @@
-"""`Loads`: follows the ordered loads, within a step and between steps, until every rank has answered.
+"""`Loads`: orders loads, within a step and between steps, and follows them until every rank has answered.
 
-vLLM's prefix cache shares the blocks of a load within a step from their allocation on. No other request may share them
-until the load is known to have succeeded. If it fails, they are evicted from that cache.
+vLLM's prefix cache shares the blocks of a load within a step as soon as they are allocated. lmkv prevents other
+requests from sharing them until the load has succeeded. If it fails, lmkv evicts the blocks from vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ logger = logging.getLogger("lmkv.vllm")
 
 @define(eq=False)
 class LoadWindow:
-    """Copies of `tokens`, ordered together. `lease`: the lease on their slots. `last`: whether the load ends with this
-    window.
+    """A part of a load between steps: the copies of `tokens` tokens, which are ordered together.
 
-    `first`: number of the first chunk.
+    `lease`: the lease on their slots. `last`: whether the load ends with this window. `first`: index of the first
+    chunk.
     """
 
     copies: list[ChunkCopy]
@@ -48,10 +48,10 @@ class LoadWindow:
 class AsyncLoad:
     """Loads tokens [start, end) of one request into its blocks, while the request does not compute.
 
-    `keys`: the chunks from the one with token `start` on, and the states after the last chunk. While up to `window` of
-    them are copied, the next ones are promoted; so a load references at most 2 * `window` slots. It ends early and
-    reports the unfilled blocks if a chunk is lost, if no chunk arrives for `timeout` seconds, or if all waits together
-    exceed `limit` seconds.
+    `keys`: the chunks from the one with token `start` on, and the states after the last chunk. While up to `window`
+    chunks are copied, the next ones are promoted, so a load uses at most 2 * `window` slots. It ends early and reports
+    the unfilled blocks if a chunk is lost, if no chunk arrives for `timeout` seconds, or if all waits together exceed
+    `limit` seconds.
     """
 
     store: TieredStore = field(repr=False)
@@ -65,23 +65,23 @@ class AsyncLoad:
     limit: float
     clock: Clock = field(repr=False)
     promote: Callable[..., Promotion] = field(repr=False)
-    """As `TieredStore.promote`."""
+    """A function with the arguments and the result of `TieredStore.promote`."""
     stopped: bool = False
     abandoned: bool = False
     """Whether its request has ended, so that vLLM need not compute the remaining tokens."""
     ended: bool = False
     copying: int = 0
-    """Chunks of the window that is being copied, or 0."""
+    """Number of chunks in the window that is being copied, or 0."""
     _copied: int = 0
     _promotion: Promotion | None = None
     _waits_since: float = field(default=0.0, repr=False)
-    """When the promotion began, or the copy of the window before it ended, whichever was later."""
+    """The time when the promotion began, or when the previous copy ended if that was later."""
     _waited: float = field(default=0.0, repr=False)
-    """Seconds of the waits for windows before this one."""
+    """Seconds of all waits for earlier windows."""
 
     @property
     def first_chunk(self) -> int:
-        """Number of the first chunk that the load touches."""
+        """Index of the first chunk that the load fills, at least in part."""
         return self.start // self.block_map.chunk_size
 
     def advance(self) -> LoadWindow | None:
@@ -143,7 +143,7 @@ class AsyncLoad:
         return copies
 
     def give_up(self) -> LoadWindow:
-        """End here, with a window without copies that names the unfilled blocks."""
+        """End the load now, and return a window without copies that names the unfilled blocks."""
         self.ended = True
         self._drop_promotion()
         low = max(self.start, (self.first_chunk + self._copied) * self.block_map.chunk_size)
@@ -151,8 +151,9 @@ class AsyncLoad:
         return LoadWindow([], self.store.lease(()), unfilled, last=True)
 
     def copied(self, ok: bool) -> None:
-        """Note that the window's copy has ended on every rank, and that its lease was released. After a failure, stop
-        the load.
+        """Note that the copy of a window has ended on every rank, and that its lease was released.
+
+        `ok`: whether it succeeded; if not, the load stops.
         """
         if ok:
             self._copied += self.copying
@@ -161,7 +162,7 @@ class AsyncLoad:
         self.copying, self._waits_since = 0, self.clock()
 
     def stop(self) -> None:
-        """Copy nothing after the present window, and report the unfilled blocks.
+        """Stop the load after the present window, and report the unfilled blocks.
 
         vLLM frees the request's blocks only when the next window reports the end of the load.
         """
@@ -208,10 +209,10 @@ class AsyncLoadAdmission:
 
 @define(eq=False)
 class _LoadJob(Job):
-    """A load, or a window of one between steps.
+    """A load within a step, or a window of a load between steps.
 
-    `tokens`: that it loads. `load`: the one between steps that it is a window of. `unconfirmed`: blocks from token
-    `start` on that this step loads, or computes from those; vLLM shares them already.
+    `tokens`: the number of its tokens. `load`: the load between steps to which the window belongs. `unconfirmed`: the
+    blocks from token `start` on that the step loads, or computes from loaded blocks; vLLM already shares them.
     """
 
     lease: Lease
@@ -227,8 +228,8 @@ class _LoadJob(Job):
 class Loads(Planner):
     """Orders loads and follows them to their end.
 
-    `admission`: decides about loads between steps. `evict_blocks(blocks)`: takes blocks out of vLLM's prefix cache.
-    `on_failed_load(request_id)`: called before vLLM continues that request.
+    `admission`: decides about loads between steps. `evict_blocks(blocks)`: removes blocks from vLLM's prefix cache.
+    `on_failed_load(request_id)`: called before vLLM continues the request.
     """
 
     def __init__(self, context: PlanContext, timing: Timing, audits: LoadAudits) -> None:
@@ -238,7 +239,7 @@ class Loads(Planner):
         self._window = max(1, context.store.slab.num_slots // 4)
         self._async_loads: dict[str, tuple[Request, AsyncLoad]] = {}
         self._steps: dict[int, tuple[int, float]] = {}
-        """Tokens of each step under way, and when it was scheduled, by the step's number."""
+        """The number of tokens of each running step, and the time when it was scheduled, by the number of the step."""
         self._last_step, self._last_end = 0, 0.0
         self.admission = AsyncLoadAdmission(context.block_map)
         self.evict_blocks: Callable[[set[int]], None] = lambda blocks: None
@@ -256,22 +257,20 @@ class Loads(Planner):
 
     @property
     def timed_steps(self) -> int:
-        """Timed steps under way."""
+        """Number of timed steps that are running."""
         return len(self._steps)
 
     def is_unconfirmed(self, request: Request, num_computed_tokens: int) -> bool:
         """Return whether vLLM's own hit may include blocks of a load whose success is unknown.
 
-        Compares only the tokens of the load's first block: an unnecessary wait of one step does no harm.
+        Only the tokens of the load's first block are compared, because an unnecessary wait of one step does no harm.
         """
         size = self._block_map.groups[0].block_size
         jobs = [job for job in self._jobs.of(_LoadJob) if job.unconfirmed and job.start < num_computed_tokens]
         return any(job.request.tokens(job.start, size) == request.tokens(job.start, size) for job in jobs)
 
     def may_have_been_read(self, number: int) -> bool:
-        """Return whether a step may have computed from this load's blocks. Before a load between steps ends, no step
-        does.
-        """
+        """Return whether a step may have computed from the blocks of this load, which is so only within a step."""
         job = self._jobs.get(number)
         return isinstance(job, _LoadJob) and not job.between_steps
 
@@ -306,7 +305,7 @@ class Loads(Planner):
         self._builder.load([], unfilled)
 
     def _order_failed(self, request: Request, tables: BlockTables, end: int, lease: Lease | None = None) -> None:
-        """Order a load without copies. `lease`: on chunks to drop."""
+        """Order a load without copies, which reports its blocks as failed. `lease`: a lease on chunks to drop."""
         between = request.waiting.between_steps
         failed = self._block_map.blocks_between(tables, request.waiting.computed, end)
         finishes = request.request_id if between else None
@@ -324,8 +323,7 @@ class Loads(Planner):
         self._jobs.begin(job, made)
 
     def begin(self, request: Request, keys: Sequence[ChunkKey], tables: BlockTables, end: int) -> None:
-        """Load `keys` up to token `end` between steps. The first chunk contains the first token that is not
-        computed."""
+        """Begin to load `keys` up to token `end` between steps. The first chunk has the first token to load."""
         here = self._store.catalog.count_prefix(keys)[0]
         limit = self._timing.limit(keys, here, len(keys)) if here < len(keys) else None
         # Chunks all in host memory are one window, if others still find slots meanwhile.
@@ -340,7 +338,7 @@ class Loads(Planner):
         self._async_loads[request.request_id] = (request, load)
 
     def end_step(self, scheduled_tokens: int, requests: int) -> None:
-        """Order the windows that are ready: a step was scheduled."""
+        """Order the windows that are ready, after a step was scheduled."""
         if scheduled_tokens >= MIN_STEP_TOKENS:
             self._last_step += 1
             self._steps[self._last_step] = scheduled_tokens, self._clock()
@@ -360,7 +358,7 @@ class Loads(Planner):
                 del self._async_loads[request.request_id]
 
     def cancel(self) -> None:
-        """Cancel the loads between steps, because planning failed. Loads with a running copy end at a later call."""
+        """Cancel all loads between steps, because planning failed. Loads with a running copy end at a later call."""
         # This step overwrites released blocks that were not reread.
         self._audits.forget()
         for request, load in list(self._async_loads.values()):
@@ -399,9 +397,7 @@ class Loads(Planner):
         self._steps = {number: timed for number, timed in self._steps.items() if number > step}
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """Follow up a load that all ranks have answered. After a failure, drop the chunks and offer the request no
-        further load.
-        """
+        """React to the end of a load. If it has failed, drop its chunks, and let the request load nothing more."""
         assert isinstance(job, _LoadJob)
         # The end of a stopped load is no separate failure.
         counts = job.tokens or job.load is None or not job.load.stopped
@@ -422,7 +418,7 @@ class Loads(Planner):
             self._timing.mode.note_load(report.nbytes, report.seconds)
 
     def _failed(self, job: _LoadJob, keys: Sequence[ChunkKey]) -> None:
-        """`keys`: the chunks that may be wrong."""
+        """React to a failed load. `keys`: its chunks, which may be wrong."""
         request = job.request
         if job.load is None or not job.load.abandoned:
             logger.warning("lmkv: a load for request %s failed; vLLM computes these tokens", request.name)
@@ -437,7 +433,7 @@ class Loads(Planner):
         self._store.drop(keys)
 
     def stop(self, request: Request) -> set[int]:
-        """Stop the request's load between steps; it computes the rest. Returns the load's blocks."""
+        """Stop a request's load between steps, so that vLLM computes the rest, and return the blocks of the load."""
         owner, load = self._async_loads.get(request.request_id, (None, None))
         if load is None or owner is not request:
             return set()

@@ -1,6 +1,6 @@
-"""`Matcher`: how many tokens a lookup promises vLLM, and how they are loaded.
+"""`Matcher`: decides how many tokens a lookup promises to vLLM, and how they are loaded.
 
-Chunks in host memory are loaded within the step that needs them, if vLLM accepts a report that such a load failed.
+Chunks in host memory are loaded within the step that needs them, if vLLM can recompute a load that fails there.
 Chunks of lower tiers are promoted while the request waits in vLLM's queue, so that the batch does not wait for them.
 Hits that are too long for host memory are loaded through it between steps.
 """
@@ -29,25 +29,25 @@ logger = logging.getLogger("lmkv.vllm")
 
 _MAX_ASYNC_LOADS = 3
 _YIELD, _YIELD_EVERY = 5e-5, 0.01
-"""Seconds for which the scheduling thread leaves the interpreter to I/O threads, and least seconds between two such
-pauses."""
+"""Length of the pauses in which the scheduling thread lets I/O threads run, and shortest time between them (s)."""
 _LOOK_EVERY = 0.01, 0.1, 1.0
-"""Between two looks for another server's chunks: least seconds, part of the time waited so far, most seconds."""
+"""Time between two lookups of another server's chunks: shortest, as a share of the time so far, longest (s)."""
 _LOOK_CHUNKS = 256
-"""Chunks looked for at a time."""
+"""Largest number of chunks of another server to look up at a time."""
 _SHARED = "?"
-"""Stands for all shared tiers where their answers to lookups are timed."""
+"""The name for all shared tiers together, where the time of their answers is measured."""
 
 
 @frozen
 class Wait:
-    """Ask again in the next step."""
+    """The answer that vLLM must ask again in the next step."""
 
 
 @frozen
 class Hit:
-    """`tokens` beyond the computed ones are promised until the step's end. `between_steps`: whether they are loaded
-    between steps.
+    """The answer that `tokens` tokens after the computed ones will be loaded. The promise holds until the step's end.
+
+    `between_steps`: whether they are loaded between steps.
     """
 
     tokens: int
@@ -55,15 +55,16 @@ class Hit:
 
 
 Match: TypeAlias = Wait | Hit | Miss
-"""The answer to a lookup. A miss of 0 tokens: nothing was missing."""
+"""The answer to a lookup. A `Miss` of 0 tokens means that nothing is missing."""
 WAIT = Wait()
 
 
 @define(eq=False)
 class _Lookup:
-    """One lookup. `wanted`: keys of the chunks that a load may end with; vLLM has computed the first `computed`.
+    """The state of one lookup. `wanted`: keys of the chunks that may be loaded; the first `computed` are computed.
 
-    `keys`: the longest hit, states included. The first `ready` are in host memory, the first `found` are worth loading.
+    `keys`: the keys of the longest hit, including states. The first `ready` of them are in host memory, and the first
+    `found` are worth loading.
     """
 
     request: Request
@@ -75,9 +76,9 @@ class _Lookup:
 
 
 class Matcher(Planner):
-    """Answers lookups and promises chunks.
+    """Answers vLLM's lookups, and leases the chunks that it promises.
 
-    `stop_at(request, tokens)`: makes vLLM end a step of the request there, and hand over its states.
+    `stop_at(request, tokens)`: makes vLLM end a step of the request after `tokens` tokens, and hand over its states.
     """
 
     def __init__(self, context: PlanContext, timing: Timing, loads: Loads, audit: HitAudits) -> None:
@@ -90,7 +91,7 @@ class Matcher(Planner):
         self.stop_at: Callable[[VLLMRequest, int], None] = lambda request, tokens: None
 
     def new_patience(self) -> Patience:
-        """Return the patience of a request that has not waited yet."""
+        """Return a new `Patience`, for a request that has not waited yet."""
         return Patience(self._options.prefetch_deadline)
 
     # -- arrival ------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Matcher(Planner):
             self._yield(promotion)
 
     def _yield(self, promotion: Promotion) -> None:
-        """Let the I/O threads begin. Without this they start when this thread next waits, 4 ms later."""
+        """Let the I/O threads begin now. Otherwise they begin when this thread next waits, some 4 ms later."""
         reads = any(origin != self._store.primary_name for origin in promotion.origins)
         if reads and not 0 <= self._clock() - self._yielded < _YIELD_EVERY:
             self._yielded = self._clock()
@@ -117,7 +118,7 @@ class Matcher(Planner):
     # -- lookup -------------------------------------------------------------------------------------------
 
     def match(self, request: Request, num_computed_tokens: int) -> Match:
-        """Decide what to load beyond the computed tokens, or why to load nothing."""
+        """Return how many tokens to load after the computed ones, or the reason to load nothing."""
         self._loads.admission.end(request)
         waiting = request.waiting
         waiting.computed, waiting.between_steps = num_computed_tokens, False
@@ -133,7 +134,7 @@ class Matcher(Planner):
         return self._answer(lookup)
 
     def _answer(self, lookup: _Lookup) -> Match:
-        """Promise the found chunks. All waits are over."""
+        """Return the promise for the found chunks, after all waits are over."""
         request, computed = lookup.request, lookup.request.waiting.computed
         keys, last = self._extended(request, lookup.keys[: lookup.found])
         ready = len(keys) if lookup.ready == lookup.found else lookup.ready
@@ -164,7 +165,7 @@ class Matcher(Planner):
         return Hit(need, between_steps)
 
     def refuse(self, request: Request, num_computed_tokens: int, reason: str) -> Miss:
-        """Answer that the request loads nothing."""
+        """Return the answer that the request loads nothing, with the reason."""
         request.waiting.computed = num_computed_tokens
         miss = Miss(reason, max(0, request.last_token - num_computed_tokens))
         self._observer.missed(request, miss)
@@ -191,9 +192,9 @@ class Matcher(Planner):
         return False
 
     def _awaits_another_server(self, lookup: _Lookup) -> bool:
-        """Return whether another server has yet to store the tokens of `wait_for`. If so, asks for them again.
+        """Return whether the request must still wait for tokens of `wait_for`, which another server stores.
 
-        Later waits have separate deadlines.
+        If so, it looks for them again. Later waits have separate deadlines.
         """
         request, waiting, now = lookup.request, lookup.request.waiting, self._clock()
         wanted = request.options.wait_for
@@ -220,7 +221,7 @@ class Matcher(Planner):
         return False
 
     def _promotes(self, lookup: _Lookup) -> bool:
-        """Find the longest hit. Returns whether the request waits until host memory has it."""
+        """Find the longest hit, and return whether the request waits until it is in host memory."""
         self._find(lookup)
         if lookup.found <= max(lookup.ready, lookup.computed):
             return False
@@ -234,7 +235,7 @@ class Matcher(Planner):
         return False
 
     def _is_promoting(self, lookup: _Lookup) -> bool:
-        """Return whether chunks `ready` to `found` fit into host memory, and the request may wait on for them."""
+        """Return whether the request waits for chunks `ready` to `found`, because they fit and arrive in time."""
         if lookup.found > self._timing.max_promoted:
             return False
         waiting, keys, ready, found = lookup.request.waiting, lookup.keys, lookup.ready, lookup.found
@@ -258,7 +259,7 @@ class Matcher(Planner):
     # -- what was found -----------------------------------------------------------------------------------
 
     def _keys(self, request: Request) -> list[ChunkKey]:
-        """Return the keys of the chunks that a load may end with."""
+        """Return the keys of the chunks that may be loaded."""
         total, size = request.num_tokens, self._chunk_size
         if request.loadable < request.last_token:
             return request.keys(request.loadable // size)
@@ -267,10 +268,9 @@ class Matcher(Planner):
         return request.keys((total - 1) // size)
 
     def _worth_loading(self, request: Request, keys: Sequence[ChunkKey]) -> tuple[int, int]:
-        """Return `(ready, found)`: leading chunks that can be leased, and leading chunks anywhere that are worth
-        loading.
+        """Return `(ready, found)`: how many of the first chunks can be leased, and how many are worth loading.
 
-        Decided once per request, and again once shared tiers have answered.
+        This is decided once per request, and again after shared tiers have answered.
         """
         ready, found = self._store.catalog.count_prefix(keys)
         waiting = request.waiting
@@ -282,7 +282,7 @@ class Matcher(Planner):
         return ready, found
 
     def _find(self, lookup: _Lookup) -> None:
-        """Find the longest hit. With recurrent layers it ends where states are, and they are worth loading."""
+        """Find the longest hit. With recurrent layers it ends where there are states that are worth loading."""
         request, chain, waiting = lookup.request, lookup.wanted, lookup.request.waiting
         lookup.keys = chain
         while self._boundaries.states:
@@ -298,9 +298,9 @@ class Matcher(Planner):
         lookup.ready, lookup.found = self._worth_loading(request, lookup.keys)
 
     def _extended(self, request: Request, keys: list[ChunkKey]) -> tuple[list[ChunkKey], int]:
-        """Return `(keys, tokens)`: with one more chunk in host memory whose first tokens continue the prompt, if any.
+        """Return `(keys, tokens)`, with one more chunk in host memory whose first tokens continue the prompt, if any.
 
-        `tokens`: those of the last chunk that are the prompt's.
+        `tokens`: how many tokens of the last chunk belong to the prompt.
         """
         size, at = self._chunk_size, len(keys) * self._chunk_size
         if keys and isinstance(keys[-1], TailKey):
@@ -320,7 +320,8 @@ class Matcher(Planner):
     def _offer(self, request: Request, ready: int, found: int) -> tuple[int, bool]:
         """Return `(chunks, between_steps)`: how many chunks to promise, and whether they are loaded between steps.
 
-        Loads between steps: hits too long for host memory, and all hits if a load within a step must not fail.
+        Hits that are too long for host memory are loaded between steps, and so are all hits if vLLM cannot recompute a
+        failed load within a step.
         """
         if request.loading.begun >= _MAX_ASYNC_LOADS:
             # Preempted again and again. vLLM cannot preempt a loading request: two of them could preempt each other
@@ -333,9 +334,7 @@ class Matcher(Planner):
         return ready, nbytes > 0 and (not self._may_load_within_step or self._timing.mode.between_steps(nbytes))
 
     def _hit_tokens(self, request: Request, chunks: int, last: int) -> int:
-        """Return the number of tokens of a hit of `chunks` chunks, `last` of them in the last one, that may be
-        loaded.
-        """
+        """Return how many tokens of a hit of `chunks` chunks may be loaded. `last`: tokens of the last chunk."""
         lookahead = self._options.lookahead
         whole = self._block_map.scratch or (lookahead > 1 and self._block_map.windowed)
         if chunks and lookahead and whole:
@@ -346,7 +345,7 @@ class Matcher(Planner):
         return hit - hit % self._block_map.groups[0].block_size if self._options.whole_blocks else hit
 
     def _stop_where_prompts_part(self, request: Request, chain: Sequence[ChunkKey], hit: int) -> None:
-        """Where this prompt parts from an earlier one and no state is stored, make vLLM stop, to store one."""
+        """Make vLLM stop where this prompt diverges from an earlier one, to store a state there if there is none."""
         if self._boundaries.states:
             shared = self._store.catalog.count_prefix(chain)[1] * self._chunk_size
             # Not within the answer of a preempted request, whose steps end where drafts are accepted.
@@ -356,9 +355,7 @@ class Matcher(Planner):
     # -- promises -----------------------------------------------------------------------------------------
 
     def _is_audited(self, request: Request, keys: list[ChunkKey], first: int, ready: int, need: int) -> bool:
-        """Return whether the request recomputes this hit. It keeps its promotion, so that its chunks stay until
-        then.
-        """
+        """Return whether vLLM computes this hit for an audit. The request then keeps its chunks in host memory."""
         chunks = self._boundaries.without_states(len(keys)) - first
         sources = self._sources(request, chunks, keys[max(first, ready) :])
         speed = self._timing.cost.prefill_speed
@@ -371,7 +368,7 @@ class Matcher(Planner):
         return True
 
     def _promise(self, request: Request, keys: list[ChunkKey], first: int, need: int, between_steps: bool) -> bool:
-        """Lease the chunks to load within the step. False if some have just been evicted."""
+        """Lease the chunks to load within the step. Returns False if some have just been evicted."""
         waiting = request.waiting
         if between_steps:
             below = keys[max(first, self._store.catalog.count_prefix(keys)[0]) :]
@@ -393,7 +390,9 @@ class Matcher(Planner):
         return True
 
     def _sources(self, request: Request, total: int, below: Sequence[ChunkKey]) -> dict[str, int]:
-        """Return the `total` chunks to load by tier. A just promoted chunk counts for the tier it came from."""
+        """Return the number of chunks to load from each tier, `total` in all. A promoted chunk counts for its lower
+        tier.
+        """
         host = self._store.primary_name
         request.waiting.note_promoted()
         lower = {name: count for name, count in request.waiting.promoted.items() if name != host}
@@ -406,7 +405,7 @@ class Matcher(Planner):
     # -- allocation ---------------------------------------------------------------------------------------
 
     def allocated(self, request: Request, tables: BlockTables, tokens: int) -> None:
-        """Blocks are allocated: order the promised load of `tokens` tokens; if it is 0, release the lease."""
+        """Order the promised load of `tokens` tokens into the allocated blocks. If `tokens` is 0, release the lease."""
         waiting = request.waiting
         promised = self._promised.pop(request.request_id, None) is not None
         self._observer.scheduled(request, tokens, refused=promised and tokens <= 0)
@@ -423,7 +422,7 @@ class Matcher(Planner):
             waiting.lease = None
 
     def end_step(self) -> None:
-        """Withdraw the promises that vLLM has not taken up in the step that was just scheduled."""
+        """Withdraw the promises that vLLM has not used in the step that was just scheduled."""
         # A lease kept by a waiting request would keep its chunks from eviction.
         for request in self._promised.values():
             request.waiting.release_lease()

@@ -1,4 +1,4 @@
-"""`SchedulerObserver`: receives each event of the scheduler side, for metrics, explanations and KV events."""
+"""`SchedulerObserver`: gets each event of the scheduler side, and makes metrics, explanations and KV events of it."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ from lmkv.vllm.scheduler.value import MemoryValue
 logger = logging.getLogger("lmkv.vllm")
 
 _WHOLE = 4096
-"""Longest id that is kept unchanged, in characters."""
+"""Number of characters of the longest id that is kept unchanged."""
 
 
 _REMEMBERED = 100_000
-"""Evicted chunks, and first chunks of prompts, remembered."""
+"""Number of evicted chunks, and of first chunks of prompts, to remember."""
 
 _LAST_BOUNDARIES = 8
-"""Boundaries whose missing states are explained. Few, because a waiting prompt is explained in every step."""
+"""Number of chunk ends whose missing states are explained. It is small, because each step explains each waiting prompt.
+    """
 
 _SHORT = 16
-"""Remembered bytes of a key."""
+"""Number of bytes of a key to remember."""
 
 
 _PRESENT = {Presence.READY: "too_short", Presence.PENDING: "not_ready", Presence.LOWER: "not_promoted"}
 
 
 class EvictionLog:
-    """A `StoreObserver` that notes which chunks each tier has removed, and when: the last `size` of each tier."""
+    """A `StoreObserver` that remembers the last `size` chunks that each tier has removed, with the times."""
 
     def __init__(self, clock: Clock, size: int = _REMEMBERED) -> None:
         self._clock = clock
@@ -69,13 +70,13 @@ class EvictionLog:
             removed.popitem(last=False)
 
     def find(self, key: ChunkKey) -> tuple[str, float] | None:
-        """Return `(tier, seconds ago)`."""
+        """Return `(tier, seconds ago)` for the last removal of a chunk, or None if it is not remembered."""
         times = [(removed.get(key[:_SHORT]), tier) for tier, removed in list(self._removed.items())]
         found = max(((when, tier) for when, tier in times if when is not None), default=None)
         return None if found is None else (found[1], self._clock() - found[0])
 
     def forget(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """Forget these evictions, or all: a caller deleted the chunks. Thread-safe."""
+        """Forget the removals of these chunks, or of all, because a caller has deleted them. Thread-safe."""
         if keys is None:
             self._removed = {}
         for removed in list(self._removed.values()):
@@ -84,7 +85,7 @@ class EvictionLog:
 
 
 class Explainer:
-    """Finds the reasons of misses. Called on the scheduling thread only."""
+    """Finds the reasons for misses. Call it on the scheduling thread only."""
 
     def __init__(self, store: TieredStore, chunk_size: int, clock: Clock) -> None:
         self._store = store
@@ -92,10 +93,12 @@ class Explainer:
         self.evictions = EvictionLog(clock)
         store.catalog.add_observer(self.evictions)
         self._roots: LRUCache[int, int] = LRUCache(_REMEMBERED)
-        """The root (model, salt, tags) under which each first chunk of a prompt was stored last. Hashes of both."""
+        """For the hash of a prompt's first tokens, the hash of the root (model, salt, tags) under which they were
+        stored last.
+    """
 
     def clear(self) -> None:
-        """Forget all evictions: every chunk was deleted."""
+        """Forget all removals, because every chunk was deleted."""
         self.evictions.forget()
         self._roots.clear()
 
@@ -109,11 +112,10 @@ class Explainer:
     def explain(
         self, request: Request, keys: Sequence[ChunkKey], end: int, covered: int, *, few: bool, late: bool
     ) -> Miss | None:
-        """Return why tokens from number `end` on are not loaded. None if there are none.
+        """Return the miss of the tokens from index `end` on, with its reason, or None if there are no such tokens.
 
-        `keys`: all chunks that a load may end with. `covered`: tokens of the found chunks, of which a load may bring
-        fewer. `few`: whether too few tokens were found for a load. `late`: whether the request must not wait any
-        longer.
+        `keys`: all chunks that may be loaded. `covered`: number of tokens in the found chunks. `few`: whether too few
+        tokens were found for a load. `late`: whether the request must not wait any longer.
         """
         missing = request.last_token - end
         if missing <= 0:
@@ -133,7 +135,7 @@ class Explainer:
         return Miss(reason, missing, self._store.catalog.tier_of(keys[index]))
 
     def _without_states(self, request: Request, index: int, found: int, missing: int, *, late: bool) -> Miss:
-        """Return why no hit ends after the last chunks from number `index` on, although all of them are stored."""
+        """Return the miss if chunks from number `index` on are stored, but no hit can end there without states."""
         index = max(index, found - _LAST_BOUNDARIES)
         states = [key for end in range(index + 1, found + 1) for key in request.state_keys(end)]
         present = [key for key in states if self._store.catalog.lookup([key])[0] is not Presence.MISS]
@@ -161,18 +163,19 @@ class Explainer:
 
 _MAX_REQUESTS = 10_000
 _MAX_BYTES, _ANSWER_BYTES = 16 << 20, 1 << 20
-"""Largest number of bytes to keep, and of bytes in one answer; at least one request is in both."""
+"""Largest number of bytes to keep, and to send in one answer. At least one request is kept and sent."""
 _BYTES = 200
-"""JSON bytes of a request without the names of its chunks."""
+"""Number of bytes that a request takes in JSON, without the names of its chunks."""
 _WANTED_SECONDS = 60.0
-"""How long requests are noted after the last question for them."""
+"""Seconds for which requests are recorded after a client has last asked for them."""
 _NAME_BYTES = 8
 
 
 class RecentRequests:
-    """Reports of the last `size` requests, without tokens; and the totals of tokens looked up and found.
+    """The reports of the last `size` requests, and the total numbers of tokens that were looked up and found.
 
-    Noted on the scheduling thread, read on any. A report is replaced, never changed: readers may keep it.
+    The scheduling thread writes reports, and any thread may read them. A report is replaced, but never changed, so
+    readers may keep it.
     """
 
     def __init__(self, size: int = 200, clock: Clock = time.time) -> None:
@@ -183,8 +186,10 @@ class RecentRequests:
         self._lookup_tokens = self._hit_tokens = 0
 
     def scheduled(self, request: Request) -> None:
-        """Report a request once its blocks are allocated, because its hit is then known. Called again after a
-        preemption."""
+        """Add the report of a request whose blocks are allocated, because its hit is known then.
+
+        After a preemption it is called again.
+        """
         key = _key(request.request_id)
         report = {
             "request": request.name,
@@ -213,7 +218,7 @@ class RecentRequests:
                 self._reports[key] = known | _report(request) | {"running": False}
 
     def snapshot(self) -> dict[str, Any]:
-        """`requests`, newest first, their `ids`, and the tokens of all since the start: `lookup_tokens` and so on."""
+        """Return the last `requests`, newest first, their `ids`, and the sums `lookup_tokens` and `hit_tokens`."""
         with self._lock:
             newest, ids = list(reversed(self._reports.values())), list(reversed(self._reports))
             totals = {"lookup_tokens": self._lookup_tokens, "hit_tokens": self._hit_tokens}
@@ -221,22 +226,22 @@ class RecentRequests:
 
 
 def _key(request_id: str) -> str:
-    """Return the whole id; a long one as its beginning and a digest. Reports have a readable form of it."""
+    """Return an id as it is, or if it is too long, its beginning and a digest."""
     if len(request_id) <= _WHOLE:
         return request_id
     return request_id[:_WHOLE] + hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _report(request: Request) -> dict[str, Any]:
-    """Return the request's own report, with only the tiers that it has loaded from."""
+    """Return the report of one request, with only the tiers from which it has loaded."""
     sources = request.report.sources if request.report.hit_tokens else {}
     return request.answer | {"sources": {tier: tokens for tier, tokens in sources.items() if tokens}}
 
 
 class TraceRecorder:
-    """Records the last requests while a client asks for them. Noted on the scheduling thread, read on any.
+    """Records which chunks requests use, while a client asks for this. Any thread may read the records.
 
-    A chunk is named by a keyed hash of its key: the same within a process, and meaningless elsewhere.
+    A chunk's name is a keyed hash of its key, which is the same within a process and means nothing elsewhere.
     """
 
     def __init__(self, chunk_tokens: int, chunk_bytes: int, clock: Clock) -> None:
@@ -274,9 +279,9 @@ class TraceRecorder:
         return hashlib.blake2b(key, key=self._secret, digest_size=_NAME_BYTES).hexdigest()
 
     def since(self, number: int) -> dict[str, Any]:
-        """Return requests from this number on, as many as fit into one answer. Begins to note requests.
+        """Return requests from index `number` on, as many as fit into one answer, and record requests from now on.
 
-        `next`: the number to ask for next; `left`: requests already noted from there on.
+        In the result, `next` is the index to ask for next, and `left` is the number of requests from there on.
         """
         with self._lock:
             self._wanted_until = self._clock() + _WANTED_SECONDS
@@ -299,7 +304,7 @@ def _size(noted: dict[str, Any]) -> int:
 
 
 class SchedulerObserver:
-    """Passes each event of the scheduler side to its components. Called on the scheduling thread; never waits.
+    """Passes each event of the scheduler side to its parts. Call it on the scheduling thread only. Never waits.
 
     `telemetry` counts for vLLM's `/metrics`. `explainer` finds the reasons of misses. `recent` keeps the reports of the
     last requests for the agent API. `recorder` keeps their chunks for `lmkv record`. `value` estimates the hits with
@@ -338,16 +343,18 @@ class SchedulerObserver:
     def promised(
         self, request: Request, keys: Sequence[ChunkKey], chunks: dict[str, int], tokens: dict[str, int]
     ) -> None:
-        """Note a promised load. `keys`: its chunks, and vLLM's own hit before them. `chunks`, `tokens`: by tier."""
+        """Note a promised load. `keys`: its chunks, and those of vLLM's own hit. `chunks`, `tokens`: numbers by
+        tier.
+        """
         report = request.report
         report.promised, report.source_chunks, report.sources = keys, chunks, tokens
         self.track(request, keys)
 
     def scheduled(self, request: Request, tokens: int, *, refused: bool) -> None:
-        """Note that a request has its blocks and loads `tokens` into them. `refused`: whether vLLM did not take the
-        promise.
+        """Note that a request has its blocks, and loads `tokens` tokens into them.
 
-        Its hit and miss are counted once, whether or not it is preempted later.
+        `refused`: whether vLLM did not use the promise. The request's hit and miss are counted once, even if it is
+        preempted later.
         """
         report = request.report
         if not report.counted:
@@ -359,7 +366,7 @@ class SchedulerObserver:
             report.hit_tokens = tokens
 
     def loaded(self, request: Request, answer: JobReport) -> None:
-        """Note the end of a part of its load. A failed one does not count."""
+        """Note the end of a load, or of a part of it. A failed load does not count."""
         if answer.ok:
             request.report.load_bytes += answer.nbytes
             request.report.load_seconds += answer.seconds
@@ -370,7 +377,9 @@ class SchedulerObserver:
     # -- steps and ends -------------------------------------------------------------------------------------
 
     def finished(self, request: Request, chain: Sequence[ChunkKey]) -> None:
-        """Note that a request has ended: its chunks count as used. `chain`: their keys, with the tail's."""
+        """Note that a request has ended, so that its chunks count as used. `chain`: their keys, with that of the
+        tail.
+        """
         self.recent.finished(request)
         keys = request.chain.keys
         self.recorder.finished(request, keys)
@@ -381,12 +390,12 @@ class SchedulerObserver:
             self.track(request, chain)
 
     def track(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Publish KV events of these chunks, the leading ones of a request, from now on."""
+        """Publish KV events for these first chunks of a request from now on."""
         if self.events is not None:
             self.events.track(request, keys)
 
     def reset(self) -> None:
-        """Publish that everything was deleted, and forget earlier evictions."""
+        """Publish that everything was deleted, and forget earlier removals."""
         self.explainer.clear()
         if self.events is not None:
             self.events.reset()

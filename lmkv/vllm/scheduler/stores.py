@@ -1,6 +1,6 @@
-"""Orders the copies of chunks, and of recurrent layers' states, into host memory, in the step that completes them.
+"""Orders copies of chunks, and of recurrent layers' states, into host memory, in the step that completes them.
 
-`Endings` follows when a request has ended, and its last store with it.
+`Endings` does what remains after a request and its last store have ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 Offer = tuple[int, int, int]
-"""vLLM's hand-over of a state: group, block, and the tokens before it."""
+"""A state that vLLM hands over: its group, its block, and the number of tokens before it."""
 
 
 @define(eq=False)
@@ -34,12 +34,12 @@ class _ChunkJob(Job):
     first_chunk: int
     stored: int
     total: int
-    """Leading tokens that are stored once this job has ended; `stored` of them by the job."""
+    """How many of the request's first tokens are stored after this job, which stores `stored` of them."""
     chunks: int
 
 
 class ChunkStores(Planner):
-    """Decides which chunks to store in each step."""
+    """Decides which chunks each step stores, and orders their copies."""
 
     def __init__(self, context: PlanContext) -> None:
         super().__init__(context)
@@ -49,9 +49,7 @@ class ChunkStores(Planner):
         self._by_prefix = context.options.save_unfull_chunk and not context.block_map.windowed
 
     def completes(self, request: Request, computed: int) -> int:
-        """Return the number of leading chunks that are complete after `computed` tokens; 0 if all of them are
-        stored.
-        """
+        """Return how many of the first chunks are complete after `computed` tokens, or 0 if all of them are stored."""
         if computed < (request.storing.stored + 1) * self._chunk_size:
             # The usual case.
             return 0
@@ -67,7 +65,7 @@ class ChunkStores(Planner):
     def store(self, request: Request, complete: int, tables: BlockTables) -> None:
         """Order copies of the first `complete` chunks that no tier stores.
 
-        If there is no slot for some, the request's next step tries them again.
+        If there are not enough slots, the request's next step tries the other chunks again.
         """
         keys = request.keys(complete)
         # Some may be loaded, or stored by another request with the same prefix.
@@ -90,9 +88,7 @@ class ChunkStores(Planner):
             request.storing.copying += 1
 
     def completes_tail(self, request: Request, computed: int) -> bool:
-        """Return whether the prompt's tail is computed after `computed` tokens, unstored, and not part of a whole
-        chunk.
-        """
+        """Return whether to store the prompt's tail after `computed` tokens: it is computed, but not stored yet."""
         if request.tail is None or not request.storing.tail_due or request.options.skip_save:
             return False
         end = request.tail_chunk * self._chunk_size + request.tail.tokens
@@ -103,7 +99,7 @@ class ChunkStores(Planner):
     def store_tail(self, request: Request, tables: BlockTables) -> None:
         """Order the copy of the prompt's tail, unless a chunk in host memory begins with it.
 
-        A tail needs the chunks before it, so none of them is evicted to make room.
+        A tail is useless without the chunks before it, so none of them is evicted for it.
         """
         tail, count, size = request.tail, request.tail_chunk, self._chunk_size
         assert tail is not None
@@ -125,7 +121,7 @@ class ChunkStores(Planner):
         request.storing.copying += 1
 
     def _reserve(self, request: Request, chain: Sequence[ChunkKey], first: int, tokens: bytes) -> Reservation:
-        """Reserve slots for the chunks of `chain` from number `first` on. `tokens`: their ids."""
+        """Reserve slots for the chunks of `chain` from index `first` on. `tokens`: the token ids of these chunks."""
         keys, of = chain[first:], request.chain
         self._store.hints.label(keys, request.tenants)
         origins = [of.origin(index) for index in range(first, len(chain))] if self._by_prefix else ()
@@ -148,7 +144,7 @@ class ChunkStores(Planner):
         return copies
 
     def storing(self, keys: Sequence[ChunkKey]) -> Request | None:
-        """Return a request that is storing any of these chunks."""
+        """Return a request that is storing any of these chunks, or None."""
         wanted = set(keys)
         found = (job.request for job in self._jobs.of(_ChunkJob) if not wanted.isdisjoint(job.reservation.slots))
         return next(found, None)
@@ -181,14 +177,14 @@ class _StateJob(Job):
     reservation: Reservation
     chunks: int
     replaces: int
-    """Number of leading chunks after which this request no longer needs the states, or 0."""
+    """Number of chunks after which stored states are replaced by those of this job, or 0."""
 
 
 class StateStores(Planner):
-    """Decides which states to store in each step.
+    """Decides which states of recurrent layers each step stores, and orders their copies.
 
-    It stores the states that vLLM keeps: at the end of prompts and where prompts diverge, every few chunks while a
-    prompt is computed in several steps, and the last one of an answer.
+    It stores states at the end of prompts, where prompts diverge, after some chunks of a prompt that is computed in
+    several steps, and at the end of an answer.
     """
 
     def __init__(self, context: PlanContext, audit: HitAudits) -> None:
@@ -199,7 +195,7 @@ class StateStores(Planner):
     def take(self, request: Request, computed: int, tables: BlockTables, offers: Sequence[Offer] = ()) -> None:
         """Order copies of the states that this step completes, once all chunks before them are stored.
 
-        `computed`: tokens after the step, drafts excluded. `tables`: after the step.
+        `computed`: the number of tokens after the step, without drafts. `tables`: the block tables after the step.
         """
         saves = self._options.stores and not request.options.skip_save
         if not saves and request.auditing.audit is None:
@@ -226,7 +222,7 @@ class StateStores(Planner):
                     self._step_ended(request, tokens // self._chunk_size, blocks)
 
     def _accepted(self, request: Request) -> int:
-        """Answer tokens computed by finished steps, accepted drafts included. 0 while the prompt is computed."""
+        """Return how many answer tokens finished steps have computed, including accepted drafts; 0 in the prompt."""
         tokens = request.vllm.num_computed_tokens - request.vllm.num_in_flight_tokens
         return tokens if tokens > request.prompt_tokens else 0
 
@@ -241,7 +237,7 @@ class StateStores(Planner):
         return tokens % self._chunk_size == 0 and 0 < tokens <= min(limits)
 
     def _step_ended(self, request: Request, chunks: int, blocks: Mapping[int, int]) -> None:
-        """After a step that ends behind `chunks` chunks: keep some of a prompt's states, and the last of an answer."""
+        """Store states after a step that ends after `chunks` chunks: some of a prompt, and the last of an answer."""
         prompt = request.prompt_tokens
         if chunks * self._chunk_size > prompt:
             if chunks <= request.storing.last_states:
@@ -255,7 +251,7 @@ class StateStores(Planner):
             self._order(request, chunks, blocks)
 
     def _order(self, request: Request, chunks: int, blocks: Mapping[int, int], replaces: int = 0) -> None:
-        """Order copies of the states behind `chunks` chunks that no tier stores."""
+        """Order copies of the states after `chunks` chunks that no tier stores."""
         keys, chain = request.state_keys(chunks), request.keys(chunks)
         missing = keys[self._store.catalog.count_prefix(keys)[1] :]
         if not missing or request.storing.stored < chunks:
@@ -301,7 +297,7 @@ class StateStores(Planner):
 
 
 class Endings(Planner):
-    """Carries out the wishes of requests that have ended. `stores`: their chunks may not be stored yet."""
+    """Carries out pins and priorities of ended requests, after their last stores. `stores`: follows these stores."""
 
     def __init__(self, context: PlanContext, stores: ChunkStores) -> None:
         super().__init__(context)

@@ -23,7 +23,7 @@ REASONS = (
     *("deadline", "slower", "not_promoted", "limited", "skip_load", "not_taken", "failed", "audited", "switched_off"),
     "unidentified",
 )
-"""Why tokens were not loaded; docs/metrics.md explains each."""
+"""The reasons why tokens are not loaded. docs/metrics.md explains each of them."""
 _TIER, _CALLS = ("tier",), ("tier", "operation")
 _SECONDS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 _LOOKUP_SECONDS = (1e-5, 5e-5, *_SECONDS[:-2])
@@ -43,7 +43,7 @@ _TOTALS = (
     ("read_failures", "lmkv_tier_failures", ("read",)),
     ("write_failures", "lmkv_tier_failures", ("write",)),
 )
-"""Counters of a tier, and their metrics."""
+"""The counters of a tier, each with its metric and labels."""
 _PREFETCH = (
     ("prefetched", "lmkv_prefetched_chunks"),
     ("prefetch_hits", "lmkv_prefetch_hit_chunks"),
@@ -53,7 +53,7 @@ _PREFETCH = (
 
 @frozen
 class Metric:
-    """A metric. `known`: values of its one label that are known beforehand, so that their series begin at 0."""
+    """A metric. `known`: values of its only label that are known beforehand, so that their series begin at 0."""
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
@@ -138,7 +138,7 @@ METRICS = {
 
 
 class Samples:
-    """Values counted since the last `take`. Thread-safe."""
+    """The values of metrics since the last `take`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -167,7 +167,7 @@ class Samples:
 
 
 def merge(into: Values, other: Values) -> None:
-    """Add later values, or those of another rank: counters and observations add up, a gauge keeps its later value."""
+    """Add later values, or those of another rank, to `into`. Counters and observations add up; gauges are replaced."""
     for name, series in other.items():
         merged, gauge = into.setdefault(name, {}), METRICS[name].kind == "gauge"
         for labels, value in series.items():
@@ -178,7 +178,7 @@ def merge(into: Values, other: Values) -> None:
 
 
 class Telemetry:
-    """Counts events as they happen, and reads the store's counters once a second. Never waits."""
+    """Counts events for vLLM's metrics, and reads the store's counters once a second. Never waits."""
 
     def __init__(self, store: TieredStore, clock: Clock) -> None:
         self._store = store
@@ -189,7 +189,7 @@ class Telemetry:
         self.loads_off = False
         """Whether an audit has switched loads off."""
         self.predicted: Callable[[], Mapping[str, Any]] = lambda: {"tiers": ()}
-        """Estimates the hits with other sizes of the tiers."""
+        """A function that returns estimates of the hits with other sizes of the tiers."""
 
     def take(self) -> Values:
         """Return the values counted since the last call."""
@@ -232,7 +232,7 @@ class Telemetry:
             self._samples.add("lmkv_failed_loads")
 
     def stored(self, counts: Mapping[str, int], report: JobReport, *, kept: bool) -> None:
-        """Count what was stored. `counts`: the numbers of tokens and chunks, or of states."""
+        """Count a store. `counts`: the numbers of stored tokens and chunks, or of states."""
         if kept:
             for kind, count in counts.items():
                 self._samples.add(f"lmkv_stored_{kind}", count)
@@ -261,7 +261,7 @@ class Telemetry:
             self._samples.add("lmkv_wrong_loads")
 
     def found_no_room(self) -> None:
-        """Count a step whose chunks did not all get slots."""
+        """Count a step for whose chunks there were not enough slots."""
         self._samples.add("vllm:kv_offload_allocation_failure")
 
     # -- once a second ------------------------------------------------------------------------------------

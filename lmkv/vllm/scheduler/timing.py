@@ -1,5 +1,4 @@
-"""Decides when to load: whether a tier is faster than the model, how long to wait for it, and whether to load within a
-step."""
+"""Decides whether a load is faster than computing, how long a request waits for it, and whether it is within a step."""
 
 from __future__ import annotations
 
@@ -20,20 +19,21 @@ logger = logging.getLogger("lmkv.vllm")
 _SMOOTHING = 0.3
 _DECAY = 0.98
 MIN_STEP_TOKENS = 64
-"""The duration of a smaller step does not show the model's speed."""
+"""Smallest number of tokens of a step whose duration shows the speed of the model."""
 _PROBE_EVERY = 16
-"""Every sixteenth load that looks too slow runs while its request computes, to measure the tier again."""
+"""Every sixteenth load that seems too slow runs while its request computes, to measure the tier again."""
 _USUAL = 4.0
-"""A load that takes this many times the expected time is abandoned."""
+"""A load that takes longer than the expected time multiplied by this is abandoned."""
 _STAKE = 0.25
-"""A request may always wait this share of its computing time for a load that is expected to be faster."""
+"""Share of its computing time that a request may always wait for a load that is expected to be faster."""
 
 
 @define
 class LoadTime:
-    """Seconds that a tier takes for a load: a delay, and a time for each byte, fitted to its recent loads.
+    """Estimates how many seconds a tier takes for a load: a delay, and a time for each byte.
 
-    Fitted by least squares; older loads count less. If all loads have the same size, the delay is 0.
+    Both are fitted to recent loads by least squares; older loads count less. If all loads have the same size, the delay
+    is 0.
     """
 
     nbytes: float = 0.0
@@ -61,11 +61,11 @@ class LoadTime:
 
 @define
 class LoadCost:
-    """How fast prefill and the lower tiers were, and whether a load is worth it.
+    """Measures how fast prefill and the lower tiers are, and decides whether a load is worth it.
 
-    A step's duration includes all waits of the engine, so a single step can make the model look slower, but never
-    faster. The fastest of the recent steps counts. `prefill_speed`: tokens per second. `loads`, `skipped`: measured
-    loads, and loads that were not worth it, by tier.
+    The duration of a step includes all waits of the engine, so a single step can make the model look slower, but never
+    faster. Therefore the fastest of the recent steps counts. `prefill_speed`: tokens per second. `loads`, `skipped`:
+    measured loads, and the number of loads that were not worth it, by tier.
     """
 
     enabled: bool = True
@@ -79,12 +79,12 @@ class LoadCost:
             self.prefill_speed = max(self.prefill_speed * _DECAY, tokens / seconds)
 
     def note_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """Note that a tier delivered `nbytes` in `seconds`, waiting in its queue included."""
+        """Note that a tier has delivered `nbytes` in `seconds`, including the wait in its queue."""
         if nbytes and seconds > 0:
             self.loads.setdefault(tier, LoadTime()).note_load(nbytes, seconds)
 
     def worth_loading(self, tier: str, tokens: int, nbytes: int) -> bool:
-        """Return whether loading is expected to be faster than computing; True for a tier without measurements."""
+        """Return whether loading is probably faster than computing, or True for a tier without measurements."""
         known = self.loads.get(tier)
         if not self.enabled or known is None or not self.prefill_speed:
             return True
@@ -102,14 +102,14 @@ class LoadCost:
         return False
 
     def wants_probe(self, tier: str) -> bool:
-        """Return whether to run the tier's last skipped load while its request computes."""
+        """Return whether to run the last skipped load of a tier while its request computes, to measure the tier."""
         return self.skipped[tier] % _PROBE_EVERY == 0
 
     def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:
-        """Return the number of seconds after which it is better to compute `tokens` than to wait for their load.
+        """Return how many seconds to wait for a load of `tokens` tokens before computing them is better.
 
-        At most the time to compute them, less for a tier of known speed. Infinite if loads are always preferred; None
-        while no prefill has been measured.
+        It is at most the time to compute them, and less for a tier of known speed. It is infinite if loads are always
+        preferred, and None while no prefill has been measured.
         """
         if not self.enabled:
             return math.inf
@@ -121,22 +121,22 @@ class LoadCost:
 
 
 MAX_STALL = 0.005
-"""Seconds. A load within a step delays every request of the batch by as long as it takes."""
+"""Seconds by which a load within a step may delay the other requests of the batch."""
 
 
 @define
 class LoadMode:
     """Decides whether to load within a step or between steps.
 
-    `concurrent`: whether the device can copy while it computes. A CPU cannot: loads between steps gain nothing there.
-    `computing`: requests of the last step, which a load within the next step would delay.
+    `concurrent`: whether the device can copy while it computes. A CPU cannot, so loads between steps gain nothing
+    there. `computing`: number of requests of the last step, which a load within the next step would delay.
     """
 
     mode: Literal["auto", "sync", "async"] = "auto"
     concurrent: bool = False
     computing: int = 0
     _speed: float = 0.0
-    """Bytes per second from host memory, all ranks together."""
+    """Bytes per second of copies from host memory, for all ranks together."""
 
     def note_load(self, nbytes: int, seconds: float) -> None:
         """Note that a load of `nbytes` took `seconds`."""
@@ -145,7 +145,7 @@ class LoadMode:
             self._speed += (speed - self._speed) * (_SMOOTHING if self._speed else 1)
 
     def between_steps(self, nbytes: int) -> bool:
-        """Return whether to load `nbytes` between steps. Within a step until a speed has been measured."""
+        """Return whether to load `nbytes` between steps; False until a speed has been measured."""
         if self.mode != "auto":
             return self.mode == "async"
         stalls = bool(self._speed) and nbytes / self._speed > MAX_STALL
@@ -153,9 +153,9 @@ class LoadMode:
 
 
 class Timing(Planner):
-    """Decides by the measured times of loads and steps.
+    """Decides about loads by the measured times of loads and steps.
 
-    `cost`: the speeds of the model and of each tier. `mode`: whether a load is within a step or between steps.
+    `cost`: the speeds of the model and of each tier. `mode`: decides whether a load is within a step or between steps.
     """
 
     def __init__(self, context: PlanContext) -> None:
@@ -163,13 +163,12 @@ class Timing(Planner):
         self.cost = LoadCost(enabled=context.options.load_or_recompute)
         self.mode = LoadMode(context.options.load_mode, concurrent=context.options.concurrent_copies)
         self.max_promoted = max(1, context.store.slab.num_slots // 2)
-        """Chunks of one request that may be promoted at once."""
+        """Largest number of chunks of one request that may be promoted at the same time."""
 
     def worth_loading(self, keys: Sequence[ChunkKey], ready: int, found: int, computed: int) -> float:
-        """Return how many leading chunks are worth loading: those before the first tier that is too slow. Infinite if
-        all are.
+        """Return how many of the first chunks are worth loading: those before the first tier that is too slow.
 
-        Chunks `ready` to `found` are in lower tiers; the first `computed` are computed.
+        It is infinite if all are. Chunks `ready` to `found` are in lower tiers; the first `computed` are computed.
         """
         for tier, (count, nbytes) in self._store.catalog.by_tier(keys[ready:found]).items():
             tokens = self._tokens(count, found, computed)
@@ -181,10 +180,9 @@ class Timing(Planner):
         return math.inf
 
     def _tokens(self, count: int, found: int, computed: int) -> int:
-        """Return the number of tokens saved by loading `count` of `found` entries; the first `computed` chunks are
-        computed already.
+        """Return how many tokens a load of `count` of `found` entries saves, if the first `computed` are computed.
 
-        With recurrent layers, the whole hit: its chunks and its states are useless without each other.
+        With recurrent layers it is the whole hit, because its chunks and its states are useless without each other.
         """
         chunks = self._boundaries.without_states(found) - computed if self._boundaries.states else count
         return chunks * self._chunk_size
@@ -203,7 +201,7 @@ class Timing(Planner):
         ttl: float | None = None,
         owner: bytes = b"",
     ) -> Promotion:
-        """Promote chunks, and measure how fast their tiers deliver them, queues included."""
+        """Promote chunks, and measure how fast their tiers deliver them, including their queues."""
         started = self._clock()
         promotion = self._store.promote(keys, prefetch=prefetch, limit=limit, ttl=ttl, owner=owner)
 
@@ -217,7 +215,7 @@ class Timing(Planner):
         return promotion
 
     def late(self, keys: Sequence[ChunkKey], seconds: float) -> None:
-        """Record that the tiers of these chunks take twice the time of this wait."""
+        """Note that the tiers of these chunks take longer than this wait: twice `seconds`, as an estimate."""
         presences = self._store.catalog.lookup(keys)
         missing = [key for key, presence in zip(keys, presences, strict=True) if presence is not Presence.READY]
         for tier, (_, nbytes) in self._store.catalog.by_tier(missing).items():
@@ -225,10 +223,9 @@ class Timing(Planner):
                 self.cost.note_load(tier, nbytes, 2 * seconds)
 
     def limit(self, keys: Sequence[ChunkKey], ready: int, found: int, computed: int = 0) -> float | None:
-        """Return the number of seconds that a request may wait for chunks `ready` to `found`; None while no speed is
-        known.
+        """Return how many seconds a request may wait for chunks `ready` to `found`, or None if no speed is known.
 
-        `computed`: how many chunks it has computed.
+        `computed`: how many chunks are computed.
         """
         tokens = self._tokens(found - ready, found, computed)
         tiers = self._store.catalog.by_tier(keys[ready:found])
@@ -236,6 +233,6 @@ class Timing(Planner):
         return max((limit for limit in limits if limit is not None), default=None)
 
     def compute_seconds(self, tokens: int) -> float:
-        """Return the number of seconds that `tokens` take to compute; infinite while no speed is known."""
+        """Return how many seconds `tokens` tokens take to compute, or infinity while no speed is known."""
         seconds = self.cost.patience(None, tokens, 0)
         return math.inf if seconds is None else seconds

@@ -1,4 +1,4 @@
-"""`MemoryValue`: estimates the hits with more or less of each tier, by shadows that replay a sample of requests."""
+"""`MemoryValue`: estimates how many hits larger or smaller tiers would give, by replaying a sample of requests."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lmkv.store.tiered import TieredStore
 logger = logging.getLogger("lmkv.vllm")
 
 SIZES: Final = (0.5, 1.0, 2.0, 4.0)
-"""Tried sizes of each tier, as multiples of its present one."""
+"""The sizes to estimate for each tier, as multiples of its present size."""
 _NOW: Final = SIZES.index(1.0)
 _SAMPLED_CHUNKS: Final = 4096
 _MAX_SHARE: Final = 0.001
-"""Largest share of the wall time to spend here. Beyond it fewer requests are sampled."""
+"""Largest share of time to spend on estimates. If they take more, fewer requests are sampled."""
 _FEWEST_CHUNKS: Final = 512
-"""A shadow of fewer chunks is meaningless."""
+"""Smallest number of chunks with which a shadow gives a useful estimate."""
 _BACKLOG: Final = 8
-"""A step replays one more request for each this many that wait."""
+"""A step replays one more request for each group of this number of waiting requests."""
 _SETTLE_SECONDS: Final = 5.0
 KEPT: Final = 0.999
 """Each later sampled request multiplies the weight of earlier ones by this factor."""
@@ -43,17 +43,17 @@ class _Tier:
     nbytes: int
     shadows: list[Shadow]
     found: list[float] = field(factory=lambda: [0.0] * len(SIZES))
-    """Tokens that each size of this tier would have found, all other tiers being unchanged."""
+    """Number of tokens that each size of this tier would have found, with all other tiers unchanged."""
     without: float = 0.0
-    """Tokens that the other tiers would have found alone."""
+    """Number of tokens that the other tiers would have found without this tier."""
 
 
 class MemoryValue:
-    """Feeds shadows of the tiers on the scheduling thread; `report` is for any thread. Never waits.
+    """Replays finished requests in shadows of the tiers, and reports the estimated hits. Never waits.
 
-    In each step, one shadow replays one finished request, or a few if many wait, so that no call takes long. The sample
-    consists of whole subtrees of prompts, from the point where conversations diverge. So it has all chunks of a hit, or
-    none.
+    Call it on the scheduling thread; only `report` may be called on any thread. In each step, one shadow replays one
+    finished request, or a few if many wait, so that no call takes long. Conversations with a common beginning are in
+    the sample together or not at all, so the sample has all chunks of a hit or none.
     """
 
     def __init__(self, store: TieredStore, chunk_tokens: int, clock: Clock = time.perf_counter) -> None:
@@ -88,7 +88,9 @@ class MemoryValue:
         self._spend(started)
 
     def step(self) -> bool:
-        """Replay one request in a shadow. Returns whether any are left. A policy that raises ends its replay."""
+        """Replay one request in one shadow, and return whether requests are left. If a policy raises, its replay
+        ends.
+        """
         if self._replays:
             started = self._clock()
             with self._lock:
@@ -113,7 +115,7 @@ class MemoryValue:
             self._spent, self._started, self._tokens = 0.0, now, 0.0
 
     def _part(self, keys: Sequence[ChunkKey]) -> int:
-        """Return the number of the first chunk that not many conversations share."""
+        """Return the index of the first chunk that only few conversations share."""
         parent = None
         for key in keys[:DEPTH]:
             if key not in self._known:
