@@ -1,4 +1,4 @@
-"""Backends that wrap others: `AsyncAdapter` runs coroutines, `WrapperBackend` sees every call. `NullBackend` stores
+"""Backends around others: `AsyncAdapter` runs coroutines, `WrapperBackend` sees every call, `NullBackend` stores
 nothing.
 """
 
@@ -92,7 +92,7 @@ class AsyncBackend(Protocol):
 
 @runtime_checkable
 class AsyncListsKeys(Protocol):
-    """`ListsKeys` for an asynchronous backend; `list_keys` is usually an asynchronous generator."""
+    """An asynchronous backend that can list its chunks. `list_keys` is usually an asynchronous generator."""
 
     def list_keys(self) -> AsyncIterator[list[Listed]]: ...
 
@@ -200,7 +200,7 @@ class AsyncAdapter:
             self._thread.join(self.deadline)
 
     def _call(self, action: str, work: Coroutine[Any, Any, T], key: ChunkKey = b"") -> T:
-        """Run a coroutine on the loop and wait for its result, at most until the deadline."""
+        """Run a coroutine in the event loop, wait until the deadline at most, and return its result."""
         with self._lock:
             if self._closed:
                 work.close()
@@ -350,7 +350,7 @@ class AsyncFileBackend:
     async def close(self) -> None: ...
 
     async def _check_medium(self) -> None:
-        """Raise `MediumError` if the folder has moved to another medium. A removed folder has no chunks."""
+        """Raise `MediumError` if the folder is on another medium than at first. A removed folder has no chunks."""
         with contextlib.suppress(FileNotFoundError):
             await asyncio.to_thread(self._medium.check)
 

@@ -27,9 +27,9 @@ TOLERANCE = {
     torch.float8_e4m3fn: 0.25,
     torch.float8_e5m2: 0.35,
 }
-"""Largest `deviation` of a page that passes, by the type of its numbers. Other types are not compared."""
+"""The largest `deviation` of a page that counts as equal, by the type of its numbers. Other types are not compared."""
 _RUN = 16
-"""Numbers to compare together: of one head's keys, or of its values."""
+"""How many numbers are compared together: numbers of one head's keys, or of its values."""
 _ROUNDING, _LEAST = 4.0, 0.05
 """The spread of a run counts as at least `_ROUNDING` roundings, and as at least `_LEAST` of the page's median
 spread."""
@@ -37,11 +37,11 @@ spread."""
 
 @frozen
 class Part:
-    """The numbers of one layer in each page of plane number `plane`: `nbytes` from `offset` on, of type `dtype`.
+    """Describes the numbers of one layer in a page of plane `plane`: `nbytes` from `offset` on, of type `dtype`.
 
-    `strides`: how many numbers may lie between the same channel of two tokens. `loose`: the part of a page that may
-    differ, because a rounding may choose another expert for a token. `source`: type of the numbers they are computed
-    from, with its roundings.
+    `strides`: possible distances between the same channel of two tokens, in numbers. `loose`: the share of a page that
+    may differ, because a rounding may choose another expert for a token. `source`: the type of the numbers from which
+    they are computed, which decides their rounding errors.
     """
 
     layer: str
@@ -56,10 +56,10 @@ class Part:
 
 @frozen
 class Difference:
-    """A chunk's numbers differ on one rank, in `layers`; `copy`: its number in the order.
+    """A chunk that differs on one rank, in `layers`. `copy`: the index of its copy in the order.
 
-    `first`, `end`: the range of its tokens, in whole pages. `deviation`: the largest one. `blocks`: the blocks that a
-    load has filled.
+    `first`, `end`: the range of differing tokens, in whole pages. `deviation`: the largest deviation of a page.
+    `blocks`: the blocks that a load has filled.
     """
 
     copy: int
@@ -78,10 +78,10 @@ def deviation(
     rounding: float = 0.0,
     loose: float = 0.0,
 ) -> torch.Tensor:
-    """Return how far the pages differ, `[page]`; both arguments are `[page, number]`. The run of 16 numbers that
-    differs most counts.
+    """Return for each page how far it differs: shape [page] for arguments of shape [page, number].
 
-    `loose`: the share of runs to leave out, those that differ most.
+    In each page, the run of 16 numbers that differs most counts. `loose`: the share of runs to leave out, those that
+    differ most.
 
     A run's difference is relative to its computed spread from token to token, so that neither a large mean nor the
     page's other runs hide it. `strides`: see `Part`; the smallest spread counts. `rounding`: the relative rounding
@@ -113,7 +113,7 @@ def _runs(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _steps(numbers: torch.Tensor, stride: int) -> torch.Tensor:
-    """From each number to the one `stride` behind it; at the end, from the one before it."""
+    """Return the difference between each number and the one `stride` later, or at the end, `stride` earlier."""
     steps = numbers[:, stride:] - numbers[:, :-stride]
     return torch.cat([steps, steps[:, -stride:]], 1)
 
@@ -132,7 +132,7 @@ class Comparison:
     _tolerances: dict[torch.dtype, float] = field(factory=TOLERANCE.copy)
 
     def differences(self, copies: Sequence[ChunkCopy], stored: Sequence[int]) -> list[Difference]:
-        """Return the chunks copied into slots that differ from the chunks in the slots `stored`."""
+        """Return the copies whose slots differ from the slots `stored`, one for each copy."""
         found = []
         for number, (copy, slot) in enumerate(zip(copies, stored, strict=True)):
             wrong = list(self._wrong(copy, slot))
@@ -158,7 +158,7 @@ class Comparison:
                 yield part.layer, (first + pages[0]) * size, (first + pages[-1] + 1) * size, float(found.max())
 
     def measure(self, part: Part, copy: ChunkCopy, stored: int) -> torch.Tensor | None:
-        """Return the `deviation` of each page of a part; None if every byte is equal, or nothing was copied."""
+        """Return the `deviation` of each page of a part, or None if every byte is equal or nothing was copied."""
         computed, known = (
             _pages(self._layout, self._slab, self._rank, part, copy, slot) for slot in (copy.slot, stored)
         )
@@ -185,14 +185,14 @@ def _numbers(pages: npt.NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
 
 
 Digests = list[list[torch.Tensor]]
-"""For each part and each copy: int64 [page]."""
+"""For each part and each copy, a tensor of digests: int64 [page]."""
 
 _WORDS = 1 << 20
 """32-bit words per digest kernel: 4 MiB, with 20 MiB of scratch memory."""
 
 
 def factors(row: int, count: int, device: torch.device) -> torch.Tensor:
-    """`count` unrelated odd numbers, int64 (the mixing step of SplitMix64)."""
+    """Return `count` unrelated odd numbers, int64 [count], for the digest of row `row` (the mixing of SplitMix64)."""
     mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -7046029254386353131 * (2 * row + 1)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
@@ -203,10 +203,10 @@ _page_factors = lru_cache(64)(factors)
 
 
 def page_digests(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Return a digest of each of the pages `blocks`, int64 [page], of `rows`, uint8 [block, byte], on their device.
+    """Return the digests of the pages `blocks` of `rows`: int64 [page], for rows of uint8 [block, byte].
 
-    The sum modulo 2**64 of each 32-bit word times a factor of its place. Different pages have equal digests with a
-    probability of about 2**-33.
+    They are computed on the device of `rows`. A digest is the sum, modulo 2**64, of all 32-bit words, each multiplied
+    by a factor of its place. Different pages have equal digests with a probability of about 2**-33.
 
     >>> rows = torch.arange(32, dtype=torch.uint8).reshape(4, 8)
     >>> one, other, again = page_digests(rows, torch.tensor([0, 3, 0])).tolist()
@@ -226,7 +226,7 @@ def page_digests(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 @frozen
 class Reading:
-    """The digests of all pages in their order, valid once `event` is reached."""
+    """The digests of the pages that were read, in their order. They are valid once `event` is reached."""
 
     event: Event
     found: torch.Tensor
@@ -281,7 +281,7 @@ class ReadBack:
         return [found[at : at + len(copies)] for at in range(0, len(found), len(copies))]
 
     def of_slots(self, copies: Sequence[ChunkCopy], slab: SlabMap) -> Digests:
-        """Return the digests of the copied pages in their slots. May be called on any thread."""
+        """Return the digests of the same pages in the slots of copies. Any thread may call it."""
         return [[self._of_slot(part, copy, slab) for copy in copies] for part in self._parts]
 
     def _of_slot(self, part: Part, copy: ChunkCopy, slab: SlabMap) -> torch.Tensor:
@@ -289,7 +289,7 @@ class ReadBack:
         return page_digests(pages, torch.arange(len(pages)))
 
     def differences(self, copies: Sequence[ChunkCopy], found: Digests, known: Digests) -> list[Difference]:
-        """Return the copies with pages that differ from the known ones. There may be more known pages."""
+        """Return the copies with digests in `found` that differ from those in `known`, which may have more pages."""
         differ = []
         for number, copy in enumerate(copies):
             layers, pages = list[str](), list[tuple[int, int, int]]()

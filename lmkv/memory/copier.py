@@ -1,4 +1,4 @@
-"""The `Copier` protocol, the orders it takes, and the checks that every copier makes."""
+"""The interface of copiers, `Copier`, their orders, and the checks that every copier makes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _P = TypeVar("_P", bound="HasLayers")
 
 # Named tuples: a plan makes hundreds, in half the time of attrs' frozen classes.
 class Run(NamedTuple):
-    """Consecutive pages of a chunk, from number `first` on, and the block of each."""
+    """Consecutive pages of a chunk, from index `first` on, and the block of each page."""
 
     first: int
     blocks: list[int]
 
 
 class ChunkCopy(NamedTuple):
-    """One chunk to copy: its slot, and for each block table the run of pages to move."""
+    """One chunk to copy: its slot, and for each block table the run of pages to copy."""
 
     slot: int
     runs: tuple[Run, ...]
 
 
 class Event(Protocol):
-    """The end of a copy. `query` says whether it is reached and never blocks, `wait` blocks until then."""
+    """The end of a copy. `query` returns whether it is reached, without blocking; `wait` blocks until it is reached."""
 
     def query(self) -> bool: ...
 
@@ -41,7 +41,7 @@ class Event(Protocol):
 
 
 class Done:
-    """The event of a copy that had ended when its call returned."""
+    """The event of a copy that ends before its call returns."""
 
     def query(self) -> bool:
         return True
@@ -68,37 +68,40 @@ class Copier(Protocol):
         ...
 
     def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False, after: Event | None = None) -> Event:
-        """Copy slots into blocks. With `overlap` the computation does not wait, and must not read the blocks before the
+        """Copy slots into blocks. With `overlap`, computation does not wait, and must not read the blocks before the
         event.
 
-        The copy begins after all launched computation, or after the event `after`, if no later computation uses the
-        blocks.
+        The copy begins after all computation launched so far. With `after`, it begins after that event, which is right
+        if no later computation uses the blocks.
         """
         ...
 
     def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
-        """Store one layer at each `next`. Call it once the computation of that layer was launched."""
+        """Store one layer at each `next`, which the caller calls after launching the computation of that layer."""
         ...
 
     def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
-        """Load one layer at each `next`. Copies of later layers may have begun by then."""
+        """Load one layer at each `next`. Copies of later layers may already have begun."""
         ...
 
     def close(self, *, process_ends: bool = False) -> None:
-        """Wait for all copies and free their resources, unless the process ends, which frees them faster."""
+        """Wait for all copies and free their resources. If the process ends, leave this to the kernel, which is
+        faster.
+        """
         ...
 
 
 class HasLayers(Protocol):
-    """A plane. `layers`: the layers of the model that it has; several if they are fused."""
+    """A plane. `layers`: the indexes of its layers in the model; several if layers are fused."""
 
     @property
     def layers(self) -> range: ...
 
 
 def by_layer(planes: Sequence[_P], num_layers: int) -> tuple[list[list[_P]], list[list[_P]]]:
-    """For each layer, the planes to load with it, and the planes to store with it. A plane is loaded with its first
-    layer, and stored with its last layer.
+    """Return for each layer the planes to load with it, and for each layer the planes to store with it.
+
+    A plane is loaded with its first layer, and stored with its last layer.
     """
     to_load, to_store = (
         [[plane for plane in planes if plane.layers[at] == layer] for layer in range(num_layers)] for at in (0, -1)
@@ -109,7 +112,7 @@ def by_layer(planes: Sequence[_P], num_layers: int) -> tuple[list[list[_P]], lis
 def block_ids(blocks: object) -> list[int]:
     """Return the ids in a sequence, a numpy array or a torch tensor of integers, as a list.
 
-    Raises UsageError for anything else, floats and booleans included: numpy would take those for other ids.
+    Raises UsageError for anything else. For example, numpy would take floats and booleans for other ids.
     """
     try:
         ids = blocks.tolist() if hasattr(blocks, "tolist") else blocks
@@ -122,7 +125,7 @@ def block_ids(blocks: object) -> list[int]:
 
 
 def _block_id(value: Any) -> int:
-    """Return an int, or the int in a numpy scalar or in a torch tensor without dimensions."""
+    """Return the id as an int, from an int, a numpy scalar or a torch tensor without dimensions."""
     found = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(found, int) and not isinstance(found, bool):
         return found
@@ -132,8 +135,8 @@ def _block_id(value: Any) -> int:
 def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mapping[int, int]) -> dict[int, list[int]]:
     """Return the blocks of all copies in their order, for each block table of `num_blocks`.
 
-    Raises UsageError for slots and blocks that do not exist, before the first byte is copied. Neither numpy (with
-    "clip") nor a device would notice: they would copy other pages.
+    Raises UsageError for slots and blocks that do not exist, before any byte is copied. Neither numpy (with "clip") nor
+    a device would notice such an error, and they would copy other pages.
     """
     found = {}
     for copy in copies:
@@ -161,13 +164,13 @@ def check_fit(memory: PagedMemory, layout: KVLayout, slab: SlabMap) -> None:
 
 
 Guard = Callable[[], AbstractContextManager[object]]
-"""A lock of the copier, taken around each use because copiers are not thread-safe."""
+"""A lock around each use of a copier, because copiers are not thread-safe."""
 
 
 class _Layers:
-    """Copies one layer after the other. `tokens`: leading tokens of the prompt that are copied in the end.
+    """Copies one layer after the other. `tokens`: how many of the prompt's first tokens are copied.
 
-    `last`: the event of the latest layer that was begun. `left`: layers that the caller has not named yet.
+    `last`: the event of the layer that was begun last. `left`: the layers that the caller has not named yet.
     """
 
     def __init__(self, events: Iterator[Event], num_layers: int, tokens: int, guard: Guard) -> None:
@@ -194,10 +197,10 @@ class _Layers:
 
 
 class LayerReader(_Layers):
-    """Fills blocks layer by layer.
+    """Fills blocks layer by layer, as `Engine.retrieve_layers` returns it.
 
-    Call `wait(layer)` before you launch computation that reads that layer. Later layers may be copied already. Raises
-    UsageError for a layer that does not exist, and the copier's exceptions.
+    Call `wait(layer)` before you launch computation that reads the layer. Methods raise UsageError for a layer that
+    does not exist, and exceptions of the copier.
     """
 
     def __init__(
@@ -211,16 +214,16 @@ class LayerReader(_Layers):
         return self._done == self._num_layers
 
     def wait(self, layer: int) -> None:
-        """Make all computation that is launched from now on wait for this layer and the layers before it."""
+        """Make all computation that is launched from now on wait for this layer and all earlier layers."""
         self._name(layer)
         self._upto(layer)
 
 
 class LayerWriter(_Layers):
-    """Stores blocks layer by layer.
+    """Stores blocks layer by layer, as `Engine.store_layers` returns it.
 
-    Call `save(layer)` once you have launched the computation of that layer. Raises UsageError for a layer that does
-    not exist, and the copier's exceptions.
+    Call `save(layer)` after you have launched the computation of the layer. Methods raise UsageError for a layer that
+    does not exist, and exceptions of the copier.
     """
 
     def __init__(
@@ -229,7 +232,7 @@ class LayerWriter(_Layers):
         super().__init__(copier.store_layers(copies), copier.num_layers, tokens, guard)
 
     def save(self, layer: int) -> None:
-        """Store this layer once the layers before it are stored. Layers may be computed in any order."""
+        """Store this layer as soon as all earlier layers are stored. Layers may be computed in any order."""
         self._name(layer)
         while self._done < self._num_layers and self._done not in self.left:
             self._upto(self._done)

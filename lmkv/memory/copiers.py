@@ -1,4 +1,4 @@
-"""Copies pages between paged memory on the host and slots, and chooses the copier for a device."""
+"""The copier for paged memory on the host, and the choice of the copier for a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmkv.memory.slab import SlabMap
 Array = npt.NDArray[Any]
 
 _FREE_SHARE = 4
-"""Staging memory takes at most this part of the free memory of a device: the model's graphs need some."""
+"""Staging memory takes at most 1/4 of the free memory of a device, because the model's graphs need some."""
 
 
 def _words(nbytes: int) -> np.dtype[np.generic]:
@@ -30,7 +30,7 @@ def _words(nbytes: int) -> np.dtype[np.generic]:
 
 @frozen
 class _HostPlane:
-    """A plane's `pages` [block, word], and its part of every slot `slots` [slot, page, word]."""
+    """One plane: its pages, of shape [block, word], and its part of all slots, of shape [slot, page, word]."""
 
     pages: Array
     slots: Array
@@ -45,8 +45,8 @@ _PageRuns = dict[int, list[tuple[int, slice, npt.NDArray[np.intp]]]]
 class CPUCopier:
     """The copier for paged memory on the host: one numpy call per chunk and plane.
 
-    `take` with "clip" into an array and indexed assignment are as fast as a contiguous copy. torch's indexed copies are
-    15 to 40 % slower. More threads would only compete for the same memory.
+    numpy's `take` with "clip", and its indexed assignment, are as fast as a contiguous copy, whereas torch's indexed
+    copies are 15 to 40 % slower. More threads would only compete for the same memory.
     """
 
     def __init__(self, memory: PagedMemory, layout: KVLayout, slab: SlabMap, rank: int = 0) -> None:
@@ -132,9 +132,9 @@ def check_device(kind: str) -> None:
 
 
 def make_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging | None:
-    """Return a copier's streams and memory on its device, before there is a slab; None for a CPU.
+    """Make the streams and the staging memory of a copier on its device, before there is a slab; None for a CPU.
 
-    Raises UsageError for a device without copier, and the exceptions of torch for the device.
+    Raises UsageError for a device without a copier, and torch's exceptions for the device.
     """
     check_device(memory.device.type)
     if memory.device.type == "cpu":
@@ -153,10 +153,10 @@ def make_copier(
     staging: Staging | None = None,
     turn: tuple[int, int] = (0, 1),
 ) -> Copier:
-    """Return a copier for the memory's device. Populates the rank's part of the slab, in the background.
+    """Make a copier for the device of `memory`, and begin to map the rank's part of the slab in the background.
 
-    `turn`: (index, count) of this rank among those with that part. Raises UsageError when memory, layout and slab do
-    not fit, and torch's exceptions for the device.
+    `turn`: (index, count) of this rank among the ranks with the same part. Raises UsageError if memory, layout and slab
+    do not fit together, and torch's exceptions for the device.
     """
     staging = staging or make_staging(memory)
     if staging is not None:

@@ -19,7 +19,7 @@ from lmkv.memory.device import DeviceError, Spans, Stream, TimedEvent, Transfers
 logger = logging.getLogger(__name__)
 
 _IN_STREAM_ORDER, _ANY_ORDER = 1, 3
-"""CUmemcpySrcAccessOrder: a source is read when it is the stream's turn, or at any time from the call on."""
+"""Values of CUmemcpySrcAccessOrder: the source is read in the order of the stream, or at any time after the call."""
 
 
 @frozen
@@ -56,7 +56,7 @@ class _CUDAStream:
 
 
 class CUDADevice:
-    """One CUDA device. Raises OSError if there is no CUDA driver. `driver`: its library, in tests another one."""
+    """One CUDA device. Raises OSError if there is no CUDA driver. `driver`: the driver's library, replaced in tests."""
 
     def __init__(self, device: torch.device, driver: Any = None) -> None:
         self._device = device
@@ -133,9 +133,7 @@ def _copy_batch(function: Any, transfers: Transfers, queue: int) -> int:
 
 
 def batched_copy(driver: Any) -> Callable[[Transfers, int], int] | None:
-    """Return a function that queues many copies in one call and returns a status; None with a driver older than CUDA
-    12.8.
-    """
+    """Return a function that queues many copies in one call and returns a status, or None before CUDA 12.8."""
     function, found = ctypes.c_void_p(), ctypes.c_int()
     find = getattr(driver, "cuGetProcAddress_v2", None)
     if find is None:

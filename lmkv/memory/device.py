@@ -29,16 +29,18 @@ logger = logging.getLogger(__name__)
 Addresses = npt.NDArray[np.int64]
 
 STAGING_BYTES = 1 << 30
-"""Staging memory for stores: about the KV of a step's prompt tokens, so that the computation waits for none."""
+"""Default size of staging memory for stores: about the KV of a step, so that computation does not wait for stores."""
 
 
 class DeviceError(LmkvError):
-    """The device, or its driver, refused something or failed."""
+    """The device or its driver has failed, or has refused a call."""
 
 
 @frozen
 class Spans:
-    """Equally long runs of bytes to copy: `nbytes` from each of `sources` to the same place in `targets`."""
+    """Equally long runs of bytes to copy: `nbytes` from each address in `sources` to the one at its index in
+    `targets`.
+    """
 
     sources: Addresses
     targets: Addresses
@@ -53,10 +55,10 @@ class Spans:
 
 @frozen
 class Transfers:
-    """Copies between host and device, all in one direction and in no order among themselves.
+    """Copies between host and device, all in one direction, and in any order.
 
-    The host's side of each lies inside one registration (`pinned`), or outside all of them. `stable`: whether the
-    sources stay unchanged until all is done, so that they may be read before the stream's turn.
+    `pinned`: whether the host's side of each copy is inside one registration; otherwise it is outside all of them.
+    `stable`: whether the sources do not change until all copies are done, so that they may be read early.
     """
 
     sources: Addresses
@@ -70,19 +72,19 @@ class TimedEvent(Event, Protocol):
     """An event that was marked with `timed`."""
 
     def seconds_since(self, earlier: TimedEvent) -> float:
-        """Return the number of seconds on the device between the two, once both are reached."""
+        """Return how many seconds passed on the device from `earlier` to this event. Both must be reached."""
         ...
 
 
 class Stream(Protocol):
-    """A queue of work for the device, done in order. Work on two streams is ordered by events alone."""
+    """A queue of work for the device, which is done in its order. Only events order the work of two streams."""
 
     def record_event(self, *, timed: bool = False) -> TimedEvent:
         """Return an event that is reached when all work queued so far is done."""
         ...
 
     def wait_for(self, event: Event) -> None:
-        """Work that is queued from now on begins after `event`. Does not block the calling thread."""
+        """Make work that is queued from now on begin after `event`, without blocking the calling thread."""
         ...
 
     def run(self, work: Callable[[], object]) -> None:
@@ -101,9 +103,9 @@ class Device(Protocol):
         ...
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
-        """Return the address of new memory on the device, and the object that owns it: it is freed with that object.
+        """Allocate memory on the device. Returns its address, and the object that owns it and frees it at its end.
 
-        The memory is not in a pool that the caller has begun: vLLM copies its pools to the host when the engine sleeps.
+        The memory is outside any pool of the caller, because vLLM copies its pools to the host when the engine sleeps.
         """
         ...
 
@@ -112,11 +114,11 @@ class Device(Protocol):
         ...
 
     def transfer(self, transfers: Transfers, stream: Stream) -> None:
-        """Copy between host and device. A run that crosses the border of a registration is an error."""
+        """Copy between host and device. No run may cross the border of a registration."""
         ...
 
     def register(self, address: int, nbytes: int) -> Callable[[], None]:
-        """Pin host memory; returns a call that unpins it. Raises DeviceError. May be called on any thread."""
+        """Pin host memory, and return a function that unpins it. Raises DeviceError. Any thread may call it."""
         ...
 
     def synchronize(self) -> None:
@@ -125,7 +127,7 @@ class Device(Protocol):
 
 
 class Ring:
-    """Device memory handed out in turn, and again once its last use has ended."""
+    """Hands out parts of device memory in turn, and again once their last use has ended."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -148,10 +150,10 @@ class Ring:
 
 
 class Staging:
-    """One rank's streams and staging memory, and its kernels, compiled. It needs no slab.
+    """The streams, the staging memory and the compiled kernels of one rank, which need no slab.
 
-    `nbytes`: staging memory for stores. Loads have a quarter of that, and reuse it in the order of their stream. `ring`
-    and `loading` exist until `free`, and again after `allocate`. Raises the device's exceptions.
+    `nbytes`: size of the staging memory for stores. Loads have a quarter of this size, and reuse it in the order of
+    their stream. `ring` and `loading` exist until `free`, and again after `allocate`. Raises the device's exceptions.
     """
 
     def __init__(self, device: Device, memory: PagedMemory, nbytes: int = STAGING_BYTES) -> None:
@@ -167,7 +169,7 @@ class Staging:
         device.synchronize()
 
     def record_event(self) -> Event:
-        """Return an event for the end of the computation that was launched until now."""
+        """Return an event for the end of all computation that was launched until now."""
         return self.device.stream(compute=True).record_event()
 
     def allocate(self) -> None:
@@ -187,16 +189,15 @@ class Staging:
 
 
 PIECE_BYTES = 32 << 20
-"""Bytes per registration: on an H100 a launch waits 1.5 ms for one, 5 for 128 MiB. A whole slab may be too large for
-one registration."""
+"""Bytes per registration. On an H100 a launch waits 1.5 ms for such a registration, and 5 ms for one of 128 MiB."""
 
 
 class PinnedSlab:
-    """One rank's part of a slab, populated and then registered with the device, in pieces of whole slots.
+    """Maps one rank's part of a slab, and registers it with the device, in pieces of whole slots.
 
     Copies of unregistered memory are correct as well, but slower, and block the calling thread. `part`: offset and
-    bytes in each slot. `turn`: (index, count) of this rank among those with the same part; each begins elsewhere.
-    `threads`: how many threads register memory; with 0 only `pin_next` does.
+    bytes of the part in each slot. `turn`: (index, count) of this rank among the ranks with the same part, each of
+    which begins at another place. `threads`: the number of threads that register memory; with 0 only `pin_next` does.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class PinnedSlab:
             pass
 
     def pin_next(self) -> bool:
-        """Populate and register the next piece; False when all are done, or the driver has refused one."""
+        """Map and register the next piece. Returns False if all are done, or if the driver has refused one."""
         with self._lock:
             piece = None if self._stop.is_set() else next(self._pieces, None)
         if piece is None:
@@ -260,12 +261,12 @@ class PinnedSlab:
             thread.join()
 
     def stop(self) -> None:
-        """Register nothing more."""
+        """Stop registering memory."""
         self._stop.set()
         self.wait()
 
     def close(self) -> None:
-        """Unregister everything. No copy may be under way. Idempotent."""
+        """Unregister all memory. No copy may be running. Idempotent."""
         # Afterwards `_undo` is complete: nothing stays registered that is unmapped next.
         self.stop()
         while self._undo:
@@ -275,19 +276,19 @@ class PinnedSlab:
 
 
 def pinning_threads(ranks: int) -> int:
-    """Return the number of threads of each rank that populate and register: a quarter of the machine's cores at
-    most.
-    """
+    """Return how many threads of each rank map and register memory: for all ranks at most a quarter of the cores."""
     return max(1, min(4, (os.cpu_count() or 1) // 4 // ranks))
 
 
 DIRECT_BYTES = 512 << 10
-"""Pages of this size and larger are loaded without staging: a transfer each costs less than a second copy."""
+"""Smallest page that is loaded without staging, because a separate transfer costs less than a second copy."""
 
 
 @frozen
 class _DevicePlane:
-    """A plane: `nbytes` of block `b` are at `address + b * stride`; its part of a slot begins at `offset`."""
+    """A plane on the device: block `b` has `nbytes` at `address + b * stride`. Its part of a slot begins at
+    `offset`.
+    """
 
     address: int
     offset: int
@@ -299,7 +300,7 @@ class _DevicePlane:
 
 @frozen
 class _PlaneSet:
-    """Planes of one block table with pages of one size; their addresses are computed together."""
+    """Planes of one block table with pages of one size, whose addresses are computed together."""
 
     addresses: Addresses
     offsets: Addresses
@@ -308,7 +309,7 @@ class _PlaneSet:
     group: int
 
     def pages(self, alike: Sequence[ChunkCopy], slots: Addresses) -> _Pages:
-        """Return the pages of copies with equal runs but for their blocks. `slots`: their slots' addresses."""
+        """Return the pages of copies that differ only in their blocks and slots. `slots`: addresses of the slots."""
         blocks = np.array([copy.runs[self.group].blocks for copy in alike], np.int64)
         numbers = alike[0].runs[self.group].first + np.arange(blocks.shape[1])
         device = self.addresses[:, None] + blocks[:, None] * self.stride
@@ -318,7 +319,7 @@ class _PlaneSet:
 
 @frozen
 class _Pages:
-    """Pages of one size: the address of each on the device and on the host, where neighbours may adjoin."""
+    """Pages of one size: the address of each page on the device and on the host."""
 
     device: Addresses
     host: Addresses
@@ -330,7 +331,7 @@ class _Pages:
 
 @frozen
 class LoadEvent:
-    """The end of a load. Once it is reached `seconds` says how long the device took for the copies."""
+    """The end of a load. Once it is reached, `seconds` is the time that the device took for the copies."""
 
     begun: TimedEvent
     ended: TimedEvent
@@ -347,12 +348,12 @@ class LoadEvent:
 
 
 class DeviceCopier:
-    """The copier for paged memory on a device, by way of staging memory there.
+    """The copier for paged memory on a device, which uses staging memory there.
 
-    A store gathers pages into staging memory on the compute stream, so their blocks may be overwritten as soon as it
-    returns. It transfers them to the slot on a separate stream; a load is the reverse. So a chunk crosses the bus as
-    one run of bytes, and the chunks of an order in one call. Staging memory is bounded: when all is in use the device
-    waits for its transfers, the calling thread does not.
+    A store gathers pages in staging memory on the compute stream, so their blocks may be overwritten as soon as the
+    call returns. On a separate stream it transfers them to the slots. A load does the reverse. So a chunk crosses the
+    bus as one run of bytes, and all chunks of an order are transferred by one call. If all staging memory is in use,
+    the device waits for its transfers, but the calling thread does not.
     """
 
     def __init__(
@@ -433,7 +434,7 @@ class DeviceCopier:
     def _load(
         self, copies: Sequence[ChunkCopy], parts: Sequence[Sequence[_PlaneSet]], after: Event | None = None
     ) -> Iterator[LoadEvent]:
-        """Fill the planes of one part after the other, with an event for each."""
+        """Fill the planes of one part after the other, and yield an event for each part."""
         incoming = self._staging.incoming
         with self._idle_after_failure():
             # Computation that was launched before may still use the blocks.
@@ -459,7 +460,9 @@ class DeviceCopier:
 
     @contextlib.contextmanager
     def _idle_after_failure(self) -> Iterator[None]:
-        """After a failed copy, wait for its queued part: others may get its slots and blocks next."""
+        """If a copy in the block fails, wait for its queued part, because its slots and blocks may get other
+        content.
+        """
         try:
             yield
         except Exception:
@@ -478,9 +481,9 @@ class DeviceCopier:
                     yield part.pages(alike, slots)
 
     def _runs(self, batch: Sequence[_Pages], address: int) -> tuple[Addresses, Addresses, Addresses]:
-        """Return the hosts, addresses from `address` on, and bytes of the longest runs that are contiguous in one slot.
+        """Return the longest contiguous runs of a batch: addresses on the host, addresses from `address` on, and sizes.
 
-        Slots may adjoin, but the border of a registration may lie between them.
+        A run never crosses the end of a slot, because the border of a registration may be there.
         """
         hosts, sizes = np.concatenate([pages.host for pages in batch]), _sizes(batch)
         begins = (hosts[1:] != (hosts + sizes)[:-1]) | ((hosts[1:] - self._address) % self._slab.slot_bytes == 0)
@@ -488,7 +491,7 @@ class DeviceCopier:
         return hosts[first], address + (np.cumsum(sizes) - sizes)[first], np.add.reduceat(sizes, first)
 
     def _transfer(self, hosts: Addresses, devices: Addresses, sizes: Addresses, stream: Stream, *, loads: bool) -> None:
-        """One call for pinned memory, and one for the rest."""
+        """Transfer runs, with one call for pinned memory and one for other memory."""
         sources, targets = (hosts, devices) if loads else (devices, hosts)
         pinned = self.pins.holds(hosts)
         for state in (True, False):
@@ -499,9 +502,10 @@ class DeviceCopier:
                 self._device.transfer(transfers, stream)
 
     def close(self, *, process_ends: bool = False) -> None:
-        """Wait for all copies and unpin the slab. Raises the device's exceptions, once the slab is unpinned.
+        """Wait for all copies and unpin the slab. Afterwards raise exceptions of the device, if there were any.
 
-        If the process ends, that unpins the slab: to unpin it here takes longer than vLLM waits for a worker.
+        If the process ends, the kernel unpins the slab, because unpinning here takes longer than vLLM waits for a
+        worker.
         """
         try:
             self._device.synchronize()
@@ -510,7 +514,7 @@ class DeviceCopier:
 
 
 def _sets(planes: Iterable[_DevicePlane]) -> list[_PlaneSet]:
-    """Return the neighbouring planes of one block table, stride and page size in one set."""
+    """Return the planes in sets: neighbouring planes with the same block table, stride and page size are one set."""
     sets = []
     for kind, same in groupby(planes, lambda plane: (plane.stride, plane.nbytes, plane.group)):
         addresses, offsets = np.array([(plane.address, plane.offset) for plane in same], np.int64).T
@@ -519,7 +523,7 @@ def _sets(planes: Iterable[_DevicePlane]) -> list[_PlaneSet]:
 
 
 def _alike(copies: Sequence[ChunkCopy]) -> list[list[ChunkCopy]]:
-    """Return the same copies; neighbours with runs of equal beginning and length together."""
+    """Return the copies in groups: neighbours whose runs have equal beginnings and lengths are one group."""
     return [list(same) for _, same in groupby(copies, lambda copy: [(run.first, len(run.blocks)) for run in copy.runs])]
 
 
@@ -548,7 +552,7 @@ def _batches(parts: Iterable[_Pages], room: int) -> Iterator[list[_Pages]]:
 
 
 def _staged(batch: Sequence[_Pages], address: int) -> Iterator[tuple[_Pages, Addresses]]:
-    """Yield the pages of one size together, and where each of them is in the staging memory at `address`."""
+    """Yield pages of one size together, with the address of each in the staging memory at `address`."""
     sizes = _sizes(batch)
     places = address + np.cumsum(sizes) - sizes
     devices, hosts = (np.concatenate([getattr(pages, side) for pages in batch]) for side in ("device", "host"))

@@ -1,4 +1,4 @@
-"""How much memory this machine can give: to a slab, and to a folder in memory that engines share."""
+"""Finds how much memory a slab, or a folder in memory that engines share, may take on this machine."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ RAM_SHARE = 0.8
 """Largest share of the available memory for all slabs of this host together."""
 CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
-"""Bytes. Version 1 shows a larger number where there is no limit."""
+"""Bytes; a larger limit means that there is none, in control groups of version 1."""
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _FILE_SYSTEM_SHARE = 0.9
-"""Largest share of the free file system for chunks: vLLM also has queues in /dev/shm."""
+"""Largest share of a free file system in memory for chunks, because vLLM also has queues in /dev/shm."""
 
 
 @frozen
 class ControlGroup:
-    """The folder of a control group. `names`: the names of its files with the limit and the use, and of the page
-    cache's entry in its `stat`.
+    """The folder of a control group. `names`: its files with the limit and the use, and the page cache's entry in
+    `stat`.
 
     `V1`, `V2`: the names in the kernel's two interfaces.
     """
@@ -44,15 +44,15 @@ class ControlGroup:
         return int((self.folder / self.names[0]).read_text())
 
     def free_bytes(self) -> int:
-        """Return the number of bytes that it may still take. Its page cache counts as free: the kernel drops it when
-        memory is needed.
+        """Return how many bytes the group may still take. Its page cache counts as free, because the kernel can drop
+        it.
         """
         used, stat = int((self.folder / self.names[1]).read_text()), _numbers(self.folder / "memory.stat")
         return self.limit_bytes() - used + sum(stat[name] for name in self.names[2:])
 
 
 def control_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[ControlGroup]:
-    """Yield the groups that limit this process: its own and all above it, as far as `root` shows them.
+    """Yield the control groups that limit this process: its own and all above it that `root` shows.
 
     In a container, `root` usually begins at the container's own group, even if the path in `own` is longer.
     """
@@ -69,7 +69,7 @@ def control_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) 
 
 
 def memory_limit(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return the smallest limit of this process's control groups in bytes; None if there is no limit."""
+    """Return the smallest limit of this process's control groups in bytes, or None if there is no limit."""
     limits = []
     for group in control_groups(root, own):
         with contextlib.suppress(OSError, ValueError):
@@ -81,9 +81,7 @@ def memory_limit(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) ->
 def available_ram(
     meminfo: Path = Path("/proc/meminfo"), root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Return the number of bytes of memory that are available: MemAvailable, or less if the limit of a control group,
-    or of one above it, is lower.
-    """
+    """Return the bytes of available memory: MemAvailable, or less if a control group leaves less."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError, KeyError):
         free = 1024 * _numbers(meminfo)["MemAvailable:"]
@@ -94,7 +92,7 @@ def available_ram(
 
 
 _SMALL_SHARE = 256
-"""A slab below this fraction of the memory is a test's or a tool's, and limits no other engine."""
+"""A slab of less than 1/256 of the memory belongs to a test or a tool, and limits no other engine."""
 
 
 def _numbers(path: Path) -> dict[str, int]:
@@ -103,11 +101,11 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
-    """`wanted` bytes in whole slots, cut with a warning to the memory that this machine can give.
+    """Return `wanted` bytes rounded down to whole slots, or with a warning less, if this machine has less memory.
 
-    `engines`: how many start on this host; each gets its share at most. Does not give memory that is promised to other
-    slabs of this host, unless `wanted` is less than 1/256 of the available memory. Raises ConfigError when not even one
-    slot fits.
+    `engines`: the number of engines that start on this host, each of which gets at most its share. Memory that is
+    promised to other slabs of this host is not given, unless `wanted` is less than 1/256 of the available memory.
+    Raises ConfigError if not even one slot fits.
     """
     promised, taken = slab.promised_and_taken()
     room = int((available_ram() + taken) * RAM_SHARE)
@@ -122,7 +120,10 @@ def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
 
 
 def _limited(setting: str, wanted: int, limits: Mapping[str, int], unit: int = 1) -> int:
-    """`wanted` bytes in whole units, cut with a warning to the least of the limits. Raises ConfigError for no chunk."""
+    """Return `wanted` bytes, or with a warning the least of the limits, rounded down to whole units.
+
+    Raises ConfigError if not even one chunk fits.
+    """
     reason, limit = min(limits.items(), key=lambda item: item[1])
     capacity = max(min(wanted, limit), 0) // unit * unit
     if not capacity and unit > 1:
@@ -138,7 +139,7 @@ def _limited(setting: str, wanted: int, limits: Mapping[str, int], unit: int = 1
 
 
 def file_system_of(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Return the type of the file system that the folder is on, "" when the kernel does not tell."""
+    """Return the type of the file system of a folder, or "" if the kernel does not tell it."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in mounts.read_text().splitlines():
@@ -149,7 +150,7 @@ def file_system_of(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> 
 
 
 def check_in_memory(folder: str) -> None:
-    """Warn when the folder is not in memory. Raises ConfigError when files in it cannot be written."""
+    """Log a warning if the folder is not in memory. Raises ConfigError if no files can be written there."""
     kind = file_system_of(folder)
     if kind == "hugetlbfs":
         raise ConfigError(
@@ -166,9 +167,9 @@ def check_in_memory(folder: str) -> None:
 
 
 def clamp_shared_memory(folder: str, wanted: int, used: int) -> int:
-    """`wanted` bytes, cut with a warning to the memory that the folder and this machine can give.
+    """Return `wanted` bytes, or with a warning less, if the folder or this machine has less memory.
 
-    `used`: bytes of the chunks that are there already. Does not give memory that is promised to slabs of this host.
+    `used`: the bytes of chunks that are already there. Memory that is promised to slabs of this host is not given.
     """
     promised, taken = slab.promised_and_taken()
     limits = {"available memory": int((available_ram() + taken + used) * RAM_SHARE) - promised}

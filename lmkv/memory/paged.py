@@ -1,6 +1,6 @@
-"""Treats paged KV tensors of any attention backend as rows of bytes: uint8 [block, bytes per block] per plane.
+"""Views paged KV tensors of any attention backend as rows of bytes: for each plane uint8 [block, bytes per block].
 
-The inside of a page is private to the attention backend. A block must be one dense run of memory in each plane;
+Only the attention backend knows the format inside a page. A block must be one dense run of memory in each plane, but
 blocks of several layers may be interleaved.
 """
 
@@ -16,9 +16,9 @@ from lmkv.errors import UsageError, short_repr
 
 
 def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
-    """`plane` [block, ...] as uint8 [block, page_bytes] over the same memory.
+    """Return a view of `plane`, a tensor of shape [block, ...], as uint8 [block, page_bytes] over the same memory.
 
-    Raises UsageError when a block is not one run of bytes.
+    Raises UsageError if a block is not one run of bytes.
     """
     inner = sorted(zip(plane.stride()[1:], plane.shape[1:], strict=True))
     expected = 1
@@ -39,7 +39,7 @@ def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
 
 
 def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
-    """Return `row` with pages of `page_bytes`, if the padding after each page is large enough; else `row` itself."""
+    """Return a view of `row` with pages of `page_bytes`, if there is enough padding after each page; else `row`."""
     blocks, stride = row.shape[0], row.stride(0)
     end = row.storage_offset() + (blocks - 1) * stride + page_bytes
     if row.shape[1] < page_bytes <= stride and end <= row.untyped_storage().nbytes():
@@ -48,7 +48,7 @@ def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
 
 
 def planes(tensor: Any, block_axis: int) -> list[torch.Tensor]:
-    """Return the parts of a layer's tensor, with the block as first axis: `[2, block, ...]` has two of them."""
+    """Return the planes of a layer's tensor, each with the block as first axis. `[2, block, ...]` has two planes."""
     if block_axis not in (0, 1):
         raise UsageError(f"block_axis must be 0 or 1, not {short_repr(block_axis)}")
     if not isinstance(tensor, torch.Tensor) or tensor.dim() <= block_axis or not tensor.numel():

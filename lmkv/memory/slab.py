@@ -1,9 +1,9 @@
 """The slab: one region of host memory in equal slots, with room for one chunk each.
 
-It is the first tier, and all other tiers write from it and read into it. A shared slab is an anonymous memory file,
-which other processes map through its owner's file descriptor. /dev/shm does not limit it, and the kernel frees it when
-the last process that maps it ends. Its name has the engine's name and a random part. So lmkv notices if the descriptor
-in a path means another file, in another container or after its owner has ended.
+The slab is the first tier, and all other tiers write from it and read into it. A shared slab is an anonymous memory
+file, which other processes map through the file descriptor of its owner. /dev/shm does not limit it, and the kernel
+frees it when the last process that maps it ends. The file's name has the engine's name and a random part. So lmkv
+notices if the path of a descriptor leads to another file, in another container or after the owner has ended.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _PREFIX = "lmkv-slab-"
 _MEMFD = re.compile(rf"/memfd:({_PREFIX}.*?)( \(deleted\))?")
 
 _PATIENCE = 10.0
-"""Seconds to wait for other processes that make their slabs."""
+"""Seconds to wait while other processes make their slabs."""
 _PAUSE = 0.01
 """Seconds between two attempts."""
 
 _MADV_POPULATE_WRITE = 23
 _PIECE = 8 << 20
-"""Bytes populated per call."""
+"""Number of bytes that one call maps."""
 _SEARCH_PAUSE = 0.5
 """Seconds between two searches for a slab."""
 
@@ -52,7 +52,7 @@ os.register_at_fork(after_in_child=_in_this_process._at_fork_reinit)  # type: ig
 
 
 def create_file(engine: str, nbytes: int) -> int:
-    """Return the descriptor of a new memory file for the slab of an engine."""
+    """Create a memory file for the slab of an engine, and return its file descriptor."""
     fd = os.memfd_create(_prefix(engine) + secrets.token_hex(8), os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
@@ -89,18 +89,17 @@ def slab_files() -> Iterator[tuple[str, str, os.stat_result]]:
 
 
 def find_file(engine: str) -> tuple[str, str, int] | None:
-    """Return the path, name and bytes of the slab of an engine; None unless exactly one has its final size."""
+    """Return path, name and size in bytes of an engine's slab, or None unless exactly one has its final size."""
     found = [(path, name, stat.st_size) for path, name, stat in slab_files() if name.startswith(_prefix(engine))]
     return found[0] if len(found) == 1 and found[0][2] else None
 
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Hold a lock of this user on this host while a slab is sized and made, so that each process sees all earlier
-    slabs.
+    """Hold a lock of this user on this host while a slab is made, so that each process sees all earlier slabs.
 
-    A process that gets no lock within `_PATIENCE` seconds continues with a warning: two slabs may then be promised the
-    same memory.
+    A process that does not get the lock within `_PATIENCE` seconds continues with a warning. Two slabs may then be
+    promised the same memory.
     """
     deadline = time.monotonic() + _PATIENCE
     with contextlib.ExitStack() as stack:
@@ -122,7 +121,7 @@ def _lock_file() -> str:
 
 
 def _lock(fd: int, deadline: float) -> None:
-    """Lock a file for this process, without its children, until it is closed."""
+    """Lock a file until this process closes it. Forked children do not have the lock."""
     status = os.fstat(fd)
     if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
         raise PermissionError(errno.EPERM, "the file belongs to another user: remove the file", _lock_file())
@@ -137,7 +136,7 @@ def _lock(fd: int, deadline: float) -> None:
 
 
 def promised_and_taken() -> tuple[int, int]:
-    """Return the bytes that this user's slabs on this host may take, and bytes that they have taken."""
+    """Return how many bytes this user's slabs on this host may take, and how many they have taken."""
     found = [stat for _, _, stat in slab_files()]
     return sum(stat.st_size for stat in found), sum(stat.st_blocks * 512 for stat in found)
 
@@ -189,7 +188,7 @@ class SlabMap:
     def populate(self, part: tuple[int, int] | None = None, turn: tuple[int, int] = (0, 1)) -> None:
         """Make the kernel map the pages in the background, so that copies cause no page faults.
 
-        `part`: offset and bytes in each slot, when other processes populate the others. `turn`: see `spans`.
+        `part`: offset and bytes of a part of each slot, if other processes map the other parts. `turn`: see `spans`.
         """
         if self._populator is None:
             populator = threading.Thread(
@@ -210,10 +209,10 @@ class SlabMap:
             self._stop.wait(time.monotonic() - started)
 
     def spans(self, part: tuple[int, int], piece: int, turn: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int]]:
-        """Yield the offset and bytes of a part of every slot; whole slots are joined up to `piece` bytes.
+        """Yield offset and size of a part of every slot. Whole slots are joined to spans of up to `piece` bytes.
 
-        `turn`: (index, count) of this process among those populating the part. Each starts elsewhere, and later finds
-        the others' pages ready.
+        `turn`: (index, count) of this process among those that map the part. Each begins at another place, and later
+        finds pages that the others have mapped.
         """
         offset, nbytes = part
         together = max(1, piece // self.slot_bytes) if nbytes == self.slot_bytes else 1
@@ -243,8 +242,7 @@ class SlabMap:
 
 
 def lower_priority() -> None:
-    """Give the computation priority over the calling thread. On Linux this changes the niceness of that thread
-    alone."""
+    """Lower the priority of the calling thread, and on Linux only of this thread, so that computation comes first."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
@@ -252,7 +250,7 @@ def lower_priority() -> None:
 def attach(ref: SlabRef) -> SlabMap:
     """Map a slab of another process on this host.
 
-    Raises OSError when that process has ended or denies access, and when its file is another one.
+    Raises OSError if that process has ended or denies access, or if the path now leads to another file.
     """
     fd = os.open(ref.path, os.O_RDWR)
     try:
@@ -269,7 +267,7 @@ def slab_name(engine: str, layout: KVLayout) -> str:
 
 
 def wait_for_slab(engine: str, slot_bytes: int, stop: threading.Event) -> SlabRef | None:
-    """Wait until an engine has a slab, and return it. None if `stop` is set first."""
+    """Wait until an engine has a slab, and return a reference to it, or None if `stop` is set first."""
     while not stop.is_set():
         found = find_file(engine)
         if found is not None:
@@ -280,10 +278,10 @@ def wait_for_slab(engine: str, slot_bytes: int, stop: threading.Event) -> SlabRe
 
 
 class Slab(SlabMap):
-    """A slab and the list of its free slots. `allocate` and `free` are O(1) and never block.
+    """A slab with the list of its free slots. `allocate` and `free` take constant time and never block.
 
-    Not thread-safe: its store, or its backend, calls them under its lock. `engine`: the name by which other processes
-    find it, when it is shared. `descriptor`: the file descriptor of a shared slab's memory file; else -1.
+    Not thread-safe: the store or backend that owns it holds its lock. `engine`: the name by which other processes find
+    a shared slab. `descriptor`: the file descriptor of a shared slab's memory file, else -1.
     """
 
     def __init__(self, slot_bytes: int, capacity_bytes: int, *, shared: bool = False, engine: str = "") -> None:
@@ -306,8 +304,9 @@ class Slab(SlabMap):
 
     @property
     def ref(self) -> SlabRef:
-        """A reference with which other processes of this host can `attach`, while this process runs. Shared slabs
-        only."""
+        """A reference to a shared slab, with which other processes of this host can `attach` while this process
+        runs.
+        """
         if self.descriptor < 0:
             raise UsageError("only a shared slab can be mapped by other processes")
         path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
@@ -318,11 +317,11 @@ class Slab(SlabMap):
         return len(self._free)
 
     def allocate(self) -> int | None:
-        """Return a free slot, in use from now on; None when all are in use."""
+        """Return a free slot, which is in use from now on, or None if all are in use."""
         return next(iter(self.claim(1)), None)
 
     def claim(self, count: int) -> list[int]:
-        """Take at most `count` free slots, in use from now on. The last one is the next to fill."""
+        """Return at most `count` free slots, which are in use from now on. The caller fills the last one first."""
         first = max(0, len(self._free) - count)
         slots, self._free[first:] = self._free[first:], []
         for slot in slots:

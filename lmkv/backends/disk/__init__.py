@@ -39,8 +39,7 @@ logger = logging.getLogger(__name__)
 
 LIST_BATCH = 1024
 _PAUSE_AFTER, _PAUSE = 64, 5e-5
-"""After this number of files a listing pauses, for this number of seconds, so that other threads may run: see
-`lmkv.store.catalog`."""
+"""A listing pauses after each 64 files, for 50 us, so that other threads may run; see `lmkv.store.catalog`."""
 _REFUSED = {ENOSPC, EDQUOT, EROFS, EFBIG}
 _MAX_UNREADABLE = 4096
 
@@ -314,9 +313,9 @@ class LocalDiskBackend:
         return STORED
 
     def _bytes_to_replace(self, chunk: Chunk, folder: Folder, name: str) -> int | None:
-        """Return the size of the chunk's unreadable file, 0 without a file, None if the chunk is stored.
+        """Return the size of a chunk's unreadable file, 0 if there is no file, or None if the chunk is stored.
 
-        Removes a file of another chunk, or of another length: its reads would fail forever.
+        A file of another chunk, or of another length, is removed, because its reads would always fail.
         """
         try:
             stored = self._files.header(folder, name, chunk.key).payload_bytes == len(chunk.payload)
@@ -346,7 +345,7 @@ class LocalDiskBackend:
             return False
 
     def _prepare_root(self) -> Root:
-        """Create the root; refuse one that others may have made."""
+        """Create the root folder, or refuse a folder that other users may have created."""
         try:
             return Root.made(self.path)
         except NotTrustedError as error:
@@ -358,7 +357,7 @@ class LocalDiskBackend:
             raise self._translated(error, "open") from error
 
     def _prepare_folder(self) -> bool:
-        """Create the namespace's folder, if the medium can, and return whether to use O_DIRECT there."""
+        """Create the folder of the namespace, if that is possible, and return whether to use O_DIRECT there."""
         try:
             self._folder.make()
             with self._folder.entered() as folder:
@@ -389,7 +388,7 @@ class LocalDiskBackend:
 
 
 def _is_damage(error: Exception, folder: Folder, name: str) -> bool:
-    """Return whether the file itself is wrong, or no regular file. Other errors may pass by themselves."""
+    """Return whether an error shows that a file is damaged or no regular file. Other errors may be temporary."""
     if not isinstance(error, OSError):
         return True
     try:
@@ -399,7 +398,7 @@ def _is_damage(error: Exception, folder: Folder, name: str) -> bool:
 
 
 def check_settings(namespace: bytes, sync: str, direct: str, segment_bytes: int) -> None:
-    """Raise ConfigError for a bad setting."""
+    """Raise ConfigError if one of these arguments is invalid."""
     if len(namespace) != KEY_BYTES:
         raise ConfigError(f"namespace must have {KEY_BYTES} bytes, not {len(namespace)}")
     if sync not in ("none", "data", "full"):
@@ -411,7 +410,10 @@ def check_settings(namespace: bytes, sync: str, direct: str, segment_bytes: int)
 
 
 def clear_namespace(root: str, digest: bytes) -> int:
-    """Delete a namespace's chunks, which running engines then miss, and return how many. Raises BackendError."""
+    """Delete all chunks of a namespace, and return their number. Raises BackendError.
+
+    Engines that are running then miss these chunks.
+    """
     backend = LocalDiskBackend(root, digest, direct="off")
     try:
         chunks = [chunk.key for batch in backend.list_keys() for chunk in batch]

@@ -1,4 +1,4 @@
-"""Writes and reads the file of a chunk: published atomically, and verified before it counts as read."""
+"""Writes and reads the files of chunks: a file appears only when it is complete, and is verified when it is read."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ TOUCH_EVERY = 60.0
 """Shortest time in seconds between two updates of a file's modification time, which records its last use."""
 
 PIECE = 2 << 20
-"""Bytes per system call: efficient for a disk, and small enough that checksums overlap with other I/O."""
+"""Bytes per system call: enough for a fast disk, and few enough that checksums overlap with other I/O."""
 
 SMALL = 2 * PIECE
-"""Payloads up to this size are written by one system call, header included."""
+"""Size of the largest payload that is written by one system call, together with its header."""
 
 
 class WrongLengthError(Exception):
@@ -58,10 +58,10 @@ class ChunkFiles:
         return self.format.header_bytes(payload_bytes) + align_up(payload_bytes, PAGE)
 
     def write(self, chunk: Chunk, folder: Folder, name: str, *, replace: bool = False) -> None:
-        """Create the chunk's file, completely or not at all.
+        """Create the file of a chunk, completely or not at all.
 
-        If there are too many token ids for the header, it records none. Raises `FileExistsError` when there is a file,
-        unless it is to be `replace`d, and `OSError` when the medium fails.
+        If the header has no space for all token ids, it records none. Raises `FileExistsError` if there is a file and
+        `replace` is false, and `OSError` if the medium fails.
         """
         with temporary(folder, self._direct_flag(address_of(chunk.payload))) as (fd, unfinished):
             if len(chunk.payload) <= SMALL:
@@ -81,7 +81,9 @@ class ChunkFiles:
         write_fully(fd, [self._packed(chunk, digests), *self._padded(chunk.payload)])
 
     def _write_in_pieces(self, fd: int, chunk: Chunk) -> None:
-        """Write each piece before its checksums are computed, and the header last: no I/O waits for them."""
+        """Write each piece before its checksums are computed, and the header last, so that no write waits for
+        checksums.
+        """
         begin, step = self.format.header_bytes(len(chunk.payload)), self._piece(self.format.segment_bytes)
         digests = SegmentDigests(chunk.key, self.format)
         for at in range(0, len(chunk.payload), step):
@@ -96,10 +98,10 @@ class ChunkFiles:
         return packed
 
     def read(self, folder: Folder, name: str, key: ChunkKey, into: memoryview) -> None:
-        """Fill `into` with the payload.
+        """Fill `into` with the payload of a chunk's file.
 
-        Raises `FormatError` when the file is damaged, `WrongLengthError` when its payload is not `len(into)`
-        bytes long, and `OSError`.
+        Raises `FormatError` if the file is damaged, `WrongLengthError` if its payload does not have `len(into)` bytes,
+        and `OSError`.
         """
         with self._opened(folder, name, address_of(into)) as (fd, status):
             header, done = self._read_start(fd, status.st_size, key, into)
@@ -112,10 +114,10 @@ class ChunkFiles:
                 _copy(piece, part)
 
     def _read_start(self, fd: int, size: int, key: ChunkKey, into: memoryview) -> tuple[Header, int]:
-        """Return the header, and how many bytes of `into` were read with it and are verified.
+        """Return the header, and how many bytes of `into` were read together with it and are verified.
 
-        A file of the size that `write` makes most likely has such a header: one system call reads it and the first
-        piece. If not, the piece is read again.
+        If the file has the size that `write` would give it, one system call reads header and first piece. If the header
+        then has another length, the piece is read again.
         """
         header_bytes, first = self.format.header_bytes(len(into)), into[: self._piece(self.format.segment_bytes)]
         if size == self.file_bytes(len(into)):
@@ -134,10 +136,9 @@ class ChunkFiles:
         return header, len(first)
 
     def _staged(self, part: memoryview) -> memoryview:
-        """Return where to read a part: scratch memory in huge pages, which is copied afterwards, with O_DIRECT; else in
-        place.
+        """Return the memory to read a part into: `part` itself, or with O_DIRECT scratch memory in huge pages.
 
-        A disk fills one huge page sooner than 512 scattered small ones.
+        A disk fills one huge page faster than 512 scattered small pages. The caller then copies the part.
         """
         large = HUGE <= len(part) <= 2 * HUGE
         staged = large and has_huge_pages() and self._direct_flag(address_of(part))
@@ -156,9 +157,7 @@ class ChunkFiles:
 
     @staticmethod
     def _piece(segment_bytes: int) -> int:
-        """Return the number of bytes of payload to transfer at once: whole segments, so that each piece can be
-        verified.
-        """
+        """Return how many bytes of payload to transfer at once: whole segments, so that each piece can be verified."""
         return max(PIECE // segment_bytes, 1) * segment_bytes
 
     def header(self, folder: Folder, name: str, key: ChunkKey) -> Header:
@@ -171,7 +170,7 @@ class ChunkFiles:
 
     @contextlib.contextmanager
     def _opened(self, folder: Folder, name: str, misalignment: int) -> Iterator[tuple[int, os.stat_result]]:
-        """Open the file for reading, and note the use when it was read."""
+        """Open a chunk's file for reading, and note its use at the end of the block."""
         with folder.opened(name, os.O_RDONLY | self._direct_flag(misalignment)) as fd:
             status = _regular(fd)
             yield fd, status
@@ -220,7 +219,7 @@ def _copy(piece: memoryview, part: memoryview) -> None:
 
 
 def _sync_or_remove(folder: Folder, name: str) -> None:
-    """Have the name on the medium, or no file: a write that FAILED must leave none."""
+    """Sync the file's name to the medium. If that fails, remove the file, because a FAILED write must leave none."""
     try:
         folder.sync()
     except OSError:

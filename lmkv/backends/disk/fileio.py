@@ -1,7 +1,6 @@
-"""Complete reads and writes, temporary files with locks, atomic publishing, and free space.
+"""File I/O without any format: complete reads and writes, temporary files with locks, atomic renames, free space.
 
-Nothing here depends on the meaning of the bytes. All functions release the GIL during system calls, and raise
-`OSError` when those fail.
+All functions release the GIL during system calls, and raise `OSError` if these fail.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class ShortReadError(Exception):
 
 
 def address_of(view: memoryview) -> int:
-    """Return the address of the memory; 0 when there is none."""
+    """Return the address of a view's memory, or 0 if the view is empty."""
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0
 
 
@@ -53,13 +52,15 @@ def has_huge_pages() -> bool:
 
 
 class Scratch(threading.local):
-    """Memory for headers, pieces and parts of pages: per thread, one of each kind. Large buffers use huge pages."""
+    """Lends each thread one buffer of each kind: for headers, pieces and parts of pages. Large buffers use huge
+    pages.
+    """
 
     def __init__(self) -> None:
         self._pieces: dict[str, memoryview] = {}
 
     def borrow(self, kind: str, nbytes: int) -> memoryview:
-        """Return `nbytes` with undefined content. They are valid until this thread borrows the same kind again."""
+        """Return `nbytes` bytes with undefined content, valid until this thread borrows the same kind again."""
         piece = self._pieces.get(kind)
         if piece is None or len(piece) < nbytes:
             piece = self._pieces[kind] = self._made(nbytes)
@@ -100,7 +101,7 @@ def write_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
 
 
 def read_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
-    """Fill all of `views` from `offset` on. Raises `ShortReadError` when the file ends before."""
+    """Fill all of `views` with a file's bytes from `offset` on. Raises `ShortReadError` if the file ends too early."""
     left = [view for view in views if len(view)]
     while left:
         done = os.preadv(fd, left, offset)
@@ -111,13 +112,13 @@ def read_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
 
 
 _open: dict[object, Sequence[str]] = {}
-"""Names of files and paths of folders in use by this process's threads, from before they open until they close."""
+"""Names of files and folders that threads of this process are opening or have open."""
 
 
 def _close_inherited() -> None:
-    """In a forked child, close its copies of the parent's files: they would keep locks and deleted files.
+    """Close the parent's files in a forked child, because open copies would keep locks and deleted files.
 
-    Finds them by name: if a thread was in `os.open` at the fork, nobody knows the descriptor yet.
+    The files are found by name, because a thread may have been in `os.open` during the fork.
     """
     names = {name for opened in _open.values() for name in opened}
     _open.clear()
@@ -144,9 +145,9 @@ def closed_in_children(*names: str) -> Iterator[None]:
 
 @frozen
 class Folder:
-    """An open folder. Its entries are opened by its descriptor, so renames of folders above it do not matter.
+    """An open folder. Its entries are opened relative to it, so renames of folders above it do not matter.
 
-    `path`: shown in messages. `status`: the status of the folder when it was opened.
+    `path`: the path for messages. `status`: the status of the folder when it was opened.
     """
 
     fd: int
@@ -161,8 +162,7 @@ class Folder:
 
     @contextlib.contextmanager
     def opened(self, name: str, flags: int) -> Iterator[int]:
-        """Open a file for the duration of a with block. It follows no link, and does not wait for the other end of a
-        pipe."""
+        """Open a file for a `with` block. Links are not followed, and a pipe is opened without waiting."""
         flags |= _CAREFULLY
         with closed_in_children(name):
             fd = os.open(name, flags, 0o600, dir_fd=self.fd)
@@ -202,7 +202,7 @@ class Folder:
         os.unlink(name, dir_fd=self.fd)
 
     def entries(self) -> Iterator[os.DirEntry[str]]:
-        """Yield the folder's entries; their paths are names alone."""
+        """Yield the entries of the folder. The path of an entry is only its name."""
         with os.scandir(self.fd) as entries:
             yield from entries
 
@@ -215,8 +215,8 @@ class Folder:
 def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
     """Provide a new file with a unique name, locked while it is written and removed when the block ends.
 
-    `is_abandoned` tells by the lock whether the writer still runs: the kernel releases the lock in any case when the
-    process ends. Process ids do not work for this: they are recycled, and differ between containers.
+    By the lock, `is_abandoned` knows whether the writer still runs, because the kernel releases the lock when the
+    process ends. Process ids would not tell this, because they are reused, and differ between containers.
     """
     name = f".{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
     with folder.opened(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags) as fd:
@@ -232,9 +232,9 @@ def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
 
 
 class OwnFile:
-    """A file that this process keeps locked. Others see by `is_abandoned` that the process has ended.
+    """A file that this process keeps locked, so that others know by `is_abandoned` when the process has ended.
 
-    Forked children close it. Dropping it without `remove` leaves an abandoned file.
+    Forked children close it. Without a call of `remove`, an abandoned file remains.
     """
 
     def __init__(self, fd: int, name: str) -> None:
@@ -244,7 +244,7 @@ class OwnFile:
 
     @classmethod
     def made(cls, folder: Folder, name: str) -> Self:
-        """Create and lock a new file. Raises `OSError`, also if a file cannot be locked."""
+        """Create and lock a new file. Raises `OSError`, for example if the file system has no locks."""
         with folder.opened(name, os.O_CREAT | os.O_EXCL | os.O_RDWR) as fd:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -276,7 +276,7 @@ class OwnFile:
 
 
 def is_abandoned(folder: Folder, name: str) -> bool:
-    """Return whether the writer of a temporary file has ended. False if this is unknown."""
+    """Return whether the writer of a temporary file has ended, or False if this is unknown."""
     try:
         # NFS locks only files that are open for writing.
         with folder.opened(name, os.O_RDWR) as fd:
@@ -300,7 +300,7 @@ def publish(folder: Folder, unfinished: str, name: str, *, replace: bool = False
 
 
 def _link(unfinished: str, name: str, here: dict[str, int]) -> bool:
-    """Return whether there is a hard link now; False where a file system has none. Raises `OSError`."""
+    """Make a hard link. Returns False if the file system has no hard links. Raises `OSError`."""
     try:
         os.link(unfinished, name, **here, follow_symlinks=False)
     except OSError as error:
@@ -327,10 +327,10 @@ def probe_direct(folder: Folder) -> bool:
 
 @define
 class FreeSpace:
-    """Free bytes of a file system, which the kernel is asked for at most once per `max_age` seconds.
+    """Knows the free bytes of a file system, and asks the kernel at most once in `max_age` seconds.
 
-    One lock guards the remembered number. A writer asks the kernel while it holds the lock, so that concurrent writers
-    ask once.
+    Thread-safe: a lock guards the remembered number. A writer asks the kernel while it holds the lock, so that
+    concurrent writers ask only once.
     """
 
     folder: str
@@ -342,7 +342,9 @@ class FreeSpace:
     _lock: threading.Lock = field(factory=threading.Lock, init=False, repr=False)
 
     def claim(self, nbytes: int) -> int:
-        """Claim `nbytes`. Returns how many bytes are then missing from `min_free`; if any are, it claims nothing."""
+        """Claim `nbytes` of the free bytes. If less than `min_free` would remain, claim nothing and return what is
+        missing.
+        """
         if not self.min_free:
             return 0
         with self._lock:
@@ -353,7 +355,7 @@ class FreeSpace:
             return lacking
 
     def give_back(self, nbytes: int) -> None:
-        """Count `nbytes` that were deleted."""
+        """Note that `nbytes` were deleted, and are free again."""
         with self._lock:
             self._free += nbytes
 

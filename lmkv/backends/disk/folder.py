@@ -1,6 +1,6 @@
-"""The folders of namespaces below a root, their descriptions, and the count of all their bytes.
+"""The folders of namespaces below a root folder, their descriptions, and the count of all their bytes.
 
-Payloads are not opened here. Any number of threads and processes may use a folder at the same time. A file that another
+This module opens no payload. Any number of threads and processes may use a folder at the same time. A file that another
 process has just removed counts as absent.
 """
 
@@ -37,7 +37,7 @@ _NAME_LENGTH = 2 * KEY_BYTES + len(SUFFIX)
 
 @frozen
 class ChunkFolder:
-    """`<root>/<namespace>/<first byte of the key>/<key>.kv1`, all in lower-case hexadecimal.
+    """The files of a namespace: `<root>/<namespace>/<first byte of the key>/<key>.kv1`, in lower-case hexadecimal.
 
     Names consist of digests, which can neither collide nor point outside the folder. The root belongs to the operator:
     if somebody removed it, it is not created again. Everything below belongs to lmkv, and is for its user only, or for
@@ -52,7 +52,7 @@ class ChunkFolder:
         return os.path.join(self.root.path, self.namespace.hex())
 
     def path_of(self, key: ChunkKey) -> str:
-        """Return the path of a chunk, for messages. The key of another namespace's chunk begins with that namespace."""
+        """Return the path of a chunk, for messages. A key of another namespace begins with that namespace."""
         return os.path.join(self.root.path, *self._names_of(key))
 
     def _names_of(self, key: ChunkKey) -> tuple[str, str, str]:
@@ -89,7 +89,7 @@ class ChunkFolder:
     def discard(self, folder: Folder, name: str) -> None:
         """Remove a damaged file, or move an entry that cannot be removed, such as a folder, to `quarantine/`.
 
-        Raises `OSError` when neither works.
+        Raises `OSError` if both fail.
         """
         try:
             folder.unlink(name)
@@ -100,7 +100,7 @@ class ChunkFolder:
                 os.rename(name, moved, src_dir_fd=folder.fd, dst_dir_fd=quarantine.fd)
 
     def scan_others(self) -> Iterator[Listed]:
-        """`scan` the root's other namespaces, if their chunks may be deleted; keys begin with the namespace."""
+        """Yield the chunks of other namespaces that this user may delete. Their keys begin with the namespace."""
         for namespace in namespaces(self.root):
             if namespace != self.namespace:
                 other = ChunkFolder(self.root, namespace)
@@ -109,10 +109,10 @@ class ChunkFolder:
                         yield evolve(found, key=namespace + found.key)
 
     def scan(self, *, to_evict: bool = False) -> Iterator[Listed]:
-        """Yield all chunks by name and size alone, in no particular order. Removes stale temporary files. Raises
-        `OSError`.
+        """Yield all chunks of the namespace, in no particular order, without opening files. Raises `OSError`.
 
-        `to_evict`: whether to raise `PermissionError` at the first folder that this user may not delete from.
+        Also removes stale temporary files. `to_evict`: whether to raise `PermissionError` at the first folder where
+        this user may not delete files.
         """
         folders = []
         with _absent_if_removed(), self.entered() as folder:
@@ -159,7 +159,7 @@ def _absent_if_removed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _left_out_if_forbidden(path: str) -> Iterator[None]:
-    """Skip namespaces of other users, so that this one is listed all the same."""
+    """Skip a namespace that this user may not read, so that the listing continues."""
     try:
         yield
     except PermissionError as error:
@@ -167,7 +167,7 @@ def _left_out_if_forbidden(path: str) -> Iterator[None]:
 
 
 def _key_of(name: str, folder: str) -> ChunkKey | None:
-    """Return the key of a chunk's file; None for any other name, and for one that belongs into another folder."""
+    """Return the key of a chunk's file, or None for any other name, or for a file in the wrong folder."""
     if len(name) != _NAME_LENGTH or not name.endswith(SUFFIX) or name[:2] != folder:
         return None
     return _digest_of(name[: -len(SUFFIX)])
@@ -182,14 +182,14 @@ def _digest_of(digits: str) -> bytes | None:
 
 
 def _remove_if_stale(folder: Folder, name: str) -> None:
-    """Remove a temporary file of an ended writer."""
+    """Remove a temporary file if its writer has ended."""
     if name.startswith(".") and name.endswith(TEMPORARY_SUFFIX) and is_abandoned(folder, name):
         with contextlib.suppress(OSError):
             folder.unlink(name)
 
 
 def digests(root: str | Path, beginning: str = "") -> list[bytes]:
-    """Return the digests that begin with these hexadecimal digits, sorted. Raises OSError."""
+    """Return the digests of namespaces that begin with these hexadecimal digits, sorted. Raises OSError."""
     return sorted(digest for digest in namespaces(Root.checked(root)) if digest.hex().startswith(beginning.lower()))
 
 
@@ -215,7 +215,7 @@ def describe(root: str, namespace: Namespace) -> None:
 
 
 def description(path: str) -> Namespace | None:
-    """Return the namespace of a folder; None when its file is missing or does not match."""
+    """Return the namespace that a folder describes, or None if its description is missing or does not match."""
     root, digits = os.path.split(path)
     try:
         folder = ChunkFolder(Root.checked(root), bytes.fromhex(digits))
@@ -256,15 +256,14 @@ _PAUSE = 0.001
 
 @define(eq=False)
 class Usage:
-    """Two counts in a file of the root: the bytes that all processes use, and all bytes reserved since the file was
-    made.
+    """Counts the bytes that all processes use below a root, and all bytes that were ever reserved, in a file there.
 
-    Any number of threads and processes may use it: the file is locked for each change, about 10 us long. If a process
-    is killed between counting and writing, the count stays too high until the next listing of the root. A count that
-    cannot be read or changed is 0, not an error.
+    Any number of threads and processes may use it: each change locks the file for about 10 us. If a process is killed
+    between counting and writing, the count is too high until the next listing of the root. A count that cannot be read
+    or changed is 0, and no error.
 
     A listing misses files that are written after it has passed their folder. So each process keeps the number of its
-    reserved, unwritten bytes in a small separate file, locked while it lives.
+    reserved, unwritten bytes in a small separate file, which it keeps locked.
     """
 
     root: Root
@@ -275,18 +274,18 @@ class Usage:
     _lock: threading.Lock = field(factory=threading.Lock, init=False, repr=False)
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count bytes that will be written, and return the bytes in use, these included."""
+        """Count bytes that the caller is about to write, and return the bytes in use, these included."""
         # Before they are counted: a listing that begins in between counts them twice, not never.
         self._pend(nbytes)
         return self._change(os.O_CREAT, nbytes, nbytes)
 
     def release_bytes(self, nbytes: int) -> None:
-        """Subtract bytes that were reserved, and not written after all."""
+        """Subtract bytes that were reserved but not written."""
         self.subtract(nbytes)
         self._pend(-nbytes)
 
     def wrote(self, nbytes: int) -> None:
-        """Note that these bytes are now in a file; this counts only if they were reserved."""
+        """Note that reserved bytes are now in a file."""
         self._pend(-nbytes)
 
     def subtract(self, nbytes: int) -> None:
@@ -294,9 +293,7 @@ class Usage:
         self._change(0, -nbytes)
 
     def listed_from(self) -> tuple[int, int]:
-        """Return all bytes reserved so far, and those of them not written yet. `set` needs both, as of the beginning of
-        a listing.
-        """
+        """Return all bytes reserved so far, and how many of them are not written yet, for `set` after a listing."""
         # In this order: bytes that stop pending in between are in a file, which the listing finds.
         reserved = 0
         with contextlib.suppress(OSError), self._open(0) as fd:
@@ -312,7 +309,7 @@ class Usage:
             _write(fd, found + pending + max(0, reservations - reserved), reservations)
 
     def close(self) -> None:
-        """Release this process's file."""
+        """Remove the separate file of this process."""
         with self._lock, contextlib.suppress(OSError):
             own, self._own = self._own, None
             if own is not None and self._pid == os.getpid():
@@ -332,8 +329,8 @@ class Usage:
             self._own.write(_NUMBER.pack(min(self._pending, _MAX_COUNT)))
 
     def _pending_of_all(self) -> int:
-        """Return the number of bytes that all processes have reserved and not written; removes the files of ended
-        ones.
+        """Return how many bytes all processes have reserved and not written, and remove the files of ended
+        processes.
         """
         found = 0
         with contextlib.suppress(OSError), self.root.entered() as folder:
@@ -380,7 +377,9 @@ class Usage:
 
 
 def _lock(fd: int) -> None:
-    """Lock the file. Raises `BlockingIOError` after a while, because a stopped process may have the lock."""
+    """Lock the file. Raises `BlockingIOError` after `_PATIENCE` seconds, because a stopped process may have the
+    lock.
+    """
     until = time.monotonic() + _PATIENCE
     while True:
         try:
