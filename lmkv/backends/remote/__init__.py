@@ -1,1 +1,1 @@
-"""Backends over a network: chunks as values of stores shared with other processes and machines."""
+"""Backends over a network, which store chunks as values that other processes and machines share."""

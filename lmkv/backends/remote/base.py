@@ -1,4 +1,4 @@
-"""`RemoteBackend`: base of backends over a network. A subclass moves the bytes of one value."""
+"""`RemoteBackend`: the base class of backends over a network. A subclass transfers the bytes of one value."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ DEFAULTS = RemoteOptions()
 
 
 Fill = Callable[[memoryview], None]
-"""Fills a buffer with the next bytes of a value."""
+"""A function that fills a buffer with the next bytes of a value."""
 
 
 def filler(value: memoryview) -> Fill:
@@ -102,7 +102,7 @@ def filler(value: memoryview) -> Fill:
 
 @frozen
 class ValueCodec:
-    """Makes and checks the values of one namespace."""
+    """Makes and checks the values of one namespace: each is a header and a chunk's payload."""
 
     format: ChunkFormat
 
@@ -158,13 +158,13 @@ class ValueCodec:
 
 
 MIN_BYTES_PER_SECOND = 16 << 20
-"""Least speed of a transfer, in bytes per second; a slower one is given up."""
+"""Lowest speed of a transfer, in bytes per second. A slower transfer fails."""
 _MAX_PAGES = 100_000
 QUIET_SECONDS = 60.0
-"""Largest number of pages of a listing, and of seconds, without one chunk. Others may have a hundred million names."""
+"""Largest number of pages, and of seconds, of a listing without any chunk. A store may have many other names."""
 _MAX_LISTED = 10_000_000
 _MAX_VALUE_BYTES = 1 << 36
-"""Chunks of a listing, and bytes of one of them, at most: more is no store's of chunks."""
+"""Largest number of chunks in a listing, and of bytes in a chunk. A store with more has other content."""
 
 
 def split_url(url: str) -> SplitResult:
@@ -333,7 +333,9 @@ class RemoteBackend(ABC):
             raise ClosedError(f"backend {self.name!r} is closed")
 
     def _translated(self, error: BaseException, action: str, key: ChunkKey = b"") -> BackendError:
-        """Return the `BackendError` for a client's error. Raises one that is not the client's, as Ctrl-C is."""
+        """Return the `BackendError` for an error of the client. Raises an error that is not the client's, such as
+        Ctrl-C.
+        """
         if isinstance(error, ClosedError):
             raise error
         if not isinstance(error, Exception):
@@ -344,7 +346,7 @@ class RemoteBackend(ABC):
         return translated
 
     def _reason(self, error: Exception) -> str:
-        """Return the text of a store's error."""
+        """Return the text of an error of the store."""
         return f"{type(error).__name__}: {error}"
 
     # -- requests to the store --------------------------------------------------------------------------------
@@ -355,15 +357,15 @@ class RemoteBackend(ABC):
 
     @abstractmethod
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
-        """Fill `into` with a value's payload, checked by `codec`; False when there is none."""
+        """Fill `into` with the payload of a value, checked by `codec`. Returns False if there is no value."""
 
     @abstractmethod
     def _put(self, name: str, chunk: Chunk) -> Written:
-        """Store a value completely or not at all. One that is there stays as it is, and is PRESENT."""
+        """Store a value completely or not at all. If the name has a value, keep that and return PRESENT."""
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> None:
-        """Delete values; absent ones are fine."""
+        """Delete values. Absent values are no error."""
 
     @abstractmethod
     def _disconnect(self) -> None:
@@ -371,7 +373,7 @@ class RemoteBackend(ABC):
 
     @abstractmethod
     def _is_unavailable(self, error: Exception) -> bool:
-        """Return whether the whole store fails: it does not answer, or refuses us."""
+        """Return whether the error means that the whole store is unavailable: it does not answer, or refuses lmkv."""
 
 
 class HostPortBackend(RemoteBackend):

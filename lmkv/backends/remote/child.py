@@ -24,18 +24,18 @@ from typing import Any
 from lmkv.errors import outside
 
 ROOM, SLAB = 0, 1
-"""Numbers of the memories: the buffer between the processes, and the parent's slab if it is registered."""
+"""Indexes of the memories: the buffer between the processes, and the parent's slab if it is registered."""
 Part = tuple[int, int, int]
-"""A run of a value's bytes: number of the memory, offset, length."""
+"""A run of a value's bytes: index of the memory, offset, length."""
 MAX_MESSAGE_BYTES = 1 << 17
-"""Largest message, which fits into a socket's buffer."""
+"""Size of the largest message, which fits into the buffer of a socket."""
 
 _LEAVING = 4.0
-"""Seconds for the client to disconnect from its store."""
+"""Seconds that the client has to disconnect from its store."""
 
 
 class Memory:
-    """Memory that both processes map."""
+    """A region of memory that parent and child map."""
 
     def __init__(self, descriptor: int) -> None:
         self.view = mmap.mmap(descriptor, 0)
@@ -65,7 +65,7 @@ def serve(connection: socket, client: Any) -> None:
 
 
 def end_with(connection: int, seconds: float) -> None:
-    """End this process some seconds after its parent has closed the connection, even if a call hangs."""
+    """End this process `seconds` seconds after its parent has closed the connection, even if a call hangs."""
     poll = select.poll()
     poll.register(connection, 0)
     poll.poll()

@@ -1,7 +1,7 @@
-"""`InfiniStoreBackend`: chunks as values of an InfiniStore server, over TCP.
+"""`InfiniStoreBackend`: stores chunks on an InfiniStore server, over TCP.
 
-It implements the server's protocol: InfiniStore's own client waits forever for a missing value, and crashes with its
-server. Bytes go from the caller's memory to the socket and from the socket into the caller's memory.
+This module implements the server's protocol itself, because InfiniStore's client waits forever for a missing value, and
+crashes together with its server. Bytes are copied directly between the caller's memory and the socket.
 
 A chunk is two values: its payload under a random name, then an entry under the chunk's own name, with that random name
 and the header. The server reports a value as soon as its first byte arrives, and crashes if the value is read or
@@ -38,15 +38,15 @@ _VALUE_TABLE = struct.Struct("<I2x5Hi3xBII")
 _DELETE_TABLE = struct.Struct("<I2x3HiII")
 _CODE = struct.Struct("<I")
 _ANSWER = struct.Struct("<II")
-"""A code and a number."""
+"""The format of an answer: a code and a number."""
 _OK, _ABSENT, _FULL = 200, 404, 507
 _SKIPPED = 1 << 20
 
 
 class Connection:
-    """Sends requests and reads their answers until `deadline`, for one thread at a time.
+    """A connection that sends requests and reads their answers until `deadline`, for one thread at a time.
 
-    Raises OSError when the answer is late or not valid.
+    Methods raise OSError if an answer is late or invalid.
     """
 
     def __init__(self, address: tuple[str, int], deadline: float) -> None:
@@ -58,7 +58,7 @@ class Connection:
         self.in_step = True
         """Whether the next byte begins a new answer."""
         self.is_behind = False
-        """Whether the rest of a value, or its length, is still to come."""
+        """Whether the rest of a value, or its length, has not arrived yet."""
         self._left = 0
         self._answer = bytearray()
 
@@ -74,7 +74,7 @@ class Connection:
         return [absent == 0 for _, absent in answers]
 
     def get(self, name: str) -> int | None:
-        """Return the length of the value, which `fill` reads next. None if the key has no value."""
+        """Return the length of a value, which `fill` reads next, or None if there is no value."""
         self._send([_request(_VALUE, _value_request(name, 0, _GET))])
         self.is_behind = True
         return self._length()
@@ -122,7 +122,7 @@ class Connection:
             self.is_behind = False
 
     def put(self, values: Sequence[tuple[str, Sequence[memoryview]]]) -> bool:
-        """Store values, each given in parts, and return False when the server has no room."""
+        """Store values, each given in parts. Returns False if the server has no space."""
         parts: list[bytes | memoryview] = []
         for name, value in values:
             parts += [_request(_VALUE, _value_request(name, sum(map(len, value)), _PUT)), *value]
@@ -152,7 +152,7 @@ class Connection:
         return read
 
     def _receive(self, view: memoryview) -> int:
-        """Read some bytes."""
+        """Read some bytes into `view`, and return how many."""
         self._socket.settimeout(_remaining(self.deadline))
         # The server's next packet may wait for an acknowledgement, which Linux delays by 40 ms.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
@@ -192,12 +192,12 @@ def _request(action: bytes, body: bytes) -> bytes:
 
 
 def _value_request(name: str, nbytes: int, action: int) -> bytes:
-    """Return a table of a name, a length and an action."""
+    """Return a request about a value, as a FlatBuffers table of a name, a length and an action."""
     return _VALUE_TABLE.pack(16, 10, 16, 8, 12, 7, 10, action, 8, nbytes) + _text(name)
 
 
 def _delete_request(names: Sequence[str]) -> bytes:
-    """Return a table of names."""
+    """Return a request to delete values, as a FlatBuffers table of names."""
     texts = [_text(name) for name in names]
     # Each offset counts from where it stands.
     starts = accumulate((len(text) - 4 for text in texts[:-1]), initial=4 * len(texts))
@@ -220,7 +220,7 @@ logger = logging.getLogger(__name__)
 _SUFFIX_BYTES = 8
 _MAX_ENTRY_BYTES = 16 << 20
 _BATCH_NAMES = 500
-"""Names in one round trip."""
+"""Number of names in one round trip."""
 _GRACE_SECONDS = 0.001
 """Seconds to wait for the rest of a late value."""
 _MAX_IDLE = 32
@@ -351,7 +351,7 @@ class InfiniStoreBackend(HostPortBackend):
         self._call(lambda connection: connection.delete(names))
 
     def _payload_name(self, name: str) -> str:
-        """Return the name of an entry's payload; empty if the value is no entry."""
+        """Return the name of the payload to which an entry refers, or "" if the value is no entry."""
         with suppress(FormatError):
             entry = self._call(lambda connection: self._entry(connection, name))
             return entry.payload_name if entry else ""
@@ -360,7 +360,7 @@ class InfiniStoreBackend(HostPortBackend):
     # -- connections --------------------------------------------------------------------------------------
 
     def _call(self, work: Callable[[Connection], T], moving: int = 0) -> T:
-        """Do `work` with a connection, and again with a new one if the server had closed the first."""
+        """Return the result of `work` with a connection, or with a new one if the server had closed the first."""
         deadline = time.monotonic() + self.options.timeout + moving / MIN_BYTES_PER_SECOND
         if connection := self._taken():
             with suppress(ConnectionError):
@@ -385,8 +385,8 @@ class InfiniStoreBackend(HostPortBackend):
     def _taken(self) -> Connection | None:
         """Return an idle connection that the server is ready for.
 
-        InfiniStore bug: after a request sent right behind a value, the server repeats its last answer forever. It has
-        one thread: once it has answered another connection's later request, it is ready again.
+        InfiniStore has a bug: if a request follows a value immediately, the server repeats its last answer forever. The
+        server has one thread, so it is ready again once it has answered a later request of another connection.
         """
         if os.getpid() != self._pid:
             raise ConnectionError("a forked process cannot use its parent's connections")

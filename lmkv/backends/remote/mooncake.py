@@ -1,4 +1,4 @@
-"""`MooncakeBackend`: chunks as objects of a Mooncake store."""
+"""`MooncakeBackend`: stores chunks as objects in a Mooncake store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lmkv.backends.remote.subprocess_backend import START_LIMIT, ClientProcess, 
 
 _NO_ROOM, _INVALID, _EXISTS, _NOT_MOVED = -200, -600, -705, -800
 _ABSENT = (-703, -704)
-"""Codes of a value that is incomplete or unknown."""
+"""Mooncake's codes for a value that is incomplete or unknown."""
 _AWAY = (-900, -901)
 CONNECT_LIMIT = 0.8
 _PINNED_PER_SECOND = 1 << 30
@@ -113,7 +113,7 @@ open_url = MooncakeBackend
 
 
 class StoreClient:
-    """Mooncake's client, in the child process."""
+    """Runs Mooncake's client in the child process."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class StoreClient:
         return [bool(_checked(found, "is_exist")) for found in self._store.batch_is_exist(names)]
 
     def get(self, name: str, parts: Sequence[Part]) -> int | None:
-        """Return the length of the value, which fills these parts if the length fits; None when it does not exist."""
+        """Fill these parts with a value if its length fits, and return its length, or None if there is no value."""
         self.connect()
         addresses, sizes = self._located(parts)
         (code,) = self._store.batch_get_into_multi_buffers([name], [addresses], [sizes])
@@ -175,8 +175,8 @@ class StoreClient:
     def put(self, name: str, parts: Sequence[Part]) -> str:
         """Store these parts as one value.
 
-        A plain put reports success if the name exists, even if another client is still writing the value. A session
-        fails at once in that case.
+        It uses a session, which fails at once if another client is writing a value of this name. A plain put would
+        report success in that case.
         """
         self.connect()
         addresses, sizes = self._located(parts)
@@ -195,7 +195,7 @@ class StoreClient:
         return "stored"
 
     def remove(self, names: Sequence[str]) -> int:
-        """Delete values, also while others read them: readers verify every byte. Returns how many."""
+        """Delete values, even while others read them, and return how many. Readers verify every byte."""
         self.connect()
         for code in self._store.batch_remove(names, True):
             if code not in _ABSENT:
@@ -222,16 +222,16 @@ _KEEP_NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
 _PROGRAM = struct.pack("HP", 1, ctypes.addressof(_KEEP_NOTHING))
 """A BPF program of that instruction."""
 _UNACKED = struct.Struct("24xI")
-"""Position in a listening socket's `tcp_info` of the count of connections not yet accepted."""
+"""The place in a listening socket's `tcp_info` of the number of connections that are not yet accepted."""
 _LIMIT = 1.0
-"""Seconds for the client to accept earlier connections."""
+"""Seconds that the client has to accept earlier connections."""
 
 
 def drop_inbound() -> None:
-    """Have the kernel drop all packets to the ports on which this process listens.
+    """Make the kernel drop all packets to the ports on which this process listens. Linux only.
 
-    Connections that the client makes itself work as before. Raises ConnectionError while an unaccepted caller stays
-    connected, because such a connection cannot be filtered. Linux only.
+    Connections that the client makes itself continue to work. Raises ConnectionError while a caller is connected but
+    not accepted, because such a connection cannot be filtered.
     """
     deadline = time.monotonic() + _LIMIT
     while _drop_once():

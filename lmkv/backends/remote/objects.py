@@ -1,7 +1,7 @@
-"""`ObjectStoreBackend`: chunks as objects of S3, Google Cloud Storage or Azure, or as files of a folder.
+"""`ObjectStoreBackend`: stores chunks as objects in S3, Google Cloud Storage or Azure, or as files in a folder.
 
-obstore signs, connects and retries. It allocates as many bytes as an answer promises, and its process ends if memory is
-too small for them. So `StoreClient` runs it in a child process.
+The library obstore signs requests, connects and retries. It allocates as many bytes as an answer promises, and its
+process ends if there is not enough memory. So `StoreClient` runs obstore in a child process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STORES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     "gs": (GCSStore, ()),
     "az": (AzureStore, ("account_name", "account_key")),
 }
-"""Scheme -> class of obstore, and its options for a name and a password."""
+"""For each scheme the class of obstore, and its options for a name and a password."""
 
 _MAX_CERTIFICATES = 16 << 20
 _ENDPOINT = re.compile(
@@ -50,16 +50,16 @@ _ENDPOINT = re.compile(
 )
 _NAMES_PLACE = re.compile(r"(endpoint|base_url)(_url)?(_s3|_sts)?$")
 _MAX_REQUESTS = 32
-"""Requests under way for one call."""
+"""Largest number of concurrent requests for one call."""
 _BATCH_NAMES = 1000
 _LOOK_SECONDS = 0.1
-"""How long a call waits for the next page of a listing."""
+"""Seconds that a call waits for the next page of a listing."""
 _ERROR_CHARACTERS = 10_000
-"""Characters that are read of an error."""
+"""Number of characters to read of an error."""
 _NO_SPACE = ("(os error 28)", "(os error 122)")
 _UNCONDITIONAL = ("501 Not Implemented", "NotImplemented", "400 Bad Request")
 _MAX_BYTES = 4 << 30
-"""Largest memory of this process, whatever an answer promises."""
+"""Largest number of bytes of memory for this process, no matter how many an answer promises."""
 
 
 class ObjectStoreBackend(SubprocessBackend):
@@ -141,7 +141,7 @@ class ObjectStoreBackend(SubprocessBackend):
                     self._lister.ask("end_listing", number)
 
     def _check_medium(self) -> None:
-        """Raise OSError if the folder has moved to another medium. Makes a removed folder again."""
+        """Raise OSError if the folder is on another medium than at first. A removed folder is created again."""
         if self._medium is not None:
             try:
                 self._medium.check()
@@ -166,7 +166,9 @@ class ObjectStoreBackend(SubprocessBackend):
 
 
 class StoreClient:
-    """A bucket, a container or a folder, by the URL of `ObjectStoreBackend`. The parent makes its calls."""
+    """Runs obstore in the child process, for the URL of an `ObjectStoreBackend` in the parent, which makes the
+    calls.
+    """
 
     unavailable: ClassVar[tuple[type[Exception], ...]] = (
         exceptions.GenericError,
@@ -200,7 +202,7 @@ class StoreClient:
         self._listings: dict[int, _Listing] = {}
 
     def _store(self, nbytes: int = 0) -> Any:
-        """Return a store of obstore with a timeout for a value of `nbytes`."""
+        """Return obstore's object for the store, with the timeout for a value of `nbytes` bytes."""
         more = -(-nbytes // MIN_BYTES_PER_SECOND)
         if more not in self._stores:
             self._stores[more] = self._open(self._timeout + more)
@@ -214,7 +216,7 @@ class StoreClient:
         return [memoryview(self._memories[memory].view)[at : at + nbytes] for memory, at, nbytes in parts]
 
     def _is_other(self, name: str) -> bool:
-        """Return whether something else than a file has this name in the folder. To open a pipe is to wait for its
+        """Return whether a name in the folder is not a file. It may be a pipe, and opening it would wait for its
         writer.
         """
         with suppress(OSError):
@@ -232,8 +234,9 @@ class StoreClient:
         return True
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Return whether there is an object of each name. An object counts as absent if its request fails, unless all
-        requests fail.
+        """Return a bool for each name: whether there is an object.
+
+        If a request fails, its object counts as absent, unless all requests fail.
         """
         store = self._store()
         asked = [self._threads.submit(self._exists, store, name) for name in names]
@@ -246,7 +249,7 @@ class StoreClient:
         return [each.done() and not each.cancelled() and not each.exception() and each.result() for each in asked]
 
     def get(self, name: str, parts: Sequence[Part]) -> int | None:
-        """Return the length of the object, which fills these parts if the length fits; None when it does not exist."""
+        """Fill these parts with an object if its length fits, and return its length, or None if there is no object."""
         nbytes = sum(part[2] for part in parts)
         if self._is_other(name):
             return 0
@@ -282,7 +285,9 @@ class StoreClient:
         return "stored"
 
     def remove(self, names: Sequence[str]) -> int:
-        """Delete objects; absent ones are fine. Returns how many of them, from the first on, it had time for."""
+        """Delete objects, and return for how many of them, from the first on, there was time. Absent ones are no
+        error.
+        """
         until = time.monotonic() + self._timeout
         if self._deletes_many:
             try:
@@ -309,7 +314,7 @@ class StoreClient:
         self._listings[number] = _Listing(self._store(), root, self._loop)
 
     def next_page(self, number: int) -> list[tuple[str, int]] | None:
-        """Return the keys of the next chunks, in hexadecimal, and lengths; empty if they are late, None at the end."""
+        """Return the keys (in hexadecimal) and lengths of the next chunks. Empty if they are late, None at the end."""
         return self._listings[number].next_page()
 
     def end_listing(self, number: int) -> None:
@@ -320,7 +325,7 @@ class StoreClient:
 
 
 class _Listing:
-    """The chunks below a root, page by page."""
+    """Lists the chunks below a root, page by page."""
 
     def __init__(self, store: Any, root: str, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -377,21 +382,23 @@ def check(root: str, *place: Any) -> None:
 
 
 def _places(options: Mapping[str, str]) -> dict[str, str]:
-    """Return the options, and variables of the environment, that name what exists."""
+    """Return those options and environment variables that name a file which exists."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))}
     named = {**variables, **options}.items()
     return {name: each for name, each in named if "/" in each and "://" not in each and os.path.exists(each)}
 
 
 def _check_files(options: Mapping[str, str]) -> None:
-    """Refuse places that are no files: obstore reads them without an end, and lets no other thread run."""
+    """Raise an error for a path that is no file, because obstore would read it without an end, and block all
+    threads.
+    """
     for name, place in _places(options).items():
         if not os.path.isfile(place):
             raise ValueError(f"{name} must be the path of a file")
 
 
 def _versions(options: Mapping[str, str]) -> list[tuple[str, int, int]]:
-    """Return the identity of each file that the options or the environment name: it changes with the file."""
+    """Return name, size and time of each file that options or the environment name, to notice changes."""
     found = []
     for place in _places(options).values():
         with suppress(OSError):
@@ -409,7 +416,7 @@ def opened(
     deletes_each: bool = False,
     makes_folder: bool = False,
 ) -> Any:
-    """Return the store of obstore for a URL; connects to nothing."""
+    """Return obstore's object for the store of a URL, without connecting."""
     parts = split_url(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     bucket = parts.netloc.rpartition("@")[2]

@@ -1,7 +1,7 @@
-"""`RedisBackend`: chunks as values of Redis or Valkey, one server or a cluster.
+"""`RedisBackend`: stores chunks as values in Redis or Valkey, on one server or in a cluster.
 
-redis-py connects, authenticates, routes and retries. The bytes of a value bypass its parser: they go from the caller's
-memory to the socket and from the socket into the caller's memory.
+The library redis-py connects, authenticates, routes and retries. The bytes of a value bypass its parser, and are copied
+directly between the caller's memory and the socket.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ except ImportError as error:
 T = TypeVar("T")
 
 _BATCH_NAMES = 1000
-"""Names in one round trip."""
+"""Number of names in one round trip."""
 _PIECE = 1 << 20
-"""Bytes to send between two looks at the clock."""
+"""Number of bytes to send between two checks of the time."""
 _REDIRECTIONS = 4
 _NOT_YOU = (
     exceptions.ReadOnlyError,
@@ -46,7 +46,7 @@ _LAST_WORDS = 0.1
 """Seconds to wait for a server's last answer before it closed a connection."""
 _TOO_LARGE = "invalid bulk length"
 _REFUSED_SECONDS = 4.0
-"""How long to send no value of a refused size: the limit may change, or another server come."""
+"""Seconds for which no value of a refused size is sent again. The limit may change, or another server may come."""
 
 
 class RedisBackend(RemoteBackend):
@@ -132,9 +132,7 @@ class RedisBackend(RemoteBackend):
                 seen.add(cursor)
 
     def _sized(self, names: Sequence[str], known: dict[ChunkKey, int]) -> list[Listed]:
-        """Return the chunks of these names. Asks for unknown lengths only, because asking counts as a use of the
-        value.
-        """
+        """Return the chunks of these names. Only unknown lengths are requested, because a request counts as a use."""
         # SCAN may give a name twice.
         names_of = {bytes.fromhex(name[-2 * KEY_BYTES :]): name for name in names}
         sizes = {key: known.get(key) or self._sizes.get(key, 0) for key in names_of}
@@ -163,8 +161,9 @@ class RedisBackend(RemoteBackend):
     def _for_each(
         self, names: Sequence[str], command: Callable[[Any, str], object], *, untouched: bool = False
     ) -> list[Any]:
-        """Return the answer or error of one command for each name. `untouched`: these are no uses, where the server
-        can.
+        """Return the answer or error of one command for each name.
+
+        `untouched`: whether the commands should not count as uses, if the server supports that.
         """
         answers: list[Any] = []
         switches = untouched and not self._is_cluster
@@ -298,9 +297,10 @@ class RedisBackend(RemoteBackend):
         return [] if client is None else [client.connection_pool]
 
     def _routed(self, name: str, work: Callable[[Any], T], slow: float = 0.0) -> T:
-        """Do `work` with a connection to the server that has the name; follows a cluster's redirections.
+        """Return the result of `work` with a connection to the server that has the name, after redirections of a
+        cluster.
 
-        `work` is one command, because ASKING holds for one only. `slow`: seconds more that its value may take.
+        `work` is one command, because ASKING holds only for one. `slow`: seconds that its value may take in addition.
         """
         with self._turns.turn(self.options.timeout + slow):
             return self._follow(self._connected(), name, work)
@@ -365,7 +365,9 @@ open_url = RedisBackend
 
 
 class _Turns:
-    """At most `most` calls at a time. Others wait while calls keep ending within `patience` seconds."""
+    """Allows at most `most` calls at a time. Other calls wait as long as calls keep ending within `patience`
+    seconds.
+    """
 
     def __init__(self, most: int, patience: float) -> None:
         self._free, self._patience = most, patience
@@ -373,7 +375,7 @@ class _Turns:
 
     @contextmanager
     def turn(self, seconds: float = 0.0) -> Iterator[None]:
-        """`seconds`: how long this call may take. The longest one sets the patience."""
+        """Run the block as one of the calls. `seconds`: how long it may take; the longest call decides the patience."""
         with self._changed:
             self._patience = max(self._patience, seconds)
             while not self._free:
@@ -389,7 +391,7 @@ class _Turns:
 
 
 def _send(connection: Any, pieces: Iterable[bytes | memoryview]) -> None:
-    """Send a value. If the server closes the connection, raises its last answer."""
+    """Send a value. If the server closes the connection, raise its last answer."""
     connection.check_health()
     try:
         for piece in pieces:
@@ -401,7 +403,7 @@ def _send(connection: Any, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def _last_words(connection: Any) -> Exception | None:
-    """Return a server's last answer before it closed the connection, if it is an error."""
+    """Return the server's last answer before it closed the connection, or None if that is no error."""
     with suppress(OSError, exceptions.RedisError), within(_LAST_WORDS):
         answer = connection._parser.read_response()
         return answer if isinstance(answer, exceptions.ResponseError) else None
@@ -409,7 +411,7 @@ def _last_words(connection: Any) -> Exception | None:
 
 
 def _number(answer: Any) -> int:
-    """Return the number in an answer. Raises the answer if it is an error, and InvalidResponse."""
+    """Return the number in an answer. Raises the answer if it is an error, and InvalidResponse if it is no number."""
     if isinstance(answer, Exception):
         raise answer
     if not isinstance(answer, int):

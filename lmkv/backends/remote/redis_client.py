@@ -1,8 +1,8 @@
-"""The client of Redis or Valkey: `RedisURL` checks a URL at the start, `Answers` is redis-py's parser with bounds.
+"""The client of Redis or Valkey: `RedisURL` checks a URL at the start, and `Answers` parses answers within limits.
 
-Answers are bounded in time and bytes, even if something else listens at the address. redis-py's own parsers allocate
-any announced size, and hiredis holds the GIL while it parses. This one parses the bytes that have come, and lets other
-threads run in between.
+Answers have limits of time and bytes, even if another program listens at the address. redis-py's own parsers allocate
+any announced size, and hiredis holds the GIL while it parses. `Answers` parses the bytes that have arrived, and lets
+other threads run in between.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from lmkv.errors import ConfigError, mask_secrets
 _MAX_LINE_BYTES = 4096
 _MAX_BYTES = 16 << 20
 _MAX_PARTS = 1 << 19
-"""Bytes and items of all answers to a call, at most: a cluster's slots are the largest."""
+"""Largest number of bytes, and of items, in all answers to a call. The slots of a cluster need most."""
 _MAX_DEPTH = 8
 _READ_BYTES = 1 << 16
 _LATE = "the server did not answer in time (remote_timeout)"
 _SLOTS = 1 << 14
 MAX_NODES = 1024
-"""Largest number of nodes of a cluster: Redis advises against more than a thousand."""
+"""Largest number of nodes of a cluster. Redis advises against more than a thousand."""
 
 
 @define
 class _Budget:
-    """Time, bytes and items left for the answers of a call. Values read into a caller's memory do not count."""
+    """The time, bytes and items that answers to a call may still take. Values in the caller's memory do not count."""
 
     deadline: float
     nbytes: int = _MAX_BYTES
@@ -69,7 +69,7 @@ _limit = _Limit()
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit all answers to this thread within a block: by a time, and by a common budget of bytes and items."""
+    """Limit the time of all answers to this thread within the block, and the sum of their bytes and items."""
     before, _limit.budget = _limit.budget, _Budget(time.monotonic() + seconds)
     try:
         yield
@@ -78,7 +78,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 class Answers:
-    """redis-py's interface of a parser: the answers on one connection, for one thread at a time."""
+    """A parser for redis-py: reads the answers on one connection, for one thread at a time."""
 
     EXCEPTION_CLASSES = _RESP2Parser.EXCEPTION_CLASSES
     parse_error = _RESP2Parser.parse_error
@@ -101,7 +101,7 @@ class Answers:
         self._ahead.clear()
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Return whether bytes have come without a request. Raises when the connection is closed."""
+        """Return whether bytes have arrived without a request. Raises ConnectionError if the connection is closed."""
         if not self._ahead and self._sock is not None:
             self._sock.settimeout(timeout)
             try:
@@ -148,8 +148,9 @@ class Answers:
         return error
 
     def length(self) -> int | None:
-        """Return the length of a value, which `fill` reads next. None if the key has no value. Raises the server's
-        error.
+        """Return the length of a value, which `fill` reads next, or None if there is no value.
+
+        Raises an error that the server answers.
         """
         with self._bounded():
             kind, text = self._line()
@@ -172,7 +173,7 @@ class Answers:
     # -- bytes ------------------------------------------------------------------------------------------------
 
     def _line(self) -> tuple[bytes, bytes]:
-        """Return the first character of a line, and the others."""
+        """Return the first character of the next line, and the rest of the line."""
         while (end := self._ahead.find(b"\r\n", 0, _MAX_LINE_BYTES)) < 0:
             if len(self._ahead) >= _MAX_LINE_BYTES:
                 raise exceptions.InvalidResponse("the answer has no line end: the server may not be Redis")
@@ -214,7 +215,7 @@ class Answers:
 
 
 class SentinelAnswers(Answers):
-    """The answers of a sentinel, each within the connection's own time."""
+    """A parser for answers of a sentinel, each of which has the timeout of the connection."""
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
         with within(self._timeout):
@@ -222,7 +223,7 @@ class SentinelAnswers(Answers):
 
 
 class OneSentinel(Redis):
-    """A client of one sentinel. Any failure is a `ConnectionError`, after which redis-py asks the next sentinel."""
+    """A client of one sentinel. It raises each failure as ConnectionError, so that redis-py asks the next sentinel."""
 
     def sentinel_masters(self) -> dict[str, dict[str, Any]]:
         try:
@@ -233,8 +234,9 @@ class OneSentinel(Redis):
 
 
 class NodeAnswers(Answers):
-    """The answers of a cluster's node. redis-py visits each slot and makes a client for each node that an answer
-    names."""
+    """A parser for answers of a cluster's node, which checks slots, because redis-py makes a client for each named
+    node.
+    """
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
         answer = super().read_response()
@@ -244,7 +246,7 @@ class NodeAnswers(Answers):
 
 
 def _check_slots(answer: Sequence[Any]) -> None:
-    """Raise InvalidResponse if these are ranges of slots that no cluster has."""
+    """Raise InvalidResponse if no cluster can have these ranges of slots."""
     slots, nodes = 0, set[str]()
     for each in answer:
         # As redis-py reads them: numbers may be texts. Other lists begin with other things.
@@ -257,10 +259,9 @@ def _check_slots(answer: Sequence[Any]) -> None:
 
 
 class Cluster(RedisCluster):
-    """redis-py's client of a cluster, which takes no parser as an option.
+    """redis-py's client of a cluster with lmkv's parser, and with a `close` that closes all connections.
 
-    redis-py's `close` leaves some connections open: those of a client that could not be made, and those to former
-    nodes.
+    redis-py's own `close` leaves connections open: those of a client that could not be made, and those to former nodes.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -303,23 +304,22 @@ _PLAIN = {"valkey": "redis", "valkeys": "rediss"}
 _PORT, _SENTINEL_PORT = 6379, 26379
 _ADDRESS = {"ip", "port"}
 _SERVICE_VARIABLE = "REDIS_SERVICE_NAME"
-"""Where LMCache has the name of the service, which its URLs do not have."""
+"""The variable with LMCache's name of the service, which is not in its URLs."""
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _TLS = {*_FILES, "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs", "ssl_check_hostname", "ssl_ciphers", "ssl_min_version"}
 _TLS |= {"ssl_password", "ssl_include_verify_flags", "ssl_exclude_verify_flags"}
 _OPTIONS = {"client_name", "db", "health_check_interval", "max_connections", "password", "socket_connect_timeout"}
 _OPTIONS |= {"socket_keepalive", "socket_read_size", "socket_timeout", "username", *_TLS}
 _SENTINEL_OPTIONS = {"service_name", "sentinel_username", "sentinel_password"}
-"""Options that may be chosen: others of redis-py fail only in use, as texts, or would change names or answers."""
+"""The options of redis-py that a URL may have. Others fail only in use, or would change names or answers."""
 _LONGEST = 1e6
 _NO_DATABASE = "the database must be a number, such as /0; use remote_prefix for a name"
 
 
 class RedisURL:
-    """The connections that a URL and the settings of a backend describe.
+    """Makes the client that a URL and the settings of a backend describe.
 
-    Raises ConfigError for options that no server can make work. `max_connections`: largest number of connections at a
-    time.
+    Raises ConfigError for options that cannot work with any server. `max_connections`: largest number of connections.
     """
 
     def __init__(self, url: str, options: RemoteOptions) -> None:
@@ -383,7 +383,7 @@ class RedisURL:
         raise ConfigError(f"{self._shown}: {reason}") from None
 
     def _read_hosts(self, rest: str, port: int) -> str:
-        """Note the hosts, and return the URL's rest with the first host alone."""
+        """Note the hosts of a URL, and return the rest of the URL with only the first host."""
         place = re.split("[/?#]", rest, maxsplit=1)[0]
         user, at, hosts = place.rpartition("@")
         try:
@@ -394,7 +394,7 @@ class RedisURL:
         return f"{user}{at}{hosts.split(',')[0]}{rest[len(place) :]}"
 
     def _read_service(self, rest: str) -> str:
-        """Note the service of the sentinels, and return the URL's rest without it."""
+        """Note the service of the sentinels, and return the rest of the URL without the service."""
         place = re.split("[/?#]", rest, maxsplit=1)[0]
         path, mark, query = rest[len(place) :].partition("?")
         service, _, database = path.strip("/").partition("/")
@@ -422,7 +422,7 @@ class RedisURL:
     # -- clients ----------------------------------------------------------------------------------------------
 
     def client(self) -> Redis | RedisCluster:
-        """Return a client; that of a cluster asks for the cluster's nodes, the others connect later."""
+        """Return a new client. The client of a cluster asks for its nodes now; other clients connect later."""
         if not self.is_cluster:
             return Redis.from_pool(self._pool())
         own = ("host", "port", "db", "connection_class", "parser_class")
@@ -467,7 +467,7 @@ class RedisURL:
 
 
 class _Renewed:
-    """Gives redis-py the credentials with the file's present password."""
+    """A provider of credentials for redis-py, which reads the password from its file each time."""
 
     def __init__(self, options: RemoteOptions, username: str | None) -> None:
         self._options, self._username = options, username

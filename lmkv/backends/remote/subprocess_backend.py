@@ -1,4 +1,4 @@
-"""`SubprocessBackend`: base of stores with a client in C++ or Rust, which may hang, crash or hold the GIL.
+"""`SubprocessBackend`: the base class for stores with a client in C++ or Rust, which may hang, crash or hold the GIL.
 
 The client runs in child processes (`child`), which share memory with this one: a buffer, and the slab if it is
 registered. A late call or a failed read ends its process, so that it cannot write anywhere later. The next call starts
@@ -30,7 +30,7 @@ from lmkv.errors import ConfigError, UsageError, how_to_install
 from lmkv.protocols import PRESENT, STORED, Chunk, ChunkKey, Written
 
 START_LIMIT = 10.0
-"""Seconds for a process to start and import its client."""
+"""Seconds within which a process must start and import its client."""
 
 _END_LIMIT = 5.0
 _MAX_CLIENTS = 64
@@ -39,10 +39,10 @@ _MAX_ROOM_BYTES = 1 << 30
 
 
 class SubprocessBackend(RemoteBackend):
-    """A store behind a client that a subclass names. Its URL may have the options `clients` and `zero_copy`.
+    """Runs the client that a subclass names in child processes. The URL may have the options `clients` and `zero_copy`.
 
-    All calls about a name go to one process, one after the other. So no write of this backend comes between the lookup
-    of a name and the store of its value.
+    All calls for a name go to one process, one after the other. So this backend never writes a name between its lookup
+    and the store of its value.
     """
 
     module: ClassVar[str]
