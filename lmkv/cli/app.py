@@ -15,11 +15,7 @@ from lmkv import __version__
 UsageError: Any = typer.BadParameter.__base__
 TRY, CONFIGURE, FOLDERS, SERVERS = "Try", "Configure", "Folders of chunks", "Running servers"
 COMMANDS = {
-    "demo": (
-        "lmkv.cli.demo",
-        TRY,
-        "Send long prompts to real vLLM cold, then again once its own cache has evicted them.",
-    ),
+    "demo": ("lmkv.cli.demo", TRY, "Send long prompts to real vLLM twice, and compare the times to the first token."),
     "bench": ("lmkv.cli.bench", TRY, "Benchmark this machine: copies, lookups, the disk, and a hit on real vLLM."),
     "simulate": ("lmkv.cli.simulate", TRY, "Compare eviction policies on a request trace."),
     "model": (
@@ -37,8 +33,8 @@ COMMANDS = {
         CONFIGURE,
         "Show, check and convert settings, lmkv's own and those of other connectors.",
     ),
-    "inspect": ("lmkv.cli.inspect", FOLDERS, "Show the content of a folder: models, chunks, tokens, bytes, ages."),
-    "prune": ("lmkv.cli.inspect", FOLDERS, "Delete the chunks that were used least recently."),
+    "inspect": ("lmkv.cli.inspect", FOLDERS, "Show the models, chunks, tokens, bytes and ages in a folder."),
+    "prune": ("lmkv.cli.inspect", FOLDERS, "Delete the chunks of a folder that were used least recently."),
     "clear": ("lmkv.cli.inspect", FOLDERS, "Delete all chunks of a folder or, with --url, of a running server."),
     "top": ("lmkv.cli.top", SERVERS, "Watch a running server's tiers and requests."),
     "lookup": (
@@ -53,9 +49,9 @@ COMMANDS = {
     ),
     "pin": ("lmkv.cli.server", SERVERS, "Keep a prompt's chunks in a server's host memory for a while."),
     "unpin": ("lmkv.cli.server", SERVERS, "End the pins of a prompt's chunks."),
-    "record": ("lmkv.cli.server", SERVERS, "Record chunk accesses for `lmkv simulate`: no text, no tokens."),
+    "record": ("lmkv.cli.server", SERVERS, "Record which chunks a server's requests use, for `lmkv simulate`."),
 }
-"""Name -> its module, and its heading and line in the help."""
+"""For each command its module, and its heading and line in the help."""
 
 _SERVE = "vllm serve MODEL --kv-transfer-config, as the README has it"
 ELSEWHERE = {
@@ -63,12 +59,12 @@ ELSEWHERE = {
     **dict.fromkeys(("serve", "server", "start", "run"), _SERVE),
     **dict.fromkeys(("status", "stats", "monitor"), "lmkv top"),
 }
-"""Another name of a command -> its name."""
+"""For each name that users may try, the command that they want."""
 HINTS = {
     r"--(config|config-file|file)$": "name the file as an argument, without an option",
     r"extra argument\S* \(\S+:\d+\)": "give a server's address with --url",
 }
-"""Form of a usage error -> what to write."""
+"""For each form of a usage error, what to write instead."""
 
 EXAMPLES = (
     "Examples:",

@@ -58,11 +58,13 @@ def bench(
             help="Model that vLLM runs to measure first tokens.", show_default="a small one with random weights"
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=512, help="Length of the prompt for vLLM.")] = 8000,
+    tokens: Annotated[int, typer.Option(min=512, help="Length of the prompt for vLLM, in tokens.")] = 8000,
     host_gib: Annotated[
-        float, typer.Option(help="Host memory of lmkv with vLLM, in GiB; at most 1 without --model.")
+        float, typer.Option(help="lmkv's host memory in runs with vLLM, in GiB; at most 1 without --model.")
     ] = 4.0,
-    engine: Annotated[bool, typer.Option("--engine/--no-engine", help="Measure vLLM, if it is installed.")] = True,
+    engine: Annotated[
+        bool, typer.Option("--engine/--no-engine", help="Measure first tokens with vLLM, if it is installed.")
+    ] = True,
     disk: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder on the disk to measure.", show_default="TMPDIR")
     ] = None,
@@ -115,7 +117,7 @@ def check(right: bool) -> None:
 
 
 def copies(layers: int, chunks: int, rounds: int) -> Iterator[Row]:
-    """`Engine.store` and `retrieve` of scattered blocks, compared with numpy copies of the same pages."""
+    """Measure `Engine.store` and `retrieve` of scattered blocks, compared with numpy copies of the same pages."""
     blocks = chunks * CHUNK // BLOCK
     tensors = [torch.randn((2 * blocks, 8, BLOCK, 256)).to(torch.bfloat16) for _ in range(layers)]
     # One MiB per layer and chunk, and as much again so that nothing is evicted.
@@ -150,7 +152,7 @@ def wait_until_populated() -> None:
 
 
 def pages(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Copy these blocks, layer after layer, into an array in place of lmkv's slots, and back."""
+    """Return functions that copy these blocks into an array, layer after layer, and back, without lmkv's slots."""
     rows = [tensor.view(torch.int64).flatten(1).numpy() for tensor in tensors]
     # Pages of 4 KiB, as slots have: numpy's own arrays have huge ones.
     memory = mmap.mmap(-1, len(rows) * len(blocks) * rows[0][0].nbytes)
@@ -170,7 +172,7 @@ def pages(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> tuple[Calla
 
 
 def lookup(rounds: int) -> Iterator[Row]:
-    """Yield the time from the tokens of a long prompt to its lease, compared with hashing them."""
+    """Measure the time from the tokens of a long prompt to its lease, compared with only hashing the tokens."""
     slot_bytes = 4096
     store = TieredStore(Tier(CPUPinnedBackend(1024 * slot_bytes, slot_bytes, populate=False), make_policy("LRU")))
     tokens = random.Random(0).choices(range(150_000), k=LONGEST)
@@ -186,7 +188,7 @@ def lookup(rounds: int) -> Iterator[Row]:
 
 
 def bare_chain(tokens: Sequence[int], chunk: int = CHUNK) -> list[bytes]:
-    """Return the least work for a chain of sha256: one array conversion, one hash, one digest per chunk."""
+    """Compute chunk keys with the least work: one array conversion, one hash, and one digest per chunk."""
     data = memoryview(array("I", tokens)).cast("B")
     chain, keys = hashlib.sha256(NAMESPACE), []
     for start in range(0, len(data), 4 * chunk):
@@ -196,7 +198,7 @@ def bare_chain(tokens: Sequence[int], chunk: int = CHUNK) -> list[bytes]:
 
 
 def disk_rows(parent: Path, mib: int, rounds: int) -> Iterator[Row]:
-    """Writes without fsync, as the disk tier does by default, and cold reads, compared with plain files."""
+    """Measure writes without fsync, as the disk tier makes by default, and cold reads, compared with plain files."""
     nbytes, count = mib * MIB, 8
     memory = memoryview(mmap.mmap(-1, count * nbytes))
     for at in range(0, len(memory), MIB):

@@ -50,7 +50,8 @@ Ranks = Annotated[
 @app.command("show")
 def show(
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="A YAML file of settings; else LMKV_CONFIG_FILE.")
+        Path | None,
+        typer.Argument(metavar="FILE", help="A YAML file of settings; by default the one that LMKV_CONFIG_FILE names."),
     ] = None,
     extra: Annotated[str, typer.Option(help="kv_connector_extra_config, as JSON.")] = "{}",
     tensor_parallel_size: Ranks = None,
@@ -84,14 +85,14 @@ def remarks(answer: Answer) -> list[str]:
 
 
 def end(answer: Answer, *, as_json: bool) -> None:
-    """Print what is refused, and exit with the answer's status."""
+    """Print the refused settings, and exit with the status of the answer."""
     if answer.problems and not as_json:
         fail("\n".join(answer.problems), status=2)
     raise typer.Exit(answer.status)
 
 
 def show_table(settings: list[Setting], remarks: list[str]) -> None:
-    """A table of settings. A `Text` is not read as markup, as a str would be."""
+    """Print a table of settings. It uses `Text`, because rich would read markup in a str."""
     table = Table("setting", "value", "source", header_style="bold")
     for setting in settings:
         table.add_row(Text(setting.name), Text(str(setting), overflow="fold"), Text(setting.source, overflow="fold"))
@@ -106,7 +107,7 @@ def check(
     words: Annotated[
         list[str],
         typer.Argument(
-            help="A YAML file, lmkv's or LMCache's, a list of LMCache's variables, or -- and a command line.",
+            help="A YAML file of lmkv or LMCache, a list of LMCache's variables, or -- and a command line.",
             metavar="FILE",
         ),
     ],
@@ -263,7 +264,7 @@ def variables_in(text: str) -> dict[str, str]:
 
 
 _SETTINGS = ("", ".yaml", ".yml", ".json")
-"""Ends of the names of files that have settings alone."""
+"""Suffixes of files that have only settings."""
 
 
 def own_keys() -> set[str]:

@@ -1,4 +1,4 @@
-"""`lmkv demo`: see a hit happen on real vLLM."""
+"""`lmkv demo`: shows and measures hits on real vLLM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHUNK_TOKENS = 256
 ANSWER_TOKENS = 16
 PROMPTS = 3
 KV_ROOM = 1.1
-"""vLLM's KV space, as a number of prompts. The two prompts between a prompt and its repetition evict all of it."""
+"""Size of vLLM's KV cache, in prompts. The two prompts between a prompt and its repetition evict all of its KV."""
 LARGEST_BLOCK = 128
 """Tokens in a block of vLLM's KV space: 128 on a CPU, fewer on a GPU."""
 WRITE_TIMEOUT = 120.0
@@ -51,9 +51,11 @@ class Medium(StrEnum):
 
 
 def demo(
-    tokens: Annotated[int, typer.Option(min=512, help="Length of the prompt.")] = 8000,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 8,
-    hidden: Annotated[int, typer.Option(callback=whole_heads, help="Hidden size of the model, in heads of 64.")] = 512,
+    tokens: Annotated[int, typer.Option(min=512, help="Length of the prompts, in tokens.")] = 8000,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers of the model.")] = 8,
+    hidden: Annotated[
+        int, typer.Option(callback=whole_heads, help="Hidden size of the model, a multiple of 64.")
+    ] = 512,
     tier: Annotated[
         Medium,
         typer.Option(
@@ -62,13 +64,13 @@ def demo(
         ),
     ] = Medium.RAM,
     url: Annotated[
-        str | None, typer.Option(help="URL of the remote store, as remote_url.", envvar="LMKV_REMOTE_URL")
+        str | None, typer.Option(help="URL of the remote store, in the form of remote_url.", envvar="LMKV_REMOTE_URL")
     ] = None,
     disk: Annotated[
         Path | None,
         typer.Option(file_okay=False, help="Folder in which to put a temporary disk tier.", show_default="TMPDIR"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the model, the disk tier and vLLM's log.")] = False,
 ) -> None:
     """Send long prompts to real vLLM twice: vLLM computes them, evicts them, and then loads them with lmkv."""
@@ -124,11 +126,11 @@ class Plan:
 
 @frozen(kw_only=True)
 class Measurement:
-    """`hit_tier`: where most of the hit was. `speedup`: how many times faster the last repetition is than the cold
-    prompts.
+    """The results of the demo. `speedup`: how many times faster the last repetition is than the cold prompts.
 
-    `warm_ttft_s`: seconds to the first token with the chunks in host memory. `disk_ttft_s`, `direct_io`: after a
-    restart, from disk. `remote_ttft_s`: in another engine, from a remote store.
+    `hit_tier`: the tier with most of the hit. `warm_ttft_s`: seconds to the first token with chunks in host memory.
+    `disk_ttft_s`, `direct_io`: seconds with chunks on disk, after a restart, and whether O_DIRECT was used.
+    `remote_ttft_s`: seconds in another engine, with chunks in a remote store.
     """
 
     prompt_tokens: int
@@ -154,7 +156,7 @@ class Measurement:
 
 
 def measure(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, keep: bool) -> Measurement:
-    """Send prompts cold, and repeat them; with a lower tier, repeat them again, to another engine."""
+    """Send new prompts, and repeat them. With a lower tier, repeat them again in another engine."""
     with ExitStack() as stack:
         folder = stack.enter_context(demo_folder(None, keep=keep))
         echo = stack.enter_context(progress())
@@ -199,7 +201,7 @@ def disk_settings(plan: Plan, folder: Path) -> tuple[dict[str, Any], FolderFacts
 
 
 def answering(url: str) -> str:
-    """Test the store first, because vLLM takes minutes to start. Raises LmkvError with the remedy."""
+    """Return the URL after a test of its store, because vLLM takes minutes to start. Raises LmkvError."""
     config = Config.load(extra={"remote_url": url, "remote_timeout": PATIENCE})
     for verb, reason in refusals(config, config.remote_url[0]).items():
         raise UsageError(f"{mask_secrets(url)}: {verb} fail: {reason}; {remedy(verb, reason)}")
@@ -284,7 +286,7 @@ def fastest(answers: Sequence[Answer]) -> float:
 
 
 def same_outputs(*runs: Sequence[Answer]) -> bool:
-    """Return whether every run answered every prompt alike."""
+    """Return whether all runs gave the same answers."""
     return len({tuple(answer.token_ids for answer in run) for run in runs}) == 1
 
 
@@ -308,7 +310,7 @@ def demo_folder(parent: Path | None, *, keep: bool) -> Iterator[Path]:
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """On a terminal one line that changes, elsewhere one line per step."""
+    """Provide a function that shows progress: in one changing line on a terminal, and in a line per step elsewhere."""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
         spinner = Spinner("dots")

@@ -29,20 +29,25 @@ MARKS = {"error": ("✗ ", "red"), "warning": ("! ", "yellow"), "ok": ("✓ ", "
 
 def doctor(
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="A YAML file of settings; else LMKV_CONFIG_FILE.")
+        Path | None,
+        typer.Argument(metavar="FILE", help="A YAML file of settings; by default the one that LMKV_CONFIG_FILE names."),
     ] = None,
-    extra: Annotated[str, typer.Option(metavar="JSON", help="kv_connector_extra_config.")] = "{}",
+    extra: Annotated[str, typer.Option(metavar="JSON", help="kv_connector_extra_config, as JSON.")] = "{}",
     model: Annotated[
         Path | None,
         typer.Option(
             metavar="MODEL", help="A model's folder, config.json or name, to show how many tokens each tier holds."
         ),
     ] = None,
-    kv_cache_dtype: Annotated[KVDtype, typer.Option(help="vLLM's option, for --model.")] = KVDtype.AUTO,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="vLLM's option, for --model.")] = 1,
+    kv_cache_dtype: Annotated[
+        KVDtype, typer.Option(help="vLLM's option of the same name, to compute sizes for --model.")
+    ] = KVDtype.AUTO,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="vLLM's option of the same name, to compute sizes for --model.")
+    ] = 1,
     show_all: Annotated[bool, typer.Option("--all", help="Also show settings that have their defaults.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings as well.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Check the configuration, this machine and the remote stores before a start.
 
@@ -74,8 +79,8 @@ def size_of(model: Path, dtype: KVDtype, ranks: int) -> KVSize:
 
 
 def show(findings: Iterable[Finding], *, show_all: bool = False) -> list[Finding]:
-    """Print each area as soon as it is examined, then a verdict; return the findings."""
-    # A `Text` is not read as markup, as a str would be.
+    """Print each area as soon as it is examined, then a verdict. Return the findings."""
+    # rich would read markup in a str, and does not in a `Text`.
     console, seen, hidden = Console(highlight=False), list[Finding](), 0
     for area, group in groupby(findings, key=lambda found: found.area):
         of_area = list(group)

@@ -33,7 +33,7 @@ START_TIMEOUT, ANSWER_TIMEOUT, END_TIMEOUT = 900.0, 1800.0, 15.0
 LOG = "vllm.log"
 LOG_CHARACTERS = 4000
 VOCABULARY = 1000
-"""Prompts are random ids below this: every model has these tokens."""
+"""Prompts consist of random token ids below this number, which every model has."""
 MAX_SOCKET_FOLDER = 70
 """Largest length of a folder's path. The names of vLLM's sockets follow it, and the whole path has a limit."""
 WRITES_ENDED = 0.5
@@ -60,7 +60,7 @@ def _small_model(value: Any) -> Any:
 
 @frozen(kw_only=True)
 class EngineSpec:
-    """One vLLM engine. `model`: a name or a path, or a model with random weights to be written.
+    """Describes a vLLM engine to start. `model`: a name or a path, or a model with random weights to write.
 
     `max_tokens`: longest request. `kv_bytes`: vLLM's KV space, None for its default. `prefix_caching`: whether vLLM's
     prefix cache is on; without it, only the connector finds repeated prompts. `settings`: those of the connector; None
@@ -82,7 +82,7 @@ class EngineSpec:
 
 
 class ChildFailedError(RuntimeError):
-    """The child ended or did not answer in time. The message ends with its last log lines."""
+    """A child process has ended, or has not answered in time. The message ends with its last log lines."""
 
 
 def same_code() -> dict[str, str]:
@@ -92,7 +92,7 @@ def same_code() -> dict[str, str]:
 
 
 class ChildProcess:
-    """Runs `command`, a program that answers with `Questions`, in a separate process group.
+    """A child process in a separate process group: runs `command`, a program that answers `Questions`.
 
     Its output goes to `folder`/vllm.log. It imports the lmkv of this process. `env`: overrides this process's
     variables.
@@ -141,13 +141,13 @@ class ChildProcess:
         self._child.wait()
 
     def leave(self) -> None:
-        """Let the child end, without waiting for it: vLLM takes some seconds."""
+        """Tell the child to end, without waiting for it, because vLLM takes some seconds."""
         assert self._child.stdin is not None
         with suppress(OSError):
             self._child.stdin.close()
 
     def close(self) -> None:
-        """Let the child end, wait for it, and kill it after END_TIMEOUT seconds. Idempotent."""
+        """Tell the child to end, wait for it, and kill it after END_TIMEOUT seconds. Idempotent."""
         self.leave()
         end(self._child, END_TIMEOUT)
         assert self._child.stdout is not None
@@ -180,7 +180,7 @@ def _has_ended(child: subprocess.Popen[str]) -> bool:
 
 @frozen(kw_only=True)
 class Answer:
-    """One request: its output, the seconds to its first token, and the tokens that were not computed.
+    """The result of one request: its output, the seconds to its first token, and how many tokens were not computed.
 
     `sources`: tokens that were loaded, by tier. `load_gb_s`: the speed of the copy to the device, in 1e9 bytes per
     second. `load_s`: the seconds of this copy. `wait_s`: seconds that the request waited for lower tiers before it.
@@ -234,7 +234,9 @@ def wait_until_settled(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until no chunk has been written for a while: writes in the background are not measured."""
+    """Wait until no chunk has been written for a while, so that writes in the background do not disturb a
+    measurement.
+    """
     begun = since = clock()
     found = count()
     while clock() < min(begun + timeout, since + WRITES_ENDED):
@@ -247,7 +249,8 @@ def wait_until_settled(
 
 
 class Questions:
-    """The child's end: an iterator over the questions, each to be answered. Other output is logged.
+    """The child's side: an iterator over the parent's questions, each of which must be answered. Other output is
+    logged.
 
     Ends when the parent closes the pipe, or has ended.
     """

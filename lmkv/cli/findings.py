@@ -39,16 +39,14 @@ IMPORT_TIMEOUT = 300.0
 SERVERS_TIMEOUT = 10.0
 PROCESSES = Path("/proc")
 BLOCK, LARGE = 16, 4096
-"""Tokens of vLLM's block, and of a chunk at most that prompts often have in common."""
+"""Tokens of a block of vLLM, and of the largest chunk that different prompts often share."""
 SMALL = 64 << 20
-"""Bytes of a tier, below which GiB were probably not meant."""
+"""Size of a tier in bytes below which the user probably did not mean GiB."""
 
 
 @frozen
 class Finding:
-    """One fact. `problem`: why something will not work, with the remedy; `warning`: what works differently than
-    configured.
-    """
+    """One fact. `problem`: why something will not work, with the remedy. `warning`: what differs from the settings."""
 
     area: str
     name: str
@@ -120,7 +118,7 @@ def examine_configuration(config: Config) -> Iterator[Finding]:
 
 
 def odd_chunks(tokens: int) -> str:
-    """Return a warning of a chunk size that is probably not meant."""
+    """Return a warning about a chunk size that is probably a mistake, or "" if there is none."""
     if tokens % BLOCK:
         size = f"vLLM's block size, {BLOCK} unless --block-size is set"
         return f"chunk_size {tokens} is not a multiple of {size}: lmkv rounds chunk_size up"
@@ -161,7 +159,7 @@ EXTRAS = {
     "authentication_key": ("auth", ("cryptography",)),
     "authentication_key_file": ("auth", ("cryptography",)),
 }
-"""Settings that need an extra, and the modules of that extra. Remote stores are opened instead."""
+"""For each setting that needs an extra, the extra and its modules. Remote stores are tested by opening them."""
 
 
 def examine_extras(config: Config) -> Iterator[Finding]:
@@ -260,7 +258,7 @@ def examine_shared_memory(config: Config) -> Iterator[Finding]:
 
 
 def unusable(setting: str, folder: str, error: Exception) -> str:
-    """Describe a folder's error, and how to solve it."""
+    """Return a text about an error of a folder, with the remedy."""
     if not isinstance(error, OSError):
         return f"{setting} {folder}: {error}"
     return f"{setting} {folder}: {error.strerror or error}: name a folder that the server's user can write to"
@@ -313,7 +311,7 @@ def examine_stores(config: Config) -> Iterator[Finding]:
 
 
 def examine_model(size: KVSize) -> Iterator[Finding]:
-    """Report the bytes of the KV of a token."""
+    """Report how many bytes the KV of a token takes."""
     yield Finding("model", "attention", size.attention, note=f"{size.layers} layers with separate KV")
     ranks = "" if size.parts == 1 else f", {size.rank_bytes:,} of each of {size.parts} ranks"
     yield Finding("model", "one token", f"{size.token_bytes:,} bytes", note=f"in {size.dtype}{ranks}")
@@ -332,7 +330,7 @@ def examine_model(size: KVSize) -> Iterator[Finding]:
 
 
 def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
-    """Return how many tokens each configured tier holds."""
+    """Report how many tokens each configured tier holds."""
     chunk, slot = size.chunk_tokens(config.chunk_size), size.slot_bytes(config.chunk_size)
     try:
         chunks = machine.clamp_capacity(config.max_local_cpu_bytes, slot) // slot
@@ -411,7 +409,7 @@ def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def plugin_finding(env: Mapping[str, str]) -> Finding:
-    """Return whether `kv_connector="LMKVConnector"` alone is enough."""
+    """Return the finding whether vLLM knows `LMKVConnector` by its name, without a module."""
     name, way_out = "plugin", f'or name the module: "kv_connector_module_path": "{plugin.MODULE}"'
     if not entry_points(group="vllm.general_plugins", name="lmkv"):
         problem = f"lmkv's entry point is missing: install lmkv with pip, {way_out}"
@@ -424,9 +422,9 @@ def plugin_finding(env: Mapping[str, str]) -> Finding:
 
 
 def examine_servers() -> Iterator[Finding]:
-    """Find vLLM servers of this user on this machine with options that name lmkv and others that replace it.
+    """Report vLLM servers of this user on this machine whose options name lmkv, but also replace it.
 
-    Skips other users' processes: they may name any number of files.
+    Other users' processes are skipped, because they may name any number of files.
     """
     others, late, until = 0, 0, time.monotonic() + SERVERS_TIMEOUT
     for process in sorted(PROCESSES.glob("[0-9]*")):
@@ -450,7 +448,7 @@ def examine_servers() -> Iterator[Finding]:
 
 
 def import_finding() -> Finding:
-    """Import the connector as vLLM will, but in another process: vLLM prints, and stays in memory."""
+    """Import the connector as vLLM does, in another process, because vLLM prints and stays in memory."""
     command = [sys.executable, "-c", f"import {plugin.MODULE}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT, check=False)

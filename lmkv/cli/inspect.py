@@ -1,6 +1,6 @@
 """`lmkv inspect`, `lmkv prune` and `lmkv clear`: show and delete the chunks of a folder, by their names and headers.
 
-Engines may use the folder at the same time: a chunk deleted under them is a miss.
+Engines may use the folder at the same time. If a chunk is deleted that an engine knows, it is a miss there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TOKEN_BYTES = 4
 
 @frozen
 class Content:
-    """A namespace's folder, and the chunks in it, least recently used first. `set_aside`: entries of `quarantine/`."""
+    """The folder of a namespace, and its chunks, least recently used first. `set_aside`: entries of `quarantine/`."""
 
     root: Path
     digest: bytes
@@ -61,14 +61,14 @@ class Content:
 
 @define
 class Totals:
-    """Totals over the headers of a namespace's chunks. `damaged`: the reason for each file that cannot be served."""
+    """The sums over all headers of a namespace. `damaged`: the reason for each file that cannot be served."""
 
     tokens: int = 0
     damaged: dict[str, str] = field(factory=dict)
 
 
 def contents(root: Path, beginning: str = "") -> Iterator[Content]:
-    """Yield the namespaces below a root with this beginning of their digest. Raises OSError."""
+    """Yield the content of each namespace below a root whose digest begins with `beginning`. Raises OSError."""
     for digest in digests(root, beginning):
         try:
             yield _content(root, digest)
@@ -105,7 +105,7 @@ def add_up(content: Content, advance: Callable[[], object], *, payloads: bool) -
 
 
 def _verify(folder: Folder, name: str, header: Header) -> None:
-    """Check every checksum, without counting as a use. Raises the errors of a read."""
+    """Check all checksums of a file. This does not count as a use. Raises the errors of a read."""
     size = header.segment_bytes
     with folder.opened(name, os.O_RDONLY) as fd:
         for segment, at in enumerate(range(0, header.payload_bytes, size)):
@@ -127,9 +127,7 @@ def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[
 
 
 def least_recently_used(found: list[Content], before: float, max_bytes: float) -> dict[bytes, list[Listed]]:
-    """Return the chunks by namespace that were last used before the time `before`, and then the oldest ones until at
-    most `max_bytes` are left.
-    """
+    """Return the chunks to delete, by namespace: those last used before `before`, and the oldest beyond `max_bytes`."""
     excess = sum(content.nbytes for content in found) - max_bytes
     chosen: dict[bytes, list[Listed]] = {}
     by_use = sorted(((chunk, one.digest) for one in found for chunk in one.chunks), key=lambda pair: pair[0].last_used)
@@ -150,7 +148,7 @@ _FOLDER = "The folder that local_disk names."
 
 
 def folder_of(text: str) -> Path:
-    """Return the folder as `local_disk` names it."""
+    """Return the folder that a path or URL in the form of `local_disk` names."""
     shown = mask_secrets(text)
     try:
         found = Path(parsers.path(text) or text)
@@ -166,7 +164,7 @@ Below = Annotated[Path, _ARGUMENT]
 Which = Annotated[
     str, typer.Option("--namespace", metavar="DIGITS", help="Only namespaces that begin with these hexadecimal digits.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 def inspect(
@@ -175,7 +173,7 @@ def inspect(
     namespace: Which = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show the content of a folder: models, chunks, tokens, bytes, ages. Exit code 1 if a chunk is damaged."""
+    """Show the models, chunks, tokens, bytes and ages in a folder. The exit code is 1 if a chunk is damaged."""
     found = found_in(path, namespace)
     with progress("verifying" if verify else "reading", sum(len(one.chunks) for one in found)) as advance:
         totals = [add_up(one, advance, payloads=verify) for one in found]
@@ -190,13 +188,15 @@ def inspect(
 def prune(
     path: Below,
     older_than: Annotated[
-        str, typer.Option(metavar="TIME", help="Delete chunks unused for this time: 30m, 12h, 7d, 2w.")
+        str, typer.Option(metavar="TIME", help="Delete chunks that were not used for this time: 30m, 12h, 7d, 2w.")
     ] = "",
-    max_size: Annotated[str, typer.Option(metavar="GIB", help="Delete until this size is left.")] = "",
+    max_size: Annotated[
+        str, typer.Option(metavar="GIB", help="Delete chunks until at most this size is left, in GiB.")
+    ] = "",
     namespace: Which = "",
     as_json: AsJson = False,
 ) -> None:
-    """Delete the chunks that were used least recently."""
+    """Delete the chunks of a folder that were used least recently."""
     if not older_than and not max_size:
         raise typer.BadParameter("give --older-than, --max-size or both")
     before = time.time() - seconds_of(older_than) if older_than else -math.inf
@@ -207,17 +207,21 @@ def prune(
 def clear(
     path: Annotated[Path | None, _ARGUMENT] = None,
     namespace: Which = "",
-    url: Annotated[str, typer.Option(help="A running server's agent API: unix:/path, HOST:PORT or URL.")] = "",
-    text: Annotated[str, typer.Option(help="With --url: only this prompt's chunks; - reads standard input.")] = "",
+    url: Annotated[
+        str, typer.Option(help="Address of a running server's agent API: unix:/path, HOST:PORT or URL.")
+    ] = "",
+    text: Annotated[
+        str, typer.Option(help="With --url: delete only this prompt's chunks; - reads the prompt from standard input.")
+    ] = "",
     tokens: server.TokenIds = "",
     cache_salt: server.Salt = None,
     tag: server.Tags = None,
     engine: server.Number = None,
     token_file: server.TokenFile = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete all chunks of a folder; or, with --url, those of a running server, a prompt or a namespace."""
+    """Delete all chunks of a folder, or with --url those of a running server, of a prompt or of a namespace."""
     if (path is None) == (not url):
         raise typer.BadParameter("say what to clear: a folder, or a server with --url")
     of_a_prompt = text or tokens or cache_salt or tag
@@ -244,14 +248,16 @@ def clear(
 
 
 def ask(question: str) -> None:
-    """Ask on standard error, because standard output may be piped. Ends the command unless the answer is yes."""
+    """Ask a question on standard error, because standard output may be a pipe. End the command unless the answer is
+    yes.
+    """
     typer.echo(f"{question} [y/N]: ", nl=False, err=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise typer.Abort
 
 
 def found_in(path: Path, namespace: str) -> list[Content]:
-    """End the command if the folder has only files of other programs, or cannot be read."""
+    """Return the content of a folder, or end the command if it has only other files or cannot be read."""
     try:
         found = list(contents(path, namespace))
         empty = not any(path.iterdir())
@@ -281,7 +287,7 @@ def bytes_of(gib: str) -> float:
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Any]:
-    """Provide a progress bar on a terminal, nothing elsewhere."""
+    """Provide a progress bar on a terminal; elsewhere nothing is shown."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)
@@ -316,7 +322,9 @@ def as_dict(content: Content, totals: Totals) -> dict[str, object]:
 
 
 def show(found: list[Content], totals: list[Totals]) -> None:
-    """A table as narrow as its content, with long names of models folded. A `Text` is not read as markup."""
+    """Print a table of namespaces, with long names of models folded. It uses `Text`, because rich reads markup in a
+    str.
+    """
     if not found:
         typer.echo("No lmkv chunks: the folder is empty")
         return

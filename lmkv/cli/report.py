@@ -1,4 +1,4 @@
-"""Figures compared with their limits: rounds, their rows, and the machine."""
+"""Measures in rounds, and compares figures with their limits, for `lmkv bench` and the benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from attrs import frozen
 
 SURE = 6
-"""Fewest rounds for an interval of 95 %."""
+"""Smallest number of rounds for an interval of 95 %."""
 LESS_IS_BETTER = {"s", "ms", "us", "bytes", "us a chunk"}
 PACKAGES = (
     "lmkv",
@@ -115,8 +115,9 @@ def speeds(times: Mapping[str, Sequence[float]], nbytes: int) -> dict[str, list[
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the interval that contains the median with at least 95 % confidence, by order statistics; with fewer than
-    six values, their range.
+    """Return the interval that contains the median with at least 95 % confidence, by order statistics.
+
+    With fewer than six values, it is their range.
     """
     values, count = sorted(values), len(values)
     # The chance of this number of values or fewer below the median, by as many coins.

@@ -1,4 +1,4 @@
-"""`lmkv lookup`, `prefetch`, `pin`, `unpin` and `record`: the agent API of a running server as commands."""
+"""`lmkv lookup`, `prefetch`, `pin`, `unpin` and `record`: commands that call the agent API of a running server."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 DEFAULT = "127.0.0.1:8377"
 _FULL = 503
 _MOST = 2048
-"""Items of a list to look at: more than there are engines, samples or requests."""
+"""Largest number of items to read of a list: more than there are engines, samples or requests."""
 
 Url = Annotated[
     str,
     typer.Option(
         metavar="ADDRESS",
-        help=f"The server's agent API: unix:/path, HOST:PORT or URL; by default agent_listen, or {DEFAULT}.",
+        help=f"Address of the server's agent API: unix:/path, HOST:PORT or URL; by default agent_listen, or {DEFAULT}.",
     ),
 ]
 TokenFile = Annotated[
@@ -43,18 +43,23 @@ TokenFile = Annotated[
         help="File with the token in its first line; by default agent_token.",
     ),
 ]
-TokenIds = Annotated[str, typer.Option(metavar="IDS", help="The prompt as token ids, 1,2,3, instead of a text.")]
-Salt = Annotated[str | None, typer.Option(metavar="SALT", help="cache_salt of the prompt's requests.")]
-Tags = Annotated[list[str] | None, typer.Option("--tag", metavar="NAME=VALUE", help="A tag of the prompt's requests.")]
+TokenIds = Annotated[
+    str, typer.Option(metavar="IDS", help="The prompt as token ids, such as 1,2,3, instead of a text.")
+]
+Salt = Annotated[str | None, typer.Option(metavar="SALT", help="The cache_salt that the prompt's requests have.")]
+Tags = Annotated[
+    list[str] | None,
+    typer.Option("--tag", metavar="NAME=VALUE", help="A tag that the prompt's requests have; may be repeated."),
+]
 Number = Annotated[
-    int | None, typer.Option("--engine", min=0, metavar="N", help="One of the server's engines; by default all.")
+    int | None, typer.Option("--engine", min=0, metavar="N", help="Ask only this engine of the server; by default all.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as one JSON object.")]
 
 Prompt = str | list[int]
 Answer = dict[str, Any]
 Words = Callable[[Answer], str]
-"""One engine's answer in one line."""
+"""A function that returns an engine's answer in one line of words."""
 
 
 def _common(
@@ -67,7 +72,7 @@ def _common(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Parameters of all commands about a prompt."""
+    """Has the parameters of all commands about a prompt, for `about_a_prompt`."""
 
 
 def about_a_prompt(command: Callable[..., tuple[Answer, Words]]) -> Callable[..., None]:
@@ -100,7 +105,9 @@ def _looked_up(found: Answer) -> str:
     return f"{found['hit_tokens']:,} of {found['total_tokens']:,} tokens would be loaded{where and ': '}{where}"
 
 
-Wait = Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait until the prompt is loaded.")]
+Wait = Annotated[
+    float, typer.Option(min=0, max=60, help="Longest time to wait until the prompt is loaded, in seconds.")
+]
 
 
 @about_a_prompt
@@ -115,7 +122,7 @@ def _prefetched(state: Answer) -> str:
 
 
 Seconds = Annotated[
-    float | None, typer.Option(min=1, max=86_400, help="Seconds to keep them; by default the server's pin_ttl.")
+    float | None, typer.Option(min=1, max=86_400, help="Seconds to keep the chunks; by default the server's pin_ttl.")
 ]
 
 
@@ -183,7 +190,7 @@ def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
 
 
 def address_of(url: str, token_file: Path | None) -> tuple[str, str | None]:
-    """Return `(URL, token)`: as given, or from the server's settings, if this command finds them."""
+    """Return `(URL, token)`, from the arguments, or else from the server's settings if this command finds them."""
     try:
         token = read_named(token_file).decode().partition("\n")[0].strip() if token_file else None
         if not url or token is None:
@@ -209,9 +216,7 @@ def refusal(url: str, status: int, text: str) -> str:
 
 
 def clean(answer: Any) -> Any:
-    """Return a server's answer without characters that a terminal would interpret. Raises ValueError for impossible
-    numbers.
-    """
+    """Return a server's answer without control characters. Raises ValueError for impossible numbers."""
     match answer:
         case str():
             return printable(answer)
@@ -254,7 +259,7 @@ def fail(reason: object, *, as_json: bool = False, status: int = 1) -> NoReturn:
 
 
 def give(answer: object, show: Callable[[], object], *, as_json: bool) -> None:
-    """Print an answer as JSON, or have it shown in words."""
+    """Print an answer as JSON, or call `show` to print it in words."""
     if as_json:
         typer.echo(json.dumps(answer))
     else:
@@ -279,13 +284,13 @@ _NEWEST = (1 << 63) - 1
 
 
 def record(
-    out: Annotated[Path, typer.Argument(help="File to write: JSON lines.")],
+    out: Annotated[Path, typer.Argument(help="File to write, with a JSON object in each line.")],
     url: Url = "",
-    seconds: Annotated[float, typer.Option(min=0, help="How long to record; 0: until Ctrl+C.")] = 0.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Seconds to record; 0: until Ctrl+C.")] = 0.0,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Record chunk accesses for `lmkv simulate`: which chunks, and when, without texts, tokens and names."""
+    """Record which chunks a server's requests use, and when, for `lmkv simulate`. Texts and tokens are not recorded."""
     try:
         file = out.open("w", encoding="utf-8")
     except OSError as error:

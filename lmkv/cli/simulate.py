@@ -23,7 +23,7 @@ from lmkv.simulation import EndHints, clairvoyant, replay, replay_tiers
 from lmkv.simulation.trace import Trace, read_trace
 
 DEFAULT_TOKEN_BYTES = 131_072
-"""KV of a token of an 8B model: 32 layers, 8 KV heads of 128, two bytes a value."""
+"""Bytes of KV per token of an 8B model: 32 layers, 8 KV heads of 128, two bytes per value."""
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s{0,9}(%|[KMGT]?I?B)?", re.IGNORECASE | re.ASCII)
 UNBOUNDED, CLAIRVOYANT = "Unbounded", "Clairvoyant"
@@ -31,7 +31,7 @@ UNBOUNDED, CLAIRVOYANT = "Unbounded", "Clairvoyant"
 
 @frozen
 class Row:
-    """One replay. `capacity_bytes`: None for no limit. `accesses_per_second`: accesses per second of CPU time."""
+    """The result of one replay. `capacity_bytes`: None for no limit. `accesses_per_second`: per second of CPU time."""
 
     trace: str
     policy: str
@@ -61,11 +61,12 @@ def simulate(
         ),
     ] = None,
     capacity: Annotated[
-        str, typer.Option(help="Sizes, separated by commas: 5% of all chunks, 64GiB, 64GB, or a number of chunks.")
+        str,
+        typer.Option(help="Cache sizes, separated by commas: 5% (of all chunks), 64GiB, 64GB, or a number of chunks."),
     ] = "1%,5%,10%,25%",
     ram: Annotated[str, typer.Option(help="Size of each engine's host memory, with --disk below it.")] = "",
     disk: Annotated[str, typer.Option(help="Size of the disk that all engines share.")] = "",
-    disk_admission: Annotated[str, typer.Option(help="Which chunks the disk takes.")] = "all",
+    disk_admission: Annotated[str, typer.Option(help="Which chunks the disk stores, as in disk_admission.")] = "all",
     engines: Annotated[int, typer.Option(min=1, help="Number of engines, each with separate host memory.")] = 1,
     router: Annotated[
         str, typer.Option(help="How requests reach engines: prefix, round-robin or least-loaded.")
@@ -77,13 +78,15 @@ def simulate(
     told_ends: Annotated[
         float, typer.Option(min=0, max=1, help="Share of sessions that send their id and report their end.")
     ] = 0.0,
-    spread: Annotated[float, typer.Option(min=0, help="Start sessions at random within this number of seconds.")] = 0.0,
+    spread: Annotated[
+        float, typer.Option(min=0, help="Start the sessions at random times within this number of seconds.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the random times.")] = 1,
     memory: Annotated[str, typer.Option(help="Largest memory that one trace may take.")] = "4GiB",
     plot: Annotated[Path | None, typer.Option(help="File for a plot of hit ratios over capacity.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compare eviction policies on request traces: the share of tokens that each finds, and the optimum."""
+    """Compare the share of tokens that each eviction policy finds in request traces with the optimum."""
     console = Console(highlight=False)
     names = policy or ["LRU", "ADAPTIVE"]
     try:

@@ -130,8 +130,8 @@ def whole_heads(hidden: int) -> int:
 
 def model(
     folder: Annotated[Path, typer.Argument(file_okay=False, help="Folder to write; created if it is missing.")],
-    layers: Annotated[int, typer.Option(min=1)] = 8,
-    hidden: Annotated[int, typer.Option(callback=whole_heads, help="Hidden size, in heads of 64.")] = 512,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 8,
+    hidden: Annotated[int, typer.Option(callback=whole_heads, help="Hidden size, a multiple of 64.")] = 512,
     dtype: Annotated[str, typer.Option(help=f"Data type: {', '.join(BYTES_PER_VALUE)}.")] = "float32",
     seed: int = 0,
     text: Annotated[
@@ -139,7 +139,7 @@ def model(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="File with text, to make tokens of its frequent byte pairs.",
+            help="File with a text; its frequent byte pairs become tokens.",
             show_default="a token per byte",
         ),
     ] = None,

@@ -36,7 +36,9 @@ def top(
     url: Url = "",
     interval: Annotated[float, typer.Option(min=0.5, help="Seconds between updates.")] = 2.0,
     token_file: TokenFile = None,
-    advise: Annotated[bool, typer.Option("--advise", help="Estimate how much more memory or disk would save.")] = False,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="Estimate how much time more memory or disk would save.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print once, as JSON.")] = False,
 ) -> None:
     """Watch a running server's tiers and requests until Ctrl+C; print them once if the output is not a terminal."""
