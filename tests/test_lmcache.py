@@ -223,7 +223,9 @@ def test_a_flood_of_unknown_keys_is_one_short_warning() -> None:
 
 
 def test_links_to_a_service_are_no_settings() -> None:
-    config = load(dict.fromkeys(("LMCACHE_SERVICE_HOST", "LMCACHE_SERVER_PORT_8000_TCP_ADDR", "LMCACHE_PORT"), "::1"))
+    config = load(
+        dict.fromkeys(("LMCACHE_SERVICE_HOST", "LMCACHE_SERVER_PORT_8000_TCP_ADDR", "LMCACHE_PORT"), "tcp://h:1")
+    )
     assert (config, config.remarks) == (Config(), ())
 
 

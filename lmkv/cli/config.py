@@ -59,7 +59,7 @@ def show(
 ) -> None:
     """Show every setting with its value and source: default, file, variable, or kv_connector_extra_config."""
     try:
-        answer = looked_at(Answer.to(file=file, env=os.environ, extra=json_object(extra), ranks=tensor_parallel_size))
+        answer = looked_at(answer_of(file, os.environ, json_object(extra), tensor_parallel_size))
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
     config = answer.config
@@ -69,6 +69,18 @@ def show(
     elif config is not None:
         show_table(config.describe(), remarks(answer))
     end(answer, as_json=as_json)
+
+
+def answer_of(file: Path | None, env: Mapping[str, str], extra: Mapping[str, object], ranks: int | None) -> Answer:
+    """Return the meaning of all settings: of a file of LMCache's, of variables or of a command alone, or of lmkv's
+    file with the environment.
+    """
+    # A pipe can be read only once.
+    if file is not None and file.is_file():
+        found, command = read_file(file, ranks)
+        if found.of_lmcache or command is not None or is_of_variables(file):
+            return found
+    return Answer.to(file=file, env=env, extra=extra, ranks=ranks)
 
 
 def as_dict(answer: Answer) -> dict[str, Any]:
@@ -202,11 +214,13 @@ def unconnected(config: Config, url: RemoteURL) -> None:
 
 def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
     """Return the meaning of the settings of a file, or of a command line."""
+    if len(words) == 1 and re.match(r"[A-Za-z_]\w*=", words[0]):
+        raise ConfigError(f"{words[0].partition('=')[0]} is a variable without a command: {command_lines.GIVE_COMMAND}")
     if len(words) == 1:
         return read_file(Path(words[0]), ranks, migrate=migrate)
-    plain = without_shell(words)
+    plain, others = without_shell(words)
     answer, command = Answer.to_command(plain, ranks or 1)
-    left = [] if plain is words else [(logging.INFO, "other commands of the shell script are ignored")]
+    left = [(logging.INFO, "other commands of the shell script are ignored")] if others else []
     return evolve(answer, notes=(*answer.notes, *left)), command
 
 
@@ -214,12 +228,16 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     """Return the meaning of a file's settings, and its command if it has one. `migrate`: whether they must be
     LMCache's.
     """
-    if file.suffix in (".env", ".sh") or file.name == ".env":
+    if is_of_variables(file):
         try:
             env = variables_in(read_named(file).decode())
         except (ConfigError, OSError, ValueError) as error:
             raise ConfigError(f"file {file}: {error}") from None
-        return Answer.to(env=env, ranks=ranks), None
+        answer = Answer.to(env=env, ranks=ranks)
+        if not answer.readings:
+            told = [*remarks(answer), f"file {file}: no variable in it is lmkv's (LMKV_...) or LMCache's (LMCACHE_...)"]
+            raise ConfigError("\n".join(told))
+        return answer, None
     try:
         content = read_yaml(file)
     except ConfigError as error:
@@ -249,6 +267,10 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     # lmkv and LMCache both have these settings, so the file may be either's.
     notes = [(level, f"if the file is LMCache's: {text}") for level, text in lmcache.translate(env, {}, read).remarks()]
     return evolve(answer, notes=(*answer.notes, *notes)), None
+
+
+def is_of_variables(file: Path) -> bool:
+    return file.suffix in (".env", ".sh") or file.name == ".env"
 
 
 def variables_in(text: str) -> dict[str, str]:
@@ -308,13 +330,13 @@ def migrate(
     end(answer, as_json=as_json)
 
 
-def without_shell(words: list[str]) -> list[str]:
+def without_shell(words: list[str]) -> tuple[list[str], bool]:
     """Return the command that a shell's string starts, as manifests have it, with the variables that the string
-    sets.
+    sets; and whether the string has other commands.
     """
     flag = next((at for at in range(1, len(words) - 1) if _SHELL.fullmatch(" ".join(words[at - 1 : at + 1]))), None)
     if flag is None:
-        return words
+        return words, False
     before, script, arguments = words[: flag - 1], words[flag + 1], words[flag + 3 :]
     parts = [
         [each for word in part for each in (arguments if word in ("$@", "$*") else [word])]
@@ -328,7 +350,8 @@ def without_shell(words: list[str]) -> list[str]:
     values = dict(word.split("=", 1) for word in variables)
     last = [_NAMED.sub(lambda name: values.get(name[1], name[0]), word) for word in (started or parts or [[]])[-1]]
     found = variables + last
-    return [*before, *["env"] * bool(before and found and "=" in found[0]), *found]
+    others = len(parts) > 1 + sum(all("=" in word for word in part) for part in parts)
+    return [*before, *["env"] * bool(before and found and "=" in found[0]), *found], others
 
 
 _NAMED = re.compile(r"(?:\$(?=\w)|\$\{(?=\w+\}))(\w+)\}?")

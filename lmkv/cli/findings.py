@@ -26,7 +26,7 @@ from lmkv import __version__, plugins
 from lmkv.chunks import codec
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.chunks.namespace import Authenticator
-from lmkv.cli.config import odd_folder
+from lmkv.cli.config import answer_of, odd_folder
 from lmkv.cli.sizing import KVSize
 from lmkv.cli.stores import VERBS, likeliest, refusals, remedy, try_folder
 from lmkv.config import GIB, Answer, Config
@@ -70,7 +70,7 @@ def examine(
     file: Path | None = None,
 ) -> Iterator[Finding]:
     try:
-        answer = Answer.to(file=file, env=env, extra=extra, ranks=ranks)
+        answer = answer_of(file, env, extra, ranks)
     except ConfigError as error:
         config, problems = None, [str(error)]
     else:

@@ -126,10 +126,14 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
         what = "starts neither of these" if len(words) > 1 else "is not a command"
         raise ConfigError(f"{_GIVE}; {short_repr(name)} {what}")
     server, at = found
+    strange = lmcache.misspelled(word.partition("=")[0].removeprefix("-e") for word in words[:at] if "=" in word)
+    doubts = [(logging.WARNING, doubt) for doubt in strange]
     if server:
-        return _of_server(_flags(words[at:]), env)
+        command = _of_server(_flags(words[at:]), env)
+        command.notes += doubts
+        return command
     command = _of_vllm(words[at:], env, ranks)
-    command.before = list(words[:at])
+    command.before, command.notes = list(words[:at]), command.notes + doubts
     if any(map(_IMAGE.fullmatch, words[:at])) or words[0] in _CONTAINERS:
         command.notes.append((logging.INFO, "the image must contain lmkv: see Containerfile"))
     return command
@@ -338,8 +342,14 @@ def _of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
         _use_transfer(command, _transfer(options), env)
     except ValueError as error:
         command.refuse(TRANSFER, str(error))
-    if size is None and not any(name.startswith(TRANSFER) for name, _ in options):
-        told = "the command has no KV offloading: lmkv is added with 5 GiB of host memory (max_local_cpu_size)"
+    bare = size is None and not any(name.startswith(TRANSFER) for name, _ in options)
+    if bare and any(name in ("--is-prefill-worker", "--is-decode-worker", "--disaggregation-mode") for name in given):
+        told = (
+            "Dynamo loads KV from the prefill worker with NixlConnector: put it and LMKVConnector in a MultiConnector"
+        )
+        command.notes.append((logging.WARNING, told))
+    elif bare:
+        told = "the command has no KV offloading: lmkv is added, by default with 5 GiB of host memory"
         command.notes.append((logging.INFO, told))
     if size is not None and any("LMKVConnector" in value for name, value in options if name.startswith(TRANSFER)):
         told = "with --kv-offloading-size vLLM uses its own connector instead of LMKVConnector: leave it out"
@@ -397,8 +407,8 @@ def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
         if name == TRANSFER:
             try:
                 given = json.loads(value)
-            except (ValueError, RecursionError):
-                given = None
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"the value is not JSON: {error}") from None
             if not isinstance(given, dict) or not (sized or isinstance(given.get("kv_connector"), str)):
                 raise ValueError("the value is not a JSON object with a kv_connector")
             found = given
@@ -512,15 +522,25 @@ def _use_several(command: Command, transfer: Mapping[str, Any], connectors: list
     given = [each for each in connectors if isinstance(each, Mapping)]
     ours = [each for each in given if each.get("kv_connector") in _CONNECTORS]
     if not ours:
-        command.refuse(f"{TRANSFER} MultiConnector", _OTHER)
+        command.refuse(f"{TRANSFER} MultiConnector", f"{_OTHER}; a MultiConnector may have it beside others")
         return
     command.merged = len(ours) > 1
     if all(each["kv_connector"] in _VLLMS for each in ours):
         command.leave_variables(env, "vLLM's own offloading")
     for each in ours:
         _use_transfer(command, each, env if each["kv_connector"] not in _VLLMS else {})
+    _agree_with_nixl(command, given, [each["kv_connector"] for each in ours])
     kept = [None if each is ours[0] else each for each in given if each is ours[0] or each not in ours]
     command.several = {**transfer, "kv_connector_extra_config": {"connectors": kept}} if len(kept) > 1 else {}
+
+
+def _agree_with_nixl(command: Command, given: Sequence[Mapping[Any, Any]], ours: Sequence[str]) -> None:
+    """Write `block_major: false` where NIXL is in the same MultiConnector: on CUDA it refuses the other layout."""
+    nixl = any("Nixl" in str(each.get("kv_connector")) for each in given)
+    if nixl and not any(name == "block_major" for name, _, _ in command.settings):
+        command.settings.append(("block_major", False, "NixlConnector"))
+        level = logging.WARNING if "LMKVConnector" in ours else logging.INFO
+        command.notes.append((level, "block_major: false is needed, because NixlConnector refuses the other layout"))
 
 
 _READ_KEYS: Final = {
@@ -531,7 +551,10 @@ _CONNECTORS: Final = (
     *("LMCacheConnectorV1", "LMCacheMPConnector", *_VLLMS),
     *("LMCacheConnectorV1Dynamic", "LMKVConnector", "LMCacheConnector"),
 )
-_OTHER: Final = f"only {', '.join(_CONNECTORS[:4])} can be migrated; a MultiConnector can combine lmkv with others"
+_OTHER: Final = (
+    "lmkv cannot translate this connector: write LMKVConnector in its place, with max_local_cpu_size (GiB), or with "
+    "local_disk and max_local_disk_size (GiB)"
+)
 
 
 def _bytes(command: Command, given: str, name: str, value: object, times: int = 1) -> None:

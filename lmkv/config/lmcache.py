@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -150,8 +150,23 @@ def owns(name: object) -> bool:
 def named(env: Mapping[str, str], extra: Mapping[Any, object]) -> list[str]:
     """Return the names of LMCache's settings that are given: variables, then keys of the extra configuration."""
     variables = [name for name in sorted(env) if name.startswith(ENV_PREFIX) and (name != ENV_FILE or env[name])]
-    known = [name for name in variables if key_of(name) in table() or not SERVICE_LINK.fullmatch(name)]
+    known = [name for name in variables if key_of(name) in table() or not is_service_link(name, env[name])]
     return known + [name for name in extra if owns(name)]
+
+
+def is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes has set this variable for a service: a port of a user's own has no `://`."""
+    plain = name.endswith("_PORT") and not name.endswith("_SERVICE_PORT")
+    return bool(SERVICE_LINK.fullmatch(name)) and (not plain or "://" in value)
+
+
+def misspelled(env: Iterable[str]) -> Iterator[str]:
+    """Yield a remark for each variable that LMCache would read under a slightly different name."""
+    for name in sorted(env):
+        found = re.fullmatch(r"(?i)lm_?cache_(\w+)", name)
+        right = ENV_PREFIX + found[1].upper() if found else name
+        if right != name and (key_of(right) in table() or right == ENV_FILE):
+            yield f"environment {name} is not read: write {right}"
 
 
 def translate(
@@ -169,6 +184,7 @@ def translate(
     if env.get(_MOONCAKE) and str(given.get("remote_url", ("", ""))[0]).startswith("mooncake"):
         result.notes.append((logging.WARNING, f"{_MOONCAKE} is not read: write that file's settings into extra_config"))
     _drop_disk_without_room(given, result)
+    _drop_memory_of_nothing(given, result)
     _multiply_sizes(given, result, ranks)
     for key, entry in [(key, entry) for key, entry in table().items() if key in given and key not in translated]:
         value, source = given[key]
@@ -271,6 +287,16 @@ def _drop_disk_without_room(given: _Given, result: Translation) -> None:
             result.readings.append(Reading(key, given.pop(key)[1], "without effect", why="0 GiB store nothing"))
         result.notes.append(
             (logging.WARNING, "local_disk is not used, because max_local_disk_size is 0, as in LMCache")
+        )
+
+
+def _drop_memory_of_nothing(given: _Given, result: Translation) -> None:
+    """Leave out a size of 0 GiB where LMCache keeps nothing in host memory."""
+    size, kept = given.get("max_local_cpu_size"), given.get("local_cpu")
+    if size is not None and kept is not None and _word(size[0]) in ("0", "0.0") and _word(kept[0]) == "false":
+        why = "local_cpu is off, and chunks pass through lmkv's default of 5 GiB"
+        result.readings.append(
+            Reading("max_local_cpu_size", given.pop("max_local_cpu_size")[1], "without effect", why=why)
         )
 
 

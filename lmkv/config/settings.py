@@ -548,7 +548,7 @@ class Answer:
                 raise ConfigError(f"{name} must be {form}, not a {type(given).__name__}")
         extra, file = flat(extra or {}), file or env.get(ENV_FILE)
         settings = list(given_settings(overrides, file, env, extra, read))
-        theirs, doubts = lmcache.named(env, extra), list(_doubts_of_names(env))
+        theirs, doubts = lmcache.named(env, extra), [*_doubts_of_names(env), *lmcache.misspelled(env)]
         if file and not any(source == f"file {file}" for _, _, source in settings):
             doubts.append(f"file {file} sets nothing: write a line such as chunk_size: 256")
         if not theirs or settings or file:
@@ -557,6 +557,7 @@ class Answer:
                 doubts.append(f"lmkv's settings are given, so lmkv does not read LMCache's settings: {names}")
             return cls._of(settings, [], [(logging.WARNING, doubt) for doubt in doubts])
         translation = lmcache.translate(env, extra, read, ranks)
+        translation.notes += [(logging.WARNING, doubt) for doubt in doubts]
         remarks, notes = translation.remarks(), translation.notes
         return cls._of(translation.settings, translation.readings, notes, remarks=remarks, of_lmcache=True)
 

@@ -67,4 +67,4 @@ def test_a_server_that_works_is_left_as_it_was(tmp_path: Path, kind: str) -> Non
 
 def test_a_remote_store_needs_its_address() -> None:
     done = demo("--tier", "remote")
-    assert (done.returncode, "names the store" in done.stderr) == (2, True)
+    assert (done.returncode, "give the URL of the store" in done.stderr) == (2, True)

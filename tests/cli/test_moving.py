@@ -296,7 +296,7 @@ COMMANDS: dict[str, tuple[str, Right]] = {
     ),
     "another connector": (
         """vllm serve m --kv-transfer-config '{"kv_connector": "NixlConnector"}'""",
-        Right(2, {}, ("can be migrated",)),
+        Right(2, {}, ("lmkv cannot translate this connector: write LMKVConnector in its place",)),
     ),
     "no command": ("python x.py", Right(2, {}, ("give `lmcache server ...` or `vllm serve ...`",))),
 }
@@ -469,3 +469,18 @@ def test_a_password_before_a_command_is_not_shown_and_is_said() -> None:
     migrated = run("config", "migrate", "--", *words)
     assert "All users of this machine can see the command's password" in migrated.output
     assert "All users" not in run("config", "migrate", "--", "vllm", "serve", "m").output
+
+
+def test_show_and_doctor_read_a_file_as_check_does(tmp_path: Path) -> None:
+    file = tmp_path / "lmcache.yaml"
+    file.write_text("chunk_size: 64\nextra_config: {save_only_first_rank: true}\n")
+    assert run("config", "check", str(file)).exit_code == run("config", "show", str(file)).exit_code == 0
+    found = [finding for finding in examine({}, {}, file=file) if finding.name == "chunk_size"]
+    assert [finding.value for finding in found] == ["64 tokens"]
+    (tmp_path / "pod.yaml").write_text("containers: []\n")
+    assert "of containers" in run("config", "show", str(tmp_path / "pod.yaml")).output
+
+
+def test_a_variable_alone_is_no_command() -> None:
+    done = run("config", "check", "LMCACHE_CHUNK_SIZE=256")
+    assert (done.exit_code, "is a variable without a command" in done.output) == (2, True)
