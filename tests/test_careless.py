@@ -227,7 +227,7 @@ def test_what_is_no_paged_memory_and_no_setting_of_it_is_refused() -> None:
     for size in (0, -4, 1.5, None, True):
         raised(UsageError, "block_size", opened, block_size=size)
     for config in ({"chunk_size": 256}, {}, "lmkv.yaml"):
-        raised(UsageError, r"as Config\.load", opened, config=config)
+        raised(UsageError, r"for example Config\.load", opened, config=config)
 
 
 def test_a_layer_that_does_not_exist_is_refused(engine: Engine) -> None:
@@ -242,7 +242,7 @@ def test_a_layer_that_does_not_exist_is_refused(engine: Engine) -> None:
 def test_a_file_in_the_way_of_the_disk_tier_is_named(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("a file")
     for folder in (tmp_path / "kv", tmp_path / "kv" / "below"):
-        raised(BackendUnavailable, "name a folder", open_engine, paged(), folder)
+        raised(BackendUnavailable, "name another folder", open_engine, paged(), folder)
 
 
 # -- what is stored with patience ----------------------------------------------------------------------
