@@ -195,7 +195,7 @@ def test_an_unknown_key_is_refused_with_source_value_and_the_nearest_key() -> No
 
 
 def test_a_key_of_lmcache_among_those_of_lmkv_gets_its_reason_or_its_name_here(file: Path) -> None:
-    for key, why in (("use_gds", "gds_path"), ("storage_plugins", "not loaded")):
+    for key, why in (("use_gds", "gds_path"), ("storage_plugins", "does not load")):
         file.write_text(f"lmcache.{key}: 1\n")
         for given in ({"extra": {key: 1}}, {"file": file}, {"env": {f"LMKV_{key.upper()}": "1"}}):
             refused(f"this key is LMCache's: .*{why}", **given)
@@ -588,7 +588,7 @@ def test_a_file_without_a_secret_is_refused(tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(content)
         for name in ("agent_token", "remote_password"):
             config = load(**{f"{name}_file": str(tmp_path / "file")})
-            why = rf"{name}_file = .* (has an empty first line|is no text)"
+            why = rf"{name}_file = .* (has no {name} in its first line|is not a text file)"
             refused(why, lambda config=config: (config.token, config.password))
 
 

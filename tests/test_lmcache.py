@@ -279,7 +279,7 @@ def test_an_engine_logs_what_there_is_to_say(caplog: pytest.LogCaptureFixture) -
     ):
         assert engine.store(range(16), [0]) == 16
     [line, _] = [record.getMessage() for record in caplog.records if "LMCache" in record.getMessage()]
-    assert line == "lmkv: settings of LMCache without effect here: numa_mode"
+    assert line == "lmkv: LMCache settings without effect in lmkv: numa_mode"
 
 
 # -- careless and hostile sources ----------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_a_file_that_is_no_configuration_is_one_short_error(file: Path) -> None:
         file.write_text(text)
         assert len(refused(where, env=env)) < 1000 + len(str(file))
     file.write_text("pin_timeout_sec: soon\n")
-    refused(f"{where}pin_timeout_sec: pin_ttl = 'soon' must be a number, in s$", env=env)
+    refused(f"{where}pin_timeout_sec: pin_ttl = 'soon' must be a number, in seconds$", env=env)
 
 
 def test_a_file_of_json_is_yaml(file: Path) -> None:

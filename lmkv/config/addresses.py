@@ -18,7 +18,7 @@ _AWS: Final = re.compile(
     r"(?P<bucket>[a-z0-9][a-z0-9.-]*)\.s3[.-]((dualstack\.)?(?P<region>[a-z0-9-]+)\.)?amazonaws\.com(\.cn)?",
     re.IGNORECASE,
 )
-_WHICH: Final = "the address does not say what the bucket is: write s3://BUCKET?endpoint="
+_WHICH: Final = "the address does not name the bucket: write s3://BUCKET?endpoint="
 _NO_TTL: Final = 86_400
 """LMCache's default for `valkey_ttl_sec`, in seconds, if `valkey_enable_ttl` is on."""
 _STORES: Final = "a store that others share (redis://, s3://, mooncake://), or shared_memory on one machine"
@@ -87,7 +87,7 @@ def _valkey(url: str, extra: Given) -> Found:
         found: Found = {"remote_url": f"{scheme}+cluster://{hosts.rstrip('/')}"}
     elif "," in hosts:
         raise RefusedError(
-            "the URL names several hosts: write valkey+cluster://HOST:PORT,HOST:PORT for a cluster's nodes"
+            "the address names several hosts: write valkey+cluster://HOST:PORT,HOST:PORT for a cluster's nodes"
         )
     else:
         number = _text(extra, "valkey_database")
@@ -106,7 +106,7 @@ def _folder(url: str, extra: Given) -> Found:
     place, _, rest = url.partition("://")[2].partition("/")
     path = f"/{rest}"
     if not rest.strip("/") or "," in path or place.endswith("."):
-        raise RefusedError("name one folder: write file:///FOLDER")
+        raise RefusedError("the address does not name one folder: write file:///FOLDER")
     return {"remote_url": f"file://{quote(path)}"}
 
 
@@ -183,11 +183,11 @@ _KEYS: Final[dict[str, frozenset[str]]] = {
 ALL_KEYS: Final = frozenset().union(*_KEYS.values())
 
 _REFUSED: Final = {
-    **dict.fromkeys(("lm", "lmcache"), f"there is no cache server: name {_STORES}"),
-    "plugin": "LMCache's plugins are not loaded: write a backend for lmkv instead (docs/write-a-backend.md)",
-    **dict.fromkeys(("blackhole", "mock", "audit"), "such a store serves LMCache's tests only"),
+    **dict.fromkeys(("lm", "lmcache"), f"lmkv has no cache server: name {_STORES}"),
+    "plugin": "lmkv does not load LMCache's plugins; write a backend for lmkv instead (docs/write-a-backend.md)",
+    **dict.fromkeys(("blackhole", "mock", "audit"), f"only LMCache's tests use such a store: name {_STORES}"),
     **dict.fromkeys(
         ("bigtable", "eic", "hf3fs", "hfbucket", "sagemaker-hyperpod", "external"),
-        f"lmkv has no such store: name {_STORES}",
+        f"lmkv does not support this store: name {_STORES}",
     ),
 }

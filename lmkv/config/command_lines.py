@@ -140,7 +140,7 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
 
 
 _GIVE: Final = "lmkv is a connector of vLLM: give `lmcache server ...` or `vllm serve ...`"
-_NOT_NEEDED: Final = "leave out that process; servers share a store, such as remote_url: redis://HOST:PORT"
+_NOT_NEEDED: Final = "leave out that process; servers share KV in a store, such as remote_url: redis://HOST:PORT"
 _SERVERS: Final = ("lmcache.v1.multiprocess.server", "lmcache.v1.multiprocess.http_server")
 _PROGRAMS: Final = ("vllm", "vllm.entrypoints.cli.main")
 _ENGINES: Final = ("vllm.entrypoints.openai.api_server", "dynamo.vllm", "huggingfaceserver")
@@ -223,7 +223,7 @@ def _use_adapter(command: Command, text: str, env: Env) -> None:
         adapter = json.loads(text)
         kind, given = str(adapter["type"]), f"--l2-adapter {adapter['type']}"
     except (ValueError, TypeError, KeyError, RecursionError):
-        command.refuse("--l2-adapter", "the value is not a JSON object with a type")
+        command.refuse("--l2-adapter", 'the value is not JSON such as {"type": "fs", "base_path": "/FOLDER"}')
         return
     adapter = {_RENAMED.get(key, key): value for key, value in adapter.items()}
     if kind in ("fs", "fs_native") and adapter.get("max_capacity_gb"):
@@ -260,7 +260,9 @@ def _use_store(command: Command, given: str, described: Callable[[], tuple[str, 
         return
     before = {name: value for name, value, _ in command.settings if name in (*found, *_LOGIN)}
     if before and len(before | found) > 1:
-        command.refuse(given, "write the login of each store into remote_url: redis://USER:PASSWORD@HOST,s3://BUCKET")
+        command.refuse(
+            given, "several stores need logins in remote_url, such as redis://USER:PASSWORD@HOST,s3://BUCKET"
+        )
         return
     if before:
         urls = before["remote_url"]
@@ -352,7 +354,7 @@ def _of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
         told = "the command has no KV offloading: lmkv is added, by default with 5 GiB of host memory"
         command.notes.append((logging.INFO, told))
     if size is not None and any("LMKVConnector" in value for name, value in options if name.startswith(TRANSFER)):
-        told = "with --kv-offloading-size vLLM uses its own connector instead of LMKVConnector: leave it out"
+        told = "with --kv-offloading-size vLLM uses its own connector instead of LMKVConnector: remove this option"
         command.notes.append((logging.WARNING, told))
     if size is not None:
         # Last, because it replaces the connector's own size in vLLM, too.
@@ -460,7 +462,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
     connector, items = transfer.get("kv_connector"), flat(transfer.get("kv_connector_extra_config") or {})
     if isinstance(connectors := items.get("connectors"), list) and connector not in _CONNECTORS:
         if connector != "MultiConnector":
-            told = "which may not combine any connectors: lmkv writes vLLM's MultiConnector instead"
+            told = "which may be unable to combine these connectors: lmkv writes vLLM's MultiConnector instead"
             command.notes.append((logging.WARNING, f"{TRANSFER} names {short_repr(connector)}, {told}"))
             transfer = {key: value for key, value in transfer.items() if key != "kv_connector_module_path"}
         _use_several(command, {**transfer, "kv_connector": "MultiConnector"}, connectors, env)
@@ -479,7 +481,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
         if key.startswith(("kv_", "enable_")) or key == "engine_id":
             command.leave(key, "lmkv does not read this key")
         else:
-            command.refuse(key, "vLLM knows no such key: write it inside kv_connector_extra_config")
+            command.refuse(key, "vLLM knows no such key: write the key inside kv_connector_extra_config")
     if connector == "LMCacheMPConnector":
         command.refuse(f"{TRANSFER} {connector}", lmcache.table()["mp.host"].why)
     if connector == "LMKVConnector" and not all(map(lmcache.owns, items)):
@@ -499,9 +501,9 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
     command.take(lmcache.translate(env, theirs, read_yaml, command.ranks))
     for key in sorted(map(str, items.keys() - own.keys() - theirs.keys())):
         if key in lmcache.table() and connector not in _VLLMS:
-            command.unknown(key, f"LMCache reads this key as lmcache.{key}")
+            command.unknown(key, f"write lmcache.{key}, the name that LMCache reads")
         elif key.endswith("config_file"):
-            command.refuse(key, f"set the variable {lmcache.ENV_FILE} to the file, or write its settings here")
+            command.refuse(key, f"set the variable {lmcache.ENV_FILE} to this file, or write the file's settings here")
         else:
             command.unused("offloading", key)
 
@@ -511,7 +513,7 @@ def _keep_own(command: Command, items: Mapping[Any, object]) -> None:
     for key, value in items.items():
         name = str(key).removeprefix("lmkv.")
         if lmcache.owns(key):
-            command.leave(name, "lmkv's own settings are given")
+            command.leave(name, "lmkv reads no settings of LMCache, because lmkv's own settings are given")
         else:
             command.settings.append((name, value, lmcache.EXTRA))
             command.readings.append(Reading(name, lmcache.EXTRA, "used", name))

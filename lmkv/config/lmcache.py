@@ -71,7 +71,7 @@ class KnownSetting:
             return self.why
         if self.kind == "joined":
             return "remote_url names another kind of store"
-        return f"there is no {self.needs}" if self._is_alone(given) else "the option is switched off"
+        return f"{self.needs} is not set" if self._is_alone(given) else "the option is switched off"
 
     def _is_alone(self, given: _Given) -> bool:
         return bool(self.needs) and _word(given.get(self.needs, (None, ""))[0]) in _OFF
@@ -79,7 +79,7 @@ class KnownSetting:
     def convert(self, value: object, source: str) -> tuple[str, object, str]:
         """Return lmkv's name and value, and their source."""
         if self.several and isinstance(value, str) and "," in value:
-            raise ConfigError(f"{source}: {self.key} = {short_repr(value)} names several: {self.several}")
+            raise ConfigError(f"{source}: {self.key} = {short_repr(value)} names several folders: {self.several}")
         where = source if self.key == self.setting or source.startswith(VARIABLE) else f"{source}: {self.key}"
         return self.setting, self._value(value, source), where
 
@@ -111,8 +111,8 @@ class Translation:
         """Return the remarks for the user's log, with their levels: on single readings, and on all together."""
         unknown = [f"{each.key} ({each.source})" for each in self.of("unknown")]
         remarks = [
-            (logging.INFO, "settings of LMCache without effect here", [each.key for each in self.of("without effect")]),
-            (logging.WARNING, "unknown settings of LMCache, ignored", unknown),
+            (logging.INFO, "LMCache settings without effect in lmkv", [each.key for each in self.of("without effect")]),
+            (logging.WARNING, "lmkv ignores unknown settings of LMCache", unknown),
         ]
         return [*((level, f"{text}: {join_names(names)}") for level, text, names in remarks if names), *self.notes]
 
@@ -260,7 +260,7 @@ def _join_address(given: _Given, result: Translation) -> set[str]:
                 here = addresses.setting_of(key.removeprefix(_INNER))
                 if _word(given[key][0]) in _OFF:
                     result.readings.append(
-                        Reading(key, given[key][1], "without effect", why="its value is off or empty")
+                        Reading(key, given[key][1], "without effect", why="the value is off or empty")
                     )
                     continue
                 result.readings.append(Reading(key, given[key][1], "used", here if here in found else "remote_url"))
@@ -284,9 +284,9 @@ def _drop_disk_without_room(given: _Given, result: Translation) -> None:
     size, folder = given.get("max_local_disk_size"), given.get("local_disk")
     if size is not None and _word(size[0]) in ("0", "0.0") and folder is not None and not is_nothing(folder[0]):
         for key in ("local_disk", "max_local_disk_size"):
-            result.readings.append(Reading(key, given.pop(key)[1], "without effect", why="0 GiB store nothing"))
+            result.readings.append(Reading(key, given.pop(key)[1], "without effect", why="max_local_disk_size is 0"))
         result.notes.append(
-            (logging.WARNING, "local_disk is not used, because max_local_disk_size is 0, as in LMCache")
+            (logging.WARNING, "lmkv uses no local_disk, because max_local_disk_size is 0, as in LMCache")
         )
 
 
@@ -355,7 +355,7 @@ def _flat(found: _Given, result: Translation) -> _Given:
         except (ValueError, RecursionError):
             inner = ()
     if not isinstance(inner, dict | None):
-        why = "extra_config must be a mapping, in the environment as JSON"
+        why = "the value must be a mapping, or a JSON object in a variable of the environment"
         result.readings.append(Reading("extra_config", source, "refused", why=why))
         inner = {}
     keys = {key if isinstance(key, str) else short_repr(key): value for key, value in (inner or {}).items()}

@@ -92,7 +92,7 @@ def _parsed(attribute: Attribute[Any], value: object, source: str) -> _Parsed:
         visible = "'***'" if attribute.metadata["parse"] is secret else short_repr(value)
         advice = "" if "quotes" in str(error) else written_instead(attribute.metadata["unit"], value)
         size = f"max_{attribute.name}_size"
-        advice += f"; the size is {size}" if size in _OPTIONS and re.match("'?[0-9]", visible) else ""
+        advice += f"; write the size as {size}" if size in _OPTIONS and re.match("'?[0-9]", visible) else ""
         raise ConfigError(f"{source}: {attribute.name} = {visible} {error}{advice}") from None
 
 
@@ -108,9 +108,9 @@ _UNITS: Final[Mapping[str, Mapping[str, float]]] = {
 def written_instead(unit: str, value: object) -> str:
     """Return the unit of a refused value, and the number to write where the value has another unit, or other signs."""
     text = short_repr(value).strip("' ").lower()
-    told = f", in {unit}" if unit.isalpha() else ""
+    told = f", in {'seconds' if unit == 's' else unit}" if unit.isalpha() else ""
     if text in ("none", "", "auto", "default") or (unit == "GiB" and text in ("0", "0.0")):
-        return f"{told}; leave it out for its default"
+        return f"{told}; leave the setting out for its default"
     if re.fullmatch(r"\$\{?\w+\}?", text):
         return f"{told}; nothing replaces this variable: write its value"
     if re.fullmatch(r""""[^"]*"|'[^']*'""", text):
@@ -413,11 +413,9 @@ class Config:
         try:
             lines = self._content(f"{name}_file").decode().splitlines()
         except UnicodeError:
-            self._refuse(f"{name}_file", "is no text")
+            self._refuse(f"{name}_file", "is not a text file: write the secret into the first line of a text file")
         # An empty token would protect nothing.
-        return (
-            lines[0] if lines and lines[0] else self._refuse(f"{name}_file", "has an empty first line: write it there")
-        )
+        return lines[0] if lines and lines[0] else self._refuse(f"{name}_file", f"has no {name} in its first line")
 
     def _content(self, name: str) -> bytes:
         try:
@@ -467,7 +465,7 @@ class Config:
             told = "quotas are in percent, and these add up to 1 percent or less: multiply shares by 100"
             yield logging.WARNING, f"{self.source('quotas')}: {told}"
         for url in (url for url in self.remotes if url.lacks_service):
-            told = f"names no service: write /SERVICE after its hosts, or set {SERVICE_VARIABLE} for the server"
+            told = f"names no service: write /SERVICE after the URL's hosts, or set {SERVICE_VARIABLE} for the server"
             yield logging.WARNING, f"{self.source('remote_url')}: remote_url = {url} {told}"
         if self.disk_write == "back" and self.local_disk and not self.local_cpu:
             told = "works like through, because local_cpu is off and no chunk stays in host memory"
@@ -484,18 +482,18 @@ class Config:
         """Yield the reasons why a server with this `kv_role` will not hit. `longest`: tokens of its longest request."""
         if role != "kv_both" and not (self.shared_memory or self.local_disk or self.remotes):
             idle = {
-                "kv_consumer": "stores nothing, and no other server can store into its host memory",
-                "kv_producer": "loads nothing, and no other server can load from its host memory",
+                "kv_consumer": "stores nothing, and no other server can store into this server's host memory",
+                "kv_producer": "loads nothing, and no other server can load from this server's host memory",
             }
             if role in idle:
                 yield f"kv_role {role} {idle[role]}: write kv_both, or add shared_memory, local_disk or remote_url"
         if longest is None:
             return
         if self.chunk_size > longest and not self.save_unfull_chunk:
-            told = f"is longer than any request ({longest} tokens), so no chunk is ever full: lower it"
+            told = f"is longer than any request ({longest} tokens), so no chunk is ever full: lower chunk_size"
             yield self._problem("chunk_size", told)
         if self.min_retrieve_tokens > longest:
-            told = f"is more than any request has ({longest} tokens), so nothing is loaded: lower it"
+            told = f"is more than any request has ({longest} tokens), so lmkv loads nothing: lower min_retrieve_tokens"
             yield self._problem("min_retrieve_tokens", told)
 
     def _problem(self, name: str, reason: str) -> str:
@@ -715,7 +713,7 @@ def _hint(key: object, value: object) -> str:
         return f"; this key is LMCache's: {f'write {theirs.setting!r}' if theirs.setting else theirs.why}"
     if entry := lmcache.commands()["offloading"].get(name):
         unit = ", in GiB" if entry.setting.endswith("_size") else ""
-        here = f"write {entry.setting!r}{unit}" if entry.setting else "leave it out"
+        here = f"write {entry.setting!r}{unit}" if entry.setting else "remove the key"
         return f"; this key is an option of vLLM's own offloading: {here}"
     if plain.startswith("config") or plain.endswith("config_file"):
         return f"; name a file of settings in {ENV_FILE}, or to Config.load as file="

@@ -108,7 +108,7 @@ def given_settings(
             continue
         key = name.removeprefix("lmkv.") if isinstance(name, str) else name
         if key != name and key in extra:
-            raise ConfigError(f"{EXTRA}: both {key!r} and {name!r} are given")
+            raise ConfigError(f"{EXTRA}: both {key!r} and {name!r} are given: remove one")
         yield key, value, EXTRA
 
 
@@ -182,7 +182,7 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
     if not isinstance(content, dict):
         form = "write each setting as a line such as chunk_size: 256, with a blank after the colon and without a dash"
         variables = "for a container's variables run lmkv config migrate -- LMCACHE_CHUNK_SIZE=256 vllm serve ..."
-        raise ConfigError(f"file {path}: {form}; {variables}")
+        raise ConfigError(f"file {path}: the content is not a mapping of settings: {form}; {variables}")
     return content
 
 

@@ -133,7 +133,7 @@ class TestCheck:
 
     def test_what_is_wrong_is_said_and_exit_code_2(self, file: Path) -> None:
         wrong = {
-            "remote_serde: cachegen\nremote_url: redis://host\n": "without a codec",
+            "remote_serde: cachegen\nremote_url: redis://host\n": "has no codecs",
             "lookup_timeout_ms: 3\nchunk_size: abc\n": "chunk_size = 'abc' must be a whole number",
             "chunk_siz: 1\n": "did you mean 'chunk_size'?",
             "disk_sync: full\nremote_serde: cachegen\n": "unknown key 'remote_serde'",
@@ -195,7 +195,7 @@ class TestMigrate:
         assert done.exit_code == 2
         assert "remote_serde" in done.stderr
         assert (
-            "# Left out, although the setting matters: LMCache's remote_serde cannot be used: KV is stored as it is"
+            "# Left out, although the setting matters: LMCache's remote_serde cannot be used: lmkv stores KV unchanged"
             in done.stdout
         )
         assert "remote_url: redis://user:secret@host" in done.stdout

@@ -55,20 +55,22 @@ FILES = {
     ),
     "folder_url.yaml": Right(0, {"remote_url": "file:///mnt/share/kv", "local_cpu": False}),
     "lm_and_codec.yaml": Right(
-        2, {"chunk_size": 256}, ("there is no cache server: name a store", "remote_serde cannot be used")
+        2, {"chunk_size": 256}, ("lmkv has no cache server: name a store", "remote_serde cannot be used")
     ),
     "sentinel.yaml": Right(
         1,
         {"remote_url": "redis-sentinel://localhost:26379,localhost:26380,localhost:26381", "chunk_size": 256},
-        ("names no service: write /SERVICE after its hosts, or set REDIS_SERVICE_NAME",),
+        ("names no service: write /SERVICE after the URL's hosts, or set REDIS_SERVICE_NAME",),
     ),
     "cluster_nodes.yaml": Right(0, {"remote_url": "valkey+cluster://a.example:6379,b.example:6379,c.example:6379"}),
-    "old_names.yaml": Right(2, {}, ("max_local_cache_size", "the size of host memory is max_local_cpu_size, in GiB")),
-    "old_path.yaml": Right(2, {}, ("weka_path cannot be used: lmkv has no such medium",)),
+    "old_names.yaml": Right(
+        2, {}, ("max_local_cache_size", "set the size of host memory with max_local_cpu_size, in GiB")
+    ),
+    "old_path.yaml": Right(2, {}, ("weka_path cannot be used: lmkv cannot store in this medium",)),
     "unset_variable.yaml": Right(2, {}, ("has a placeholder that nothing replaces: write the value of ${CACHE_DIR}",)),
     "bytes.yaml": Right(2, {}, ("bytes are 10 GiB",)),
     "codec_without_store.yaml": Right(
-        0, {"local_disk": "/tmp/kv"}, ("remote_serde has no effect: there is no remote_url", EACH)
+        0, {"local_disk": "/tmp/kv"}, ("remote_serde has no effect: remote_url is not set", EACH)
     ),
 }
 VARIABLES = {
@@ -79,7 +81,7 @@ VARIABLES = {
     ),
     "disk_true.env": Right(2, {}, ("local_disk = 'True' must be a path or file:///path, not a switch or a number",)),
     "disk_size_zero.env": Right(
-        1, {"max_local_cpu_size": 100.0}, ("local_disk is not used, because max_local_disk_size is 0, as in LMCache",)
+        1, {"max_local_cpu_size": 100.0}, ("lmkv uses no local_disk, because max_local_disk_size is 0, as in LMCache",)
     ),
 }
 EXTRAS = {
@@ -184,7 +186,7 @@ COMMANDS: dict[str, tuple[str, Right]] = {
             0,
             {"shared_memory": "/dev/shm/kv", "max_shared_memory_size": 100.0, "chunk_size": 512, "cache_policy": "ARC"}
             | {"remote_url": "redis://cache:6379", "remote_username": "me", "remote_password": "secret"},
-            ("--port has no effect: there is no cache server", "max_local_cpu_size (5 GiB) in addition"),
+            ("--port has no effect: lmkv has no cache server", "max_local_cpu_size (5 GiB) in addition"),
         ),
     ),
     "its tiers": (
@@ -212,7 +214,7 @@ COMMANDS: dict[str, tuple[str, Right]] = {
             """lmcache server --l2-adapter '{"type":"resp","host":"a","password":"p"}' """
             """--l2-adapter '{"type":"s3","s3_endpoint":"b"}'"""
         ),
-        Right(2, {"remote_url": "redis://a"}, ("write the login of each store into remote_url",)),
+        Right(2, {"remote_url": "redis://a"}, ("several stores need logins in remote_url",)),
     ),
     "misspelled keys": (
         """lmcache server --l1-size 5 --l2-adapter '{"type": "fs", "base_path": "/a", "numworkers": 3}'""",
@@ -258,7 +260,7 @@ COMMANDS: dict[str, tuple[str, Right]] = {
             """'{"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", """
             """"kv_connector_extra_config": {"lmcache.mp.host": "tcp://h", "lmcache.chunk_size": 128}}'"""
         ),
-        Right(2, {"chunk_size": 128}, ("vllm serve m --port 8000", "mp.host cannot be used: there is no cache server")),
+        Right(2, {"chunk_size": 128}, ("vllm serve m --port 8000", "mp.host cannot be used: lmkv has no cache server")),
     ),
     "vLLM's own flags": (
         "vllm serve m --kv-offloading-size=64 --kv-offloading-backend native --max-model-len 4096",

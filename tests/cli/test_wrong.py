@@ -53,10 +53,10 @@ FILES = {
     "remote_url: [redis://a, redis://a]\n": "names one store twice: leave out one of the two",
     "remote_url: redis://a\nremote_urls: redis://a\n": "names one store twice: leave out one of the two",
     "max_local_cpu_size: 10,5\n": "must be a number, in GiB, with a point: 10.5",
-    "max_local_cpu_size:\n": "must be a number, in GiB; leave it out for its default",
+    "max_local_cpu_size:\n": "must be a number, in GiB; leave the setting out for its default",
     "max_local_cpu_size: $CPU_GB\n": "must be a number, in GiB; nothing replaces this variable: write its value",
     "lmcache_config_file: /x.yaml\n": "name a file of settings in LMKV_CONFIG_FILE",
-    "disk_io_threads: auto\n": "leave it out for its default",
+    "disk_io_threads: auto\n": "leave the setting out for its default",
     "audit_rate: 5%\n": "must be a number, as a share: 0.05",
     "pin_share: 50\n": "must be at most 1, as a share: 0.5",
     "chunk_size: 1k\n": "in tokens, without a unit: 1024",
@@ -64,15 +64,15 @@ FILES = {
     "local_disk: [/a, /b]\nmax_local_disk_size: 1\n": "must be a single path",
     "local_disk: /a,/b\nmax_local_disk_size: 1\n": "must be a single path",
     "local_disk: 500\n": "not a switch or a number",
-    "shared_memory: 16GB\n": "write ./NAME for a folder NAME; the size is max_shared_memory_size",
-    "local_cpu: 40\n": "off; the size is max_local_cpu_size",
+    "shared_memory: 16GB\n": "write ./NAME for a folder NAME; write the size as max_shared_memory_size",
+    "local_cpu: 40\n": "off; write the size as max_local_cpu_size",
     "disk: {size: 100}\n": "lmkv has no sections",
     "password_file: /x\n": "did you mean 'remote_password_file'?",
     "disk: /kv\n": "did you mean 'local_disk'?",
     "cpu_size: 10\n": "did you mean 'max_local_cpu_size'?",
-    "pin_ttl: 5m\n": "must be a number, in s, without a unit: 300",
-    "remote_ttl: 7d\n": "in s, without a unit: 604800",
-    "remote_timeout: 500ms\n": "in s, without a unit: 0.5",
+    "pin_ttl: 5m\n": "must be a number, in seconds, without a unit: 300",
+    "remote_ttl: 7d\n": "in seconds, without a unit: 604800",
+    "remote_timeout: 500ms\n": "in seconds, without a unit: 0.5",
     "remote_url: redis://a\nremote_timeout: 500\n": "is in seconds: divide milliseconds by 1000",
     "prefetch_deadline: 30000\n": "is in seconds: divide milliseconds by 1000",
     "disk_admission: min_tokens:8k\n": "min_tokens:8192, or package.module:Class",
@@ -127,7 +127,7 @@ VARIABLES: list[tuple[dict[str, str], str]] = [
         {"LMKV_LOG_LEVEL": "verbose"},
         "'verbose' is not a log level, and has no effect: write DEBUG, INFO, WARNING or ERROR",
     ),
-    ({"LMKV_CHUNK_SIZE": ""}, "leave it out for its default"),
+    ({"LMKV_CHUNK_SIZE": ""}, "leave the setting out for its default"),
 ]
 
 
@@ -238,7 +238,7 @@ def test_files_of_secrets_are_read_by_every_command(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("")
     rows = {
         f"authentication_key_file: {tmp_path}/key\n": "has a placeholder instead of a key: make one with openssl",
-        f"agent_listen: 127.0.0.1:1\nagent_token_file: {tmp_path}/token\n": "has an empty first line: write it there",
+        f"agent_listen: 127.0.0.1:1\nagent_token_file: {tmp_path}/token\n": "has no agent_token in its first line",
         "agent_listen: 127.0.0.1:1\nagent_token: <your token>\n": "must be ASCII without blanks",
         "agent_listen: 127.0.0.1:1\nagent_token: change-me\n": "has a placeholder instead of a token",
     }
@@ -299,9 +299,9 @@ def test_servers_that_would_never_hit() -> None:
         (
             both | {"kv_connector_extra_config": {"min_retrieve_tokens": 5000}},
             "--max-model-len 4096",
-            "is more than any request has (4096 tokens), so nothing is loaded",
+            "is more than any request has (4096 tokens), so lmkv loads nothing",
         ),
-        (both, "--kv-offloading-size 4", "vLLM uses its own connector instead of LMKVConnector: leave it out"),
+        (both, "--kv-offloading-size 4", "vLLM uses its own connector instead of LMKVConnector: remove this option"),
     ]
     for transfer, more, says in rows:
         command = ("vllm", "serve", "m", *more.split(), "--kv-transfer-config", json.dumps(transfer))
@@ -315,7 +315,7 @@ def test_a_command_line_is_checked_as_a_file_is() -> None:
     rows: list[tuple[dict[str, Any], str]] = [
         (TRANSFER, "did you mean 'chunk_size'?"),
         ({"kv_connector": "LMKVConnectorV1"}, "did you mean LMKVConnector?"),
-        ({"kv_connector": "LMKVConnector", "local_disk": "/kv"}, "write it inside kv_connector_extra_config"),
+        ({"kv_connector": "LMKVConnector", "local_disk": "/kv"}, "write the key inside kv_connector_extra_config"),
     ]
     for transfer, says in rows:
         done = run("config", "check", "--", "vllm", "serve", "m", "--kv-transfer-config", json.dumps(transfer))
