@@ -102,7 +102,7 @@ def measured(model: str | None, tokens: int, host_gib: float, engine: bool, pare
     echo(f"disk, in {parent}")
     yield from disk_rows(parent, 4 if quick else 32, 3 if quick else 9)
     if engine and find_spec("vllm") is None:
-        echo("vLLM is not installed, so lmkv bench does not measure first tokens")
+        echo("vLLM is not installed, so lmkv bench does not measure the time to the first token")
     elif engine:
         yield from first_tokens(tokens, model, parent, host_gib, 3 if quick else 9)
 
@@ -285,7 +285,9 @@ def first_tokens(tokens: int, model: str | None, parent: Path, host_gib: float, 
                 for engine in engines.values():
                     engine.leave()
         if any(len(each) > 1 for each in outputs.values()):
-            echo("answers DIFFER: bfloat16 rounds differently in other steps; in float32 answers should be equal")
+            echo(
+                "answers with and without lmkv DIFFER: bfloat16 may round differently; in float32 they should be equal"
+            )
     in_turn = "" if not model else ", one engine after the other"
     targets = {} if model else {RAM: RAM_TARGET}
     yield from compared(f"first token of {tokens:,} tokens{in_turn}", "s", found, OWN, targets)
@@ -315,7 +317,9 @@ def hit_in(name: str, answer: Answer, tokens: int) -> None:
     below = sum(count for tier, count in answer.sources.items() if tier != "cpu")
     mixed = below and answer.sources.get("cpu")
     if answer.hit_tokens <= tokens // 2 or (name == DISK) != bool(below) or mixed:
-        raise RuntimeError(f"{name}: the hit of {answer.hit_tokens:,} tokens is wrong, by tier: {dict(answer.sources)}")
+        raise RuntimeError(
+            f"{name}: a repeated prompt hit {answer.hit_tokens:,} tokens, not as expected: {dict(answer.sources)}"
+        )
 
 
 # -- the table --------------------------------------------------------------------------------------------

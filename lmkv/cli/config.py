@@ -220,7 +220,7 @@ def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) ->
         return read_file(Path(words[0]), ranks, migrate=migrate)
     plain, others = without_shell(words)
     answer, command = Answer.to_command(plain, ranks or 1)
-    left = [(logging.INFO, "other commands of the shell script are ignored")] if others else []
+    left = [(logging.INFO, "lmkv ignores the other commands of the shell script")] if others else []
     return evolve(answer, notes=(*answer.notes, *left)), command
 
 

@@ -192,7 +192,7 @@ def examine_agent(config: Config) -> Iterator[Finding]:
     except OSError as error:
         used = error.errno == EADDRINUSE
         why = (
-            "another process listens there: end that process or name another port"
+            "another process listens at this address: end that process or name another port"
             if used
             else str(error.strerror).lower()
         )
@@ -200,7 +200,7 @@ def examine_agent(config: Config) -> Iterator[Finding]:
         # A server that runs with this configuration is no error.
         yield Finding("agent", "address", address, problem="" if used else told, warning=told if used else "")
     else:
-        yield Finding("agent", "address", address, note="can be listened at")
+        yield Finding("agent", "address", address, note="the server can use this address")
 
 
 def examine_memory(config: Config) -> Iterator[Finding]:
@@ -249,7 +249,9 @@ def examine_shared_memory(config: Config) -> Iterator[Finding]:
     note = f"of {gibibytes(wanted)} in {folder}, on {kind or 'an unknown file system'}"
     warning = cut_down("max_shared_memory_size", wanted, given)
     if warning and given < wanted:
-        warning += "; enlarge it: --shm-size or --ipc=host of docker, emptyDir with medium: Memory of Kubernetes"
+        warning += (
+            "; enlarge the folder: --shm-size or --ipc=host of docker, emptyDir with medium: Memory of Kubernetes"
+        )
     if kind not in machine.IN_MEMORY:
         warning = (
             f"shared_memory {folder} is on {kind or 'an unknown file system'}, not in memory: name a folder in /dev/shm"
@@ -274,13 +276,13 @@ def examine_disk(config: Config) -> Iterator[Finding]:
     except (LmkvError, OSError) as error:
         yield Finding("disk", "folder", config.local_disk, problem=unusable("local_disk", config.local_disk, error))
         return
-    made = "" if facts.tried == config.local_disk else f"will be created; tried in {facts.tried}"
+    made = "" if facts.tried == config.local_disk else f"does not exist yet; lmkv tried {facts.tried}"
     yield Finding("disk", "folder", config.local_disk, note=made, warning=odd_folder("local_disk", config.local_disk))
     way = "O_DIRECT" if facts.direct_io else "through the page cache"
     yield Finding("disk", "reads and writes", way, note=f"disk_direct = {config.disk_direct}")
     room, wanted = facts.free_bytes - config.disk_min_free_bytes, config.max_local_disk_bytes
     kept = f"{gibibytes(facts.free_bytes)} are free, and disk_min_free keeps {gibibytes(config.disk_min_free_bytes)}"
-    problem = f"local_disk {config.local_disk}: {kept}, so no chunk will be stored: lower it, or free space"
+    problem = f"local_disk {config.local_disk}: {kept}, so lmkv will store no chunk: lower disk_min_free, or free space"
     enough = "" if room >= wanted else "less than max_local_disk_size and disk_min_free together"
     warning = cut_down("max_local_disk_size", wanted, max(0, room))
     free = gibibytes(facts.free_bytes)
@@ -343,7 +345,9 @@ def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
         yield Finding("model", "in host memory", f"{chunks * chunk:,} tokens", note=note)
     if config.local_disk:
         chunks = config.max_local_disk_bytes // size.file_bytes(chunk)
-        problem = "" if chunks else "max_local_disk_size: the disk tier cannot hold one chunk of this model"
+        problem = (
+            "" if chunks else "max_local_disk_size is too small for one chunk of this model: raise max_local_disk_size"
+        )
         note = f"{chunks:,} chunks of {chunk}"
         yield Finding("model", "in the disk tier", f"{chunks * chunk:,} tokens", note=note, problem=problem)
 
@@ -367,7 +371,7 @@ def examine_versions() -> Iterator[Finding]:
     with suppress(PackageNotFoundError):
         yield Finding("versions", "torch", version("torch"))
     checksums = codec.CHECKSUMS
-    slow = f"a third of the time with: {how_to_install('disk')}" if checksums == "zlib" else ""
+    slow = f"checksums take a third of the time after {how_to_install('disk')}" if checksums == "zlib" else ""
     yield Finding("versions", "checksums", checksums, note=slow)
 
 
@@ -442,9 +446,11 @@ def examine_servers() -> Iterator[Finding]:
                 problem = f"process {process.name}: {obstacle}"
                 yield Finding("vllm", "server", f"process {process.name}", problem=problem)
     if others:
-        yield Finding("vllm", "not examined", f"{others} processes", note="of other users: ask as vLLM's user, too")
+        yield Finding(
+            "vllm", "not examined", f"{others} processes", note="of other users: run lmkv doctor as vLLM's user, too"
+        )
     if late:
-        yield Finding("vllm", "not examined", f"{late} processes", note=f"after {SERVERS_TIMEOUT:g} s")
+        yield Finding("vllm", "not examined", f"{late} processes", note=f"because {SERVERS_TIMEOUT:g} s were over")
 
 
 def import_finding() -> Finding:

@@ -73,7 +73,7 @@ def contents(root: Path, beginning: str = "") -> Iterator[Content]:
         try:
             yield _content(root, digest)
         except NotTrustedError as error:
-            logger.warning("lmkv: a folder is left out: %s", error)
+            logger.warning("lmkv: the command skips a folder: %s", error)
 
 
 def _content(root: Path, digest: bytes) -> Content:
@@ -226,7 +226,7 @@ def clear(
         raise typer.BadParameter("say what to clear: a folder, or a server with --url")
     of_a_prompt = text or tokens or cache_salt or tag
     if (of_a_prompt or engine is not None) and not url:
-        raise typer.BadParameter("a prompt and --engine need a server: give --url")
+        raise typer.BadParameter("only a server can clear a prompt or one engine: give the server's address with --url")
     if of_a_prompt and namespace:
         raise typer.BadParameter("give a prompt or --namespace, not both")
     if path is None:

@@ -42,15 +42,15 @@ _ACTIONS = {
     "deletions": "DeleteObject",
 }
 _REMEDIES = {
-    r"run the '(?P<command>[\w|-]+)'": "give the user +{command}",
-    r"NoPermission|NOPERM": "give the user +{known}, and the names that begin with remote_prefix",
+    r"run the '(?P<command>[\w|-]+)'": "give the store's user +{command}",
+    r"NoPermission|NOPERM": "give the store's user +{known}, and access to names that begin with remote_prefix",
     r"(?i)wrongpass|noauth|authentic|SignatureDoes|InvalidAccessKey": "correct remote_username and remote_password",
     "NoSuchBucket": "create the bucket, or correct its name in remote_url",
     r"(?i)permissiondenied|accessdenied|\b403\b": "allow s3:{action}",
-    r"(?i)maxmemory|\bOOM\b|memory left|no space|quota": "give the store more room, or let it evict (allkeys-lru)",
+    r"(?i)maxmemory|\bOOM\b|memory left|no space|quota": "give the store more memory, or let it evict (allkeys-lru)",
     r"closed by the server|closed the connection|reset by peer": "is this a Redis server? With TLS the URL begins with "
     "rediss://",
-    r"(?i)read.?only": "name the primary server, which takes writes",
+    r"(?i)read.?only": "name the primary server in remote_url, because a replica takes no writes",
     r"(?i)error sending request": "start the store, or correct the endpoint in remote_url (http:// or https://?)",
     r"(?i)refused|time.?out|timed out|not? answer|resol|not known|unreachable": "start the store or correct remote_url",
 }
@@ -131,7 +131,7 @@ def remedy(verb: str, reason: str) -> str:
     """Return the remedy for a refusal.
 
     >>> remedy("deletions", "this user has no permissions to run the 'unlink' command")
-    'give the user +unlink'
+    "give the store's user +unlink"
     """
     for pattern, text in _REMEDIES.items():
         if found := re.search(pattern, reason):
@@ -177,7 +177,7 @@ def _ask(backend: Backend, timeout: float) -> Iterator[tuple[str, str]]:
     if read.error is not None:
         yield "reads", read.error.reason
     elif written is STORED and (read is MISS or (read.status is ReadStatus.HIT and into != payload)):
-        yield "reads", "the written chunk is not there"
+        yield "reads", "the store did not return the chunk that lmkv had written"
     if written.status is WriteStatus.STORED:
         _failure(lambda: backend.delete([key]))
 

@@ -164,16 +164,16 @@ def advice(value: dict[str, Any]) -> Iterator[str]:
         for point in larger:
             more = point["hit_ratio"] - now["hit_ratio"]
             saved = point["saved_seconds"]
-            hours = "" if saved is None else f": {saved / 3600:.1f} hours of prefill a day"
+            hours = "" if saved is None else f", which saves {saved / 3600:.1f} hours of prefill a day"
             extra = size(point["bytes"] - now["bytes"])
-            yield f"{extra} more of {name} would find {more:.1%} more of all tokens{hours}."
+            yield f"With {extra} more, {name} would hit {more:.1%} more of all tokens{hours}."
         lost = now["hit_ratio"] - half["hit_ratio"]
         if now["hit_ratio"] - tier["without"]["hit_ratio"] < _NOTHING:
-            yield f"At its size, {name} is useless here: as much would be found without it."
+            yield f"With this size, {name} is useless: without {name} as many tokens would hit."
         elif lost < _NOTHING:
-            yield f"Half of {name} would find as much."
+            yield f"With half the size, {name} would hit as many tokens."
         else:
-            yield f"Half of {name} would find {lost:.1%} less of all tokens."
+            yield f"With half the size, {name} would hit {lost:.1%} fewer of all tokens."
 
 
 def bar(tier: dict[str, Any]) -> ProgressBar | Text:

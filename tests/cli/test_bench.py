@@ -125,7 +125,7 @@ def test_a_hit_counts_where_all_of_it_came_from_that_tier() -> None:
             hit_in(name, answer, 100)
         # Of 200, half of the prompt at most was found.
         for tokens in [200] if right else [100, 200]:
-            raised(RuntimeError, "the hit of 90 tokens", hit_in, name, answer, tokens)
+            raised(RuntimeError, "a repeated prompt hit 90 tokens", hit_in, name, answer, tokens)
 
 
 @pytest.mark.nightly("tools")

@@ -178,7 +178,7 @@ class TestStores:
             assert {problem.split(": ")[1] for problem in problems} == (
                 {"lookups fail", "writes fail"} if verb == "lookups" else {f"{verb} fail"}
             )
-            assert all(problem.endswith(f"; give the user +{COMMANDS[verb]}") for problem in problems)
+            assert all(problem.endswith(f"; give the store's user +{COMMANDS[verb]}") for problem in problems)
         assert client.dbsize() == (verb == "deletions"), "what may not be deleted is one chunk, however often"
 
     def test_a_full_server_refuses_writes_alone(self, redis: RedisServer, client: Any) -> None:
@@ -224,7 +224,7 @@ class TestDisk:
         found = disk(tmp_path)
         assert found["reads and writes"].value in {"O_DIRECT", "through the page cache"}
         assert not any(item.problem for item in found.values())
-        assert disk(tmp_path / "a" / "b")["folder"].note == f"will be created; tried in {tmp_path}"
+        assert disk(tmp_path / "a" / "b")["folder"].note == f"does not exist yet; lmkv tried {tmp_path}"
         assert disk(tmp_path, disk_direct="off")["reads and writes"].value == "through the page cache"
         assert (
             disk(tmp_path, max_local_disk_size=1e9)["free"].note

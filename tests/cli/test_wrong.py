@@ -267,7 +267,8 @@ def test_an_address_where_the_server_cannot_listen(tmp_path: Path) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         [warning] = told(findings.examine_agent, agent_listen=address, agent_token="t")
         assert (
-            warning == f"agent_listen {address}: another process listens there: end that process or name another port"
+            warning
+            == f"agent_listen {address}: another process listens at this address: end that process or name another port"
         )
     assert told(findings.examine_agent, agent_listen=address, agent_token="t") == []
 
