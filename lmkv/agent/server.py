@@ -314,11 +314,11 @@ _HEADER_BYTES = _READ_BYTES = 16 << 10
 _END_LIMIT = 5.0
 _MAX_CONNECTIONS = 128
 _SHARE_OF_FILES = 8
-"""Connections may take this fraction of the files that the process may open."""
+"""Connections may take 1/8 of the files that the process may open."""
 
 
 def max_connections() -> int:
-    """Return the largest number of connections: a small part of the files that the engine may open."""
+    """Return how many connections the service may have: at most an eighth of the files that the process may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_CONNECTIONS if files < 0 else min(_MAX_CONNECTIONS, files // _SHARE_OF_FILES)
 

@@ -122,7 +122,7 @@ def simulate(
 
 
 def size_of(text: str, chunk_bytes: int, unique: int) -> int:
-    """Return the number of bytes of `5%` of the trace's chunks, `64GiB`, `64GB`, or a number of chunks."""
+    """Return a size in bytes, given as `5%` (of the trace's chunks), `64GiB`, `64GB`, or a number of chunks."""
     found = _SIZE.fullmatch(text.strip())
     if not found:
         raise UsageError(f"{short_repr(text)} is not a size: give 5%, 64GiB, 64GB or a number of chunks")
@@ -134,7 +134,7 @@ def size_of(text: str, chunk_bytes: int, unique: int) -> int:
 
 @frozen
 class Runner:
-    """Replays one trace. `chunk_bytes`: size of a whole chunk."""
+    """Replays one trace with several policies. `chunk_bytes`: the bytes of a whole chunk."""
 
     trace: Trace
     chunk_bytes: int
@@ -218,7 +218,7 @@ def tables(rows: Sequence[Row], token_bytes: int, *, assumed: bool) -> Iterator[
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Hit ratio over capacity, one plot for each trace. Raises BadParameter without matplotlib."""
+    """Plot the hit ratio over the capacity for each trace. Raises BadParameter without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

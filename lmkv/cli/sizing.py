@@ -29,13 +29,15 @@ _MAMBA_2 = (
     ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     ("n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state", "mamba_d_conv"),
 )
-"""Names of heads, values of a head, groups, values of a state and of the convolution, in several models."""
+"""In several models, the settings of heads, values per head, groups, values per state, and the convolution."""
 _PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
 @frozen
 class StateSize:
-    """The states of a model's recurrent `layers`. `layer_bytes`: bytes of one layer's state, all ranks together."""
+    """The size of the states of a model's recurrent `layers`. `layer_bytes`: bytes of one layer's state, for all
+    ranks.
+    """
 
     kind: str
     layers: int
@@ -43,18 +45,19 @@ class StateSize:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept at one boundary, all layers together."""
+        """Bytes of the states of all layers after one chunk."""
         return self.layers * self.layer_bytes
 
     def block_tokens(self, layer_token_bytes: int) -> int:
-        """Return the number of tokens of vLLM's blocks, which hold a state each. `layer_token_bytes`: bytes of a token
-        in an attention layer.
+        """Return the number of tokens of vLLM's blocks, each of which is as large as a state.
+
+        `layer_token_bytes`: bytes of a token in an attention layer.
         """
         return -(-self.layer_bytes // (16 * layer_token_bytes)) * 16
 
 
 def layer_kinds(text: Settings) -> list[str] | None:
-    """Return the kind of each layer of a model with both recurrent layers and attention; None for any other model."""
+    """Return the kind of each layer of a model with recurrent layers and attention, or None for any other model."""
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds is None and (pattern := text.get("hybrid_override_pattern")):
         kinds = [_PATTERN.get(each, each) for each in pattern]
@@ -72,8 +75,9 @@ def layer_kinds(text: Settings) -> list[str] | None:
 
 
 def state_size(text: Settings, value_bytes: int) -> StateSize | None:
-    """Return the states of a model, of `value_bytes` per value; None without recurrent layers, or with an unknown
-    kind.
+    """Return the size of a model's states, or None without recurrent layers or with an unknown kind of them.
+
+    `value_bytes`: bytes per value.
     """
     kinds = layer_kinds(text)
     if kinds is None:
@@ -107,7 +111,7 @@ _MOST_BYTES = 16 << 20
 
 
 class KVDtype(StrEnum):
-    """vLLM's `--kv-cache-dtype`. `auto`: the type in which vLLM loads the model."""
+    """The values of vLLM's `--kv-cache-dtype`. `auto`: the type in which vLLM loads the model."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -126,15 +130,13 @@ TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
 @frozen
 class Layer:
-    """A layer keeps `values` of each head for a token: key and value, or MLA's latent, which is one head."""
+    """A layer of attention: for each token it keeps `values` values per head (key and value, or MLA's latent)."""
 
     heads: int
     values: int
 
     def on_a_rank(self, ranks: int) -> int:
-        """Return the number of values that one rank keeps for a token. With fewer heads than ranks, each rank has one
-        head.
-        """
+        """Return how many values one of `ranks` ranks keeps per token. Each rank has at least one head."""
         fewer, more = sorted((self.heads, ranks))
         if more % fewer:
             raise ValueError(f"{self.heads} KV heads cannot be split over {ranks} ranks")
@@ -143,8 +145,9 @@ class Layer:
 
 @frozen
 class KVSize:
-    """The KV of one token. `rank_bytes`: its bytes in the KV space of each rank. `parts`: number of ranks that store
-    their part. `states`: those of recurrent layers, if any.
+    """The size of the KV of one token. `rank_bytes`: its bytes in the KV cache of each rank.
+
+    `parts`: number of ranks that store their part. `states`: the size of recurrent layers' states, if there are any.
     """
 
     attention: str
@@ -156,32 +159,30 @@ class KVSize:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that lmkv stores for a token, all ranks together."""
+        """Bytes that lmkv stores for a token, for all ranks together."""
         return self.rank_bytes * self.parts
 
     def tokens_in(self, nbytes: int) -> int:
         return nbytes // self.token_bytes
 
     def chunk_tokens(self, chunk_size: int) -> int:
-        """Return the number of tokens of a chunk. With recurrent layers it is vLLM's block, and `chunk_size` has no
-        effect.
-        """
+        """Return the number of tokens of a chunk: `chunk_size`, or with recurrent layers vLLM's block size."""
         if self.states is None:
             return chunk_size
         return self.states.block_tokens(max(1, self.token_bytes // self.layers))
 
     def slot_bytes(self, chunk_size: int) -> int:
-        """Return the host memory of one chunk."""
+        """Return how many bytes of host memory one chunk takes."""
         return align_up(self.chunk_tokens(chunk_size) * self.token_bytes)
 
     def file_bytes(self, chunk_size: int) -> int:
-        """Return a chunk's file: header and payload."""
+        """Return the size of a chunk's file in bytes, with header and payload."""
         payload = self.slot_bytes(chunk_size)
         return codec.header_bytes(payload, codec.DEFAULT_SEGMENT_BYTES, self.chunk_tokens(chunk_size)) + payload
 
 
 def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSize:
-    """Read the model in a folder, or a config.json. Raises ValueError with the reason."""
+    """Return the size of the KV of a model, given its folder or config.json. Raises ValueError with the reason."""
     config = _read(_file_of(model))
     try:
         text = next((config[part] for part in TEXT_PARTS if part in config), config)
@@ -259,7 +260,7 @@ def _layer(text: Settings, kind: str) -> Layer:
 
 
 def _loaded_as(dtype: object) -> KVDtype:
-    """Return the bytes per value: vLLM loads float32, and models without a type, with two."""
+    """Return the type in which vLLM loads a model. It loads float32, and models without a type, with two bytes."""
     name = str(dtype).removeprefix("torch.")
     return KVDtype(name) if name in {KVDtype.FLOAT16, KVDtype.BFLOAT16} else KVDtype.BFLOAT16
 

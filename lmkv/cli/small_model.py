@@ -1,4 +1,4 @@
-"""`lmkv model`: a small model with random weights and a tokenizer for text, to measure and test without a download."""
+"""`lmkv model`: writes a small model with random weights and a tokenizer, to measure and test without a download."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @frozen(kw_only=True)
 class SmallModel:
-    """The shape of a Qwen3-like model; the same shape and seed give the same weights."""
+    """Describes a Qwen3-like model with random weights. The same shape and seed give the same weights."""
 
     layers: int = field(default=8, validator=validators.gt(0))
     hidden: int = field(default=512, validator=validators.gt(0))
@@ -42,7 +42,7 @@ class SmallModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token, all layers together."""
+        """Bytes of the keys and values of one token, for all layers together."""
         return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_PER_VALUE[self.dtype]
 
     def write(self, folder: Path) -> None:
@@ -71,7 +71,7 @@ class SmallModel:
         model.to(getattr(torch, self.dtype)).save_pretrained(folder)
 
     def write_tokenizer(self, folder: Path, texts: Iterable[str] = ()) -> None:
-        """Write a tokenizer for text, of byte pairs that are frequent in `texts`; without them a token per byte."""
+        """Write a tokenizer whose tokens are frequent byte pairs of `texts`; without texts, each byte is a token."""
         from transformers import PreTrainedTokenizerFast
 
         wrapped: Any = PreTrainedTokenizerFast(
@@ -112,7 +112,7 @@ def _trained(size: int, texts: Iterable[str]) -> Any:
 
 
 def _filled_up(tokenizer: Any, size: int) -> Any:
-    """Fill the vocabulary up to `size` with tokens that no text has: a model with random weights generates any id.
+    """Fill the vocabulary up to `size` with tokens that no text has, because random weights generate any id.
 
     Such an id is decoded as a blank and its number.
     """

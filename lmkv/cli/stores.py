@@ -32,7 +32,7 @@ VERBS = ("lookups", "reads", "writes", "deletions")
 _NAMESPACE = hashlib.sha256(b"lmkv doctor").digest()
 _SIZE = 1 << 20
 _SPARE = 5.0
-"""Seconds in addition to the calls' time-outs, for the client's work before and after."""
+"""Seconds in addition to the timeouts of calls, for the client's work before and after."""
 
 _COMMANDS = {"lookups": "exists", "reads": "get", "writes": "set", "deletions": "unlink"}
 _ACTIONS = {
@@ -58,7 +58,7 @@ _REMEDIES = {
 
 @frozen
 class FolderFacts:
-    """`tried`: the folder, or its nearest parent that exists. `direct_io`: whether O_DIRECT works."""
+    """The result of `try_folder`. `tried`: the folder, or its nearest existing parent. `direct_io`: uses O_DIRECT."""
 
     tried: str
     free_bytes: int
@@ -98,9 +98,9 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
 
 
 def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
-    """For each of `VERBS` that fails, the reason in the store's words. Raises ConfigError.
+    """Write, read and delete a chunk in a remote store, and return the reason for each of `VERBS` that fails.
 
-    Writes, reads and deletes a chunk in a separate namespace, which is always the same.
+    The reasons are the store's texts. The chunk has a separate namespace, always the same. Raises ConfigError.
     """
     key, timeout = config.authentication_bytes, config.remote_timeout
     backend = open_remote(config, url, _NAMESPACE, key, name=url.store_kind, chunk_tokens=DEFAULTS.chunk_tokens)
@@ -183,7 +183,7 @@ def _ask(backend: Backend, timeout: float) -> Iterator[tuple[str, str]]:
 
 
 def _failure(call: Callable[[], object]) -> str:
-    """Return the reason why a call fails; nothing if it does not."""
+    """Return the reason why a call fails, or "" if it succeeds."""
 
     def tried() -> str:
         call()

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BINS = 24
 FEW = 50
-"""Least number of sampled requests for an estimate; page.html has the same."""
+"""Smallest number of sampled requests for an estimate. page.html has the same number."""
 _NOTHING = 0.0005
 _BESIDE = 8
-"""Lines of the terminal for headings and borders."""
+"""Number of lines of the terminal that headings and borders take."""
 
 
 def top(
@@ -74,7 +74,7 @@ def watch(console: Console, client: Client, seen: dict[str, Any], interval: floa
 
 
 def room(console: Console, seen: dict[str, Any]) -> int:
-    """Return the number of requests that fit the terminal."""
+    """Return how many requests fit into the terminal."""
     stats, value = seen["stats"], sampled(seen)
     beside = _BESIDE + len(stats["tiers"]) + len(stats.get("engines", ())) + (len(value) + 2 if value else 0)
     return max(1, console.height - beside)
@@ -106,7 +106,7 @@ def percent(part: int, whole: int) -> str:
 
 
 def sparkline(samples: list[dict[str, Any]]) -> str:
-    """Return the hit rate over time; a blank if nothing was looked up."""
+    """Return the hit rate over time as a line of bars, with a blank where nothing was looked up."""
     size = max(1, -(-len(samples) // _BINS))
     picked = [*samples[:-1:size], *samples[-1:]]
     changes = [
@@ -139,13 +139,13 @@ def shown(tier: dict[str, Any]) -> str:
 
 
 def sampled(seen: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the estimates for each size of each tier; none before enough requests were sampled."""
+    """Return the estimates for each size of each tier, or none if too few requests were sampled."""
     value = seen.get("value", {})
     return list(value["tiers"]) if value.get("sampled_requests", 0) >= FEW else []
 
 
 def sizes(found: list[dict[str, Any]]) -> Table:
-    """Return the share of all tokens that each tier would find with another size."""
+    """Return a table with the share of all tokens that each tier would find with another size."""
     columns = ("half of it", "as it is", "twice", "four times")
     made = table("hit rate by size", *columns, right=columns)
     for tier in found:
@@ -154,7 +154,7 @@ def sizes(found: list[dict[str, Any]]) -> Table:
 
 
 def advice(value: dict[str, Any]) -> Iterator[str]:
-    """Yield the sentences about what another size of each tier would save."""
+    """Yield sentences about what another size of each tier would save."""
     if value.get("sampled_requests", 0) < FEW:
         yield f"Only {value.get('sampled_requests', 0)} requests were sampled so far: ask again later."
         return

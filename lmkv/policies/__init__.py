@@ -1,4 +1,4 @@
-"""Eviction policies and admission filters: bookkeeping over keys and sizes, without locks, clocks or I/O."""
+"""Eviction policies and admission filters. They know only keys and sizes, and use no locks, clocks or I/O."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 DEFAULT_MAX_KEYS = 1 << 16
-"""Keys that a filter remembers: about 19 MB of memory, for 16.8 million tokens in chunks of 256."""
+"""Number of keys that a filter remembers by default: 19 MB of memory, for 16.8 million tokens in chunks of 256."""
 DEFAULT_MIN_TOKENS = 4096
 
 

@@ -13,7 +13,7 @@ from lmkv.policies.base import DEPTH, FORK, Ghosts, PolicyBase
 from lmkv.protocols import ChunkKey, Policy, TakesHints
 
 _GHOST_SHARE = 4
-"""Evicted bytes to remember, as a multiple of the tier's. With fewer, short-lived chunks displace the others."""
+"""How many evicted bytes to remember, as a multiple of the tier's capacity."""
 
 
 @define(eq=False, repr=False)
@@ -41,10 +41,10 @@ class WeightedAge(PolicyBase):
 
     weight: float = field(default=2.0)
     once: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
-    """When each key was used last. It is negative until the request that inserted the key has touched it."""
+    """For each key the time of its last use; negative until the request that inserted the key has touched it."""
     again: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
     now: int = field(init=False, default=1)
-    """The clock counts the chunks that were used, repetitions included."""
+    """The clock of the policy: the number of uses of chunks so far."""
     ghosts: Ghosts = field(init=False, factory=Ghosts)
 
     def add(self, key: ChunkKey) -> None:
@@ -98,11 +98,11 @@ class WeightedAge(PolicyBase):
 
 WEIGHTS: Final = (1.0, 2.0, 4.0, 16.0)
 _SAMPLED_CHUNKS: Final = 1024
-"""Largest number of chunks of a shadow. It has at least half as many, if the tier does."""
+"""Largest number of chunks in a shadow."""
 _MEMORY: Final = 20.0
-"""A hit counts half after this many times the tier's bytes have been requested."""
+"""A hit counts half after requests for 20 times the tier's capacity."""
 _MARGIN: Final = 0.01
-"""Another weight replaces the present one when it finds more by this share."""
+"""Another weight replaces the present one if it finds at least this share more."""
 
 
 @define(eq=False, repr=False)
@@ -168,7 +168,7 @@ class ADAPTIVE(WeightedAge):
             shadow.hint(keys, priority)
 
     def _try(self, keys: Sequence[ChunkKey], own: int) -> None:
-        """Feed the shadows with a chain; its first `own` chunks are shared with requests that are not sampled."""
+        """Replay a request in all shadows. Its first `own` chunks belong to requests outside the sample as well."""
         size, scores = self._largest, self._scores
         if not size:
             return
@@ -213,7 +213,7 @@ class Shadow:
     capacity: float
     used: int = 0
     written: int = 0
-    """Bytes that were inserted."""
+    """Number of bytes that were inserted so far."""
     _sizes: dict[ChunkKey, int] = field(init=False, factory=dict)
 
     def __len__(self) -> int:
@@ -268,7 +268,7 @@ class Shadow:
         return victims is not None
 
     def resize(self, capacity: float) -> None:
-        """Change the capacity. If it shrinks, evicts immediately."""
+        """Change the capacity. If it shrinks, chunks are evicted immediately."""
         self.capacity = capacity
         if self.used > capacity:
             self.evict(self.used - capacity, set())

@@ -1,4 +1,6 @@
-"""`PolicyBase`: the keys of a tier, their prefix tree, and which keys may be evicted; a policy adds the order."""
+"""`PolicyBase`: knows the keys of a tier, how they depend on each other, and which may be evicted. Policies add the
+order.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _MAX_KEYS: Final = 1 << 19
 
 @define(eq=False)
 class Ghosts:
-    """Keys and sizes of evicted chunks, the oldest eviction first. `total_bytes`: the sum of the sizes."""
+    """Remembers the keys and sizes of evicted chunks, the oldest eviction first. `total_bytes`: the sum of the
+    sizes.
+    """
 
     keys: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
     total_bytes: int = field(init=False, default=0)
@@ -46,13 +50,14 @@ DEPTH: Final = 16
 """Number of leading chunks in which the policy looks for the point where conversations diverge."""
 
 KEPT: Final = 0.5
-"""Largest part of the tier that keys with a priority may keep from eviction; higher priorities count first."""
+"""Largest share of the tier that keys with a priority may keep. Higher priorities count first."""
 
 Node: TypeAlias = list[Any]
 """The base's record of a key. It is a list, because an object takes three times as long to make."""
 KEY, SIZE, PARENT, CHILDREN, FORK = range(5)
-"""Places in a node. KEY is the key. SIZE is its bytes; 0 if only children of it are known. PARENT is the parent's node
-or None. CHILDREN is the number of its known children. FORK says whether there were `BRANCHES` of them at any time."""
+"""Indexes in a node. KEY: the key. SIZE: its bytes, or 0 if only children of it are known. PARENT: the parent's node,
+    or None. CHILDREN: its number of known children. FORK: whether it has had `BRANCHES` children at any time.
+    """
 
 
 @define(eq=False)
@@ -95,21 +100,21 @@ class PolicyBase(ABC):
     """Bytes of all known keys. When `pop` is called, this is about the capacity of the tier."""
     held: set[ChunkKey] = field(init=False, factory=set)
     passed: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
-    """Keys passed over in their turn, because they were held or had children. They are not in the order."""
+    """Keys that `evict` has skipped because they were held or had children. They are not in the order."""
     _first: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
-    """Keys that a hint has given up. They are evicted before all others, and are not in the order."""
+    """Keys with a hint to evict them first. They are not in the order."""
     _ended: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """For each key, how many of its children hints have given up."""
+    """For each key, how many of its children have a hint to evict them first."""
     _kept: dict[ChunkKey, int] = field(init=False, factory=dict)
     """Keys with a priority above 0."""
     _last: dict[int, OrderedDict[ChunkKey, None]] = field(init=False, factory=dict)
-    """Keys with a priority that were spared when their turn came, by priority. They are not in the order."""
+    """Keys that were not evicted in their turn because of their priority, by priority. They are not in the order."""
     _kept_bytes: Counter[int] = field(init=False, factory=Counter)
     """Bytes of the keys with each priority."""
     _held_bytes: int = field(init=False, default=0)
     _largest: int = field(init=False, default=0)
     _notes: bool = field(init=False)
-    """Whether the subclass wants to know of victims."""
+    """Whether the subclass overrides `evicted`."""
 
     @_notes.default
     def _wants_victims(self) -> bool:
@@ -347,7 +352,7 @@ class PolicyBase(ABC):
                     ended[parent[KEY]] = ended.get(parent[KEY], 0) + 1
 
     def _revive(self, key: ChunkKey) -> ChunkKey:
-        """Return a given-up key was used, or is evicted now: forget that it was given up."""
+        """Forget the hint to evict a key first, because the key was used or is evicted now, and return the key."""
         del self._first[key]
         parent = self.nodes[key][PARENT]
         if parent is not None:
@@ -357,7 +362,7 @@ class PolicyBase(ABC):
         return key
 
     def _take_back(self, key: ChunkKey) -> bool:
-        """Undo the hints about a key. True if one had taken it out of the order: it is in no queue now."""
+        """Undo the hints about a key. Returns True if a hint had removed it from the order; it is in no queue now."""
         spared = self._unspare(key)
         self._unkeep(key)
         if key in self._first:
@@ -372,7 +377,7 @@ class PolicyBase(ABC):
         queue.move_to_end(key, last=not first)
 
     def _unspare(self, key: ChunkKey) -> bool:
-        """Undo `_spare`; False for a key that is not spared."""
+        """Undo `_spare`. Returns False for a key that is not spared."""
         queue = self._last.get(self._kept.get(key, 0))
         if queue is None or key not in queue:
             return False
@@ -393,7 +398,7 @@ class PolicyBase(ABC):
         return sum(nbytes for each, nbytes in self._kept_bytes.items() if each >= priority)
 
     def _take_out(self, key: ChunkKey) -> None:
-        """Take a key out of the order, or out of the queue that it is in instead."""
+        """Remove a key from the order, or from the queue in which it is instead."""
         if self._take_back(key):
             return
         if key in self.passed:
@@ -402,7 +407,7 @@ class PolicyBase(ABC):
             self.drop(key)
 
     def _least(self, protect: Set[ChunkKey], spared: list[ChunkKey]) -> ChunkKey | None:
-        """Pop the first spared key of the lowest priority; None without one to evict.
+        """Remove and return the first spared key of the lowest priority that can be evicted, or None.
 
         Moves protected keys to `spared`.
         """
@@ -419,13 +424,13 @@ class PolicyBase(ABC):
         return None
 
     def _last_resort(self, protect: Set[ChunkKey]) -> ChunkKey:
-        """Return a victim when nothing else is left: a parent of held or protected keys."""
+        """Return a parent of held or protected keys to evict, because nothing else is left."""
         found = next(key for key in self.passed if key not in self.held and key not in protect)
         self._take_out(found)
         return found
 
     def _leaves(self, nbytes: int, protect: Set[ChunkKey]) -> bool:
-        """Return whether `nbytes` can be evicted without the protected keys."""
+        """Return whether `nbytes` bytes can be evicted without evicting protected keys."""
         spare = self.total_bytes - self._held_bytes - nbytes
         if len(protect) * self._largest <= spare:
             return True

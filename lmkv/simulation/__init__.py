@@ -19,13 +19,14 @@ from lmkv.store.hints import Hints
 
 ROUTERS = ("prefix", "round-robin", "least-loaded")
 _BUSY_SECONDS = 30.0
-"""How long a request counts as load of its engine, for the least-loaded router."""
+"""Seconds for which a request counts as load of its engine, for the least-loaded router."""
 
 
 @frozen
 class TierResult:
-    """The leading chunks and tokens that were found in this tier and not above it, and the chunks written to it.
-    `tokens`: the tokens of all prompts.
+    """The chunks and tokens that were found in this tier but in no tier above it, and the chunks written to it.
+
+    `tokens`: the number of tokens of all prompts.
     """
 
     name: str
@@ -42,7 +43,7 @@ class TierResult:
 
 @define(eq=False)
 class Router:
-    """Chooses the engine of each request: the one that served the longest prefix, the next, or the least busy one."""
+    """Chooses the engine for each request: the engine with the longest prefix, the next one, or the least busy one."""
 
     kind: str
     engines: int
@@ -71,7 +72,7 @@ class Router:
         return chosen
 
     def _by_prefix(self, request: TraceRequest) -> int | None:
-        """Return the engine that has served the deepest chunk. The first chunk, which many prompts share, does not
+        """Return the engine that has served most of the prompt, or None. The first chunk, which many share, does not
         count.
         """
         return next((self._last[key] for key in reversed(request.keys[1:]) if key in self._last), None)
@@ -88,11 +89,10 @@ def replay_tiers(
     progress: Callable[[int], None] | None = None,
     ended: Callable[[int], None] | None = None,
 ) -> list[TierResult]:
-    """Replay over the RAM of engines, and a common disk: each engine writes all chunks to it, and reads it after a
-    miss.
+    """Replay a trace over the host memory of several engines and a disk that all engines share.
 
-    `progress`: called with the number of requests now and then. `ended`: called with the number of each request when it
-    has ended, to give the policy hints.
+    Each engine writes all chunks to the disk, and reads from it after a miss. `progress`: called with the number of
+    requests now and then. `ended`: called with the index of each request after its end, to give hints to the policy.
     """
     found: Counter[str] = Counter()
     choose = Router(router, len(ram)).choose
@@ -124,7 +124,7 @@ def replay_tiers(
 
 
 def _admitted(keys: Sequence[ChunkKey], disk: Shadow, admission: Admission) -> Sequence[ChunkKey]:
-    """Return the chain up to the first chunk that the disk lacks and does not take."""
+    """Return the chunks before the first one that the disk lacks and does not admit."""
     for count, key in enumerate(keys):
         if key not in disk and not admission.admit(key):
             return keys[:count]
@@ -132,7 +132,7 @@ def _admitted(keys: Sequence[ChunkKey], disk: Shadow, admission: Admission) -> S
 
 
 def sessions_of(trace: Trace) -> list[bytes]:
-    """Return the session of each request, from the trace, or else the first chunk that few sessions share."""
+    """Return the session of each request: from the trace, or else the first chunk that few prompts share."""
     branches: Counter[ChunkKey] = Counter()
     seen: set[ChunkKey] = set()
     for request in trace.requests:
@@ -150,7 +150,7 @@ def sessions_of(trace: Trace) -> list[bytes]:
 class EndHints:
     """Tells a policy the session of each request and the ends of sessions, for a `share` of them.
 
-    Raises UsageError for a policy that takes no hints.
+    Raises UsageError if the policy does not accept hints.
     """
 
     def __init__(self, trace: Trace, policy: Policy, share: float) -> None:
@@ -177,8 +177,8 @@ _NEVER = 1 << 60
 def clairvoyant(trace: Trace, capacity: int) -> tuple[int, int]:
     """Return `(hit tokens, hit chunks)` of a cache of `capacity` chunks that knows the future.
 
-    After each request it keeps the chunks with the earliest next use, and of equal ones those nearer to the head. So it
-    always keeps whole prefixes, and no other choice finds more chunks.
+    After each request the cache keeps the chunks with the earliest next use, and among equal ones the earlier chunks of
+    a prompt. So it always keeps whole prefixes, and no other choice finds more chunks.
     """
     after = _next_uses(trace)
     next_use: dict[ChunkKey, int] = {}
@@ -208,7 +208,7 @@ def clairvoyant(trace: Trace, capacity: int) -> tuple[int, int]:
 
 
 def _next_uses(trace: Trace) -> list[list[int]]:
-    """For each chunk of each request, the number of the next request that uses it."""
+    """Return for each chunk of each request the index of the next request that uses it."""
     coming: dict[ChunkKey, int] = {}
     found = []
     for number in range(len(trace.requests) - 1, -1, -1):
@@ -227,5 +227,5 @@ def replay(
     progress: Callable[[int], None] | None = None,
     ended: Callable[[int], None] | None = None,
 ) -> TierResult:
-    """Replay over a cache of `capacity` bytes. `progress`, `ended`: see `replay_tiers`."""
+    """Replay a trace over one cache of `capacity` bytes. `progress`, `ended`: see `replay_tiers`."""
     return replay_tiers(trace, [Shadow(policy, capacity)], None, chunk_bytes, progress=progress, ended=ended)[0]

@@ -1,4 +1,4 @@
-"""Traces of requests, and their formats: Mooncake's, RAGPulse's, run-length sessions, and what lmkv records."""
+"""Reads traces of requests in several formats: Mooncake's, RAGPulse's, run-length sessions, and `lmkv record`'s."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _KEY_BYTES: Final = 16
 _BLOCK_BYTES: Final = 64
 _CHUNK_BYTES: Final = 1024
 REQUEST_BLOCKS: Final = 8
-"""Memory of a request's block and of a new chunk, replays included; the size of a request in blocks."""
+"""Estimated memory of a block and of a new chunk, and the size of a request in blocks."""
 
 
 @define(eq=False)
 class TraceRequest:
-    """One request.
+    """One request of a trace.
 
-    `time`: seconds since the start of the trace. `keys`: its chunks, first to last, the last one perhaps partial.
-    `tokens`: length of its prompt. `output_tokens`: how many it generated. `session`: requests of one session have
-    equal values; empty if the trace does not say.
+    `time`: seconds since the start of the trace. `keys`: its chunks, first to last; the last one may be partial.
+    `tokens`: number of tokens of its prompt. `output_tokens`: number of generated tokens. `session`: requests of one
+    session have equal values; empty if the trace has no sessions.
     """
 
     time: float
@@ -64,14 +64,14 @@ class Trace:
 
 @define(eq=False)
 class Room:
-    """Memory that one trace may take, at most `nbytes`. Raises ValueError when that is exceeded."""
+    """Counts the memory that one trace takes. Raises ValueError if it exceeds `nbytes`."""
 
     nbytes: int
     blocks: int = 0
     chunks: int = 0
 
     def count(self, blocks: int, chunks: int = 0) -> None:
-        """Count memory before it is allocated."""
+        """Count memory for blocks and chunks, before it is allocated. Raises ValueError if there is too much."""
         self.blocks += blocks
         self.chunks += chunks
         if self.blocks * _BLOCK_BYTES + self.chunks * _CHUNK_BYTES > self.nbytes:
@@ -83,7 +83,7 @@ class Room:
 
 @define(eq=False)
 class KeyTable:
-    """Makes keys that name a chunk and all chunks before it, as lmkv's keys do. Equal keys are one object.
+    """Makes keys that depend on a chunk and all chunks before it, as lmkv's keys do. Equal keys are one object.
 
     Names in traces are often small numbers. Keys are hashes, so a sample by key is random.
     """
@@ -123,20 +123,20 @@ _MAX_BLOCKS = 1 << 20
 _MAX_NAME = 100
 _MAX_TOKENS = 1 << 40
 _MAX_TIME = 1e15
-"""At most: characters of a line, blocks of a request, characters of a name, tokens, seconds or milliseconds."""
+"""Limits: characters of a line, blocks of a request, characters of a name, tokens, and seconds or milliseconds."""
 MEMORY = 4 << 30
-"""Bytes that a trace may take: 25 million blocks that make a million chunks take 2.6 of these 4 GiB."""
+"""Default limit of a trace's memory, in bytes. 25 million blocks that make a million chunks take 2.6 GiB."""
 _RAG_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
 
 
 def read_trace(
     path: Path, chunk_tokens: int | None = None, *, spread: float = 0.0, seed: int = 1, memory: int = MEMORY
 ) -> Trace:
-    """Read the trace in a file, or RAGPulse's in its folder; both may be compressed with zstd.
+    """Read a trace from a file, or a RAGPulse trace from its folder. Files may be compressed with zstd.
 
-    `chunk_tokens`: None for the trace's own block. `spread`: sessions of a run-length file begin at uniformly random
-    times within this number of seconds; 0: as the file says. `memory`: bytes that it may take. Raises UsageError, with
-    the line and the mistake, for a file that is not a trace, and for one that takes more memory.
+    `chunk_tokens`: tokens per chunk, or None for the block size of the trace. `spread`: sessions of a run-length file
+    begin at random times within this number of seconds; 0: as the file says. `memory`: largest number of bytes that the
+    trace may take. Raises UsageError, with the line and the mistake, if a file is not a trace or takes more memory.
     """
     if path.is_dir():
         path = next(iter(sorted(path.glob("0_trace.jsonl*"))), path / "0_trace.jsonl")
@@ -228,7 +228,7 @@ def _rag_lengths(path: Path, room: Room) -> dict[Any, int]:
 
 
 def _cut(parts: list[tuple[str, Any]], lengths: dict[Any, int], size: int) -> Iterator[object]:
-    """Yield the content of each whole chunk: which tokens of which parts."""
+    """Yield the content of each whole chunk, as the ranges of tokens of `parts` that it consists of."""
     content: list[tuple[Any, int, int]] = []
     left = size
     for _, number in parts:
@@ -287,14 +287,14 @@ def _names(values: Any) -> list[Any]:
 
 
 def _is_name(value: object) -> bool:
-    """Each name is kept."""
+    """Return whether a value can be a name, which must be short because names are kept."""
     if isinstance(value, str):
         return len(value) <= _MAX_NAME
     return type(value) is int and abs(value) < 10**_MAX_NAME
 
 
 def _once(names: list[Any]) -> list[Any]:
-    """Raise ValueError where a chunk would come before itself."""
+    """Return the names. Raises ValueError if a name occurs twice, because a chunk cannot come before itself."""
     if len({*names}) < len(names):
         raise ValueError("a request has a block twice: leave out the second one, or give it another id")
     return names

@@ -169,15 +169,15 @@ class VLLMRequest(Protocol):
 
 @define(eq=False)
 class Waiting:
-    """A request's waits, and the decisions about its lookup. Written by `Matcher`.
+    """The state of a request while it waits for chunks, and the decisions about its lookup. Written by `Matcher`.
 
-    `computed`: the tokens of vLLM's own hit at the last lookup. `lease`: a lease on the chunks that this lookup
-    promised, until they are loaded or the step ends; `between_steps`: whether that load is asynchronous.
-    `shared_lookup`, `promotion`: the lookup and the promotion it waits for. `stored_elsewhere`: number of leading
-    chunks found so far that another server stores; `look_at`: when to look for more. `worth_loading`: how many leading
-    chunks load faster than they compute; None until decided. `longest_hit`: largest number of chunks of a hit, because
-    later states take longer to load than to compute. `deferred_since`: the time of the first answer that made vLLM ask
-    again.
+    `computed`: the number of tokens of vLLM's own hit at the last lookup. `lease`: a lease on the chunks that this
+    lookup has promised, until they are loaded or the step ends. `between_steps`: whether the load is between steps.
+    `shared_lookup`, `promotion`: the lookup and the promotion for which the request waits. `stored_elsewhere`: how many
+    chunks of another server (`wait_for`) were found so far. `look_at`: the time to look for more of them.
+    `worth_loading`: how many of the first chunks load faster than they compute, or None if this is not decided yet.
+    `longest_hit`: largest number of chunks of a hit, because later states load more slowly than they compute.
+    `deferred_since`: the time of the first answer that made vLLM ask again.
     """
 
     patience: Patience

@@ -181,7 +181,7 @@ class HitAudits(Planner):
         return drawn or self.sampler()
 
     def stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Note the load before these chunks, because it may be the cause if they are wrong."""
+        """Note that a request has computed these chunks after a load, which may be the cause if they are wrong."""
         if self.on and request.report.hit_tokens:
             text = f"computed by request {request.name} after {request.report.hit_tokens} loaded tokens"
             self._behind.update(dict.fromkeys(keys, text))
