@@ -1,1 +1,3 @@
-"""The agent API: an HTTP service inside the engine's process that looks up, prefetches, pins and clears."""
+"""The agent API: an HTTP service in the engine's process that looks up, prefetches, pins and deletes chunks of
+prompts.
+"""

@@ -1,4 +1,4 @@
-"""`Peers`: the first engine's service asks the other engines of its server, and adds up their answers."""
+"""`Peers`: lets the first engine's service ask the other engines of its server, and combine their answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Backends around others: `AsyncAdapter` runs coroutines, `WrapperBackend` sees every call, `NullBackend` stores
-nothing.
-"""
+"""Adapters: `AsyncAdapter` runs coroutines, `WrapperBackend` forwards all calls, and `NullBackend` stores nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`CPUPinnedBackend`: host memory, as the first tier of a store or as a backend by itself."""
+"""`CPUPinnedBackend`: stores chunks in host memory, as the first tier of a store or as a separate backend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Computes chunk keys from tokens, with the standard library alone.
 
-Key i is sha256(root || tokens[0 : (i + 1) * chunk_size]), tokens as little-endian uint32: a key names its chunk and
-everything before it. One incremental hash computes all keys, so n tokens take O(n) time.
+Key i is sha256(root || tokens[0 : (i + 1) * chunk_size]), with tokens as little-endian uint32. So a key depends on its
+chunk and everything before it. One incremental hash computes all keys, so n tokens take O(n) time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The place of each byte of a chunk: the layout that workers, slabs and files share.
+"""The layout of a chunk: where each byte is in it, for workers, slabs and files alike.
 
-A chunk is whole pages of vLLM's paged memory, laid out `[rank][layer][page]`. Pages are opaque: tokens inside a page,
-heads and dtypes do not matter, so any attention backend's page format works.
+A chunk consists of whole pages of vLLM's paged memory, in the order `[rank][layer][page]`. The format inside a page
+does not matter, so the pages of any attention backend work.
 
-Recurrent layers have a state instead, at a boundary between chunks. States are separate entries, in slots of the
-same size: a boundary's states would make each chunk several times as large, and most boundaries need none.
+Recurrent layers have no pages, but a state after a chunk. States are separate entries, in slots of the same size. As a
+part of each chunk they would make it several times as large, and most chunks need none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Namespaces: everything except tokens that decides the KV of a chunk, and so the chunk's key.
+"""Namespaces: everything except tokens that decides the KV of a chunk, and thus the chunk's key.
 
-Two chunks may share a key only if they are interchangeable. Model, formats, parallel split, cache salt and LoRA adapter
-decide this in addition to the tokens. An injective encoding of them is hashed into the root of the chain of keys.
-`Authenticator` separates those who share a store but not a secret.
+Two chunks may share a key only if they are interchangeable. Besides tokens, this depends on the model, formats,
+parallelism, cache salt and LoRA adapter. A hash of their injective encoding is the root of a prompt's keys. With an
+`Authenticator`, only processes with the same secret share chunks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `lmkv` command: one module per subcommand, collected in `lmkv.cli.app`."""
+"""The `lmkv` command. Each module has one or a few subcommands, and `lmkv.cli.app` collects them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `lmkv` command's application: its subcommands by name, each imported when it is run."""
+"""The application of the `lmkv` command: finds subcommands by name, and imports each only when it runs."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def ask_in_turn(how: str, plan: Plan, engine: EngineProcess, echo: Progress) -> 
 
 
 def wait_for_files(disk: Path, wanted: int, echo: Progress) -> None:
-    """Wait until `wanted` chunks are on disk, WRITE_TIMEOUT seconds at most. A missing chunk is a miss."""
+    """Wait until `wanted` chunks are on disk, for at most WRITE_TIMEOUT seconds. Then continue with what is there."""
     echo(f"waiting for {wanted} chunks to be on disk")
     deadline = time.monotonic() + WRITE_TIMEOUT
     while (found := sum(1 for _ in disk.rglob("*.kv1"))) < wanted:
@@ -253,7 +253,7 @@ def summarize(
     tier: Medium,
     facts: FolderFacts | None = None,
 ) -> Measurement:
-    """Return the best of all times, because disturbances only add to them, and the worst of everything else."""
+    """Return the results: the best of all times, because disturbances only add to them, and the worst other values."""
     below = tier is not Medium.RAM
     cold_ttft_s, loaded_ttft_s = fastest(cold), fastest(loaded)
     hit_tokens = min(answer.hit_tokens for answer in loaded)

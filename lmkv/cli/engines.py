@@ -1,6 +1,6 @@
-"""vLLM engines to measure: their specification, and a child process for each that answers prompts.
+"""Starts vLLM engines to measure, each in a child process that answers prompts.
 
-`python -m lmkv.cli.engines FOLDER` is such a process. vLLM is imported there only. Parent and child exchange lines of
+`python -m lmkv.cli.engines FOLDER` runs such a process. Only the child imports vLLM. Parent and child exchange lines of
 JSON over the child's standard input and output.
 """
 

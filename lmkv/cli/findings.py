@@ -1,4 +1,4 @@
-"""The findings of `lmkv doctor` about the configuration, this machine, disks and remote stores, and vLLM."""
+"""Makes the findings of `lmkv doctor` about the configuration, this machine, disks, remote stores and vLLM."""
 
 from __future__ import annotations
 

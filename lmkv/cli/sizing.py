@@ -1,4 +1,4 @@
-"""Computes the size of a model's KV and recurrent states from its config.json alone, without a download."""
+"""Computes the size of a model's KV and recurrent states, only from its config.json and without a download."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Parsers of settings: each takes a value as users write it, and raises ValueError with the reason. `Reading` is
-the meaning of one given setting, which commands and the server's start report alike.
+"""Parsers of settings, which convert a value as users write it, and raise ValueError with the reason if it is invalid.
 
-Values come from YAML, the environment, JSON and Python, so a number or a boolean may be text.
+Values come from YAML, the environment, JSON and Python, so a number or a boolean may be text. A `Reading` says what
+lmkv makes of one setting; commands and the server report it with the same words.
 """
 
 from __future__ import annotations

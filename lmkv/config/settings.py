@@ -1,6 +1,6 @@
-"""Every setting of lmkv: its name, type, default, unit and meaning, and where values come from.
+"""`Config`: every setting of lmkv, with its name, type, default, unit and meaning, and the source of its value.
 
-`Config` is read at the edges (engine builder, vLLM connector, command line) and turned into objects there.
+Only the builder of engines, the vLLM connector and the command line read a `Config`, and make objects from it.
 """
 
 from __future__ import annotations
@@ -511,7 +511,7 @@ _OPTIONS: Final[Mapping[str, Attribute[Any]]] = MappingProxyType(
 
 @frozen
 class Answer:
-    """The meaning of all given settings, each and together. The server and all commands answer with it.
+    """The result of reading all given settings. The server and all commands use it, so they judge settings alike.
 
     `config`: None if a setting is refused. `notes`: log lines with their levels, about several settings together.
     """

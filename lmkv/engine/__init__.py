@@ -1,4 +1,4 @@
-"""`Engine`: store, retrieve, look up and prefetch KV by the tokens of a prompt, without a server."""
+"""`Engine`: stores, loads, looks up and prefetches KV by the tokens of a prompt, without a server."""
 
 from __future__ import annotations
 

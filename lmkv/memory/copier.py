@@ -1,4 +1,4 @@
-"""The interface of copiers, `Copier`, their orders, and the checks that every copier makes."""
+"""`Copier`: the interface of copiers, with the orders that they execute, and the checks that every copier makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""CUDA as a `Device`: torch's streams and memory, the driver's transfers, and a Triton kernel."""
+"""`CUDADevice`: a CUDA device for copiers, with torch's streams and memory, the driver's transfers and a Triton
+kernel.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Copies between paged memory on a device and the slab, ordered by streams and events.
 
-`Device` is the part of an accelerator that copiers use. Tests simulate one that executes queued work in any order.
+`Device` is the interface to an accelerator. Tests simulate a device that executes queued work in any allowed order.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Ring:
         self._uses: deque[tuple[int, int, Event]] = deque()
 
     def borrow(self, nbytes: int, stream: Stream) -> int:
-        """Return the address of `nbytes`, for work that is queued on `stream` from now on."""
+        """Return the address of `nbytes` bytes, which work that is queued on `stream` from now on may use."""
         start = self._next if self._next + nbytes <= self.nbytes else 0
         self._next = start + nbytes
         while any(low < self._next and start < high for low, high, _ in self._uses):

@@ -1,4 +1,6 @@
-"""`WeightedAge` ages chunks more slowly once they are used again; `ADAPTIVE` tries several weights in `Shadow`s."""
+"""`WeightedAge`: keeps chunks longer that are used again. `ADAPTIVE`: learns how much longer, with `Shadow`s of the
+tier.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`PolicyBase`: knows the keys of a tier, how they depend on each other, and which may be evicted. Policies add the
-order.
-"""
+"""`PolicyBase`: knows the keys of a tier, how they depend on each other, and which may be evicted."""
 
 from __future__ import annotations
 

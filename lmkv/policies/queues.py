@@ -1,4 +1,4 @@
-"""Eviction orders in queues: `FIFO`, `LRU`, `MRU`, `LFU`, `SLRU`, `ARC`, `S3FIFO` and `SIEVE`."""
+"""Policies that keep chunks in queues: `FIFO`, `LRU`, `MRU`, `LFU`, `SLRU`, `ARC`, `S3FIFO` and `SIEVE`."""
 
 from __future__ import annotations
 

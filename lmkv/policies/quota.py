@@ -1,4 +1,4 @@
-"""`Quotas`: keeps a share of a tier for each tenant, independent of the chunks that other tenants store."""
+"""`Quotas`: keeps a share of a tier for each tenant, no matter how many chunks other tenants store."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The tiered store: which chunk is in which tier, and how chunks move between tiers."""
+"""The tiered store: knows which chunk is in which tier, and moves chunks between tiers."""

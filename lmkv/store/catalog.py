@@ -1,4 +1,4 @@
-"""`Catalog` answers which tier has which chunk, from the indexes of the tiers. `TierScanner` keeps these indexes right.
+"""`Catalog`: tells which tier has which chunk, from the indexes of the tiers. `TierScanner`: keeps these indexes right.
 
 The scanner lists a tier at the start; meanwhile the store already serves the chunks that are indexed. If other
 processes change a tier, the scanner lists it repeatedly, to find their chunks and to forget deleted ones. If a shared
@@ -200,8 +200,9 @@ class Boundaries:
         return max(0, entries - self.states)
 
     def last_with_states(self, chain: Sequence[ChunkKey], first: int = 0, *, ready: bool = False) -> int:
-        """Return the largest number of leading chunks after which all states are stored, in host memory if `ready`;
-        else 0.
+        """Return the number of first chunks after the last point where all states are stored, or 0 if there is none.
+
+        `ready`: whether the states must be in host memory.
         """
         for end in range(len(chain), first, -1):
             counts = self._catalog.count_prefix(state_keys(chain[end - 1], self.states))

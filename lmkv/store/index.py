@@ -241,7 +241,7 @@ class TierIndex:
             self.order.discard(key)
 
     def distrust(self, key: ChunkKey) -> None:
-        """Distrust a chunk that could not be read. Its bytes may still be right."""
+        """Mark a chunk as distrusted because it could not be read, although its bytes may be right."""
         if key in self:
             self._tell_removed(key)
             self._distrusted.add(key)

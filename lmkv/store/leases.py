@@ -1,4 +1,4 @@
-"""Leases and reservations: references to slots of host memory, for reading and for writing."""
+"""Leases and reservations, by which callers use slots of host memory for reading and for writing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Host memory as a tier: the slot of each chunk, its number of references, and whether it may be evicted.
+"""Host memory as a tier: knows the slot of each chunk, its number of references, and whether it may be evicted.
 
-Entries: absent -> WRITING (reserved) or LOADING (promoted) -> READY -> absent; docs/development/concurrency.md has the
-table. Nothing here locks, waits, copies or calls back: the store calls it under its own lock.
+A chunk is absent, then WRITING (reserved) or LOADING (promoted), then READY, and absent again;
+docs/development/concurrency.md has the table. This module never locks, waits, copies or calls back, because the store
+calls it while it holds its lock.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Handle:
     _callbacks: deque[Callable[[], None]] = field(init=False, factory=deque)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the promotion is done, for at most `timeout` seconds. Returns `done`."""
+        """Wait until the work is finished, for at most `timeout` seconds. Returns `done`."""
         return self._bell.wait_for(lambda: self.done, timeout)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:

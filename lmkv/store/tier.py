@@ -1,6 +1,6 @@
 """A lower tier of a store: its index, its counters, and reads and writes of its backend that never raise.
 
-Methods without `@locked` run on I/O threads, and take the lock to plan and to note the outcome, but not during I/O.
+Methods without `@locked` run on I/O threads. They take the lock to plan and to note a result, but not during I/O.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`TieredStore`: host memory over lower tiers, and the verbs on both.
+"""`TieredStore`: stores chunks in host memory and in lower tiers.
 
-One lock guards the metadata of all tiers. It is never held during I/O, copies, log lines or callbacks: each method
-plans these under it into a `Deferred`, which runs after its release. All parts of a store share that lock.
+One lock guards the metadata of all tiers, and all parts of a store share it. No thread holds the lock during I/O,
+copies, log lines or callbacks. Each method plans these in a `Deferred`, which runs after the lock is released.
 """
 
 from __future__ import annotations

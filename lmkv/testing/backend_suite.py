@@ -1,4 +1,4 @@
-"""`BackendSuite`: the contract of `Backend` and its capabilities, as pytest tests to inherit."""
+"""`BackendSuite`: tests of the contract of `Backend` and its optional methods, for pytest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fault injection for backends and copiers: errors, delays and calls without an answer, reproducible by a seed."""
+"""Injects faults into backends and copiers: errors, delays and calls without an answer, reproducible by a seed."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""The vLLM connector. Importing this package imports nothing of vLLM; `lmkv.vllm.connector` does."""
+"""The connector for vLLM. This package can be imported without vLLM; only some modules, such as `connector`, need
+it.
+"""

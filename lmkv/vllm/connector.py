@@ -1,7 +1,7 @@
-"""`LMKVConnector`: vLLM's KV connector interface over lmkv's scheduler side and worker side.
+"""`LMKVConnector`: implements vLLM's interface of KV connectors with lmkv's scheduler side and worker side.
 
-The scheduler side never waits for I/O and never raises into vLLM: a failure there is a miss. The worker side turns
-failures into blocks that vLLM recomputes.
+The scheduler side never waits for I/O and never raises into vLLM; a failure there is a miss. After a failure, the
+worker side names the blocks that vLLM must recompute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Registers `LMKVConnector` with vLLM: the entry point of the group `vllm.general_plugins`."""
+"""Registers `LMKVConnector` with vLLM. `register` is lmkv's entry point in the group `vllm.general_plugins`."""
 
 from __future__ import annotations
 

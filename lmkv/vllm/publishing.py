@@ -1,6 +1,6 @@
-"""Publishes lmkv's metrics and KV events through vLLM: its stats, its Prometheus registry, its block hashes.
+"""Publishes lmkv's metrics and KV events through vLLM.
 
-vLLM aggregates the stats of all ranks and of the scheduler side, and observes them in its API server.
+vLLM collects statistics of all ranks and of the scheduler side, and adds them to the metrics of its API server.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Ray Serve LLM with separate prefill and decode: `build_pd_openai_app`, whose requests may carry lmkv's options.
+"""`build_pd_openai_app`: builds a Ray Serve application with prefill and decode, which accepts lmkv's request options.
 
-Ray's own builder refuses clients' `kv_transfer_params`. Needs Ray 2.60, whose internal modules it uses.
+Ray's own builder refuses `kv_transfer_params` from clients. This module needs Ray 2.60, because it uses Ray's
+internals.
 """
 
 from __future__ import annotations

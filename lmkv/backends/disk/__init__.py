@@ -1,4 +1,4 @@
-"""`LocalDiskBackend`: one immutable file per chunk, verified with checksums before it is used."""
+"""`LocalDiskBackend`: stores each chunk in an immutable file, and verifies checksums when it reads the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The root folder: checks its owners, and opens the folders below it.
+"""The root folder of the disk tier: checks who may have created it, and opens the folders below it.
 
 In a world-writable folder such as /dev/shm another user may create the root first. So a folder that anybody could have
 created must belong to this process's user or to root. The owner of any other folder has chosen its writers, so all

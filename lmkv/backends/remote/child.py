@@ -2,8 +2,8 @@
 
 python -m lmkv.backends.remote.child MODULE CONNECTION MEMORY [MEMORY ...]
 
-The methods of the class `StoreClient` in `MODULE` are the calls. CONNECTION and MEMORY are file descriptors. Messages
-are JSON; the first one has the options of the client.
+The parent calls methods of the class `StoreClient` in MODULE. CONNECTION and MEMORY are file descriptors. Messages
+are JSON, and the first message has the options of the client.
 """
 
 from __future__ import annotations

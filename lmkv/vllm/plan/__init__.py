@@ -1,6 +1,6 @@
-"""The messages between the scheduler side and the workers: copy orders and reports. No vLLM types.
+"""The messages between the scheduler side and the workers: copy orders and reports.
 
-Both sides of the connector import this package, which also has `Request`.
+Both sides of the connector import this package, which also has `Request`. It uses no types of vLLM.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class AgentHint:
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """Read a mapping, or an object with the same fields."""
+        """Read a hint from a mapping, or from an object with the same fields."""
         control = _field(value, "cache_control")
         ttl = _field(control, "ttl") if control is not None else None
         edits = _field(_field(value, "context_management"), "edits")

@@ -1,7 +1,7 @@
 """The scheduler side of the connector: answers vLLM's lookups and plans the copies of each step.
 
-It uses no types of vLLM: it reads requests and scheduler outputs through a few attributes, so that tests can simulate
-any schedule. It never waits for the I/O of tiers.
+It uses no types of vLLM, and reads only a few attributes of requests and scheduler outputs, so that tests can simulate
+any schedule. It never waits for I/O of tiers.
 """
 
 from __future__ import annotations

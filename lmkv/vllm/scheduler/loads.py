@@ -270,7 +270,7 @@ class Loads(Planner):
         return any(job.request.tokens(job.start, size) == request.tokens(job.start, size) for job in jobs)
 
     def may_have_been_read(self, number: int) -> bool:
-        """Return whether a step may have computed from the blocks of this load, which is so only within a step."""
+        """Return whether a step may have computed from the blocks of this load: True unless it is between steps."""
         job = self._jobs.get(number)
         return isinstance(job, _LoadJob) and not job.between_steps
 

@@ -1,4 +1,4 @@
-"""`Telemetry`: the scheduler side's counters, for vLLM's `/metrics`."""
+"""`Telemetry`: counts events of the scheduler side for vLLM's `/metrics`."""
 
 from __future__ import annotations
 
