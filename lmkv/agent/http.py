@@ -202,7 +202,10 @@ _MIN_BYTES, _MAX_BYTES = 1 << 20, 8 << 20
 
 
 def max_body_bytes(longest: int) -> int:
-    """Return the largest body for prompts of up to `longest` tokens. Parsing a body blocks the interpreter."""
+    """Return the largest size of a body in bytes, for prompts of up to `longest` tokens.
+
+    It is limited because parsing a body blocks the interpreter.
+    """
     return min(max(_MIN_BYTES, _TOKEN_BYTES * longest), _MAX_BYTES)
 
 

@@ -26,7 +26,7 @@ _STATE_TAG: Final = b"lmkv state\0"
 
 
 class Tokens(Protocol):
-    """A list, tuple, array, numpy array or torch tensor, or a sequence with such slices."""
+    """The type of token ids: a list, tuple, array, numpy array or torch tensor, or a sequence with such slices."""
 
     def __len__(self) -> int: ...
 
@@ -195,7 +195,7 @@ def _length(tokens: Tokens) -> int:
 
 
 def _uint32(tokens: Tokens, start: int, stop: int) -> array[int]:
-    """tokens[start:stop], and possibly tokens after it, as uint32 that are little-endian in memory."""
+    """Return tokens[start:stop], and perhaps tokens after them, as uint32 that are little-endian in memory."""
     ids = _native_uint32(tokens, start, stop)
     if sys.byteorder == "big":
         ids.byteswap()
@@ -228,7 +228,7 @@ def _from_sequence(tokens: Iterable[int], start: int) -> array[int]:
 
 
 def _from_ndarray(tokens: Any, start: int) -> array[int]:
-    """From a numpy array or a torch tensor on any device, without importing either library."""
+    """Return tokens of a numpy array or a torch tensor on any device as uint32, without importing either library."""
     if hasattr(tokens, "detach"):
         tokens = _from_tensor(tokens)
     kind, itemsize = tokens.dtype.kind, tokens.dtype.itemsize

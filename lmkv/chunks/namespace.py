@@ -19,7 +19,7 @@ from attrs import Attribute, asdict, field, frozen
 from lmkv.errors import ConfigError, UsageError, how_to_install, short_repr
 
 FORMAT_VERSION = 1
-"""Version of the keys: raised when the same tokens and description get different keys."""
+"""Version of the keys. It changes when the same tokens and namespace get other keys."""
 
 _NAMESPACE_TAG = b"lmkv namespace\0"
 _ROOT_TAG = b"lmkv root\0"
@@ -33,10 +33,10 @@ _NONCE_BYTES = 12
 
 
 def canonical(value: object) -> bytes:
-    """Encode None, int, str, bytes, tuples and mappings of them: a type tag, a 64-bit length, the content.
+    """Encode None, int, str, bytes, tuples and mappings of them, each as a type tag, a 64-bit length and the content.
 
-    Injective: values that differ in type or content differ in their bytes. Mappings are sorted by their
-    encoded items. Any other type is a `UsageError`.
+    The encoding is injective: values that differ in type or content differ in their bytes. Mappings are sorted by their
+    encoded items. Raises UsageError for any other type.
     """
     match value:
         case None:
@@ -80,9 +80,9 @@ def _sorted_items(extra: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple
 
 
 def tenants_of(cache_salt: str | None, tags: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the names by which a quota can mean a request: the label of its salt, and its tags as `name:value`.
+    """Return the names of a request's tenants in quotas: the label of its salt, and its tags as `name:value`.
 
-    A tag with a colon in its name is left out: `a:b` with value `c` and `a` with value `b:c` would be one name.
+    A tag with a colon in its name is left out, because `a:b` with value `c` and `a` with value `b:c` would be one name.
     """
     return [
         *([salt_label(cache_salt)] if cache_salt else ()),
@@ -91,7 +91,7 @@ def tenants_of(cache_salt: str | None, tags: Iterable[tuple[str, str]]) -> list[
 
 
 def salt_label(salt: str) -> str:
-    """Return a name for a `cache_salt`, which is a secret, in quotas, metrics and pages.
+    """Return the label of a `cache_salt`, which stands for the secret salt in quotas, metrics and pages.
 
     >>> salt_label("alice")
     'salt-2bd806c97f0e00af'

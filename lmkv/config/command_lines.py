@@ -160,9 +160,7 @@ def program(words: Sequence[str]) -> tuple[bool, int] | None:
 
 
 def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that LMCache reads, before a program, as a shell or `docker run -e` sets them, and the other
-    words.
-    """
+    """Return the variables of LMCache before a program, which a shell or `docker run -e` sets, and all other words."""
     env: dict[str, str] = {}
     others: list[str] = []
     for word in words:
@@ -177,7 +175,7 @@ def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _flags(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the flags and their values, "" of those that stand alone."""
+    """Return the flags and their values, with "" for flags without a value."""
     found, at = [], 0
     while at < len(words):
         name, equals, value = words[at].partition("=")
@@ -218,7 +216,7 @@ def _of_server(flags: list[tuple[str, str]], env: Env) -> Command:
 
 
 def _use_adapter(command: Command, text: str, env: Env) -> None:
-    """A lower tier of LMCache's server, as JSON."""
+    """Translate a lower tier of LMCache's server, given as JSON."""
     try:
         adapter = json.loads(text)
         kind, given = str(adapter["type"]), f"--l2-adapter {adapter['type']}"
@@ -239,7 +237,7 @@ def _use_adapter(command: Command, text: str, env: Env) -> None:
 
 
 def _use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
-    """The prefix of a tier, and its keys that are no settings here, so that none is dropped in silence."""
+    """Translate the prefix of a tier, and note its keys that are no settings here, so that none is dropped silently."""
     if tier.get("prefix"):
         command.use(f"{given}: prefix", "remote_prefix", tier["prefix"])
     known = lmcache.commands()["tiers"]
@@ -249,7 +247,7 @@ def _use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
 
 
 def _use_store(command: Command, given: str, described: Callable[[], tuple[str, Mapping[str, Any]]]) -> None:
-    """A remote store, by its address in LMCache's form and the keys that belong to it."""
+    """Translate a remote store, given by its address in LMCache's form and the keys that belong to it."""
     try:
         found = addresses.translated(*described())
     except addresses.RefusedError as error:
@@ -274,11 +272,11 @@ def _use_store(command: Command, given: str, described: Callable[[], tuple[str, 
 
 _LOGIN: Final = ("remote_username", "remote_password", "remote_ttl")
 _RENAMED: Final = {"master_server_addr": "master_server_address", "rdma_devices": "device_name", "key_prefix": "prefix"}
-"""Keys of an adapter under the names that other sources have."""
+"""For keys of an adapter, the names that other sources of LMCache use."""
 
 
 def _joined(kind: str, adapter: Mapping[str, Any], env: Env) -> dict[str, Any]:
-    """Return the keys of an adapter as `extra_config` has them."""
+    """Return the keys of an adapter in the form of `extra_config`."""
     if kind == "resp":
         return {name: adapter.get(name) or env.get(f"LMCACHE_RESP_{name.upper()}") for name in ("username", "password")}
     if kind == "valkey":
@@ -363,7 +361,7 @@ def _of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
 
 
 def _with_file(command: Command, words: Sequence[str]) -> Sequence[str]:
-    """Return the options of the file that `--config` names, before the others."""
+    """Return the words with the options of the file that `--config` names before all others."""
     at = next((at for at, word in enumerate(words) if word == "--config"), len(words))
     if at + 1 >= len(words):
         return words
@@ -380,7 +378,7 @@ def connector_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return the options with their values, as vLLM writes their names, and the words that are not about offloading."""
+    """Return the options about offloading with their values, under vLLM's names, and all other words."""
     options, kept, at = [], list[str](), 0
     while at < len(words):
         given, equals, value = words[at].partition("=")
@@ -400,7 +398,7 @@ def _options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """As vLLM reads them: the last JSON replaces those before it, and dotted arguments replace every JSON."""
+    """Return the `kv_transfer_config` as vLLM reads it: the last JSON counts, and dotted arguments replace all JSON."""
     found: dict[str, Any] = {}
     dotted: dict[str, Any] = {}
     # vLLM then chooses the connector.
@@ -435,7 +433,7 @@ _MULTIPLES: Final = {
 
 
 def _dotted_value(text: str) -> Any:
-    """JSON, or a number as 8 or 64k, or the text."""
+    """Return the value of a dotted argument: from JSON, from a number such as 8 or 64k, or the text itself."""
     with suppress(ValueError, RecursionError):
         return json.loads(text)
     number = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kmgtKMGT])", text.strip())
@@ -509,7 +507,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
 
 
 def _keep_own(command: Command, items: Mapping[Any, object]) -> None:
-    """lmkv's own settings. If there are any, LMCache's are not read."""
+    """Keep settings of lmkv. If there are any, LMCache's settings are not read."""
     for key, value in items.items():
         name = str(key).removeprefix("lmkv.")
         if lmcache.owns(key):
@@ -520,7 +518,7 @@ def _keep_own(command: Command, items: Mapping[Any, object]) -> None:
 
 
 def _use_several(command: Command, transfer: Mapping[str, Any], connectors: list[object], env: Env) -> None:
-    """A MultiConnector: what becomes lmkv, together, and the others as they are."""
+    """Translate a MultiConnector: lmkv replaces some connectors together, and the others remain."""
     given = [each for each in connectors if isinstance(each, Mapping)]
     ours = [each for each in given if each.get("kv_connector") in _CONNECTORS]
     if not ours:
@@ -571,7 +569,7 @@ def _bytes(command: Command, given: str, name: str, value: object, times: int = 
 
 
 def _secondary(command: Command, tiers: object) -> None:
-    """vLLM's tiers below host memory."""
+    """Translate vLLM's tiers below host memory."""
     for each in tiers if isinstance(tiers, list) else [tiers]:
         tier: Mapping[str, Any] = each if isinstance(each, Mapping) else {}
         given = f"secondary_tiers: {tier.get('type')}"
@@ -665,7 +663,7 @@ def _as_words(content: Mapping[Any, object]) -> list[str]:
 
 
 def typed(value: object) -> object:
-    """Return the same with its numbers, which `read_yaml` leaves as text."""
+    """Return a value with numbers, which `read_yaml` leaves as text."""
     if isinstance(value, dict):
         return {key: typed(each) for key, each in value.items()}
     if isinstance(value, list):

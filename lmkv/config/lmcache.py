@@ -37,7 +37,7 @@ _INNER: Final = "extra_config."
 _PER_RANK: Final = ("max_local_cpu_size", "max_local_disk_size")
 _OFF: Final = NOTHING | {"[]", "{}"}
 MAX_NAMES: Final = 20
-"""Names in one message."""
+"""Largest number of names in one message."""
 
 _Read = Callable[[Path], Mapping[Any, object]]
 _Given = dict[Any, tuple[object, str]]
@@ -45,7 +45,7 @@ _Given = dict[Any, tuple[object, str]]
 
 @frozen(kw_only=True)
 class KnownSetting:
-    """One key of LMCache's, as lmcache.toml says. `kind`: mapped, joined to remote_url, refused or without_effect."""
+    """One key of LMCache, from lmcache.toml. `kind`: mapped, joined (to remote_url), refused or without_effect."""
 
     key: str
     kind: str
@@ -59,14 +59,14 @@ class KnownSetting:
     values: Mapping[str, object] = field(factory=dict)
 
     def is_idle(self, value: object, given: _Given) -> bool:
-        """Return whether this value has no effect, given the other settings."""
+        """Return whether this value has no effect together with the other settings in `given`."""
         can_be_off = self.off or self.kind == "refused"
         return bool(
             self.kind == "without_effect" or self._is_alone(given) or (can_be_off and _word(value) in _OFF | {self.off})
         )
 
     def idle_because(self, given: _Given) -> str:
-        """Return the reason if it has no effect."""
+        """Return the reason why a value has no effect."""
         if self.kind == "without_effect":
             return self.why
         if self.kind == "joined":
@@ -77,7 +77,7 @@ class KnownSetting:
         return bool(self.needs) and _word(given.get(self.needs, (None, ""))[0]) in _OFF
 
     def convert(self, value: object, source: str) -> tuple[str, object, str]:
-        """Return lmkv's name and value, and their source."""
+        """Return lmkv's name for the setting, its value in lmkv, and the source."""
         if self.several and isinstance(value, str) and "," in value:
             raise ConfigError(f"{source}: {self.key} = {short_repr(value)} names several folders: {self.several}")
         where = source if self.key == self.setting or source.startswith(VARIABLE) else f"{source}: {self.key}"
@@ -95,20 +95,20 @@ class KnownSetting:
 
 @define
 class Translation:
-    """LMCache's settings in lmkv's names, and those that could not be translated."""
+    """The result of translating LMCache's settings: lmkv's settings, and what lmkv makes of each given one."""
 
     settings: list[tuple[str, object, str]] = field(factory=list)
-    """`(key, value, source)`."""
+    """lmkv's settings as `(key, value, source)`."""
     readings: list[Reading] = field(factory=list)
-    """The meaning of each; those that are used are in `settings`, too."""
+    """For each given setting, what lmkv makes of it. The used settings are also in `settings`."""
     notes: list[tuple[int, str]] = field(factory=list)
-    """Further remarks, with their levels."""
+    """Further remarks, each with its log level."""
 
     def of(self, kind: Kind) -> list[Reading]:
         return [reading for reading in self.readings if reading.kind == kind]
 
     def remarks(self) -> list[tuple[int, str]]:
-        """Return the remarks for the user's log, with their levels: on single readings, and on all together."""
+        """Return remarks for the log, each with its level: on single settings, and on all together."""
         unknown = [f"{each.key} ({each.source})" for each in self.of("unknown")]
         remarks = [
             (logging.INFO, "LMCache settings without effect in lmkv", [each.key for each in self.of("without effect")]),
@@ -172,8 +172,8 @@ def misspelled(env: Iterable[str]) -> Iterator[str]:
 def translate(
     env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, ranks: int | None = None
 ) -> Translation:
-    """Translate all given settings of LMCache. `read`: gives the content of a YAML file. `ranks`: number of ranks of an
-    engine.
+    """Translate all given settings of LMCache. `read`: returns the content of a YAML file. `ranks`: the engine's
+    ranks.
     """
     result = Translation()
     given = _flat(_merged(env, extra, read, result), result)
@@ -221,7 +221,7 @@ _MOONCAKE: Final = "MOONCAKE_CONFIG_PATH"
 
 
 def hint(name: object, known: Mapping[str, KnownSetting]) -> str:
-    """Return the known name that may be meant, and whether it has an effect; "" if none is similar."""
+    """Return a hint with the most similar known name, and whether it has an effect, or "" if no name is similar."""
     if not (close := nearest(name, known)):
         return ""
     more = {"refused": ", which cannot be used", "without_effect": ", which has no effect"}
@@ -229,7 +229,7 @@ def hint(name: object, known: Mapping[str, KnownSetting]) -> str:
 
 
 def nearest(name: object, names: Iterable[str], cutoff: float = 0.7) -> str:
-    """Return the most similar name, or "". It takes milliseconds."""
+    """Return the most similar name, or "" if no name is similar. The search takes milliseconds."""
     short = {each.removeprefix(_INNER): each for each in names}
     close = difflib.get_close_matches(str(name).removeprefix(_INNER)[:100], short, n=1, cutoff=cutoff)
     return short[close[0]] if close else ""
@@ -280,7 +280,7 @@ def _complete_resp(given: _Given) -> None:
 
 
 def _drop_disk_without_room(given: _Given, result: Translation) -> None:
-    """A folder of 0 GiB is no tier there."""
+    """Drop a disk of 0 GiB, which is no tier in LMCache."""
     size, folder = given.get("max_local_disk_size"), given.get("local_disk")
     if size is not None and _word(size[0]) in ("0", "0.0") and folder is not None and not is_nothing(folder[0]):
         for key in ("local_disk", "max_local_disk_size"):
@@ -301,7 +301,7 @@ def _drop_memory_of_nothing(given: _Given, result: Translation) -> None:
 
 
 def _multiply_sizes(given: _Given, result: Translation, ranks: int | None) -> None:
-    """Make sizes of each rank, as LMCache has them, those of all `ranks`."""
+    """Multiply sizes by the number of ranks, because LMCache's sizes are for each rank."""
     for key in [key for key in _PER_RANK if key in given and ranks != 1]:
         value, source = given[key]
         try:
@@ -326,9 +326,7 @@ def _say_segments(given: _Given, result: Translation, ranks: int | None) -> None
 
 
 def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, result: Translation) -> _Given:
-    """Return the value and source of each key. As in LMCache: file, environment, extra configuration, the later the
-    stronger.
-    """
+    """Return the value and source of each key. As in LMCache, the environment overrides the file, and `extra` both."""
     found: _Given = {}
     for name in named(env, extra):
         if owns(name):
@@ -347,7 +345,7 @@ def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, re
 
 
 def _flat(found: _Given, result: Translation) -> _Given:
-    """Return the same settings, with each key of `extra_config` as its own setting."""
+    """Return the same settings, with each key of `extra_config` as a separate setting."""
     inner, source = found.pop("extra_config", (None, ""))
     if isinstance(inner, str):
         try:

@@ -34,7 +34,7 @@ SCHEMES: Final = {
     **dict.fromkeys(("mooncake", "mooncakestore"), "mooncake"),
     "infinistore": "infinistore",
 }
-"""Scheme of a URL -> module of `lmkv.backends.remote` whose `open_url` takes it: lmkv's own."""
+"""For each scheme of a URL, the module of `lmkv.backends.remote` that opens it."""
 
 
 _NO_PLACE: Final = "needs a valid host and port; in a password write / as %2F, ? as %3F, # as %23"
@@ -60,7 +60,7 @@ def schemes() -> list[str]:
 
 @frozen(repr=False)
 class Secret:
-    """A password. `value` has it.
+    """A secret text, which `repr` does not show. `value` has the text.
 
     >>> Secret("letmein")
     '***'
@@ -77,7 +77,7 @@ class Secret:
 
 @frozen
 class RemoteURL:
-    """The URL of a remote store. `text` has the whole URL, passwords included.
+    """The URL of a remote store. `str` and `repr` hide passwords; `text` is the whole URL.
 
     >>> print(RemoteURL("redis://cache:secret@host"))
     redis://cache:***@host
@@ -133,7 +133,7 @@ class RemoteURL:
 
     @property
     def place(self) -> str:
-        """The class that opens it, as `package.module:Class`. Raises ConfigError for an unknown scheme."""
+        """The class that opens the URL, as `package.module:Class`. Raises ConfigError for an unknown scheme."""
         if self.scheme in SCHEMES:
             return f"lmkv.backends.remote.{self.store_kind}:open_url"
         if plugins.is_place(self.scheme):
@@ -157,7 +157,7 @@ BOOLEANS: Final = {
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
 _WHOLE_NUMBER: Final = re.compile(r"\s*[-+]?[0-9]+\s*")
-"""No underscores, which Python accepts and other readers do not."""
+"""Matches a whole number without underscores, which Python would accept, but other readers would not."""
 
 
 def boolean(value: object) -> bool:
@@ -190,7 +190,7 @@ def integer(minimum: int, maximum: int = 1 << 40) -> Parse:
 
 
 def number(minimum: float, maximum: float = 1e9, *, above: bool = False) -> Parse:
-    """Return a finite number from `minimum` (or `above` it) to `maximum`."""
+    """Return a parser of finite numbers from `minimum` to `maximum`. `above`: whether `minimum` itself is invalid."""
 
     def parse(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, Real | str) or "_" in str(value)[:400]:
@@ -226,8 +226,9 @@ def one_of(*names: str) -> Parse:
 
 
 def plugin_name(names: Callable[[], Iterable[str]], *, numbered: str = "") -> Parse:
-    """Return one of `names()` at the time of parsing, or `package.module:Class`. `numbered`: it may be followed by
-    `:5`.
+    """Return a parser of names: one of `names()` at that time, or `package.module:Class`.
+
+    `numbered`: a name that must be followed by a number, such as `:5`.
     """
 
     def parse(value: object) -> str:
@@ -245,7 +246,7 @@ def plugin_name(names: Callable[[], Iterable[str]], *, numbered: str = "") -> Pa
 
 
 def path(value: object) -> str | None:
-    """Return a plain path from a path or a file URL, or None."""
+    """Parse a folder, given as a path or a file URL, into a plain path; None if the setting is unset."""
     if is_nothing(value):
         return None
     if not isinstance(value, str | os.PathLike) or re.search(r",\s*/", str(value)):
@@ -277,7 +278,7 @@ _VARIABLE: Final = re.compile(
 
 
 def _check_template(text: object) -> None:
-    """Raise ValueError for what a shell or a template should have replaced before."""
+    """Raise ValueError if the text has a variable that a shell or a template should have replaced."""
     if isinstance(text, str) and (found := _VARIABLE.search(text)):
         raise ValueError(f"has a placeholder that nothing replaces: write the value of {found[0]}")
     if isinstance(text, str) and len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
@@ -322,12 +323,12 @@ def _check_scheme(url: RemoteURL, before: RemoteURL | None) -> None:
 
 
 _SHOWN = re.compile(r"[^:]+:.*|salt-[0-9a-f]{16}")
-"""Tenants that are no salt. A salt is a secret, and nothing keeps or shows more than its label."""
+"""Matches tenants that may be shown: tags and labels. A salt is a secret, so only its label is kept and shown."""
 
 
 @frozen
 class Quota:
-    """The percent of a tier that a tenant keeps. `tenant`: a tag as `name:value`, or the label of a salt."""
+    """The quota of a tenant, in percent of each tier. `tenant`: a tag as `name:value`, or the label of a salt."""
 
     tenant: str
     percent: float
@@ -337,7 +338,7 @@ class Quota:
 
 
 def quotas(value: object) -> tuple[Quota, ...]:
-    """From a mapping of names to percents, or `name=percent` with blanks or commas between."""
+    """Parse quotas from a mapping of names to percents, or from `name=percent` with blanks or commas between."""
     if is_nothing(value):
         return ()
     if isinstance(value, list | tuple) and all(isinstance(each, Quota) for each in value):
@@ -376,7 +377,7 @@ def optional_text(value: object) -> str | None:
 
 
 def agent_address(value: object) -> str | None:
-    """Return where the agent API may listen: a socket's path, or a port of this machine's loopback."""
+    """Parse the address of the agent API: the path of a socket, or a port of this machine's loopback."""
     address = optional_text(value)
     host, _, port = (address or "").rpartition(":")
     try:
@@ -413,7 +414,7 @@ def are_nested(one: str, other: str) -> bool:
 
 
 def _identities(path: str) -> list[object]:
-    """Return the identities of a folder and of all above it."""
+    """Return the identities of a folder and of all folders above it."""
     real = Path(os.path.realpath(path))
     return [_identity(place) for place in (real, *real.parents)]
 
@@ -432,8 +433,7 @@ Kind = Literal["used", "without effect", "refused", "unknown"]
 
 @frozen
 class Reading:
-    """The meaning of `key`, as it was given, and its source. `here`: lmkv's setting and value. `why`: the reason, or
-    what to write instead.
+    """The meaning of one given setting in lmkv. `here`: lmkv's setting and value. `why`: the reason, or what to write.
 
     >>> print(Reading("lookup_timeout_ms", "file kv.yaml", "without effect", why="lookups time out by themselves"))
     file kv.yaml: lookup_timeout_ms has no effect: lookups time out by themselves
@@ -450,6 +450,6 @@ class Reading:
 
     @property
     def in_words(self) -> str:
-        """The same without the source."""
+        """Return the text of the reading without the source."""
         verb = {"used": f"is used: {self.here}", "without effect": "has no effect", "refused": "cannot be used"}
         return f"{self.key} {verb.get(self.kind, 'is unknown')}{f': {self.why}' if self.why else ''}"

@@ -102,11 +102,13 @@ _UNITS: Final[Mapping[str, Mapping[str, float]]] = {
     "0..1": {"%": 0.01, "": 0.01},
     "tokens": {"k": 1024},
 }
-"""Unit of a setting -> units that people write, and how many of the setting's each is."""
+"""For each unit of a setting, the units that people write, and how many units of the setting each is."""
 
 
 def written_instead(unit: str, value: object) -> str:
-    """Return the unit of a refused value, and the number to write where the value has another unit, or other signs."""
+    """Return advice for a refused value: the unit, and the number to write if the value has another unit or
+    notation.
+    """
     text = short_repr(value).strip("' ").lower()
     told = f", in {'seconds' if unit == 's' else unit}" if unit.isalpha() else ""
     if text in ("none", "", "auto", "default") or (unit == "GiB" and text in ("0", "0.0")):
@@ -129,7 +131,7 @@ def written_instead(unit: str, value: object) -> str:
 
 @frozen
 class Setting:
-    """One row of `Config.describe`. `source` says where `value` comes from."""
+    """One setting in the result of `Config.describe`. `source`: where `value` comes from."""
 
     name: str
     value: object
@@ -139,7 +141,7 @@ class Setting:
     doc: str
 
     def __str__(self) -> str:
-        """Return the value with its unit, or none."""
+        """Return the value with its unit as text, or "none"."""
         unit = self.unit if self.unit.isalpha() else ""
         return f"{in_words(self.value)} {unit}".strip() if self.value is not None else "none"
 
@@ -308,7 +310,7 @@ class Config:
             raise ConfigError("\n".join(problems))
 
     def _problems(self) -> Iterator[str]:
-        """Yield the contradictions between settings."""
+        """Yield a text for each contradiction between settings."""
         yield from self._of_folder("shared_memory", "max_shared_memory_size")
         yield from self._of_folder("local_disk", "max_local_disk_size")
         if self.shared_memory and self.local_disk and are_nested(self.shared_memory, self.local_disk):
@@ -444,7 +446,7 @@ class Config:
         ]
 
     def _of_folder(self, folder: str, capacity: str) -> Iterator[str]:
-        """Yield a folder without a capacity, or a capacity without a folder."""
+        """Yield a text if a folder has no capacity, or if a capacity has no folder."""
         given, size = getattr(self, folder), getattr(self, capacity)
         if given is not None and size == 0:
             yield f"{self.source(folder)}: {folder} needs {capacity} (GiB), for example {capacity}: 100"
@@ -536,7 +538,7 @@ class Answer:
         read: Callable[[Path], Mapping[Any, object]] = read_yaml,
         ranks: int | None = None,
     ) -> Self:
-        """See `Config.load`. `read` gives a file's content. Raises ConfigError for a source that cannot be read."""
+        """Read the given settings; see `Config.load`. Raises ConfigError for a source that cannot be read."""
         for name, given, kind, form in (
             ("file", file, str | os.PathLike | None, "a path (settings are keywords)"),
             ("env", env, Mapping, "a mapping, such as os.environ or {}"),
@@ -582,7 +584,9 @@ class Answer:
         of_lmcache: bool = False,
         command: Command | None = None,
     ) -> Self:
-        """From `(key, value, source)`; a later one replaces an earlier one, which is said of a command."""
+        """Make the result from `(key, value, source)`. A later value replaces an earlier one; for commands a remark
+        says so.
+        """
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
         readings = list(readings)
@@ -630,7 +634,7 @@ class Answer:
 
     @property
     def status(self) -> int:
-        """Exit status of a command: 2 if anything is refused, 1 if a remark changes what is cached, else 0."""
+        """Exit status of a command: 2 if a setting is refused, 1 if a remark changes what is cached, else 0."""
         matters = any(level >= logging.WARNING for level, _ in self.notes)
         return 2 if self.problems else int(matters or any(each.kind == "unknown" for each in self.readings))
 
@@ -642,7 +646,7 @@ class Answer:
 
 
 def _doubts_of_names(env: Mapping[str, str]) -> Iterator[str]:
-    """Yield the variables that look like lmkv's and are not read, or not as they are."""
+    """Yield a text for each variable that looks like one of lmkv, but is not read, or not with this value."""
     for name in sorted(env):
         big = name.upper()
         if name != big and (big == ENV_FILE or big.removeprefix(ENV_PREFIX).lower() in _OPTIONS.keys() - {big.lower()}):
@@ -665,9 +669,9 @@ _ONLY_WITH: Final = {
         "remote_timeout",
     ),
 }
-"""Attribute -> its setting, and the settings that have an effect only with it."""
+"""For each attribute, its setting and the settings that have an effect only with it."""
 _LONG: Final = {"remote_timeout": 60, "prefetch_deadline": 600, "remote_ttl": 31_536_000}
-"""Seconds above which a value is probably in milliseconds."""
+"""For each setting, the number of seconds above which a value is probably in milliseconds."""
 _KEEPS_NOTHING: Final = (
     "no tier keeps chunks, so no prompt will hit: set local_cpu: true, shared_memory, remote_url, or a local_disk that "
     "admits chunks"
@@ -724,8 +728,8 @@ def _hint(key: object, value: object) -> str:
 
 
 def _meant(key: str) -> str:
-    """Return the shortest name with all words of a key, "" if there is none. A kind of store counts as the word
-    remote.
+    """Return the shortest setting with all words of a key, or "" if there is none. Names of stores count as
+    "remote".
     """
     words = {"remote" if word in SCHEMES.keys() - {"file"} else word for word in key.split("_")}
     return min((name for name in _OPTIONS if words <= {*name.split("_")}), key=lambda name: name.count("_"), default="")

@@ -19,11 +19,11 @@ from lmkv.errors import ConfigError, outside, short_repr
 
 
 SMALL: Final = 1 << 17
-"""Bytes of a file with settings or a secret, at most."""
+"""Largest number of bytes of a file with settings or a secret."""
 _WRITER: Final = 1.0
 _SILENCE: Final = 5.0
 _PATIENCE: Final = 10.0
-"""Seconds to wait for somebody who writes into a pipe, for the next bytes, and for all that is written."""
+"""Seconds to wait for a writer of a pipe, for its next bytes, and for the end of its content."""
 
 
 def read_named(path: str | os.PathLike[str], limit: int = SMALL, *, pipes: bool = True) -> bytes:
@@ -44,7 +44,9 @@ def read_named(path: str | os.PathLike[str], limit: int = SMALL, *, pipes: bool 
 
 
 def _opened(path: str | os.PathLike[str], *, pipes: bool) -> tuple[int, int]:
-    """Return `(file descriptor, mode)`. Nothing else is opened: some devices act on that alone."""
+    """Open a file or pipe, and return `(file descriptor, mode)`. Devices are not opened, because opening may act on
+    them.
+    """
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         mode = os.fstat(place).st_mode
@@ -60,7 +62,7 @@ def _opened(path: str | os.PathLike[str], *, pipes: bool) -> tuple[int, int]:
 
 
 def _part(fd: int, most: int, until: float, *, begun: bool) -> bytes:
-    """Return the next bytes; none at the end. `begun`: without a writer this is the end."""
+    """Return the next bytes of a pipe, or b"" at its end. `begun`: whether a pipe without a writer is at its end."""
     left, said = until - time.monotonic(), "nobody writes into the pipe"
     try:
         if (part := os.read(fd, most)) or begun:
@@ -94,7 +96,7 @@ def given_settings(
     extra: Mapping[Any, object],
     read: Callable[[Path], Mapping[Any, object]],
 ) -> Iterator[tuple[Any, object, str]]:
-    """Yield `(key, value, source)` of everything given; a later source overrides an earlier one."""
+    """Yield `(key, value, source)` for all given settings. A later source overrides an earlier one."""
     for key, value in overrides.items():
         yield key, value, KEYWORD
     if file:
@@ -113,8 +115,9 @@ def given_settings(
 
 
 def flat(extra: object) -> dict[Any, object]:
-    """Return the same settings with plain keys. vLLM's dotted arguments turn keys into mappings: {"lmkv":
-    {"chunk_size": 64}}.
+    """Return the settings with plain keys, because vLLM's dotted arguments turn keys into mappings.
+
+    For example, {"lmkv": {"chunk_size": 64}} becomes {"lmkv.chunk_size": 64}.
 
     Raises ConfigError for anything but a mapping.
     """
@@ -129,7 +132,7 @@ def flat(extra: object) -> dict[Any, object]:
 
 
 def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
-    """Return the mapping in a file, with numbers as text, which the parsers of settings take. Raises ConfigError.
+    """Return the mapping in a YAML file, with numbers as text for the parsers of settings. Raises ConfigError.
 
     `pipes`: whether to read a pipe, which is empty afterwards.
     """
@@ -137,7 +140,7 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Leaves 0400, 1:30 and 1.50 as they are written; refuses a key that is given twice, and all aliases.
+        """A loader that keeps 0400, 1:30 and 1.50 as text, and refuses aliases and a key that is given twice.
 
         A few lines with aliases of aliases (`*name`, `<<: *name`) could expand to gigabytes.
         """
@@ -187,7 +190,7 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
 
 
 def _yaml_reason(error: Exception) -> str:
-    """Return the error and its line, without quoting the file, which may have passwords."""
+    """Return a text with the error and its line, without a quotation of the file, which may have passwords."""
     if isinstance(error, FileNotFoundError):
         return "not found: correct the path"
     if isinstance(error, UnicodeDecodeError):

@@ -12,7 +12,7 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 @triton.jit
 def _move(sources, targets, length, WORD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Program [i, j] copies BLOCK words of run i, from word j * BLOCK on."""
+    """Copy runs on the device: program [i, j] copies BLOCK words of run i, from word j * BLOCK on."""
     run = tl.program_id(0)
     words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(sources + run).to(tl.pointer_type(WORD))

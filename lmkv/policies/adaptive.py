@@ -109,7 +109,7 @@ _MARGIN: Final = 0.01
 
 @define(eq=False, repr=False)
 class ADAPTIVE(WeightedAge):
-    """A `WeightedAge` that learns its weight: 1 is LRU, which suits long sessions; more evicts unused prompts sooner.
+    """A `WeightedAge` that learns its weight: evicts chunks that were used once earlier if this finds more tokens.
 
     For each weight, a *shadow* of the tier has keys without bytes, and replays a sample of the requests. Chunks of
     prompts with a common beginning are in the sample together or not at all. The policy uses the weight of the shadow

@@ -368,7 +368,7 @@ class PrimaryTier:
         return Content(self._chains(known), [entry.key for entry in known if entry.refs])
 
     def _chains(self, entries: Iterable[Entry]) -> Iterator[tuple[Sequence[ChunkKey], int, Sequence[ChunkKey]]]:
-        """Runs of entries that were stored one after the other and continue one chain."""
+        """Yield runs of entries that were stored one after the other and belong to one prompt."""
         keys: list[ChunkKey] = []
         parents: list[ChunkKey] = []
         for entry in entries:

@@ -245,7 +245,9 @@ class ClientProcess:
         return self._connected and process is not None and process.poll() is None
 
     def leave_to_parent(self) -> None:
-        """In a forked child: close the connection; otherwise the process would not notice the end of its parent."""
+        """Close the connection in a forked child, because otherwise the client's process would not notice its parent's
+        end.
+        """
         self._lock = threading.Lock()
         if self._process is not None:
             self._connection.close()
