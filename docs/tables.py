@@ -86,6 +86,14 @@ def named(names: Iterable[str]) -> str:
 # -- settings of others ---------------------------------------------------------------------------------
 
 
+THEIRS = {
+    "LMCache in the engine's process": "key of LMCache",
+    "LMCache's server": "option of `lmcache server`",
+    "vLLM's own offloading": "option or key of vLLM",
+    "Tiers of LMCache's server and of vLLM": "key of a tier",
+}
+
+
 def moving() -> Iterator[str]:
     """A table for each source: its settings, lmkv's settings in their place, and the reason."""
     sources = {
@@ -95,7 +103,7 @@ def moving() -> Iterator[str]:
         "Tiers of LMCache's server and of vLLM": commands()["tiers"],
     }
     for title, entries in sources.items():
-        yield from (f"### {title}", "", "| there | here | note |", "|---|---|---|", *mapped(entries))
+        yield from (f"### {title}", "", f"| {THEIRS[title]} | lmkv | note |", "|---|---|---|", *mapped(entries))
         for kind, here in {"joined": "`remote_url`", "refused": "refused", "without_effect": "without effect"}.items():
             yield from by_reason(entries, kind, here)
         yield ""
@@ -108,7 +116,7 @@ def mapped(entries: Mapping[str, KnownSetting]) -> Iterator[str]:
             here = ours[entry.setting]
             there = f"{entry.default}{unit(here)}"
             same = not entry.default or as_number(entry.default) == as_number(in_words(here.default))
-            defaults = "" if same else f"default there {there}, here {default(here)}"
+            defaults = "" if same else f"the default is {there}, and {default(here)} in lmkv"
             yield f"| `{entry.key}` | `{here.name}` | {'; '.join(filter(None, [defaults, entry.note]))} |"
 
 

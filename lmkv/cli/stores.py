@@ -1,4 +1,4 @@
-"""Tries whether a folder works as a disk tier, and which calls a remote store refuses."""
+"""Tests whether a folder works as a disk tier, and which calls a remote store refuses."""
 
 from __future__ import annotations
 

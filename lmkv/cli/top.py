@@ -62,7 +62,7 @@ def look(client: Client) -> dict[str, Any]:
 
 
 def watch(console: Console, client: Client, seen: dict[str, Any], interval: float) -> None:
-    """Refresh until Ctrl+C, or until the server does not answer."""
+    """Show the state of the server every `interval` seconds, until Ctrl+C or until the server does not answer."""
     with Live(picture(seen, room(console, seen)), console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:

@@ -52,7 +52,7 @@ class ChunkFolder:
         return os.path.join(self.root.path, self.namespace.hex())
 
     def path_of(self, key: ChunkKey) -> str:
-        """Return the path of a chunk, for messages. A key of another namespace begins with that namespace."""
+        """Return the path of a chunk's file, for messages. Keys of more than 32 bytes belong to other namespaces."""
         return os.path.join(self.root.path, *self._names_of(key))
 
     def _names_of(self, key: ChunkKey) -> tuple[str, str, str]:

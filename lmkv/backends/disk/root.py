@@ -33,9 +33,9 @@ class NotTrustedError(PermissionError):
 
 @define
 class Root:
-    """A root folder, which need not exist yet. Any number of threads may use it; there are no locks.
+    """A root folder, which need not exist yet. Thread-safe, without locks.
 
-    `trusted`: the ids of trusted users. `medium`: the medium that it must be on, if given.
+    `trusted`: the ids of trusted users. `medium`: the medium on which the folder must be, if any.
     """
 
     path: str
@@ -62,8 +62,10 @@ class Root:
 
     @classmethod
     def made(cls, path: str | os.PathLike[str]) -> Self:
-        """Create the folder and those above it if they are missing; then return `checked`. It must stay on its
-        medium."""
+        """Create the folder, and folders above it, if they are missing. Then return the root as `checked` does.
+
+        From then on the folder must stay on its medium.
+        """
         # Check before anything is created: a link of another user may lead anywhere.
         with contextlib.suppress(FileNotFoundError):
             cls(os.path.abspath(os.fspath(path)))._walk()
@@ -73,9 +75,9 @@ class Root:
         return root
 
     def _walk(self) -> os.stat_result:
-        """Return the root folder's status.
+        """Check the path to the root folder, and return the status of the folder.
 
-        Trusts the owners of the folders and links on the way, where nobody else could have created them.
+        Owners of folders and links on the path are trusted if nobody else could have created these.
         """
         at, above, links = "/", os.stat("/"), 0
         self.trusted.add(above.st_uid)
@@ -101,9 +103,9 @@ class Root:
         return above
 
     def check_owner(self, name: str, status: os.stat_result, folder: Folder) -> None:
-        """Raise `NotTrustedError` when somebody who is not trusted may have put a file into an entered folder.
+        """Raise `NotTrustedError` if a user who is not trusted may have put a file into an open folder.
 
-        A second name (hard link) of another user's file counts as well.
+        This includes a hard link to another user's file.
         """
         path = f"{folder.path}/{name}"
         self._check_owner(path, status, folder.status)
@@ -120,7 +122,7 @@ class Root:
         self.trusted.add(status.st_uid)
 
     def _is_mine(self, path: str, status: os.stat_result) -> bool:
-        """Return whether this is our own file, shown under another id by a server that maps users (NFS root squash)."""
+        """Return whether a file belongs to this user, although a server shows another id for it (NFS root squash)."""
         with contextlib.suppress(OSError):
             fd = os.open(path, _FOLDER | os.O_NOFOLLOW)
             try:
@@ -137,10 +139,10 @@ class Root:
 
     @contextlib.contextmanager
     def entered(self, *names: str) -> Iterator[Folder]:
-        """Provide the root folder, or the one with these names below it, opened without following links.
+        """Provide the root folder, or the folder with these names below it, opened without following links.
 
-        If another folder has replaced the root, checks that folder and its path again. Raises `NotTrustedError` if
-        others may have put it there or may write to it, `MediumError` on another medium, and `OSError`.
+        If another folder has replaced the root, that folder and its path are checked again. Raises `NotTrustedError` if
+        other users may have put it there or may write to it, `MediumError` on another medium, and `OSError`.
         """
         paths = [self._real]
         for name in names:
@@ -186,15 +188,14 @@ class Root:
         return folder
 
     def make(self, *names: str) -> None:
-        """Create the folder with these names below the root, and those above it. Raises `OSError` if there is no
-        root."""
+        """Create the folder with these names below the root, and folders above it. Raises `OSError` without a root."""
         for depth, name in enumerate(names):
             with self.entered(*names[:depth]) as folder:
                 folder.make(name)
 
 
 def _make_folders(path: str) -> None:
-    """Make a missing folder for this user alone, and missing ones above it, writable for this user alone."""
+    """Create a folder for this user alone. Missing folders above it are created so that only this user can write."""
     missing = []
     while not os.path.isdir(path):
         missing.append(path)
@@ -206,5 +207,5 @@ def _make_folders(path: str) -> None:
 
 @cache
 def warn_once(message: str, *about: str | None) -> None:
-    """Log a warning unless the same one was logged before."""
+    """Log a warning, unless the same warning was logged before."""
     logger.warning(message, *about)

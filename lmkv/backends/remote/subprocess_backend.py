@@ -46,16 +46,16 @@ class SubprocessBackend(RemoteBackend):
     """
 
     module: ClassVar[str]
-    """The module that the client is imported from."""
+    """The name of the module from which the client is imported."""
 
     extra: ClassVar[str]
-    """The extra of lmkv that installs it."""
+    """The extra of lmkv that installs the client."""
 
     client_module: ClassVar[str] = ""
-    """The module of `StoreClient`, the client in the child process; by default the subclass's."""
+    """The name of the module with `StoreClient`, which runs in the child; by default the module of the subclass."""
 
     requests: ClassVar[int] = 1
-    """Largest number of requests that a call makes one after the other; each may take the timeout."""
+    """Largest number of requests that a call makes one after the other. Each of them may take the whole timeout."""
 
     def _set_up(self, options: dict[str, Any]) -> None:
         self._module = self.client_module or type(self).__module__
@@ -72,21 +72,21 @@ class SubprocessBackend(RemoteBackend):
         return ClientProcess(self._module, options, self.requests * self.options.timeout)
 
     def _renewed(self, options: dict[str, Any]) -> Mapping[str, Any] | Callable[[], Any]:
-        """Return these options, or a function that gives the present ones."""
+        """Return the options for the client, or a function that returns the present options."""
         return options
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of the URL, as `StoreClient` takes them."""
+        """Return the options of the URL in the form that `StoreClient` expects."""
         return options
 
     def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
-        """Move payloads in this memory without a copy, unless the URL forbids it."""
+        """Register memory, so that payloads there are transferred without a copy, unless the URL has `zero_copy=0`."""
         if self._zero_copy:
             for client in self._clients:
                 client.register(descriptor, address, nbytes, self._seconds_to_register(nbytes))
 
     def _seconds_to_register(self, nbytes: int) -> float:
-        """Return the time that the first call of a process has beyond the timeout."""
+        """Return how many seconds the first call of a process may take in addition to the timeout."""
         return 0.0
 
     # -- requests to the store --------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class SubprocessBackend(RemoteBackend):
         return self._clients[crc32(name.encode()) % len(self._clients)]
 
     def _client_for(self, names: Sequence[str]) -> ClientProcess:
-        """Return the client to ask about several names, or to delete them by."""
+        """Return the client for a call about several names."""
         return self._client(names[0])
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
@@ -131,14 +131,14 @@ class SubprocessBackend(RemoteBackend):
 
 
 def _batch_size(names: Sequence[str]) -> int:
-    """Return the number of names of equal length that a message has room for."""
+    """Return how many of these names, which have equal lengths, fit into one message."""
     return max(1, (MAX_MESSAGE_BYTES - 1000) // (len(json.dumps(names[0])) + 2)) if names else 1
 
 
 class ClientProcess:
-    """A child process with a client, and the memory that it shares. It does one call at a time.
+    """A child process with a client, and the memory that parent and child share. It runs one call at a time.
 
-    `options` may be a function. If they have changed when a call fails, the next call starts another process with them.
+    `options` may be a function. If a call fails and the options have changed, the next call starts another process.
 
     Raises
     ------
@@ -161,8 +161,10 @@ class ClientProcess:
         _clients.add(self)
 
     def register(self, descriptor: int, address: int, nbytes: int, seconds: float) -> None:
-        """Move payloads in this memory without a copy. The first call may take `seconds` longer, to register the
-        memory."""
+        """Register memory with the client, so that payloads there are transferred without a copy.
+
+        Because of the registration, the first call may take `seconds` longer. Raises UsageError after the first call.
+        """
         with self._lock:
             if self._process is not None or self._slab[0] >= 0:
                 raise UsageError("call register_memory() only once, and before any other method")
@@ -175,10 +177,9 @@ class ClientProcess:
 
     @contextmanager
     def value(self, name: str, header_bytes: int, into: memoryview) -> Iterator[tuple[int, Fill] | None]:
-        """Provide the length of a value, and a function that reads its next bytes until the next call; None if there is
-        no value.
+        """Provide the length of a value, and a function that reads its next bytes, or None if there is no value.
 
-        If `into` is registered memory, the payload is in it already.
+        If `into` is registered memory, it already has the payload.
         """
         nbytes = header_bytes + len(into)
         place = self._place(into, header_bytes)
@@ -205,7 +206,7 @@ class ClientProcess:
         return found
 
     def put(self, name: str, header: memoryview, payload: memoryview) -> str:
-        """Store a value; returns `stored`, `present`, or the reason for the failure."""
+        """Store a value. Returns "stored", "present", or the reason for the failure."""
         nbytes = len(header) + len(payload)
         place = self._place(payload, len(header))
         with self._running(nbytes if place[0] == ROOM else len(header), nbytes):
@@ -215,7 +216,7 @@ class ClientProcess:
             return str(self._ask("put", name, [(ROOM, 0, len(header)), place], moving=nbytes))
 
     def _place(self, payload: memoryview, otherwise: int) -> Part:
-        """Place of these bytes in registered memory, or else in the buffer, at the offset `otherwise`."""
+        """Return the place of these bytes in registered memory, or else in the buffer, at the offset `otherwise`."""
         nbytes = len(payload)
         _, start, length = self._slab
         if length and nbytes and not payload.readonly:
@@ -240,7 +241,7 @@ class ClientProcess:
 
     @property
     def connected(self) -> bool:
-        """Whether its process has answered, and is alive."""
+        """Whether the child process has answered and is still running."""
         process = self._process
         return self._connected and process is not None and process.poll() is None
 
