@@ -202,11 +202,11 @@ def must_be_computed(request: Any) -> bool:
 class AgentHint:
     """The parts of an `agent_hint` that lmkv supports.
 
-    `ttl`: seconds after the request's end for which its chunks are evicted last. `prefetch`: whether to promote its
-    chunks. `session`: the session's id. `ended`: whether the session, or this branch of it (an edit of the type
-    `evict`), ends with this request: chunks that no other one shares are then evicted first. `priority`: above 0, its
-    chunks are evicted last. `waits`: seconds until the session probably comes back, from a tool or a person: its chunks
-    are evicted last until then.
+    `ttl`: seconds after the end of the request for which its chunks are evicted last. `prefetch`: whether to promote
+    its chunks. `session`: the id of the session. `ended`: whether the session, or a branch of it (by an edit of the
+    type `evict`), ends with this request, so that chunks which no other session shares are evicted first. `priority`:
+    if it is above 0, the chunks are evicted last. `waits`: seconds until the session probably continues after a tool or
+    a person; until then its chunks are evicted last.
 
     lmkv ignores all other fields: parts of a request, `offload` (lmkv offloads every chunk anyway), more than 64 edits,
     and an id of more than 1,024 characters.
@@ -248,23 +248,22 @@ def seconds(value: object) -> float:
 
 @define
 class RequestOptions:
-    """The options of a request in its `kv_transfer_params`, under keys with the prefix `lmkv.` or `lmcache.`:
+    """The options of a request in its `kv_transfer_params`, under keys with the prefix `lmkv.` or `lmcache.`.
 
-    `skip_save`, `skip_load`: store or load nothing. `report`: answer with the tokens that were loaded. `prefetch`:
-    promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of another prompt to prefetch,
-    ignored if they exceed the longest prompt. `pin`: seconds to pin the request's chunks after it ends. `tag.<name>`:
-    share KV only with requests that have an equal tag: a text, a number, a boolean or null. `wait_for`: wait until this
-    number of leading tokens is found, because another server is storing them.
+    `skip_save`, `skip_load`: whether to store or load nothing. `report`: whether the answer says what was loaded.
+    `prefetch`: whether to promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of
+    another prompt to prefetch, ignored if they exceed the longest prompt. `pin`: seconds for which the request's chunks
+    are pinned after its end. `tag.<name>`: a text, a number, a boolean or null; only requests with equal tags share KV.
+    `wait_for`: how many of the first tokens to wait for, because another server is storing them.
 
     A request with tags of other types, with too many or too long tags, or with more than 256 keys has no options and is
-    not cached, because it is unclear which requests it may share KV with. The same holds for a request with
+    not cached, because it is unclear with which requests it may share KV. The same holds for a request with
     `lmcache.token_drop`, because lmkv stores KV of all tokens.
 
-    `max_load_tokens`, an option of vLLM: largest number of tokens to load beyond vLLM's own hit. `max_offload_tokens`,
-    another one: largest number of leading tokens to store. `agent_hint`, of vLLM's RFC 52113: see `AgentHint`.
-
-    `do_remote_decode`, also vLLM's: another server will decode. A `kv_producer` then answers with the
-    `wait_for` to give to that server.
+    vLLM has four more options. `max_load_tokens`: largest number of tokens to load after vLLM's own hit.
+    `max_offload_tokens`: largest number of first tokens to store. `agent_hint` (RFC 52113): see `AgentHint`.
+    `do_remote_decode`: whether another server will decode. A `kv_producer` then answers with the `wait_for` for that
+    server.
     """
 
     skip_save: bool = False

@@ -233,9 +233,10 @@ class Loading:
 class Storing:
     """The progress of a request's stores. Written by `ChunkStores` and `StateStores`.
 
-    `stored`: leading chunks that are stored or being stored. `tail_due`: whether the tail is still unstored. `kept`:
-    leading chunks up to the last states kept for other requests. `last_states`: the same up to the last states of its
-    answer, which the next ones replace. `copying`: stores that have not ended.
+    `stored`: how many of the first chunks are stored or being stored. `tail_due`: whether the tail must still be
+    stored. `kept`: number of chunks before the last states that are kept for other requests. `last_states`: number of
+    chunks before the last states of the answer, which later states replace. `copying`: number of stores that have not
+    ended.
     """
 
     stored: int = 0
@@ -271,8 +272,9 @@ class Storing:
 class Auditing:
     """The audits of a request. Written by `HitAudits` and `LoadAudits`.
 
-    `decided`: whether the sampler has decided about an audit of its hit. `audit`: the hit that it recomputes.
-    `reads_back`: whether its next load is read back in any case. `tenure`: how many times it has released its blocks.
+    `decided`: whether the sampler has decided about an audit of the hit. `audit`: the hit that vLLM computes again.
+    `reads_back`: whether the next load is read back in any case. `tenure`: how often the request has released its
+    blocks.
     """
 
     decided: bool = False
@@ -285,10 +287,10 @@ class Auditing:
 class Report:
     """The tokens that were promised and loaded for a request, and its miss. Written by `SchedulerObserver`.
 
-    `sources`: the last promised tokens, by the tier that has them; `source_chunks`: the same in chunks. `promised`:
-    keys of that promise, and of vLLM's own hit before it. `miss`: why the rest was not promised. `counted`: whether the
-    metrics have counted its hit and miss, which happens when it is first scheduled. `last_log_line`: the numbers of
-    tokens in its last log line.
+    `sources`: the number of tokens from each tier in the last promise; `source_chunks`: the same in chunks. `promised`:
+    the keys of that promise, and of vLLM's own hit before it. `miss`: why the other tokens were not promised.
+    `counted`: whether the metrics have counted the hit and the miss, as they do when vLLM first schedules the request.
+    `last_log_line`: the numbers of tokens in the last log line of the request.
     """
 
     sources: dict[str, int] = field(factory=dict)

@@ -22,20 +22,20 @@ from lmkv.vllm.scheduler.observer import SchedulerObserver
 class SchedulerOptions:
     """The options of the scheduler side, made once from lmkv's and vLLM's configuration.
 
-    `ranks`: workers that answer each order. `loads`, `stores`: False switches that direction off, as for a producer or
-    a consumer. `save_decode`: whether to store generated tokens, too. `save_unfull_chunk`: whether to store and find
-    tails, and to find chunks that begin like the rest of a prompt. `whole_blocks`: whether a hit must end with a block.
-    Otherwise, with loads by layers, the step would write the rest of that block before the load. `min_retrieve_tokens`:
-    smaller hits are computed. `load_or_recompute`: whether to compute chunks that are measured to load more slowly.
-    `load_mode`: within the step that reads the KV ("sync"), between steps ("async"), or the one that delays other
-    requests less ("auto"). `concurrent_copies`: whether the device copies while it computes. `prefetch_deadline`:
-    largest number of seconds that a request waits for chunks of lower tiers. `lookahead`: number of tokens after a
-    position on which its KV depends; so the last tokens of a key cannot be served. `state_interval`: chunks from one
-    kept state of a long prompt to the next; 0: states and chunks get equal space. `pin_ttl`: seconds that a prefetch is
-    kept, and a priority lasts. `audit_rate`: share of loads that are read back and, if `audits_computed`, of hits that
-    are recomputed and compared. After a wrong one, `audit_action` drops it, or disables loads as well. `media_by_name`:
-    whether each name of an image stands for one content. `longest`: length of the longest prompt in tokens. `clock`: a
-    clock in seconds.
+    `ranks`: number of workers that answer each order. `loads`, `stores`: whether to load and to store, which a producer
+    or a consumer does not. `save_decode`: whether to store generated tokens as well. `save_unfull_chunk`: whether to
+    store and find tails, and to find chunks that begin like the rest of a prompt. `whole_blocks`: whether a hit must
+    end at the end of a block, because with loads layer by layer the step would write the rest of that block before the
+    load. `min_retrieve_tokens`: number of tokens of the smallest hit to load. `load_or_recompute`: whether to compute
+    chunks that load more slowly, as measured. `load_mode`: whether loads are within the step ("sync"), between steps
+    ("async"), or where they delay other requests less ("auto"). `concurrent_copies`: whether the device copies while it
+    computes. `prefetch_deadline`: largest number of seconds that a request waits for lower tiers. `lookahead`: on how
+    many later tokens the KV of a position depends; so the last tokens of a key cannot be served. `state_interval`:
+    chunks from one kept state of a long prompt to the next; with 0, states and chunks get equal space. `pin_ttl`:
+    seconds for which prefetches and priorities last. `audit_rate`: share of loads that are read back and, if
+    `audits_computed`, of hits that are computed again and compared. `audit_action`: whether a wrong chunk is dropped,
+    or loads are disabled as well. `media_by_name`: whether each name of an image has only one content. `longest`:
+    number of tokens of the longest prompt. `clock`: a function that returns seconds.
     """
 
     ranks: int = 1
