@@ -129,7 +129,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def measured_on() -> dict[str, Any]:
-    """Return the date, the machine in words, and the versions of what takes part."""
+    """Return the date, the machine in words, and the versions of the packages that affect the figures."""
     model = platform.processor() or platform.machine()
     cores = 0
     try:

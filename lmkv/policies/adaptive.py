@@ -46,7 +46,7 @@ class WeightedAge(PolicyBase):
     """For each key the time of its last use; negative until the request that inserted the key has touched it."""
     again: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
     now: int = field(init=False, default=1)
-    """The clock of the policy: the number of uses of chunks so far."""
+    """The policy's clock, which is the number of uses of chunks so far."""
     ghosts: Ghosts = field(init=False, factory=Ghosts)
 
     def add(self, key: ChunkKey) -> None:

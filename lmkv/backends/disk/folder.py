@@ -1,4 +1,4 @@
-"""The folders of namespaces below a root folder, their descriptions, and the count of all their bytes.
+"""Manages the folders of namespaces below a root folder, their descriptions, and the count of all their bytes.
 
 This module opens no payload. Any number of threads and processes may use a folder at the same time. A file that another
 process has just removed counts as absent.

@@ -147,8 +147,8 @@ def has_runner_v2(vllm_config: Any) -> bool:
 def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool) -> None:
     """Raise ValueError, with the reason, if states of recurrent layers cannot be stored and restored.
 
-    `recurrent`: for each KV cache group with prefixes whether it has such layers. `replayed`: see `is_replayed`, of any
-    other group.
+    `recurrent` says for each KV cache group with prefixes whether it has such layers. `replayed` says whether
+    `is_replayed` is true of any other group.
     """
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
