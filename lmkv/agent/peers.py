@@ -150,7 +150,7 @@ class PeerError(LmkvError):
 
 @define
 class _Other:
-    """Another engine. `away`: why, and since when, it is not asked; None if it is asked."""
+    """Another engine of the server. `away`: why and since when `Peers` skips it, or None if `Peers` asks it."""
 
     client: AsyncClient
     away: str = ""

@@ -1,4 +1,4 @@
-"""Backends: the storage of tiers. Each backend is imported when a program first uses its name."""
+"""The backends, which store the chunks of tiers. Each is imported when a program first uses its name."""
 
 from __future__ import annotations
 

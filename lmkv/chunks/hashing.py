@@ -115,7 +115,7 @@ class KeyChain:
         return before if extra is None else _with_extra(before, extra)
 
     def tail(self, tokens: Tokens) -> TailKey | None:
-        """Return the key of all of `tokens`, with which the chain was extended; None when the last chunk is whole."""
+        """Return the key of all of `tokens`, with which the chain was extended, or None if the last chunk is whole."""
         done, count = len(self.keys) * self._chunk_size, _length(tokens)
         if count == done:
             return None

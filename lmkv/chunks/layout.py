@@ -162,5 +162,5 @@ class KVLayout:
         return rank * segment + self.layer_offsets[layer], self.layers[layer].nbytes
 
     def segment(self, rank: int) -> tuple[int, int] | None:
-        """Return `(offset, nbytes)` of the rank's part of a slot; None if each kind of entry has different parts."""
+        """Return `(offset, nbytes)` of the rank's part of a slot, or None if the part differs by kind of entry."""
         return None if self.states or self.num_ranks == 1 else (rank * self.rank_bytes, self.rank_bytes)

@@ -1,4 +1,4 @@
-"""Namespaces: everything except tokens that decides the KV of a chunk, and thus the chunk's key.
+"""Namespaces: everything besides the tokens that decides the KV of a chunk, and thus the chunk's key.
 
 Two chunks may share a key only if they are interchangeable. Besides tokens, this depends on the model, formats,
 parallelism, cache salt and LoRA adapter. A hash of their injective encoding is the root of a prompt's keys. With an

@@ -77,7 +77,7 @@ def compared(
 
 
 def reached(ratios: Sequence[float], target: float, *, less: bool, surely: bool = False) -> bool | None:
-    """Return whether the median reaches the target; None if there are too few rounds and they disagree."""
+    """Return whether the median reaches the target, or None if the rounds are too few and disagree."""
     low, high = interval(ratios)
     if len(ratios) < SURE and (len(ratios) < 2 or low <= target <= high):
         return None

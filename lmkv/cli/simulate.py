@@ -86,7 +86,7 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="File for a plot of hit ratios over capacity.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compare the share of tokens that each eviction policy finds in request traces with the optimum."""
+    """Replay request traces, and compare how many tokens each eviction policy finds with the most that any can find."""
     console = Console(highlight=False)
     names = policy or ["LRU", "ADAPTIVE"]
     try:

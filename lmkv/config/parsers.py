@@ -246,7 +246,7 @@ def plugin_name(names: Callable[[], Iterable[str]], *, numbered: str = "") -> Pa
 
 
 def path(value: object) -> str | None:
-    """Parse a folder, given as a path or a file URL, into a plain path; None if the setting is unset."""
+    """Return the plain path of a folder that is given as a path or a file URL, or None if the setting is unset."""
     if is_nothing(value):
         return None
     if not isinstance(value, str | os.PathLike) or re.search(r",\s*/", str(value)):

@@ -132,7 +132,9 @@ def check_device(kind: str) -> None:
 
 
 def make_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging | None:
-    """Make the streams and the staging memory of a copier on its device, before there is a slab; None for a CPU.
+    """Make the streams and the staging memory of a copier on its device, before there is a slab.
+
+    Returns None for a CPU, which needs neither.
 
     Raises UsageError for a device without a copier, and torch's exceptions for the device.
     """

@@ -1,4 +1,4 @@
-"""Guards of a store's consistency: against missing locks, Ctrl-C, forks, and plug-ins that hang or raise.
+"""Keeps a store consistent despite missing locks, Ctrl-C, forks, and plug-ins that hang or raise.
 
 Policies, admission filters and observers may belong to other packages. Their exceptions end neither a call nor the
 store."""

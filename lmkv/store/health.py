@@ -191,7 +191,7 @@ class Breaker:
         return self.busy and self.clock() - next(iter(self._running.values())) > self.patience
 
     def begin(self) -> int | None:
-        """Note the begin of a call, and return its number for `end`, or None if the call is refused."""
+        """Note that a call begins, and return its number for `end`, or None if the call is refused."""
         if not self.usable:
             return None
         self._last_call += 1
@@ -201,7 +201,7 @@ class Breaker:
         return self._last_call
 
     def end(self, call: int, ok: bool | None) -> None:
-        """Note the end of a call. `ok`: whether it succeeded, or None if its result says nothing about the tier."""
+        """Note that a call has ended. `ok`: whether it succeeded, or None if its result says nothing about the tier."""
         took = self.clock() - self._running.pop(call)
         probing = call == self._probe
         if probing:

@@ -245,7 +245,7 @@ def digest(packages: Iterable[str]) -> str:
 
 
 def digest_of_vllm(kinds: Iterable[type]) -> str:
-    """Return a digest of the files of vLLM that define these classes: a fork, or an edited file, has no separate
+    """Return a digest of the files of vLLM that define these classes, because a fork or an edited file has no separate
     version.
     """
     names = {kind.__module__ for kind in kinds if package_of(kind) == "vllm"}

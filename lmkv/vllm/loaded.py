@@ -1,7 +1,7 @@
 """Computes the identity of the workers' model, from weights, constants of layers, configuration and code.
 
-vLLM's engine core asks its workers, and reports calls that may have changed their answer. lmkv does not read the files
-on disk, because they may have changed since vLLM read them.
+vLLM's engine core asks its workers for this identity, and reports calls that may have changed the identity. lmkv does
+not read the files on disk, because they may have changed since vLLM read them.
 """
 
 from __future__ import annotations

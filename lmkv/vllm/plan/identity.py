@@ -1,4 +1,5 @@
-"""Identifies everything except tokens that decides KV: salt, LoRA adapter, tags, weights, images, sounds and videos.
+"""Identifies everything that decides KV besides the tokens: salt, LoRA adapter, tags, weights, images, sounds and
+videos.
 
 vLLM names an image, sound or video by an `identifier`: a hash of its content, a name from the client, or a counter of
 the process. These look alike, so an identifier proves nothing. lmkv therefore hashes the tensors of vLLM's processor,

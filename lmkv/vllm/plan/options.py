@@ -343,7 +343,7 @@ def _tags(params: Mapping[Any, Any]) -> tuple[tuple[str, str], ...] | None:
 
 
 def _text(value: object) -> str | None:
-    """Return a text as it is, or Python's text for a number, a boolean or None; None for any other type."""
+    """Return a text as it is, Python's text for a number, a boolean or None, and None for any other type."""
     if isinstance(value, str):
         return str.__str__(value)
     small = type(value) is not int or value.bit_length() <= MAX_TAG_CHARACTERS
