@@ -170,6 +170,6 @@ def model(
 
 
 def lines_of(text: Path) -> Iterator[str]:
-    """Yield the file's lines, one by one, because it may be large."""
+    """Yield the lines of a file, without reading the whole file into memory."""
     with text.open(encoding="utf-8", errors="replace") as file:
         yield from file

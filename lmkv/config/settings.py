@@ -634,7 +634,7 @@ class Answer:
 
     @property
     def status(self) -> int:
-        """Exit status of a command: 2 if a setting is refused, 1 if a remark changes what is cached, else 0."""
+        """Exit status of a command: 2 if a setting is refused, 1 if a remark concerns what is cached, else 0."""
         matters = any(level >= logging.WARNING for level, _ in self.notes)
         return 2 if self.problems else int(matters or any(each.kind == "unknown" for each in self.readings))
 

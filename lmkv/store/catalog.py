@@ -128,10 +128,9 @@ class Catalog(Part):
             return tier.name if tier else None
 
     def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, tuple[int, int]]:
-        """Return `(chunks, bytes)` that each lower tier would deliver, by its name; None counts chunks in no lower
-        tier.
+        """Return, by name of each lower tier, `(chunks, bytes)` that this tier would deliver.
 
-        The tiers are in the order of their first chunks.
+        Chunks in no lower tier count under None. The tiers are in the order of their first chunks.
         """
         found: dict[str | None, tuple[int, int]] = {}
         with self._lock:

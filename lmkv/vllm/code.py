@@ -219,7 +219,7 @@ def _is_told(value: Any) -> bool:
 def digest(packages: Iterable[str]) -> str:
     """Return a digest of the code of packages and of its imports. Installed packages count with their version.
 
-    Raises OSError or ValueError for unreadable code, which is in no file.
+    Raises OSError or ValueError if code cannot be read, for example because it comes from no file.
     """
     own = set(packages) - KNOWN - {"", "transformers"}
     asked = [name for name in sorted(sys.modules) if name.partition(".")[0] in own]

@@ -198,8 +198,8 @@ def may_be_block_major(vllm_config: Any) -> bool:
 def recomputes_within_step(vllm_config: Any) -> bool:
     """Return whether vLLM can recompute blocks that a load within a step has failed to fill.
 
-    vLLM cannot do this if the next step is already scheduled, as with pipeline stages. With Model Runner V2 it cannot
-    either, because it then writes outside its KV space.
+    vLLM cannot do this if the next step is already scheduled, as with pipeline stages. Model Runner V2 cannot do this
+    either, because it would write outside vLLM's KV space.
     """
     pipelined = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
     return not (pipelined or has_runner_v2(vllm_config))

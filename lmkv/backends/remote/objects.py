@@ -314,7 +314,10 @@ class StoreClient:
         self._listings[number] = _Listing(self._store(), root, self._loop)
 
     def next_page(self, number: int) -> list[tuple[str, int]] | None:
-        """Return the keys (in hexadecimal) and lengths of the next chunks. Empty if they are late, None at the end."""
+        """Return the keys (in hexadecimal) and lengths of the next chunks of a listing.
+
+        Returns an empty list if the store has not answered in time, and None at the end of the listing.
+        """
         return self._listings[number].next_page()
 
     def end_listing(self, number: int) -> None:
@@ -374,7 +377,7 @@ def _certificates(path: str) -> bytes:
 
 
 def check(root: str, *place: Any) -> None:
-    """Raise ValueError or OSError for an impossible place, or a root that cannot be part of a name."""
+    """Raise ValueError or OSError if no store can be opened at this place, or if `root` cannot be part of a name."""
     try:
         obstore.list(opened(*place, makes_folder=True), root)
     except exceptions.BaseError as error:

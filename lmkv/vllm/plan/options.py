@@ -203,9 +203,9 @@ class AgentHint:
     """The parts of an `agent_hint` that lmkv supports.
 
     `ttl`: seconds after the end of the request for which its chunks are evicted last. `prefetch`: whether to promote
-    its chunks. `session`: the id of the session. `ended`: whether the session, or a branch of it (by an edit of the
-    type `evict`), ends with this request, so that chunks which no other session shares are evicted first. `priority`:
-    if it is above 0, the chunks are evicted last. `waits`: seconds until the session probably continues after a tool or
+    its chunks. `session`: the id of the session. `ended`: whether this request ends the session, or a branch of the
+    session by an edit of the type `evict`. Chunks that no other session shares are then evicted first. `priority`:
+    above 0, the chunks are evicted last. `waits`: seconds until the session probably continues after a tool or
     a person; until then its chunks are evicted last.
 
     lmkv ignores all other fields: parts of a request, `offload` (lmkv offloads every chunk anyway), more than 64 edits,

@@ -157,4 +157,7 @@ class Planner:
         self._chunk_size = context.block_map.chunk_size
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """React to the end of a job of this planner, which all ranks have answered. `number`: that of its order."""
+        """React to the end of a job of this planner, after the reports of all ranks.
+
+        `number` is the number of the job's order, and `report` combines the reports of the ranks.
+        """
