@@ -143,7 +143,8 @@ class PolicyBase(ABC):
 
     @abstractmethod
     def use(self, keys: Sequence[ChunkKey]) -> None:
-        """Change the order after a request has used these keys, given first to last. Ignore keys that are not in it.
+        """Change the order after a request has used these keys, given first to last. Keys that the policy does not have
+        are ignored.
 
         The request that stored a chunk also uses it once, so the first use is not a reuse.
         """
