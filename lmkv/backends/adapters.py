@@ -369,8 +369,8 @@ class AsyncFileBackend:
 
 
 class WrapperBackend:
-    """Forwards all calls to another backend, and has the same optional methods. Use it as the base class of your own
-    wrappers.
+    """Forwards all calls to another backend, and has the same optional methods. Your own wrappers can inherit from this
+    class.
 
     Parameters
     ----------

@@ -86,7 +86,10 @@ def _content(root: Path, digest: bytes) -> Content:
 
 
 def add_up(content: Content, advance: Callable[[], object], *, payloads: bool) -> Totals:
-    """Read every header, and with `payloads` every payload. A chunk that is deleted meanwhile does not count."""
+    """Return the tokens and the damaged files of all chunks, and call `advance` after each chunk.
+
+    Reads every header, and with `payloads` every payload. A chunk that is deleted meanwhile does not count.
+    """
     folder, totals = ChunkFolder(Root.checked(content.root), content.digest), Totals()
     files = ChunkFiles(ChunkFormat(content.digest), sync="none", direct=False)
     for chunk in content.chunks:

@@ -431,7 +431,8 @@ class Worker:
     def poll(self) -> None:
         """Report the ended copies without waiting for the others.
 
-        A load layer by layer ends here, because vLLM then asks for failed loads, and with drafts calls `save` later.
+        A load layer by layer ends here, because vLLM asks for failed loads after this call. `save` would be too late
+        with drafts.
         """
         reading, self._reading = self._reading, None
         self._end(reading)

@@ -179,7 +179,7 @@ class ClientProcess:
     def value(self, name: str, header_bytes: int, into: memoryview) -> Iterator[tuple[int, Fill] | None]:
         """Provide the length of a value, and a function that reads its next bytes, or None if there is no value.
 
-        If `into` is registered memory, it already has the payload.
+        If `into` is registered memory, the payload is already in `into`.
         """
         nbytes = header_bytes + len(into)
         place = self._place(into, header_bytes)
