@@ -75,7 +75,7 @@ def unit(setting: Setting) -> str:
 def fields() -> Iterator[str]:
     yield from ("| configuration | fields |", "|---|---|")
     for path, names in {**KEY, "speculative_config": DRAFT_KEY}.items():
-        yield f"| {f'`{path}`' if path else 'the whole'} | {named(names)} |"
+        yield f"| {f'`{path}`' if path else 'all of vLLM'} | {named(names)} |"
     yield f"| environment | {named(ENVIRONMENT)} |"
 
 

@@ -82,7 +82,9 @@ _IMPORTS = {"import_module", "__import__"}
 
 
 def described(vllm_config: Any, *, drafts: bool) -> str:
-    """Return the values of all key fields, as text. `drafts`: whether drafts have layers with separate KV."""
+    """Return all options of vLLM that decide KV, with their values as text. `drafts`: whether drafts have layers with
+    separate KV.
+    """
     found: dict[str, Any] = {}
     for path, names in {**KEY, **({"speculative_config": DRAFT_KEY} if drafts else {})}.items():
         config = vllm_config

@@ -188,7 +188,7 @@ class RecentRequests:
     def scheduled(self, request: Request) -> None:
         """Add the report of a request whose blocks are allocated, because its hit is known then.
 
-        After a preemption it is called again.
+        Called again after a preemption.
         """
         key = _key(request.request_id)
         report = {

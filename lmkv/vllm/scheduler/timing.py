@@ -108,8 +108,8 @@ class LoadCost:
     def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:
         """Return how many seconds to wait for a load of `tokens` tokens before computing them is better.
 
-        It is at most the time to compute them, and less for a tier of known speed. It is infinite if loads are always
-        preferred, and None while no prefill has been measured.
+        The result is at most the time to compute the tokens, and less for a tier of known speed; infinite if loads are
+        always preferred; and None while no prefill has been measured.
         """
         if not self.enabled:
             return math.inf
