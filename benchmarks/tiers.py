@@ -43,7 +43,7 @@ from lmkv.backends.remote.base import RemoteOptions
 from lmkv.build import io_threads
 from lmkv.cli.bench import MIB, READ_TARGET, WRITE_TARGET, check, drop_caches
 from lmkv.config import Config
-from lmkv.config.parsers import SCHEMES, RemoteURL
+from lmkv.config.urls import SCHEMES, RemoteURL
 from lmkv.memory.slab import Slab
 from lmkv.protocols import Backend, Chunk, ReadStatus, RegistersMemory, WriteStatus
 

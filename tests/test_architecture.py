@@ -71,7 +71,7 @@ BUDGET = {
     "plugins": 34,
     "policies": 998,
     "simulation": 420,
-    "config": 1981,
+    "config": 2052,
     "memory": 1315,
     "store": 3614,
     "backends": 389,
@@ -133,7 +133,7 @@ BEYOND = {
 }
 """Why a room has more lines than its aim."""
 
-WHOLE = 20161
+WHOLE = 20232
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),
@@ -388,6 +388,7 @@ PAGE = 350
 """Lines of code of a module, at most, to which its user adds another one."""
 
 ALONE: dict[str, str] = {
+    "config.lmcache_server": "the options of another program, as vllm_options has those of vLLM",
     "memory.cuda": "machines without a GPU never load it",
     "memory.kernels": "it imports triton, which machines without a GPU have not",
 }

@@ -24,7 +24,7 @@ from attrs.exceptions import FrozenInstanceError
 from lmkv.backends.remote.base import RemoteOptions
 from lmkv.cli.report import interleaved
 from lmkv.config import GIB, Config, Setting, lmcache, sources as named_file
-from lmkv.config.parsers import RemoteURL
+from lmkv.config.urls import RemoteURL
 from lmkv.errors import BackendError, ConfigError, mask_secrets, safe_repr, short_repr
 from lmkv.policies import FIFO, make_admission, make_policy
 from tests.kit import LIMIT, every, median_ratio, raised

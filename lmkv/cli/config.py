@@ -26,8 +26,9 @@ from rich.text import Text
 from lmkv import plugins
 from lmkv.cli.server import fail, json_object
 from lmkv.config import Answer, Config, Setting, command_lines, lmcache, read_named, read_yaml
-from lmkv.config.command_lines import TRANSFER, Command
-from lmkv.config.parsers import RemoteURL, Secret
+from lmkv.config.command import TRANSFER, Command
+from lmkv.config.parsers import Secret
+from lmkv.config.urls import RemoteURL
 from lmkv.errors import ConfigError, mask_secrets, short_repr
 
 app = typer.Typer(
@@ -316,7 +317,11 @@ def migrate(
         raise typer.Exit(answer.status)
     if line:
         typer.echo(line)
-        if mask_secrets(line) != line or any(isinstance(value, Secret) for value in answer.values.values()):
+        if (
+            mask_secrets(line) != line
+            or "--api-key" in line
+            or any(isinstance(value, Secret) for value in answer.values.values())
+        ):
             typer.echo(
                 "# All users of this machine can see the command's password: move the settings into a file for "
                 "LMKV_CONFIG_FILE"
@@ -346,7 +351,9 @@ def without_shell(words: list[str]) -> tuple[list[str], bool]:
     variables = [word for part in parts if all("=" in word for word in part) for word in part]
     started = list(filter(command_lines.program, parts))
     if len(started) > 1:
-        raise ConfigError(f"{short_repr(script)} starts several servers: give the command of one server")
+        raise ConfigError(
+            f"{short_repr(script)} starts several servers: give one command at a time, that of lmcache server first"
+        )
     values = dict(word.split("=", 1) for word in variables)
     last = [_NAMED.sub(lambda name: values.get(name[1], name[0]), word) for word in (started or parts or [[]])[-1]]
     found = variables + last

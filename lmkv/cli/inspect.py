@@ -35,7 +35,7 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.cli import server
 from lmkv.cli.server import SECONDS, duration, fail, give
 from lmkv.config import GIB, parsers
-from lmkv.config.settings import written_instead
+from lmkv.config.advice import written_instead
 from lmkv.errors import BackendError, mask_secrets
 from lmkv.protocols import Listed
 

@@ -22,7 +22,7 @@ from lmkv.backends.remote.base import DEFAULTS
 from lmkv.build import open_remote
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.config import Config
-from lmkv.config.parsers import RemoteURL
+from lmkv.config.urls import RemoteURL
 from lmkv.errors import BackendError, BackendUnavailable, outside
 from lmkv.protocols import MISS, STORED, Backend, Chunk, Read, ReadStatus, WriteStatus, Written
 from lmkv.store.guards import attempt, close_all

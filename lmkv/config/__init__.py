@@ -1,6 +1,6 @@
 """Settings: `Config`, its sources and parsers, and the translation of LMCache's settings."""
 
-from lmkv.config import command_lines as command_lines
+from lmkv.config import command_lines as command_lines, vllm_options as vllm_options
 from lmkv.config.parsers import GIB as GIB
 from lmkv.config.settings import Answer as Answer, Config as Config, Setting as Setting
 from lmkv.config.sources import read_named as read_named, read_yaml as read_yaml

@@ -70,10 +70,14 @@ def _s3(url: str, extra: Given) -> Found:
             raise RefusedError(f"{_WHICH}http://HOST:PORT&region=REGION")
         options["endpoint"] = f"{'https' if secure else 'http'}://{place}"
     elif "." in place and not parts.query:
-        raise RefusedError(f"{_WHICH}https://HOST&region=REGION")
+        raise RefusedError(f"{_WHICH}{'https' if secure else 'http'}://HOST&region=REGION")
+    elif not secure and "endpoint=https:" in parts.query.lower():
+        raise RefusedError(
+            "disable_tls contradicts the endpoint: write http:// into the endpoint, or remove disable_tls"
+        )
     else:
         bucket = place
-    if region:
+    if region and "region=" not in parts.query:
         options["region"] = region
     query = "&".join(filter(None, [parts.query, urlencode(options, safe=":/")]))
     found: Found = {"remote_url": f"s3://{bucket}{f'/{path}' if path else ''}{f'?{query}' if query else ''}"}

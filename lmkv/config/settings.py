@@ -16,17 +16,14 @@ from typing import Any, Final, Literal, NoReturn, Self, TypeVar
 
 from attrs import Attribute, evolve, field, fields, frozen
 
-from lmkv.chunks.namespace import MIN_KEY_BYTES
 from lmkv.config import command_lines, lmcache
-from lmkv.config.command_lines import Command
+from lmkv.config.advice import PLACEHOLDER, hint, unfit_key, written_instead
+from lmkv.config.command import Command
 from lmkv.config.parsers import (
     GIB,
-    SCHEMES,
-    SERVICE_VARIABLE,
     Parse,
     Quota,
     Reading,
-    RemoteURL,
     Secret,
     agent_address,
     are_nested,
@@ -42,9 +39,19 @@ from lmkv.config.parsers import (
     readable,
     secret,
     text,
-    urls,
 )
-from lmkv.config.sources import ENV_FILE, ENV_LEVEL, ENV_PREFIX, KEYWORD, flat, given_settings, read_named, read_yaml
+from lmkv.config.sources import (
+    ENV_FILE,
+    ENV_LEVEL,
+    ENV_PREFIX,
+    KEYWORD,
+    flat,
+    given_settings,
+    read_named,
+    read_yaml,
+    typed,
+)
+from lmkv.config.urls import SERVICE_VARIABLE, RemoteURL, urls
 from lmkv.errors import SECRET, ConfigError, short_repr
 from lmkv.policies import ADMISSIONS, POLICIES, policy_names
 
@@ -94,39 +101,6 @@ def _parsed(attribute: Attribute[Any], value: object, source: str) -> _Parsed:
         size = f"max_{attribute.name}_size"
         advice += f"; write the size as {size}" if size in _OPTIONS and re.match("'?[0-9]", visible) else ""
         raise ConfigError(f"{source}: {attribute.name} = {visible} {error}{advice}") from None
-
-
-_UNITS: Final[Mapping[str, Mapping[str, float]]] = {
-    "GiB": {"k": 2.0**-20, "m": 2.0**-10, "g": 1, "t": 1024},
-    "s": {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400},
-    "0..1": {"%": 0.01, "": 0.01},
-    "tokens": {"k": 1024},
-}
-"""For each unit of a setting, the units that people write, and how many units of the setting each is."""
-
-
-def written_instead(unit: str, value: object) -> str:
-    """Return advice for a refused value: the unit, and the number to write if the value has another unit or
-    notation.
-    """
-    text = short_repr(value).strip("' ").lower()
-    told = f", in {'seconds' if unit == 's' else unit}" if unit.isalpha() else ""
-    if text in ("none", "", "auto", "default") or (unit == "GiB" and text in ("0", "0.0")):
-        return f"{told}; leave the setting out for its default"
-    if re.fullmatch(r"\$\{?\w+\}?", text):
-        return f"{told}; nothing replaces this variable: write its value"
-    if re.fullmatch(r""""[^"]*"|'[^']*'""", text):
-        return f"{told}, without quotes inside the value"
-    if unit == "GiB" and re.fullmatch(r"[0-9]{7,18}", text):
-        return f", in GiB: {text} bytes are {int(text) / GIB:g} GiB"
-    if re.fullmatch(r"[0-9]{1,15},([0-9]{1,2}|[0-9]{4,9})", text):
-        return f"{told}, with a point: {text.replace(',', '.')}"
-    if found := re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([a-z]*|%)", text):
-        word = found[2].removesuffix("b").removesuffix("i") if unit == "GiB" else found[2]
-        if factor := _UNITS.get(unit, {}).get(word):
-            form = "as a share" if unit == "0..1" else "without a unit"
-            return f"{told}, {form}: {float(found[1]) * factor:.12g}"
-    return told
 
 
 @frozen
@@ -393,7 +367,7 @@ class Config:
         token = self._secret("agent_token")
         if token is not None and not re.fullmatch("[!-~]+", token):
             self._refuse("agent_token_file" if self.agent_token_file else "agent_token", "must be ASCII without blanks")
-        if token is not None and _PLACEHOLDER.search(token.encode()):
+        if token is not None and PLACEHOLDER.search(token.encode()):
             name = "agent_token_file" if self.agent_token_file else "agent_token"
             self._refuse(name, "has a placeholder instead of a token: make one with openssl rand -hex 32")
         return token
@@ -678,58 +652,11 @@ _KEEPS_NOTHING: Final = (
 )
 
 
-def unfit_key(key: bytes) -> str:
-    """Return why this cannot be an authentication key, or ""."""
-    if _PLACEHOLDER.search(key):
-        return "has a placeholder instead of a key: make one with openssl rand -hex 32"
-    if len(key) >= MIN_KEY_BYTES:
-        return ""
-    return f"has {len(key)} bytes, fewer than {MIN_KEY_BYTES}: make a key with openssl rand -hex 32"
-
-
-_PLACEHOLDER: Final = re.compile(
-    rb"(?i)replace|change.?me|placeholder|openssl|your.?(secret|key|token)|<[^>]*>|\$\{|\{\{"
-)
-
-
 def _known(key: Any, value: object, source: str) -> Attribute[Any]:
     if key in _OPTIONS:
         return _OPTIONS[key]
-    visible = "'***'" if isinstance(key, str) and SECRET.search(key[:100]) else short_repr(command_lines.typed(value))
+    visible = "'***'" if isinstance(key, str) and SECRET.search(key[:100]) else short_repr(typed(value))
     if isinstance(value, Mapping | list):
         # A password may be in it.
         visible = "{...}" if isinstance(value, Mapping) else "[...]"
-    raise ConfigError(f"{source}: unknown key {short_repr(key)} = {visible}{_hint(key, value)}")
-
-
-def _hint(key: object, value: object) -> str:
-    if not isinstance(key, str) or len(key) > 100:
-        return "; a key must be the name of a setting"
-    if key.startswith("kv_"):
-        return "; give only the content of kv_connector_extra_config"
-    name = key.removeprefix(lmcache.PREFIX)
-    theirs = lmcache.table().get(name) or lmcache.table().get(f"extra_config.{name}")
-    plain = name.lower().removeprefix(ENV_PREFIX.lower())
-    own = name == key and not (theirs and theirs.setting) and not isinstance(value, Mapping)
-    if own and (meant := _meant(plain)):
-        return f"; did you mean {meant!r}?"
-    if theirs and (name != key or name not in _OPTIONS):
-        return f"; this key is LMCache's: {f'write {theirs.setting!r}' if theirs.setting else theirs.why}"
-    if entry := lmcache.commands()["offloading"].get(name):
-        unit = ", in GiB" if entry.setting.endswith("_size") else ""
-        here = f"write {entry.setting!r}{unit}" if entry.setting else "remove the key"
-        return f"; this key is an option of vLLM's own offloading: {here}"
-    if plain.startswith("config") or plain.endswith("config_file"):
-        return f"; name a file of settings in {ENV_FILE}, or to Config.load as file="
-    if isinstance(value, Mapping) or plain == "lmkv":
-        return "; lmkv has no sections: write each setting of the section by its name"
-    close = lmcache.nearest(plain, _OPTIONS)
-    return f"; did you mean {close!r}?" if close else ""
-
-
-def _meant(key: str) -> str:
-    """Return the shortest setting with all words of a key, or "" if there is none. Names of stores count as
-    "remote".
-    """
-    words = {"remote" if word in SCHEMES.keys() - {"file"} else word for word in key.split("_")}
-    return min((name for name in _OPTIONS if words <= {*name.split("_")}), key=lambda name: name.count("_"), default="")
+    raise ConfigError(f"{source}: unknown key {short_repr(key)} = {visible}{hint(key, value, _OPTIONS)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -192,7 +193,7 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
 def _yaml_reason(error: Exception) -> str:
     """Return a text with the error and its line, without a quotation of the file, which may have passwords."""
     if isinstance(error, FileNotFoundError):
-        return "not found: correct the path"
+        return "not found on this machine: correct the path"
     if isinstance(error, UnicodeDecodeError):
         return "the file is not text: name a YAML file"
     if isinstance(error, OSError) and error.strerror:
@@ -212,3 +213,14 @@ def _yaml_reason(error: Exception) -> str:
         return f"{place}: a key is in brackets: replace {{{{ name }}}} by the value"
     form = "write key: value, with a blank after the colon"
     return f"{place}: {problem}; {form}; put a value with : or # or a leading sign in quotes, and use no tabs"
+
+
+def typed(value: object) -> object:
+    """Return a value with numbers, which `read_yaml` leaves as text."""
+    if isinstance(value, dict):
+        return {key: typed(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(typed, value))
+    if isinstance(value, str) and re.fullmatch(r"-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?", value):
+        return json.loads(value)
+    return value

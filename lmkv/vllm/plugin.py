@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lmkv.config import Answer, command_lines, read_yaml
+from lmkv.config import Answer, command_lines, read_yaml, vllm_options
 from lmkv.errors import ConfigError
 
 NAME = "LMKVConnector"
@@ -82,7 +82,7 @@ def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[di
             # The command line has the last word.
             words = [*(command_lines.of_file(read_yaml(folder / options[1], pipes=False)) or []), *words]
     with suppress(ValueError):
-        return command_lines.connector_of(words), any(
+        return vllm_options.connector_of(words), any(
             word.replace("_", "-").startswith("--kv-offloading-size") for word in words
         )
     return {}, False

@@ -486,3 +486,13 @@ def test_show_and_doctor_read_a_file_as_check_does(tmp_path: Path) -> None:
 def test_a_variable_alone_is_no_command() -> None:
     done = run("config", "check", "LMCACHE_CHUNK_SIZE=256")
     assert (done.exit_code, "is a variable without a command" in done.output) == (2, True)
+
+
+def test_a_model_on_the_command_line_replaces_that_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "serve.yaml").write_text("model: other\nport: 9000\nkv-offloading-size: 4\n")
+    for words, printed in (
+        (["/local/path", "--seed", "1"], "vllm serve /local/path --port 9000 --seed 1"),
+        (["--seed", "1"], "vllm serve --model other --port 9000 --seed 1"),
+    ):
+        done = run("config", "migrate", "--", "vllm", "serve", *words, "--config", str(tmp_path / "serve.yaml"))
+        assert printed in done.output

@@ -1,0 +1,128 @@
+"""The command of an engine with lmkv, while it is translated from another command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from attrs import define, field
+
+from lmkv.config import addresses, lmcache
+from lmkv.config.parsers import Kind, Reading
+
+TRANSFER: Final = "--kv-transfer-config"
+_SOURCE: Final = "command line"
+Setting = tuple[str, object, str]
+Env = Mapping[str, str]
+
+
+@define
+class Command:
+    """The command of an engine with lmkv, translated from another command line.
+
+    `before`: the words before its options. `kept`: options that remain. `role`: the `kv_role` of its connector.
+    `ranks`: the number of ranks of the engine.
+    """
+
+    before: list[str] = field(factory=lambda: ["vllm", "serve"])
+    kept: list[str] = field(factory=list)
+    role: str = "kv_both"
+    ranks: int | None = None
+    longest: int | None = None
+    settings: list[Setting] = field(factory=list)
+    readings: list[Reading] = field(factory=list)
+    notes: list[tuple[int, str]] = field(factory=list)
+    several: dict[str, Any] = field(factory=dict)
+    """A MultiConnector with the connectors that remain, and None in the place of lmkv."""
+    merged: bool = False
+    """Whether lmkv replaces several connectors."""
+
+    def use(self, given: str, name: str, value: object) -> None:
+        self.settings.append((name, value, given))
+        self._read(given, "used", here=name)
+
+    def use_folder(self, given: str, folder: object, capacity: object = None) -> None:
+        """Make the folder the disk tier. A second folder is refused."""
+        if any(name == "local_disk" for name, _, _ in self.settings):
+            self.refuse(
+                given, "only one folder can be the disk tier: leave out this one, or write remote_url: file:///FOLDER"
+            )
+            return
+        self.use(given, "local_disk", folder)
+        if capacity is not None:
+            self.use(given, "max_local_disk_size", capacity)
+
+    def leave(self, given: str, why: str) -> None:
+        self._read(given, "without effect", why=why)
+
+    def refuse(self, given: str, why: str) -> None:
+        self._read(given, "refused", why=why)
+
+    def unknown(self, given: str, why: str) -> None:
+        self._read(given, "unknown", why=why)
+
+    def unused(self, group: str, name: str, value: object = True, given: str = "") -> None:
+        """Note an option that is not a setting of lmkv. `given`: the option as the user wrote it, if not its name."""
+        known, given = lmcache.commands()[group], given or name
+        entry = known.get(name)
+        if entry is None:
+            self.unknown(given, lmcache.hint(name, known))
+        elif entry.is_idle(value, {}):
+            self.leave(given, entry.idle_because({}))
+        else:
+            self.refuse(given, entry.why)
+
+    def leave_variables(self, env: Env, reader: str) -> None:
+        """Note for each variable of LMCache that `reader` does not read it."""
+        for name in env:
+            key = lmcache.key_of(name)
+            known = lmcache.table().get(key)
+            idle = known is not None and known.kind == "without_effect"
+            why = known.why if known is not None and idle else f"{reader} does not read this variable"
+            self.readings.append(Reading(key, f"{lmcache.VARIABLE}{name}", "without effect", why=why))
+
+    def _read(self, given: str, kind: Kind, *, here: str = "", why: str = "") -> None:
+        self.readings.append(Reading(given, _SOURCE, kind, here, why))
+
+    def take(self, translation: lmcache.Translation) -> None:
+        """Add the settings of lmkv into which LMCache's settings were translated."""
+        self.settings += translation.settings
+        self.readings += translation.readings
+        self.notes += translation.notes
+
+
+def use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
+    """Translate the prefix of a tier, and note its keys that are no settings here, so that none is dropped silently."""
+    if tier.get("prefix"):
+        command.use(f"{given}: prefix", "remote_prefix", tier["prefix"])
+    known = lmcache.commands()["tiers"]
+    for key in sorted(tier.keys() - addresses.ALL_KEYS):
+        if key not in known or known[key].kind in ("refused", "without_effect"):
+            command.unused("tiers", key, tier[key], f"{given}: {key}")
+
+
+def use_store(command: Command, given: str, described: Callable[[], tuple[str, Mapping[str, Any]]]) -> None:
+    """Translate a remote store, given by its address in LMCache's form and the keys that belong to it."""
+    try:
+        found = addresses.translated(*described())
+    except addresses.RefusedError as error:
+        command.refuse(given, str(error))
+        return
+    except KeyError as error:
+        command.refuse(given, f"the key {error} is missing")
+        return
+    before = {name: value for name, value, _ in command.settings if name in (*found, *_LOGIN)}
+    if before and len(before | found) > 1:
+        command.refuse(
+            given, "several stores need logins in remote_url, such as redis://USER:PASSWORD@HOST,s3://BUCKET"
+        )
+        return
+    if before:
+        urls = before["remote_url"]
+        command.settings = [each for each in command.settings if each[0] != "remote_url"]
+        found["remote_url"] = [*(urls if isinstance(urls, list) else [urls]), found["remote_url"]]
+    command.settings += [(name, value, given) for name, value in found.items()]
+    command.readings.append(Reading(given, _SOURCE, "used", "remote_url"))
+
+
+_LOGIN: Final = ("remote_username", "remote_password", "remote_ttl")
