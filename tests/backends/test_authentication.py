@@ -338,7 +338,7 @@ def test_a_short_key_is_refused(tmp_path: Path, key: bytes) -> None:
 
 def test_without_cryptography_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
-    missing = r"needs cryptography: .*\bauth\b"
+    missing = r"need the package cryptography: .*\bauth\b"
     raised(ConfigError, missing, LocalDiskBackend, tmp_path, NAMESPACE, authentication_key=KEY)
     assert LocalDiskBackend(tmp_path, NAMESPACE).contains([]) == []
 
