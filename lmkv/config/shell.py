@@ -1,0 +1,68 @@
+"""Reads the string of a shell, as manifests have it, and writes words for a shell."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from lmkv.config.command_lines import program
+from lmkv.errors import ConfigError, short_repr
+
+
+def without_shell(words: list[str]) -> tuple[list[str], bool]:
+    """Return the command that a shell's string starts, as manifests have it, with the variables that the string
+    sets; and whether the string has other commands.
+    """
+    flag = next((at for at in range(1, len(words) - 1) if _SHELL.fullmatch(" ".join(words[at - 1 : at + 1]))), None)
+    if flag is None:
+        return words, False
+    before, script, arguments = words[: flag - 1], words[flag + 1], words[flag + 3 :]
+    parts = [
+        [each for word in part for each in (arguments if word in ("$@", "$*") else [word])]
+        for part in commands_in(script)
+    ]
+    parts = [part[part[0] in ("export", "exec") :] for part in parts if part]
+    variables = [word for part in parts if all("=" in word for word in part) for word in part]
+    started = list(filter(program, parts))
+    if len(started) > 1:
+        raise ConfigError(
+            f"{short_repr(script)} starts several servers: give one command at a time, that of lmcache server first"
+        )
+    values = dict(word.split("=", 1) for word in variables)
+    last = [_NAMED.sub(lambda name: values.get(name[1], name[0]), word) for word in (started or parts or [[]])[-1]]
+    found = variables + last
+    others = len(parts) > 1 + sum(all("=" in word for word in part) for part in parts)
+    return [*before, *["env"] * bool(before and found and "=" in found[0]), *found], others
+
+
+_NAMED = re.compile(r"(?:\$(?=\w)|\$\{(?=\w+\}))(\w+)\}?")
+
+
+_SHELL = re.compile(r"(\S*/)?(ba|da|k|z)?sh -[a-z]*c")
+
+
+def commands_in(script: str) -> list[list[str]]:
+    """Return the commands of a shell's string, without what they write into files."""
+    script = re.sub(r"\\\n|(?<=\s)[12](?=>)", " ", script)
+    lexer = shlex.shlex(script, posix=True, punctuation_chars=";&|<>\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    found: list[list[str]] = [[]]
+    into_file = False
+    try:
+        for word in lexer:
+            if into_file or set(word) <= set(";&|<>\n"):
+                into_file = not into_file and ("<" in word or ">" in word)
+                found += [[]] * (set(word) <= set(";&|\n"))
+            else:
+                found[-1].append(word)
+    except ValueError as error:
+        raise ConfigError(f"{short_repr(script)}: {str(error).lower()}") from None
+    return found
+
+
+def quoted(word: str) -> str:
+    """Return a word for a shell, which still replaces a variable in it."""
+    return f'"{word}"' if _WITH_VARIABLE.fullmatch(word) else shlex.quote(word)
+
+
+_WITH_VARIABLE = re.compile(r"[\w@%+=:,./-]*(\$(\w+|\{\w+\})[\w@%+=:,./-]*)+")
