@@ -29,8 +29,8 @@ class Presence(Enum):
 
 def miss_in_words(reason: str, tier: str | None) -> str:
     """Return why tokens were missed, and where: `evicted from disk`, `not ready in cpu`."""
-    where = f" {'from' if reason == 'evicted' else 'in'} {tier}" if tier else ""
-    return reason.replace("_", " ") + where
+    words = {"slower": "too slow to load", "limited": "over max_load_tokens"}.get(reason, reason.replace("_", " "))
+    return f"{words} {'from' if reason in ('evicted', 'slower') else 'in'} {tier}" if tier else words
 
 
 class ReadStatus(Enum):

@@ -212,7 +212,7 @@ class AsyncClient(_Calls[Awaitable[dict[str, Any]]]):
                 async for part in response.aiter_raw():
                     self._add(found, part)
         except TimeoutError:
-            raise httpx.ReadTimeout(f"no complete answer within {limit:g} s") from None
+            raise httpx.ReadTimeout(f"the server sent no complete answer within {limit:g} s") from None
         return _whole(response, found)
 
     async def aclose(self) -> None:

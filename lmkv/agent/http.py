@@ -323,8 +323,8 @@ class PromptBody(BaseModel):
     tokens: list[Annotated[int, Field(ge=0, lt=1 << 32)]] | None = Field(
         default=None, fail_fast=True, description="as token ids"
     )
-    cache_salt: str | None = Field(default=None, description="as in its requests")
-    tags: dict[str, str] = Field(default={}, description="as in its requests")
+    cache_salt: str | None = Field(default=None, description="as in requests with this prompt")
+    tags: dict[str, str] = Field(default={}, description="as in requests with this prompt")
     tools: list[dict[str, Any]] | None = Field(default=None, fail_fast=True, description="as in the chat's request")
     chat_template_kwargs: dict[str, Any] = Field(default={}, description="as in the chat's request")
     engine: int | None = Field(default=None, description="the number of the only engine to ask")
@@ -352,21 +352,21 @@ class SessionBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    cache_salt: str | None = Field(default=None, description="as in its requests")
-    tags: dict[str, str] = Field(default={}, max_length=_MAX_FIELDS, description="as in its requests")
+    cache_salt: str | None = Field(default=None, description="as in the session's requests")
+    tags: dict[str, str] = Field(default={}, max_length=_MAX_FIELDS, description="as in the session's requests")
 
 
 class PrefetchBody(PromptBody):
     """A prompt to load: one of `text`, `messages` and `tokens`."""
 
-    id: str | None = Field(default=None, pattern=r"^[\w-]{1,64}$", description="a name for it, else a random one")
-    wait: float = Field(default=0.0, ge=0, le=60, description="seconds to wait for its end")
+    id: str | None = Field(default=None, pattern=r"^[\w-]{1,64}$", description="a name for the prefetch")
+    wait: float = Field(default=0.0, ge=0, le=60, description="longest wait for the end, in seconds")
 
 
 class PinBody(PromptBody):
     """A prompt to keep in host memory: one of `text`, `messages` and `tokens`."""
 
-    seconds: float | None = Field(default=None, gt=0, le=86_400, description="how long, else `pin_ttl`")
+    seconds: float | None = Field(default=None, gt=0, le=86_400, description="seconds of the pin, else `pin_ttl`")
 
 
 class ClearBody(PromptBody):

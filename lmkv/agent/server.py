@@ -173,14 +173,14 @@ def _check_private(folder: Path) -> None:
     """Raise PermissionError if others may enter the folder, or could replace it on the way to it."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise PermissionError(errno.EACCES, "remove what is not a mode 0700 folder of this user", str(folder))
+        raise PermissionError(errno.EACCES, "lmkv needs a mode 0700 folder of this user: remove this", str(folder))
     # In a user namespace root of outside has another number.
     trusted = {0, os.geteuid(), os.stat("/").st_uid}
     for above in folder.parents:
         status = above.stat()
         can_replace = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
         if status.st_uid not in trusted or can_replace:
-            raise PermissionError(errno.EACCES, "other users may replace files there: run chmod +t", str(above))
+            raise PermissionError(errno.EACCES, "other users may replace files here: run chmod +t", str(above))
 
 
 # -- the pace of its threads ------------------------------------------------------------------------------

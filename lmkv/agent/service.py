@@ -23,7 +23,7 @@ from lmkv.store.tiered import TieredStore
 
 ADVICE = {
     "not_stored": "No tier has these tokens. Each model, data type, salt, tag and adapter has separate chunks.",
-    "no_state": "The chunks are there, but no state of a recurrent layer after them: see state_interval.",
+    "no_state": "The chunks are stored, but no state of a recurrent layer after these chunks: see state_interval.",
     "evicted": "A larger tier, or one more lower tier, would have kept these tokens.",
     "too_short": "Fewer tokens than a chunk are left, or lmkv found fewer than min_retrieve_tokens.",
     "not_ready": "lmkv is still storing these tokens: a later request finds them.",
@@ -31,9 +31,9 @@ ADVICE = {
     "deadline": "Loading took longer than computing would, or than prefetch_deadline: prefetch the prompt.",
     "slower": "The model computes these tokens faster than the tier delivers them: see load_or_recompute.",
     "not_promoted": "lmkv could not read the chunks, or host memory had no room: see max_local_cpu_size.",
-    "limited": "The request's max_load_tokens forbids more.",
-    "skip_load": "The request asks for no loads with lmkv.skip_load, has no tokens, or its tags are unclear.",
-    "not_taken": "vLLM did without the tokens that were found, for prompt log-probabilities or another connector.",
+    "limited": "The request has reached its max_load_tokens.",
+    "skip_load": "The request has lmkv.skip_load, no tokens, or tags that lmkv cannot read.",
+    "not_taken": "vLLM did not use what lmkv found, because of prompt log-probabilities or another connector.",
     "failed": "A load for this request failed before: see the log.",
     "audited": "lmkv found these tokens, and the model computed them again for an audit: see audit_rate.",
     "switched_off": "An audit has found a wrong chunk, and audit_action ends all loads: see the log, then restart.",

@@ -119,7 +119,7 @@ class CPUPinnedBackend:
                 return PRESENT
             nbytes = len(chunk.payload)
             if nbytes > self._slab.slot_bytes:
-                return Written.rejected(f"slots of {self._slab.slot_bytes} bytes are too small", None)
+                return Written.rejected(f"the chunk does not fit a slot of {self._slab.slot_bytes} bytes", None)
             slot = self._slab.allocate()
             if slot is None:
                 return Written.rejected("host memory has no free slot")

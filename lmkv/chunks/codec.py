@@ -103,7 +103,7 @@ def pack_header(header: Header, into: memoryview, authenticator: Authenticator |
     body = at_tags + len(header.salt + header.tags)
     end = _end_of_body(header.header_bytes, authenticated=authenticator is not None)
     if body > end or header.header_bytes > MAX_HEADER_BYTES:
-        raise FormatError(f"a header of {header.header_bytes} bytes is too small for {counts} checksums and tokens")
+        raise FormatError(f"{header.header_bytes} bytes are too few for {counts[0]} checksums and {counts[1]} tokens")
     flags = (_HAS_PARENT if header.parent else 0) | (_AUTHENTICATED if authenticator else 0)
     sizes = header.header_bytes, header.payload_bytes, header.segment_bytes, *counts
     digests = header.namespace, header.key, header.parent or _NO_PARENT

@@ -378,7 +378,7 @@ class LowerTier:
         if self.index.capacity is None:
             # Their room is not needed: if they cannot be deleted, other chunks are still written.
             deleted = self._tried("delete", lambda: self._reclaim(victims), then=self._until_deleted)
-            return None if deleted or key not in victims else Written.rejected("its old bytes cannot be deleted")
+            return None if deleted or key not in victims else Written.rejected("the old bytes cannot be deleted")
         owed = 0
         if isinstance(self.backend, SharesRoom):
             # Other processes fill the medium as well.

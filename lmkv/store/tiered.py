@@ -120,7 +120,7 @@ class TieredStore(Part):
             if slab.descriptor >= 0 and isinstance(tier.backend, RegistersMemory):
                 memory = slab.descriptor, slab.address, slab.nbytes
                 register, name = partial(tier.backend.register_memory, *memory), tier.name
-                said = "lmkv: tier %r cannot use host memory directly: %r; reads and writes are slower"
+                said = "lmkv: tier %r cannot use host memory directly: %r; the tier's reads and writes are slower"
                 attempt(register, partial(logger.warning, said, name))
         below = [LowerTier(tier, host.payloads.nbytes, lock, changes, clock, watched) for tier in lower]
         parts = lock, changes, host, below, IOPool(io_threads), clock

@@ -176,7 +176,7 @@ def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, 
             return clear_own()
         case [digest] if root:
             return disk.clear_namespace(root, digest)
-    raise UsageError(f"{beginning} must begin exactly one namespace: lmkv inspect FOLDER lists all")
+    raise UsageError(f"{beginning} must begin the name of exactly one namespace: lmkv inspect FOLDER lists all")
 
 
 def config_of(vllm_config: VllmConfig) -> Config:
@@ -203,7 +203,7 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
     if config.audit_rate and compat.draft_lookahead(vllm_config):
         logger.warning("lmkv: audit_rate has no effect on hits: draft layers compute different KV for equal tokens")
     elif config.audit_rate and not all(model.numbers):
-        logger.warning("lmkv: audit_rate has no effect on hits: this KV cache has scales between its numbers")
+        logger.warning("lmkv: audit_rate has no effect on hits: audits cannot compare a KV cache that has scales")
     if model.block_map.states:
         size = model.block_map.chunk_size
         logger.info(

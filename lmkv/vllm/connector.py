@@ -98,7 +98,7 @@ def _never_raises(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
             try:
                 return method(self, *args, **kwargs)
             except Exception:
-                logger.exception("lmkv: %s failed; vLLM continues as if nothing were cached", method.__name__)
+                logger.exception("lmkv: %s failed; vLLM continues without lmkv's answer", method.__name__)
                 return fallback()
 
         return cast(_Method, guarded)
@@ -156,7 +156,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             stage = compat.worker_ranks()[0] if pipelined else 0
             self._model = describe(vllm_config, kv_cache_config, config.chunk_size, stage)
         except (UsageError, ValueError) as error:
-            logger.warning("lmkv: this model is not cached: %s", error)
+            logger.warning("lmkv: the KV of this model is not cached: %s", error)
             if role is KVConnectorRole.WORKER:
                 # The scheduler side sees less of the model. If it caches the model, requests wait for the answers to
                 # its orders.

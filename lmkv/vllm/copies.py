@@ -78,7 +78,7 @@ class LayerwiseTransfer:
         if unread and events:
             # The model has read layers before they were loaded. The copies must end before vLLM learns of it and
             # recomputes the same blocks.
-            logger.error("lmkv: the model read layers before lmkv had loaded them; the load failed")
+            logger.error("lmkv: the model read layers before lmkv had loaded them; lmkv counts the load as failed")
             events.pop().wait()
         return events[0] if events else None
 
@@ -89,7 +89,7 @@ class LayerwiseTransfer:
             logger.debug("lmkv: this step loads and stores nothing more: %s", error)
             self._pipeline = None
         except Exception:
-            logger.exception("lmkv: %d copies layer by layer failed; lmkv counts them as misses", len(self.orders))
+            logger.exception("lmkv: %d copies with use_layerwise failed; lmkv counts them as misses", len(self.orders))
             self._pipeline = None
 
 

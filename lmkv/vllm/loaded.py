@@ -425,7 +425,7 @@ class Loaded:
             logger.warning("lmkv: nothing is cached until the workers can identify their weights: %r", error)
             found = []
         if core is None or not found or not all(found):
-            logger.warning("lmkv: nothing is cached, because the weights of the workers are unknown")
+            logger.warning("lmkv: nothing is cached, because a worker could not identify its weights")
             return None
         if again and experts_are_scattered(core.vllm_config):
             found.append(secrets.token_hex(16))

@@ -65,7 +65,7 @@ def obstacles(transfer: Mapping[str, Any], *, offloads: bool) -> Iterator[str]:
 def _other_module(transfer: Mapping[str, Any]) -> Iterator[str]:
     module = transfer.get("kv_connector_module_path")
     if transfer.get("kv_connector") == NAME and module not in (None, MODULE):
-        yield f"kv_connector_module_path is {module!r}, but {NAME} is not there: delete this setting"
+        yield f"kv_connector_module_path is {module!r}, but this module has no {NAME}: delete this setting"
 
 
 def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[dict[str, Any], bool]:

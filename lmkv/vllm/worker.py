@@ -225,7 +225,7 @@ class Worker:
     def _check_slab(self, ref: SlabRef, layout: KVLayout) -> None:
         """Raise UsageError if the slab belongs to a scheduler side with another layout."""
         if ref.slot_bytes != layout.slot_bytes or (self._engine and layout.digest not in ref.name):
-            raise UsageError(f"its slots of {ref.slot_bytes} bytes do not fit this rank's {layout}")
+            raise UsageError(f"slots of {ref.slot_bytes} bytes do not fit this rank's {layout}")
 
     def _release_slab(self) -> None:
         """Unpin and unmap the slab. No copy may be running."""

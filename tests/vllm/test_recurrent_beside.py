@@ -125,7 +125,7 @@ def test_without_vllms_prefix_cache_nothing_is_cached(case: Case, caplog: pytest
     options = {"enable_prefix_caching": False, **OPTIONS}
     with caplog.at_level(logging.WARNING, logger="lmkv"), engine(case.folder, **options) as running:
         outputs = [ask(running, [IDS])[0] for _ in range(2)]
-    assert "this model is not cached: vLLM keeps no states at the ends of blocks" in caplog.text
+    assert "the KV of this model is not cached: vLLM keeps no states at the ends of blocks" in caplog.text
     assert off(outputs, case.expected * 2) < 1e-3
     assert not any(output.num_cached_tokens for output in outputs)
 

@@ -48,7 +48,7 @@ def test_a_layer_that_keeps_no_prefix(model: Path, make: Callable[[], Any], capl
     """Beside a layer of full attention, as in mixtures."""
     with caplog.at_level(logging.WARNING, logger="lmkv"):
         connector = side_of("SCHEDULER", configured(model, {}), kv_caches(full_attention(), make()))
-    assert any("this model is not cached" in record.getMessage() for record in caplog.records)
+    assert any("the KV of this model is not cached" in record.getMessage() for record in caplog.records)
     request = request_of("r", list(range(1000)))
     connector.on_new_request(request)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)

@@ -304,7 +304,7 @@ class LocalDiskBackend:
                 return PRESENT
             nbytes = self.stored_bytes(len(chunk.payload))
             if lacking := self._space.claim(nbytes):
-                return Written.rejected(f"less than disk_min_free is free: {lacking:,} bytes lack", lacking)
+                return Written.rejected(f"less than disk_min_free is free: {lacking:,} bytes are missing", lacking)
             self._files.write(chunk, folder, name, replace=replaced > 0)
         self._unreadable.discard(chunk.key)
         self._usage.wrote(nbytes)

@@ -440,10 +440,10 @@ def opened(
     # obstore panics on an invalid URL. Each of these options has several names.
     named = {name.lower(): value for name, value in options.items() if _NAMES_PLACE.search(name.lower())}
     places = named.values()
-    if not all(_ENDPOINT.fullmatch(place) and (urlsplit(place).port or 1) > 0 for place in places):
-        raise ValueError("an endpoint must be http://host:port or https://host:port, without a password")
-    if any(char.isspace() for value in options.values() for char in value):
-        raise ValueError("an option of the URL contains a space")
+    if odd := [key for key, at in named.items() if not (_ENDPOINT.fullmatch(at) and (urlsplit(at).port or 1) > 0)]:
+        raise ValueError(f"{odd[0]} must be http://host:port or https://host:port, without a password")
+    if odd := [name for name, value in options.items() if any(map(str.isspace, value))]:
+        raise ValueError(f"the option {odd[0]} of the URL contains a space")
     return kind(
         bucket,
         prefix=unquote(parts.path).strip("/") or None,

@@ -210,7 +210,7 @@ class RedisBackend(RemoteBackend):
         nbytes = self.stored_bytes(len(chunk.payload))
         slow = nbytes / MIN_BYTES_PER_SECOND
         if nbytes >= self._too_large and time.monotonic() < self._too_large_until:
-            return self._refused("the server refused such a value before")
+            return self._refused("the server refused a value of this size before")
 
         def exists(connection: Any) -> bool:
             connection.send_command("EXISTS", name)

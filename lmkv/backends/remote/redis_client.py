@@ -138,7 +138,7 @@ class Answers:
         if kind == b"*" and number >= 0 and depth:
             self._budget.spend(0, number)
             return [self._answer(depth - 1) for _ in range(number)]
-        raise exceptions.InvalidResponse(f"the answer is no Redis answer: {bytes(kind + text[:40])!r}")
+        raise exceptions.InvalidResponse(f"the server does not answer as Redis does: {bytes(kind + text[:40])!r}")
 
     def _error(self, text: bytes) -> Any:
         error: Any = self.parse_error(text.decode("utf-8", "replace"))

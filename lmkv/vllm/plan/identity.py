@@ -107,7 +107,7 @@ class Adapters:
             self._known[number] = path, found
         digest, before = self._known[number][1]
         if digest and stamps(folder_of(path)) != before:
-            return self._unknown(path, number, "its files have changed: load them under another name")
+            return self._unknown(path, number, "the adapter's files have changed: load the adapter under another name")
         return digest
 
     def loaded(self, number: int, digest: str) -> None:

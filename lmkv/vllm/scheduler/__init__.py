@@ -342,7 +342,7 @@ class Scheduler:
         try:
             self._note(report)
         except Exception:
-            logger.exception("lmkv: a report of the workers is unreadable; lmkv counts its copies as failed")
+            logger.exception("lmkv: a report of the workers is unreadable; lmkv counts the reported copies as failed")
             self._jobs.distrust()
             ends = {job: evolve(part, ok=False) for job, part in report.jobs.items()}
         for job, merged in self._jobs.answered(ends):

@@ -421,7 +421,7 @@ class Loads(Planner):
         """React to a failed load. `keys`: its chunks, which may be wrong."""
         request = job.request
         if job.load is None or not job.load.abandoned:
-            logger.warning("lmkv: a load for request %s failed; vLLM computes these tokens", request.name)
+            logger.warning("lmkv: a load for request %s failed; vLLM computes the tokens instead", request.name)
             # vLLM may hand these blocks to others until this request recomputes them, and it may be aborted first.
             self.evict_blocks(set(job.unconfirmed))
             self.on_failed_load(request.request_id)
