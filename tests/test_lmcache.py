@@ -279,7 +279,7 @@ def test_an_engine_logs_what_there_is_to_say(caplog: pytest.LogCaptureFixture) -
     ):
         assert engine.store(range(16), [0]) == 16
     [line, _] = [record.getMessage() for record in caplog.records if "LMCache" in record.getMessage()]
-    assert line == "lmkv: LMCache settings without effect in lmkv: numa_mode"
+    assert line == "lmkv: these LMCache settings have no effect: numa_mode"
 
 
 # -- careless and hostile sources ----------------------------------------------------------------------

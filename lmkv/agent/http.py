@@ -335,7 +335,7 @@ class PromptBody(BaseModel):
         """Reject a body with too many fields before pydantic validates them: a million take many seconds."""
         for fields in (given, given.get("tags")) if isinstance(given, dict) else ():
             if isinstance(fields, dict) and len(fields) > _MAX_FIELDS:
-                raise ValueError(f"there are more than {_MAX_FIELDS} fields or tags")
+                raise ValueError(f"the request has more than {_MAX_FIELDS} fields or tags")
         return given
 
     def prompt(self) -> Prompt:

@@ -173,7 +173,7 @@ def _check_private(folder: Path) -> None:
     """Raise PermissionError if others may enter the folder, or could replace it on the way to it."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise PermissionError(errno.EACCES, "lmkv needs a mode 0700 folder of this user: remove this", str(folder))
+        raise PermissionError(errno.EACCES, "remove this path: lmkv needs a 0700 folder of this user", str(folder))
     # In a user namespace root of outside has another number.
     trusted = {0, os.geteuid(), os.stat("/").st_uid}
     for above in folder.parents:

@@ -138,7 +138,7 @@ def peek_header_bytes(start: memoryview) -> int:
     if version != VERSION:
         raise FormatError(f"the chunk has format version {version}; this lmkv reads version {VERSION}")
     if nbytes % PAGE or not PAGE <= nbytes <= MAX_HEADER_BYTES:
-        raise FormatError(f"the chunk's header gives {nbytes} bytes as its length")
+        raise FormatError(f"the chunk's header gives an impossible length of {nbytes} bytes")
     return int(nbytes)
 
 
@@ -165,9 +165,9 @@ def _decode(data: memoryview, nbytes: int) -> Header:
     if flags & ~(_HAS_PARENT | _AUTHENTICATED):
         raise FormatError(f"the chunk's header has unknown flags: {flags:#x}")
     if segment % PAGE or not PAGE <= segment <= MAX_SEGMENT_BYTES:
-        raise FormatError(f"the chunk's header gives {segment} bytes as a segment's length")
+        raise FormatError(f"the chunk's header gives an impossible segment length of {segment} bytes")
     if payload == 0 or sums != -(-payload // segment):
-        raise FormatError(f"the chunk's header has {sums} checksums for {payload} bytes of KV")
+        raise FormatError(f"the chunk's header has {sums} checksums, which do not fit {payload} bytes of KV")
     authenticated = bool(flags & _AUTHENTICATED)
     at_tokens = _FIXED.size + 4 * sums
     at_salt = at_tokens + 4 * tokens

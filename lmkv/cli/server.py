@@ -303,7 +303,7 @@ def record(
         except KeyboardInterrupt:
             pass
     typer.echo("", err=True)
-    words = f"{count:,} requests in {out}: lmkv simulate {out}"
+    words = f"{count:,} requests are in {out}; to compare policies run lmkv simulate {out}"
     give({"path": str(out), "requests": count}, lambda: typer.echo(words), as_json=as_json)
 
 

@@ -160,7 +160,7 @@ def advice(value: dict[str, Any]) -> Iterator[str]:
         return
     for tier in value["tiers"]:
         half, now, *larger = tier["points"]
-        name = shown(tier)
+        name = f"tier {shown(tier)}"
         for point in larger:
             more = point["hit_ratio"] - now["hit_ratio"]
             saved = point["saved_seconds"]

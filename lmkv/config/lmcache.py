@@ -111,7 +111,7 @@ class Translation:
         """Return remarks for the log, each with its level: on single settings, and on all together."""
         unknown = [f"{each.key} ({each.source})" for each in self.of("unknown")]
         remarks = [
-            (logging.INFO, "LMCache settings without effect in lmkv", [each.key for each in self.of("without effect")]),
+            (logging.INFO, "these LMCache settings have no effect", [each.key for each in self.of("without effect")]),
             (logging.WARNING, "lmkv ignores unknown settings of LMCache", unknown),
         ]
         return [*((level, f"{text}: {join_names(names)}") for level, text, names in remarks if names), *self.notes]

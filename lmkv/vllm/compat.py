@@ -216,9 +216,9 @@ def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
     if getattr(parallel, "use_ubatching", False):
         return "vLLM computes each layer once for every microbatch (--enable-dbo, --ubatch-size)"
     if parallel.pipeline_parallel_size > 1:
-        return "a pipeline stage computes the next step before a load is known to have failed"
+        return "a pipeline stage computes the next step before lmkv knows whether a load has failed"
     if speculative is not None and has_draft_layers(speculative):
-        return "vLLM asks for failed loads before it computes the layers of the draft model"
+        return "vLLM asks lmkv for failed loads before vLLM computes the layers of the draft model"
     modules = getattr(vllm_config.compilation_config, "static_forward_context", {})
     silent = [name for name in layers if name in modules and not _calls_hooks(modules[name])]
     if silent:

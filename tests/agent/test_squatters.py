@@ -139,7 +139,7 @@ def test_a_folder_that_another_user_made_is_not_used(
     folder = memory_path / f"lmkv-{os.geteuid()}"
     monkeypatch.setattr("lmkv.agent.server._bases", lambda: [str(memory_path)])
     with Another(squat, str(folder), mode), one_of(service_of(store), free_ports()) as server:
-        assert "lmkv needs a mode 0700 folder of this user" in caplog.text
+        assert "lmkv needs a 0700 folder of this user" in caplog.text
         with Client(server.url, TOKEN) as client:
             assert client.stats()["tiers"], "it goes on alone"
     assert list(folder.iterdir()) == []
@@ -153,7 +153,7 @@ def test_the_folder_is_its_users_alone(memory_path: Path, monkeypatch: pytest.Mo
     assert (path.parent.stat().st_mode & 0o7777, path.suffix) == (0o700, ".3")
     assert first.private(3) == Address("localhost:8377").private(3) != Address("127.0.0.1:8378").private(3)
     path.parent.chmod(0o750)
-    raised(PermissionError, "mode 0700", first.private, 3)
+    raised(PermissionError, "0700 folder", first.private, 3)
     path.parent.chmod(0o700)
     memory_path.chmod(0o777)
     raised(PermissionError, r"other users may replace", first.private, 3)

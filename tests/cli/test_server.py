@@ -197,8 +197,8 @@ def test_top_says_what_more_memory_would_save() -> None:
     assert shown[sizes].split()[4:] == ["half", "of", "it", "as", "it", "is", "twice", "four", "times"]
     half, now, twice, most = (int(share.rstrip("%")) for share in shown[sizes + 1].split()[1:])
     assert half <= now <= twice <= most < 100
-    assert re.search(r"KiB more, cpu would hit [1-9]\d\.\d% more of all tokens", sentences), sentences
-    assert "With this size, cpu is useless: without cpu as many tokens would hit." in sentences
+    assert re.search(r"KiB more, tier cpu would hit [1-9]\d\.\d% more of all tokens", sentences), sentences
+    assert "With this size, tier cpu is useless: without tier cpu as many tokens would hit." in sentences
 
 
 # -- what can go wrong --------------------------------------------------------------------------------------

@@ -266,7 +266,7 @@ class HitAudits(Planner):
         """Log a finding, with its consequences, and switch loads off if `audit_action` says so."""
         self._telemetry.loads_off |= self._disables
         off = "; lmkv loads nothing from now on" if self._disables else ""
-        logger.error("lmkv: audit: %s%s", "; ".join([text, *filter(None, then)]), off)
+        logger.error("lmkv: an audit found %s%s", "; ".join([text, *filter(None, then)]), off)
 
     def _log(self, job: _Comparison, differences: Sequence[Difference], chunk: int) -> str:
         """Log the finding and return it."""
@@ -352,7 +352,7 @@ class LoadAudits(Planner):
 
     def _wrong(self, load: AuditedLoad, differences: Sequence[Difference], what: str, *, spread: bool) -> None:
         chunk, text = load.first + differences[0].copy, self._described(load, differences)
-        self._audit.accuse(f"wrong {what}: {text}", "the request continues" if spread else "vLLM computes these tokens")
+        self._audit.accuse(f"a wrong {what}: {text}", "the request continues" if spread else "vLLM computes the tokens")
         if spread:
             request, after = load.request, load.end // self._block_map.chunk_size
             known = request.keys_with_tail(len(request.chain.keys))[after:]

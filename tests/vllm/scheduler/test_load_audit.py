@@ -101,7 +101,7 @@ def test_a_wrong_copy_is_found_by_the_first_audited_load(
         assert " on ranks [1]" in line
         assert f"copied {mode}" in line
         late = device and mode != "between steps"
-        assert "vLLM computes these tokens" in line or (late and "the request continues" in line)
+        assert "vLLM computes the tokens" in line or (late and "the request continues" in line)
         copier.fault = lambda copies, _: copies
         assert ask(running, "loads it again").loaded >= len(TOKENS) - 4, "the stored chunk is right, and stays"
         assert counted(running, "lmkv_wrong_loads") == 1

@@ -98,7 +98,9 @@ def test_a_session_that_ends_with_its_only_request_is_given_up_first(engine: Sim
 def test_names_of_clients_are_cut_and_printable_in_the_log(
     engine: SimulatedVLLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forged = "cmpl-1\nERROR lmkv.vllm lmkv: audit: wrong KV in disk: request cmpl-7\x1b[2J\u202e" + "x" * 1_000_000
+    forged = (
+        "cmpl-1\nERROR lmkv.vllm lmkv: an audit found wrong KV in disk: request cmpl-7\x1b[2J\u202e" + "x" * 1_000_000
+    )
     with caplog.at_level(logging.INFO, logger="lmkv"):
         engine.serve(forged, PROMPT, 2)
         serve(engine, PROMPT)
