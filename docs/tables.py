@@ -116,7 +116,7 @@ def mapped(entries: Mapping[str, KnownSetting]) -> Iterator[str]:
             here = ours[entry.setting]
             there = f"{entry.default}{unit(here)}"
             same = not entry.default or as_number(entry.default) == as_number(in_words(here.default))
-            defaults = "" if same else f"the default is {there}, and {default(here)} in lmkv"
+            defaults = "" if same else f"LMCache's default is {there}, lmkv's {default(here)}"
             yield f"| `{entry.key}` | `{here.name}` | {'; '.join(filter(None, [defaults, entry.note]))} |"
 
 
@@ -214,7 +214,7 @@ def headline() -> Iterator[str]:
     computed = rows["first token, computed"]
     host, disk = (rows[f"first token, in use: {FIRST_TOKENS[f'lmkv, {tier}']}"] for tier in (HOST, "disk"))
     yield (
-        "With a small model on two CPU cores, the first token of a repeated prompt comes after"
+        "With a small model on two CPU cores, the first token of a repeated prompt of 8,000 tokens comes after"
         f" **{host * 1000:.0f} ms** with KV from host memory, **{disk * 1000:.0f} ms** with KV from a disk,"
         f" and **{computed:.1f} s** without lmkv. [How this was measured](docs/performance.md)."
     )

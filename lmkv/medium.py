@@ -22,11 +22,11 @@ class MediumError(OSError):
 
 
 class Medium:
-    """The medium of the folder at `path`, recognized by its device number and by a small file with a name.
+    """The medium of the folder at `path`, recognized by its device number and by a small file with random digits.
 
     A folder that is created again on the same device is on the same medium. A folder that is mounted again under
-    another device number is on the same medium if the file is the same. Without the file, only the device counts.
-    Thread-safe. Raises `OSError` if there is no folder.
+    another device number is on the same medium if the file has the same digits. Without the file, only the device
+    counts. Thread-safe. Raises `OSError` if there is no folder.
 
     Examples
     --------

@@ -281,7 +281,7 @@ class CacheService:
         return self._root_of(prompt.cache_salt, prompt.tags) or b""
 
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
-        """Keep a prompt's first chunks that are in host memory there, for `seconds` or the default time."""
+        """Keep those first chunks of a prompt that host memory has, for `seconds` or the default time."""
         keys = self._boundaries.keys_to_promote(self._read(prompt)[1])
         seconds = self._pin_ttl if seconds is None else seconds
         return {

@@ -73,8 +73,9 @@ def show(
 
 
 def answer_of(file: Path | None, env: Mapping[str, str], extra: Mapping[str, object], ranks: int | None) -> Answer:
-    """Return the meaning of all settings: of a file of LMCache's, of variables or of a command alone, or of lmkv's
-    file with the environment.
+    """Return the meaning of all settings.
+
+    A file of LMCache, of variables or of a command counts alone, and a file of lmkv counts with the environment.
     """
     # A pipe can be read only once.
     if file is not None and file.is_file():
@@ -163,7 +164,7 @@ def odd_folder(setting: str, folder: str) -> str:
 
 
 def looked_at(answer: Answer) -> Answer:
-    """Add what the folders, secret files and addresses of the settings show on this machine."""
+    """Try the folders, secret files and addresses of the settings on this machine, and add what was found."""
     config = answer.config
     if config is None:
         return answer

@@ -145,7 +145,7 @@ def examine_secrets(config: Config) -> Iterator[Finding]:
 
 
 def examine_secret_files(config: Config) -> Iterator[Finding]:
-    """Whether everybody on this machine can read a secret."""
+    """Warn about files with secrets that everybody on this machine can read."""
     for name in ("remote_password_file", "agent_token_file", "authentication_key_file"):
         file = getattr(config, name)
         with suppress(OSError):
@@ -413,7 +413,7 @@ def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def plugin_finding(env: Mapping[str, str]) -> Finding:
-    """Return the finding whether vLLM knows `LMKVConnector` by its name, without a module."""
+    """Report whether vLLM knows `LMKVConnector` by its name, without a module."""
     name, way_out = "plugin", f'or name the module: "kv_connector_module_path": "{plugin.MODULE}"'
     if not entry_points(group="vllm.general_plugins", name="lmkv"):
         problem = f"lmkv's entry point is missing: install lmkv with pip, {way_out}"

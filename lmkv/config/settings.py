@@ -538,7 +538,7 @@ class Answer:
     @classmethod
     def to_command(cls, words: Sequence[str], ranks: int | None = 1) -> tuple[Self, Command]:
         """Return the meaning of a command line of LMCache's server or `vllm serve`. Raises ConfigError for any other
-        command line. `ranks`: of an engine, where its options name none.
+        command line. `ranks`: the number of ranks of the engine, if the options do not say it.
         """
         command = command_lines.translated(words, ranks)
         answer = cls._of(command.settings, command.readings, command.notes, of_lmcache=True, command=command)

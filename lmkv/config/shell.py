@@ -10,8 +10,9 @@ from lmkv.errors import ConfigError, short_repr
 
 
 def without_shell(words: list[str]) -> tuple[list[str], bool]:
-    """Return the command that a shell's string starts, as manifests have it, with the variables that the string
-    sets; and whether the string has other commands.
+    """Return the command in a string for a shell, such as a manifest has, and whether there are other commands in it.
+
+    The variables that the string sets come before the command.
     """
     flag = next((at for at in range(1, len(words) - 1) if _SHELL.fullmatch(" ".join(words[at - 1 : at + 1]))), None)
     if flag is None:
@@ -42,7 +43,7 @@ _SHELL = re.compile(r"(\S*/)?(ba|da|k|z)?sh -[a-z]*c")
 
 
 def commands_in(script: str) -> list[list[str]]:
-    """Return the commands of a shell's string, without what they write into files."""
+    """Return the commands in a string for a shell, without their redirections into files."""
     script = re.sub(r"\\\n|(?<=\s)[12](?=>)", " ", script)
     lexer = shlex.shlex(script, posix=True, punctuation_chars=";&|<>\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
@@ -61,7 +62,7 @@ def commands_in(script: str) -> list[list[str]]:
 
 
 def quoted(word: str) -> str:
-    """Return a word for a shell, which still replaces a variable in it."""
+    """Quote a word for a shell, which still replaces variables in the word."""
     return f'"{word}"' if _WITH_VARIABLE.fullmatch(word) else shlex.quote(word)
 
 

@@ -116,7 +116,7 @@ def given_settings(
 
 
 def flat(extra: object) -> dict[Any, object]:
-    """Return the settings with plain keys, because vLLM's dotted arguments turn keys into mappings.
+    """Return the settings without nested mappings, which vLLM makes of options with dots in their names.
 
     For example, {"lmkv": {"chunk_size": 64}} becomes {"lmkv.chunk_size": 64}.
 

@@ -217,7 +217,7 @@ def make_policy(name: str) -> Policy:
 
 
 def like(policy: Policy) -> Policy:
-    """Return an empty policy of the same class, for a shadow, or an LRU if the class needs arguments.
+    """Return an empty policy for a shadow: one of the same class, or an LRU if the class needs arguments.
 
     >>> like(LRU())
     <LRU: 0 evictable bytes, 0 keys held>

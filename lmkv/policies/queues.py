@@ -91,8 +91,8 @@ class LRU(QueuePolicy):
 
     Notes
     -----
-    After `touch`, the first key of the prompt is the most recent one, so the last key is evicted first. A release
-    counts as a use.
+    `touch` makes the first key of a prompt the most recent one, so the last key of the prompt is evicted first.
+    `release` counts as a use.
 
     Examples
     --------

@@ -82,7 +82,7 @@ class Share:
 
     @property
     def full(self) -> bool:
-        """Whether the limit is reached, so that a new entry must replace one of these."""
+        """Whether the limit is reached, so that a new entry must replace one of the share."""
         return len(self._entries) >= self.limit
 
     def add(self, entry: Entry, tenant: str = "", part: float = 1.0) -> None:
@@ -108,7 +108,7 @@ class Share:
         self._idle[self._tenants[key]][key] = self._entries[key]
 
     def touch(self, key: ChunkKey) -> None:
-        """Note a use of the entry, if it is one of these."""
+        """Note a use of the entry, if it belongs to the share."""
         if key in self._entries and key in (idle := self._idle[self._tenants[key]]):
             idle.move_to_end(key)
 

@@ -322,7 +322,7 @@ class Hints:
         return counts
 
     def owned(self, tenant: str = "") -> Counter[bytes]:
-        """Return how many keys with a priority each owner of a tenant has."""
+        """Return how many keys of a tenant have a priority, by the owner of the priority."""
         return self._tenants[tenant].owned
 
     @locked

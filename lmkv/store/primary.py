@@ -92,7 +92,7 @@ class PrimaryTier:
         return max(0, left)
 
     def slots_of(self, share: float, kind: type) -> int:
-        """Return the number of slots in a share (0 to 1) of the slots for a type of keys, at least 1 unless it is 0."""
+        """Return the number of slots in a share (0 to 1) of the slots for a type of keys: 0 for 0, else at least 1."""
         slots = self.shares[kind].limit if kind in self.shares else self.slab.num_slots
         return max(1, int(slots * share)) if share > 0 else 0
 
@@ -291,8 +291,9 @@ class PrimaryTier:
         self.slab.free(*free)
 
     def evict_from(self, share: Share, key: ChunkKey) -> Entry | None:
-        """Return an entry of this kind to evict for the key, or None if all are in use. The caller removes or flushes
-        it.
+        """Return an entry of the share to evict for the key, or None if all are in use.
+
+        The caller removes or flushes the entry.
         """
         victim = share.oldest_unused(self.part_of(key)[0])
         if victim is not None and victim.in_policy:

@@ -100,8 +100,9 @@ class Wish(NamedTuple, Generic[V]):
 class Wishes(Generic[K, V]):
     """Wishes by key, with an owner, a size and an end each. Not thread-safe: the caller holds the store's lock.
 
-    If the sum of all sizes exceeds a limit, the owner with the most loses its oldest wish. So an owner never loses a
-    wish to an owner with more. `total`: the sum of the sizes. Each call takes O(log n) time for n wishes.
+    If the sum of all sizes exceeds a limit, the owner with the largest sum loses its oldest wish. So an owner never
+    loses a wish to an owner with a larger sum. `total`: the sum of the sizes. Each call takes O(log n) time for n
+    wishes.
 
     Examples
     --------
@@ -161,7 +162,7 @@ class Wishes(Generic[K, V]):
         return self._sizes.owned[owner]
 
     def due(self, now: float) -> Iterator[tuple[K, V]]:
-        """End expired wishes of about `STEP` chunks together, the oldest first, and yield them."""
+        """End expired wishes, the oldest first, and yield them. Stops after about `STEP` chunks."""
         size = 0
         while size < STEP and (found := self._ends.first()) is not None and found[0] <= now:
             size += self._wishes[found[1]].size
@@ -177,7 +178,7 @@ class Wishes(Generic[K, V]):
         return next(iter(self._of.get(owner, ())), None)
 
     def shed(self) -> tuple[K, V]:
-        """End the oldest wish of the owner with the most, and return it. There must be a wish."""
+        """End the oldest wish of the owner with the largest sum, and return it. There must be a wish."""
         key = next(iter(self._of[self._sizes.first()]))
         return key, self._ended(key)
 

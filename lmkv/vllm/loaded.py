@@ -388,7 +388,7 @@ def digest_on_device(data: torch.Tensor) -> str:
 
     Each word of 32 bits is multiplied by a factor of its place, an odd number of 64 bits, and the products are added
     up, modulo 2**64. Two different tensors have equal sums with a probability of about 2**-32 for each of two rows of
-    factors; The digest is the SHA-256 of the sums of all blocks.
+    factors. The digest is the SHA-256 of the sums of all blocks.
     """
     import torch
 

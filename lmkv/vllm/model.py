@@ -64,7 +64,7 @@ class Ranks:
         return self.total // self.replicas
 
     def describe(self, parallel: Any) -> str:
-        """Return a text about how the workers divide KV. It is equal if, and only if, their parts of a chunk are."""
+        """Return a text about how the workers divide KV. Equal texts mean equal parts of a chunk, and the reverse."""
         spread = getattr(parallel, "decode_context_parallel_size", 1)
         interleave = getattr(parallel, "cp_kv_cache_interleave_size", 1)
         stages = f" stages {','.join(map(str, self.stages))}" if len(self.stages) > 1 else ""

@@ -458,7 +458,7 @@ class Worker:
         return finished, failed
 
     def close(self, *, process_ends: bool = False) -> None:
-        """Wait for the running copies and unmap the slab, unless the process ends, which is faster. Idempotent."""
+        """Wait for the running copies, and unmap the slab unless the process ends. Idempotent."""
         self._closing.set()
         if self._search is not None:
             self._search.join()

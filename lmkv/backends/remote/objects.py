@@ -285,9 +285,7 @@ class StoreClient:
         return "stored"
 
     def remove(self, names: Sequence[str]) -> int:
-        """Delete objects, and return for how many of them, from the first on, there was time. Absent ones are no
-        error.
-        """
+        """Delete objects in their order, until the time is over, and return how many. Absent ones count, too."""
         until = time.monotonic() + self._timeout
         if self._deletes_many:
             try:

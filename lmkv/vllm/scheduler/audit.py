@@ -111,7 +111,8 @@ class WrongChunks:
 class HitAudits(Planner):
     """Decides which hits vLLM computes again for an audit, and deletes wrong chunks.
 
-    `on_wrong(request, chunk, own_kv_is_right)`: called after the deletion of a request's wrong chunk, with its index.
+    `on_wrong(request, chunk, own_kv_is_right)`: called after a wrong chunk of a request, with the index `chunk`, was
+    deleted. `own_kv_is_right`: whether the request's KV is right, because vLLM has computed all of it.
     """
 
     def __init__(self, context: PlanContext) -> None:

@@ -22,20 +22,20 @@ from lmkv.vllm.scheduler.observer import SchedulerObserver
 class SchedulerOptions:
     """The options of the scheduler side, made once from lmkv's and vLLM's configuration.
 
-    `ranks`: number of workers that answer each order. `loads`, `stores`: whether to load and to store, which a producer
-    or a consumer does not. `save_decode`: whether to store generated tokens as well. `save_unfull_chunk`: whether to
-    store and find tails, and to find chunks that begin like the rest of a prompt. `whole_blocks`: whether a hit must
-    end at the end of a block, because with loads layer by layer the step would write the rest of that block before the
-    load. `min_retrieve_tokens`: number of tokens of the smallest hit to load. `load_or_recompute`: whether to compute
-    chunks that load more slowly, as measured. `load_mode`: whether loads are within the step ("sync"), between steps
-    ("async"), or where they delay other requests less ("auto"). `concurrent_copies`: whether the device copies while it
-    computes. `prefetch_deadline`: largest number of seconds that a request waits for lower tiers. `lookahead`: on how
-    many later tokens the KV of a position depends; so the last tokens of a key cannot be served. `state_interval`:
-    chunks from one kept state of a long prompt to the next; with 0, states and chunks get equal space. `pin_ttl`:
-    seconds for which prefetches and priorities last. `audit_rate`: share of loads that are read back and, if
-    `audits_computed`, of hits that are computed again and compared. `audit_action`: whether a wrong chunk is dropped,
-    or loads are disabled as well. `media_by_name`: whether each name of an image has only one content. `longest`:
-    number of tokens of the longest prompt. `clock`: a function that returns seconds.
+    `ranks`: number of workers that answer each order. `loads`: whether to load, False in a producer. `stores`: whether
+    to store, False in a consumer. `save_decode`: whether to store generated tokens as well. `save_unfull_chunk`:
+    whether to store and find tails, and to find chunks that begin like the rest of a prompt. `whole_blocks`: whether a
+    hit must end at the end of a block, because with loads layer by layer the step would write the rest of that block
+    before the load. `min_retrieve_tokens`: number of tokens of the smallest hit to load. `load_or_recompute`: whether
+    to compute chunks that load more slowly, as measured. `load_mode`: whether loads are within the step ("sync"),
+    between steps ("async"), or where they delay other requests less ("auto"). `concurrent_copies`: whether the device
+    copies while it computes. `prefetch_deadline`: largest number of seconds that a request waits for lower tiers.
+    `lookahead`: on how many later tokens the KV of a position depends; so the last tokens of a key cannot be served.
+    `state_interval`: chunks from one kept state of a long prompt to the next; with 0, states and chunks get equal
+    space. `pin_ttl`: seconds for which prefetches and priorities last. `audit_rate`: share of loads that are read back
+    and, if `audits_computed`, of hits that are computed again and compared. `audit_action`: whether a wrong chunk is
+    dropped, or loads are disabled as well. `media_by_name`: whether each name of an image has only one content.
+    `longest`: number of tokens of the longest prompt. `clock`: a function that returns seconds.
     """
 
     ranks: int = 1
@@ -145,8 +145,9 @@ class PlanContext:
 
 
 class Planner:
-    """Base class of the parts of the scheduler side that order jobs. Call it on the scheduling thread only. Never
-    waits.
+    """Base class of the parts of the scheduler side that make jobs for the workers.
+
+    All methods are called on the scheduling thread, and never wait.
     """
 
     def __init__(self, context: PlanContext) -> None:

@@ -30,9 +30,9 @@ logger = logging.getLogger("lmkv.vllm")
 
 @define(eq=False)
 class LoadWindow:
-    """A part of a load between steps: the copies of `tokens` tokens, which are ordered together.
+    """A part of a load between steps: the copies of `tokens` tokens, which the workers make in one step.
 
-    `lease`: the lease on their slots. `last`: whether the load ends with this window. `first`: index of the first
+    `lease`: the lease on the slots to copy. `last`: whether the load ends with this window. `first`: index of the first
     chunk.
     """
 

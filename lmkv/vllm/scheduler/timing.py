@@ -1,4 +1,4 @@
-"""Decides whether a load is faster than computing, how long a request waits for it, and whether it is within a step."""
+"""Decides whether to load or to compute, how long a request waits for a load, and whether to load within a step."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class Timing(Planner):
         return promotion
 
     def late(self, keys: Sequence[ChunkKey], seconds: float) -> None:
-        """Note that the tiers of these chunks take longer than this wait: twice `seconds`, as an estimate."""
+        """Note that the tiers of these chunks were late after `seconds`: they probably take twice that time."""
         presences = self._store.catalog.lookup(keys)
         missing = [key for key, presence in zip(keys, presences, strict=True) if presence is not Presence.READY]
         for tier, (_, nbytes) in self._store.catalog.by_tier(missing).items():
