@@ -43,7 +43,7 @@ def seconds(value: Any, name: str) -> float:
 
 @frozen
 class Variant:
-    """Everything except tokens that two prompts must have in common to share KV.
+    """Everything that two prompts must have in common to share KV, apart from their tokens.
 
     Parameters
     ----------

@@ -232,7 +232,7 @@ class Breaker:
 
 @define(eq=False)
 class Complaints:
-    """Logs the failures of one tier, each at most once a minute. Thread-safe; the caller does not hold the lock."""
+    """Logs the failures of one tier, each at most once a minute. Thread-safe. The caller must not hold the lock."""
 
     name: str
     clock: Clock

@@ -397,7 +397,7 @@ class TieredStore(Part):
     def wait_for_room(self, timeout: float) -> bool:
         """Wait until lower tiers accept `max_pending_stores` more chunks, for at most `timeout` seconds.
 
-        Does not wait for tiers that hang. Returns whether they accept them.
+        Returns whether they do. Does not wait for tiers that hang.
         """
         return self._writes.wait_for_room(self.max_pending_stores, timeout)
 

@@ -58,9 +58,9 @@ class Worker:
     scheduler side can; then every order fails. `share`: (index, count) of this rank among the ranks with the same KV;
     the first of these stores it. `block_level_failures`: whether failed loads are reported by block ids; otherwise (see
     `BlockMap.one_full_table`) by request ids. `layerwise`: whether loads and stores within a step overlap its
-    computation, for a model that calls `wait_for_layer` and `save_layer`. `engine`: the name of its slab (see
-    `slab_name`), which the worker finds once it exists, before the first order. `staging_bytes`: device memory for
-    stores.
+    computation, for a model that calls `wait_for_layer` and `save_layer`. `engine`: the name of the slab (see
+    `slab_name`). The worker maps the slab as soon as it exists, before the first order. `staging_bytes`: device memory
+    for stores.
     """
 
     def __init__(

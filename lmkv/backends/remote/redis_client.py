@@ -1,6 +1,6 @@
 """The client of Redis or Valkey: `RedisURL` checks a URL at the start, and `Answers` parses answers within limits.
 
-Answers have limits of time and bytes, even if another program listens at the address. redis-py's own parsers allocate
+The limits of time and bytes also hold if the program at the address is no Redis server. redis-py's own parsers allocate
 any announced size, and hiredis holds the GIL while it parses. `Answers` parses the bytes that have arrived, and lets
 other threads run in between.
 """
