@@ -262,10 +262,10 @@ class TieredStore(Part):
         """Start to read the first chunks of `keys`, at most `limit` of them, into host memory. Never waits.
 
         The promotion ends before the first chunk that no tier stores, or for which there is no slot. A `prefetch` is
-        read after all other promotions, and never exceeds its share of the slots. To stay within this share, the oldest
-        prefetches of owners that have more of them end. With `look_up_shared`, shared tiers are first asked for chunks
-        that no index knows. The chunks stay in host memory until the promotion is released. After `ttl` seconds the
-        next call that needs slots releases it.
+        read after all other promotions, and never exceeds its share of the slots. If the share is full, the owner with
+        the most prefetches loses its oldest one, unless `owner` has as many. With `look_up_shared`, shared tiers are
+        first asked for chunks that no index knows. The chunks stay in host memory until the promotion is released.
+        After `ttl` seconds the next call that needs slots releases it.
         """
 
         def plan(after: Deferred) -> Promotion:

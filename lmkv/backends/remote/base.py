@@ -194,7 +194,7 @@ class RemoteBackend(ABC):
     url
         The address of the store, which the subclass parses. `repr` shows it without passwords.
     namespace
-        32 bytes: model, layout and versions whose KV is interchangeable. Other namespaces have other names.
+        32 bytes: a digest of the model, layout and versions. Chunks of other namespaces have other names.
     options
         The settings of remote backends.
 

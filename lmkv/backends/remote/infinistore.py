@@ -234,7 +234,7 @@ class InfiniStoreBackend(HostPortBackend):
     url
         `infinistore://host:port/`. LMCache's `?device=mlx5_0` is ignored, because lmkv uses no RDMA.
     namespace
-        32 bytes: model, layout and versions whose KV is interchangeable.
+        32 bytes: a digest of the model, layout and versions.
     options
         The settings of remote backends. InfiniStore has no `username`, `password` and `ttl`.
 

@@ -40,7 +40,7 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
         `device_name`, `metadata_server` (default `P2PHANDSHAKE`), `local_buffer_size` (bytes, default 0), `clients`,
         the number of client processes (default 2), and `zero_copy` (default 1; 0: do not register host memory).
     namespace
-        32 bytes: model, layout and versions whose KV is interchangeable.
+        32 bytes: a digest of the model, layout and versions.
     options
         The settings of remote backends. Mooncake has no `username`, `password` and `ttl`.
 

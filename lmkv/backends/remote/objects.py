@@ -73,7 +73,7 @@ class ObjectStoreBackend(SubprocessBackend):
         with the certificates of a private authority, and `clients`, the number of processes that transfer values
         (default 4).
     namespace
-        32 bytes: model, layout and versions whose KV is interchangeable.
+        32 bytes: a digest of the model, layout and versions.
     options
         The settings of remote backends. `username` and `password` are the access key id and secret access key of S3, or
         the account name and account key of Azure. Without them, obstore reads environment variables such as

@@ -62,7 +62,7 @@ class RedisBackend(RemoteBackend):
         `valkey` may replace `redis` in each of these. The query may have options of redis-py, such as
         `?ssl_ca_certs=/path/ca.pem`.
     namespace
-        32 bytes: model, layout and versions whose KV is interchangeable.
+        32 bytes: a digest of the model, layout and versions.
     options
         The settings of remote backends. redis-py repeats a failed command once, if that is safe.
 
