@@ -133,10 +133,13 @@ LIES: dict[int, tuple[str, dict[int, str]]] = {
     10: ("<H", {4: "flags"}),
     12: (
         "<I",
-        {**{wrong: f"header gives {wrong} bytes" for wrong in (0, 4095, 0xFFFFF000)}, 8192: "header has 8192 bytes"},
+        {
+            **{wrong: f"an impossible length of {wrong} bytes" for wrong in (0, 4095, 0xFFFFF000)},
+            8192: "header has 8192 bytes",
+        },
     ),
-    16: ("<Q", {wrong: f"for {wrong} bytes of KV" for wrong in (0, 2**64 - 1)}),
-    24: ("<I", {wrong: f"gives {wrong} bytes as a segment" for wrong in (0, 4097, 1 << 31)}),
+    16: ("<Q", {wrong: f"do not fit {wrong} bytes of KV" for wrong in (0, 2**64 - 1)}),
+    24: ("<I", {wrong: f"segment length of {wrong} bytes" for wrong in (0, 4097, 1 << 31)}),
     28: ("<I", {2**32 - 1: "4294967295 checksums"}),
     32: ("<I", {wrong: f"{wrong} tokens" for wrong in (2**32 - 1, 1000)}),
 }

@@ -90,7 +90,7 @@ def test_drafts_with_layers_of_their_own(
 ) -> None:
     drafts = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
     said = open_worker(layerwise(speculative_config=drafts))
-    assert "use_layerwise has no effect: vLLM asks for failed loads" in said
+    assert "use_layerwise has no effect: vLLM asks lmkv for failed loads" in said
     ngrams = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     assert open_worker(layerwise(speculative_config=ngrams)) == ""
 

@@ -80,7 +80,7 @@ def test_lmcache_settings_are_in_force_with_only_the_connector_changed(
         assert slab.num_slots == (1 << 27) // slab.slot_bytes
     lines = [record.getMessage() for record in caplog.records if "LMCache" in record.getMessage()]
     # There is one rank, so that its sizes are the engine's.
-    assert lines == ["lmkv: settings of LMCache without effect here: use_experimental"]
+    assert lines == ["lmkv: these LMCache settings have no effect: use_experimental"]
 
 
 def test_a_bad_option_names_key_and_value(model: Path) -> None:
