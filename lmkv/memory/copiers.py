@@ -128,7 +128,7 @@ def check_device(kind: str) -> None:
     """Raise UsageError if there is no copier for such devices. ROCm also calls its devices "cuda"."""
     if kind not in ("cpu", "cuda") or (kind == "cuda" and torch.version.hip):
         what = "an AMD GPU" if kind == "cuda" else f"a device of type {kind!r}"
-        raise UsageError(f"lmkv supports CPUs and NVIDIA GPUs; this device is {what}")
+        raise UsageError(f"lmkv supports CPUs and NVIDIA GPUs, not {what}")
 
 
 def make_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging | None:

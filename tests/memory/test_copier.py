@@ -259,7 +259,7 @@ def test_other_accelerators_are_refused_in_words(
 ) -> None:
     """ROCm's devices are called "cuda", and there is no libcuda to load."""
     monkeypatch.setattr(torch.version, "hip", hip)
-    raised(UsageError, f"CPUs and NVIDIA GPUs; this device is .*{said}", check_device, kind)
+    raised(UsageError, f"CPUs and NVIDIA GPUs, not .*{said}", check_device, kind)
     check_device("cpu")
 
 

@@ -89,7 +89,7 @@ STARTS = [
     Start(
         SERVER,
         ["--kv-transfer-config", transfer(kv_connector_module_path="lmcache.integration.vllm.lmcache_connector_v1")],
-        f"{REFUSED}kv_connector_module_path is 'lmcache.integration.vllm.lmcache_connector_v1', but LMKVConnector",
+        f"{REFUSED}kv_connector_module_path is 'lmcache.integration.vllm.lmcache_connector_v1', but this module has no",
         1,
     ),
     Start(
