@@ -71,7 +71,7 @@ BUDGET = {
     "plugins": 34,
     "policies": 998,
     "simulation": 420,
-    "config": 2099,
+    "config": 2135,
     "memory": 1315,
     "store": 3614,
     "backends": 389,
@@ -80,9 +80,9 @@ BUDGET = {
     "build": 112,
     "engine": 459,
     "": 62,
-    "agent": 1295,
+    "agent": 1310,
     "vllm": 2239,
-    "vllm.plan": 851,
+    "vllm.plan": 854,
     "vllm.scheduler": 2545,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
@@ -133,7 +133,7 @@ BEYOND = {
 }
 """Why a room has more lines than its aim."""
 
-WHOLE = 20279
+WHOLE = 20333
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

@@ -266,7 +266,9 @@ def test_a_single_setting_of_lmkv_wins_and_one_line_says_so(tmp_path: Path, monk
         assert given(config) == {"pin_ttl": 60.0}, own
         [(level, text)] = config.remarks
         assert level == logging.WARNING
-        assert text.endswith("not read LMCache's settings: LMCACHE_CHUNK_SIZE, LMCACHE_CONFIG_FILE, lmcache.remote_url")
+        names = "LMCACHE_CHUNK_SIZE, LMCACHE_CONFIG_FILE, lmcache.remote_url"
+        assert f"does not read LMCache's settings {names}, because of lmkv's pin_ttl (" in text
+        assert text.endswith("convert LMCache's with lmkv config migrate, or remove lmkv's")
     for name, value in (("LMKV_LOG_LEVEL", "INFO"), ("LMKV_SERVICE_HOST", "INFO"), ("LMKV_CONFIG_FILE", "")):
         assert load({"LMCACHE_CHUNK_SIZE": "2", name: value}).chunk_size == 2, "it is no setting of lmkv"
 

@@ -96,12 +96,37 @@ class Address:
         with suppress(ValueError):
             if ip_address(host).is_loopback and port.isdigit() and int(port) < 1 << 16:
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                _check_free(family, (host, int(port)))
                 bound = socket.create_server((host, int(port)), family=family)
                 literal = f"[{host}]" if ":" in host else host
                 return bound, f"http://{literal}:{bound.getsockname()[1]}"
         raise ConfigError(
             f"agent_listen = {short_repr(self.text)} must be unix:/path, or a loopback address such as 127.0.0.1:8377"
         )
+
+
+def _check_free(family: socket.AddressFamily, place: tuple[str, int]) -> None:
+    """Raise OSError if another socket is bound to the port, even if that socket does not listen yet.
+
+    vLLM's server binds its port, and listens on the port only after its engine has started. SO_REUSEADDR, which a
+    restart needs because of connections that have just ended, would let lmkv take the port in between.
+    """
+    with socket.socket(family) as probe:
+        try:
+            probe.bind(place)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or not _has_ended_connections(place[1]):
+                raise
+
+
+def _has_ended_connections(port: int) -> bool:
+    """Whether the system still has connections of the port, and nobody listens on the port."""
+    listening, states = "0A", set[str]()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            rows = [line.split() for line in Path("/proc/net", table).read_text().splitlines()[1:]]
+            states |= {row[3] for row in rows if int(row[1].rpartition(":")[2], 16) == port}
+    return bool(states) and listening not in states
 
 
 @contextmanager

@@ -42,6 +42,9 @@ _ACTIONS = {
     "deletions": "DeleteObject",
 }
 _REMEDIES = {
+    r"(?i)never written|<html|</body|fewer than its header": "correct the endpoint in remote_url: a web page "
+    "answers there",
+    "MovedError": "this server is a node of a cluster: begin the URL with redis+cluster://",
     r"run the '(?P<command>[\w|-]+)'": "give the store's user +{command}",
     r"NoPermission|NOPERM": "give the store's user +{known}, and access to names that begin with remote_prefix",
     r"(?i)wrongpass|noauth|authentic|SignatureDoes|InvalidAccessKey": "correct remote_username and remote_password",
@@ -150,9 +153,15 @@ def likeliest(refused: Mapping[str, str]) -> str:
     return min(refused, key=rank)
 
 
+def _look_up_nothing(backend: Backend) -> None:
+    """Look up a chunk that does not exist. Raises BackendError if the store claims to have the chunk."""
+    if any(backend.contains([os.urandom(32)])):
+        raise BackendError(backend.name, "lookup", reason="the store claims to have a chunk that was never written")
+
+
 def _ask(backend: Backend, timeout: float) -> Iterator[tuple[str, str]]:
     started = time.monotonic()
-    if reason := _failure(lambda: backend.contains([bytes(32)])):
+    if reason := _failure(lambda: _look_up_nothing(backend)):
         yield "lookups", reason
         if time.monotonic() - started >= timeout:
             # It does not answer: each other call would take as long.

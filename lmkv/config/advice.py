@@ -48,11 +48,18 @@ def written_instead(unit: str, value: object) -> str:
 
 def unfit_key(key: bytes) -> str:
     """Return why this cannot be an authentication key, or ""."""
+    if is_path(key):
+        return "is a path: name the file of the key in authentication_key_file"
     if PLACEHOLDER.search(key):
         return "has a placeholder instead of a key: make one with openssl rand -hex 32"
     if len(key) >= MIN_KEY_BYTES:
         return ""
     return f"has {len(key)} bytes, fewer than {MIN_KEY_BYTES}: make a key with openssl rand -hex 32"
+
+
+def is_path(secret: bytes) -> bool:
+    """Whether a secret is the path of a file. Base64 of 32 bytes ends with =, and is none."""
+    return bool(re.fullmatch(rb"[~.]{0,2}/[\w.-]+(/[\w.-]+)+", secret))
 
 
 PLACEHOLDER: Final = re.compile(

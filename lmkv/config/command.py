@@ -21,7 +21,8 @@ class Command:
     """The command of an engine with lmkv, translated from another command line.
 
     `before`: the words before its options. `kept`: options that remain. `role`: the `kv_role` of its connector.
-    `ranks`: the number of ranks of the engine.
+    `ranks`: the number of ranks of an engine. `engines`: the number of engines. `longest`: tokens of the longest
+    request. `port`: the port of vLLM's server.
     """
 
     before: list[str] = field(factory=lambda: ["vllm", "serve"])
@@ -29,6 +30,8 @@ class Command:
     role: str = "kv_both"
     ranks: int | None = None
     longest: int | None = None
+    port: int | None = None
+    engines: int = 1
     settings: list[Setting] = field(factory=list)
     readings: list[Reading] = field(factory=list)
     notes: list[tuple[int, str]] = field(factory=list)

@@ -160,6 +160,12 @@ def is_service_link(name: str, value: str) -> bool:
     return bool(SERVICE_LINK.fullmatch(name)) and (not plain or "://" in value)
 
 
+def not_read(names: Sequence[str], own: Sequence[str]) -> str:
+    """Return the remark that lmkv's `own` settings hide LMCache's settings, which have these names."""
+    way_out = "convert LMCache's with lmkv config migrate, or remove lmkv's"
+    return f"lmkv does not read LMCache's settings {join_names(names)}, because of lmkv's {join_names(own)}: {way_out}"
+
+
 def misspelled(env: Iterable[str]) -> Iterator[str]:
     """Yield a remark for each variable that LMCache would read under a slightly different name."""
     for name in sorted(env):

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NoReturn, Self, TypeVar
 from attrs import Attribute, evolve, field, fields, frozen
 
 from lmkv.config import command_lines, lmcache
-from lmkv.config.advice import PLACEHOLDER, hint, unfit_key, written_instead
+from lmkv.config.advice import PLACEHOLDER, hint, is_path, unfit_key, written_instead
 from lmkv.config.command import Command
 from lmkv.config.parsers import (
     GIB,
@@ -367,6 +367,8 @@ class Config:
         token = self._secret("agent_token")
         if token is not None and not re.fullmatch("[!-~]+", token):
             self._refuse("agent_token_file" if self.agent_token_file else "agent_token", "must be ASCII without blanks")
+        if token is not None and not self.agent_token_file and is_path(token.encode()):
+            self._refuse("agent_token", "is a path: name the file of the token in agent_token_file")
         if token is not None and PLACEHOLDER.search(token.encode()):
             name = "agent_token_file" if self.agent_token_file else "agent_token"
             self._refuse(name, "has a placeholder instead of a token: make one with openssl rand -hex 32")
@@ -446,6 +448,9 @@ class Config:
         if self.disk_write == "back" and self.local_disk and not self.local_cpu:
             told = "works like through, because local_cpu is off and no chunk stays in host memory"
             yield logging.WARNING, self._problem("disk_write", told)
+        if self.audit_rate == 1:
+            told = "audits every hit, so that vLLM computes half of the hits: write 0.01 for one hit in 100"
+            yield logging.WARNING, self._problem("audit_rate", told)
         for name, most in _LONG.items():
             if getattr(self, name) > most:
                 yield logging.WARNING, self._problem(name, "is in seconds: divide milliseconds by 1000")
@@ -463,11 +468,17 @@ class Config:
             }
             if role in idle:
                 yield f"kv_role {role} {idle[role]}: write kv_both, or add shared_memory, local_disk or remote_url"
+        if role == "kv_producer" and self.disk_write == "back" and self.local_disk and not self.remotes:
+            yield self._problem("disk_write", "hides new chunks from other servers until eviction: write through")
         if longest is None:
             return
         if self.chunk_size > longest and not self.save_unfull_chunk:
             told = f"is longer than any request ({longest} tokens), so no chunk is ever full: lower chunk_size"
             yield self._problem("chunk_size", told)
+        least = self.disk_admission.partition("min_tokens:")[2]
+        if least.isdecimal() and int(least) > longest:
+            told = f"is more than any request has ({longest} tokens), so the disk tier stores nothing: lower the number"
+            yield self._problem("disk_admission", told)
         if self.min_retrieve_tokens > longest:
             told = f"is more than any request has ({longest} tokens), so lmkv loads nothing: lower min_retrieve_tokens"
             yield self._problem("min_retrieve_tokens", told)
@@ -527,8 +538,7 @@ class Answer:
             doubts.append(f"file {file} sets nothing: write a line such as chunk_size: 256")
         if not theirs or settings or file:
             if theirs:
-                names = lmcache.join_names(theirs)
-                doubts.append(f"lmkv's settings are given, so lmkv does not read LMCache's settings: {names}")
+                doubts.append(lmcache.not_read(theirs, [f"{key} ({source})" for key, _, source in settings]))
             return cls._of(settings, [], [(logging.WARNING, doubt) for doubt in doubts])
         translation = lmcache.translate(env, extra, read, ranks)
         translation.notes += [(logging.WARNING, doubt) for doubt in doubts]
@@ -543,7 +553,10 @@ class Answer:
         command = command_lines.translated(words, ranks)
         answer = cls._of(command.settings, command.readings, command.notes, of_lmcache=True, command=command)
         if answer.config is not None:
-            doubts = answer.config.doubts_of_server(command.role, command.longest)
+            doubts = [
+                *answer.config.doubts_of_server(command.role, command.longest),
+                *_doubts_of_port(answer.config, command),
+            ]
             answer = evolve(answer, notes=(*answer.notes, *((logging.WARNING, doubt) for doubt in doubts)))
         return answer, command
 
@@ -630,6 +643,13 @@ def _doubts_of_names(env: Mapping[str, str]) -> Iterator[str]:
         yield f"environment {ENV_LEVEL}: {short_repr(level)} is not a log level, and has no effect: write {levels}"
 
 
+def _doubts_of_port(config: Config, command: Command) -> Iterator[str]:
+    """Yield a remark if an engine's agent API would listen on the port of vLLM's server."""
+    port = (config.agent_listen or "").rpartition(":")[2]
+    if port.isdecimal() and command.port in range(int(port), int(port) + command.engines):
+        yield f"agent_listen {config.agent_listen}: vLLM's server uses port {command.port}: name another port"
+
+
 def _with_value(reading: Reading, values: Mapping[str, object]) -> Reading:
     name = reading.here
     return evolve(reading, here=f"{name} = {in_words(readable(values[name]))}") if name in values else reading
@@ -644,7 +664,7 @@ _ONLY_WITH: Final = {
     ),
 }
 """For each attribute, its setting and the settings that have an effect only with it."""
-_LONG: Final = {"remote_timeout": 60, "prefetch_deadline": 600, "remote_ttl": 31_536_000}
+_LONG: Final = {"remote_timeout": 60, "prefetch_deadline": 600, "remote_ttl": 31_536_000, "pin_ttl": 86_400}
 """For each setting, the number of seconds above which a value is probably in milliseconds."""
 _KEEPS_NOTHING: Final = (
     "no tier keeps chunks, so no prompt will hit: set local_cpu: true, shared_memory, remote_url, or a local_disk that "

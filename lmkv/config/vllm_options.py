@@ -28,6 +28,12 @@ def of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
     command = Command(ranks=ranks)
     options, command.kept = _options(_with_file(command, words))
     given = dict(options)
+    port, engines = given.get("--port", "8000"), given.get("--data-parallel-size", given.get("-dp", "1"))
+    command.port = int(port) if port.isdecimal() else None
+    command.engines = int(engines) if engines.isdecimal() else 1
+    if given.get("--nnodes", "1") != "1":
+        told = "--nnodes: lmkv caches nothing if the ranks of an engine are on several machines: keep them on one"
+        command.notes.append((logging.WARNING, told))
     longest = given.get("--max-model-len", "")
     command.longest = int(longest) if longest.isdecimal() else None
     counts = {kind: given[name] for name, kind in _RANKS.items() if name in given}
@@ -186,6 +192,11 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
             told = "which may be unable to combine these connectors: lmkv writes vLLM's MultiConnector instead"
             command.notes.append((logging.WARNING, f"{TRANSFER} names {short_repr(connector)}, {told}"))
             transfer = {key: value for key, value in transfer.items() if key != "kv_connector_module_path"}
+        if outside := sorted(map(str, items.keys() - {"connectors"})):
+            told = (
+                f"vLLM ignores {', '.join(outside)} in a MultiConnector: move them into the connector that they are for"
+            )
+            command.notes.append((logging.WARNING, told))
         _use_several(command, {**transfer, "kv_connector": "MultiConnector"}, connectors, env)
         return
     command.role = transfer.get("kv_role") or "kv_both"
@@ -232,8 +243,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
 def _keep_own(command: Command, items: Mapping[Any, object], env: Env) -> None:
     """Keep settings of lmkv. If there are any, LMCache's settings are not read."""
     if env:
-        told = f"lmkv's settings are given, so lmkv does not read LMCache's settings: {lmcache.join_names(list(env))}"
-        command.notes.append((logging.WARNING, told))
+        command.notes.append((logging.WARNING, lmcache.not_read(list(env), list(map(str, items)))))
     for key, value in items.items():
         name = str(key).removeprefix("lmkv.")
         if lmcache.owns(key):

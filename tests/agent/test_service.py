@@ -416,6 +416,25 @@ def test_a_closed_store_answers_nothing_found(store: TieredStore, client: Client
 
 
 class TestAddresses:
+    def test_a_port_that_another_server_has_bound_is_not_taken(self) -> None:
+        """vLLM's server binds its port before the engine starts, and listens afterwards."""
+        with socket.socket() as theirs:
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            theirs.bind(("0.0.0.0", 0))
+            port = theirs.getsockname()[1]
+            raised(OSError, "in use", Address(f"127.0.0.1:{port}").bind)
+            theirs.listen()
+            raised(OSError, "in use", Address(f"127.0.0.1:{port}").bind)
+
+    def test_a_port_is_bound_again_after_its_connections_have_ended(self) -> None:
+        bound, _ = Address("127.0.0.1:0").bind()
+        place = bound.getsockname()
+        with bound, socket.create_connection(place), bound.accept()[0] as accepted:
+            # Whoever closes first keeps the connection for a while.
+            accepted.close()
+        again, _ = Address(f"127.0.0.1:{place[1]}").bind()
+        again.close()
+
     def test_of_this_machine_alone(self) -> None:
         for text in ("127.0.0.1:0", "localhost:0", *(["[::1]:0"] if socket.has_ipv6 else [])):
             bound, url = Address(text).bind()

@@ -75,6 +75,10 @@ FILES = {
     "remote_timeout: 500ms\n": "in seconds, without a unit: 0.5",
     "remote_url: redis://a\nremote_timeout: 500\n": "is in seconds: divide milliseconds by 1000",
     "prefetch_deadline: 30000\n": "is in seconds: divide milliseconds by 1000",
+    "audit_rate: 1\n": "audits every hit, so that vLLM computes half of the hits: write 0.01",
+    "pin_ttl: 300000\n": "is in seconds: divide milliseconds by 1000",
+    "authentication_key: /run/secrets/lmkv/key\n": "is a path: name the file of the key in authentication_key_file",
+    "agent_listen: 127.0.0.1:1\nagent_token: /run/secrets/token\n": "is a path: name the file of the token",
     "disk_admission: min_tokens:8k\n": "min_tokens:8192, or package.module:Class",
     "local_disk: C:\\kv\nmax_local_disk_size: 1\n": "write an absolute path",
     "local_cpu: no\nlocal_disk: /kv\nmax_local_disk_size: 1\ndisk_write: back\n": "works like through",
@@ -289,6 +293,8 @@ def test_folders_and_sizes_that_are_not_meant(tmp_path: Path) -> None:
 def test_servers_that_would_never_hit() -> None:
     both = {"kv_connector": "LMKVConnector", "kv_role": "kv_both"}
     large = {"chunk_size": 8192, "save_unfull_chunk": False}
+    disk = {"local_disk": "/kv", "max_local_disk_size": 10}
+    taken = "vLLM's server uses port 8000: name another port"
     rows: list[tuple[dict[str, Any], str, str]] = [
         (both | {"kv_role": "kv_consumer"}, "", "kv_role kv_consumer stores nothing, and no other server can store"),
         (both | {"kv_role": "kv_producer"}, "", "kv_role kv_producer loads nothing, and no other server can load"),
@@ -301,6 +307,31 @@ def test_servers_that_would_never_hit() -> None:
             both | {"kv_connector_extra_config": {"min_retrieve_tokens": 5000}},
             "--max-model-len 4096",
             "is more than any request has (4096 tokens), so lmkv loads nothing",
+        ),
+        (
+            both | {"kv_connector_extra_config": {**disk, "disk_admission": "min_tokens:65536"}},
+            "--max-model-len 32768",
+            "is more than any request has (32768 tokens), so the disk tier stores nothing",
+        ),
+        (
+            both | {"kv_role": "kv_producer", "kv_connector_extra_config": {**disk, "disk_write": "back"}},
+            "",
+            "hides new chunks from other servers until eviction: write through",
+        ),
+        (both | {"kv_connector_extra_config": {"agent_listen": "127.0.0.1:8000", "agent_token": "t"}}, "", taken),
+        (
+            both | {"kv_connector_extra_config": {"agent_listen": "127.0.0.1:7999", "agent_token": "t"}},
+            "--data-parallel-size 4",
+            taken,
+        ),
+        (both, "--nnodes 2", "caches nothing if the ranks of an engine are on several machines"),
+        (
+            {
+                "kv_connector": "MultiConnector",
+                "kv_connector_extra_config": {**disk, "connectors": [both, {"kv_connector": "ExampleConnector"}]},
+            },
+            "",
+            "vLLM ignores local_disk, max_local_disk_size in a MultiConnector: move them",
         ),
         (both, "--kv-offloading-size 4", "vLLM uses its own connector instead of LMKVConnector: remove this option"),
     ]

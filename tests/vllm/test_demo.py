@@ -96,5 +96,5 @@ def test_from_each_other_store(tmp_path: Path, tier: str) -> None:
 def test_a_full_disk_is_said_beforehand() -> None:
     done = demo("--tier", "disk", "--layers", "100000")
     assert done.returncode == 1
-    assert "GiB are wanted" in done.stderr
+    assert "but the demo needs" in done.stderr
     assert done.stdout == ""

@@ -216,4 +216,4 @@ def test_blocks_that_are_not_the_devices_own_are_refused(flag: dict[str, bool], 
         for name, value in flag.items():
             setattr(kv_cache_config.kv_cache_groups[0], name, value)
 
-    raised(ValueError, "outside the device", lambda: namespace_of(Engine(change=change), checkpoints / "model"))
+    raised(ValueError, "outside its block tables", lambda: namespace_of(Engine(change=change), checkpoints / "model"))

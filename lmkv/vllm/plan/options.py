@@ -99,7 +99,10 @@ def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
         )
     # Ray chooses machines later: a rank that cannot map the slab says so.
     if getattr(parallel, "nnodes_within_dp", 1) > 1:
-        raise ValueError("lmkv does not support ranks on several machines, because they cannot share host memory")
+        raise ValueError(
+            "the ranks of an engine are on several machines and cannot share host memory: keep them on one machine; "
+            "engines on several machines share KV through remote_url"
+        )
     if parallel.pipeline_parallel_size > 1:
         if len(kv_cache_config.kv_cache_groups) > 1:
             raise ValueError("pipeline parallel ranks of a model with several block tables are not supported yet")
