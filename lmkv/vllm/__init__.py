@@ -1,3 +1,3 @@
-"""The connector for vLLM. This package can be imported without vLLM; only some modules, such as `connector`, need
-it.
+"""The connector for vLLM. Programs can import this package without vLLM; only some of its modules, such as
+`connector`, need vLLM.
 """

@@ -1,4 +1,6 @@
-"""Builds the two sides of the connector and the agent API from vLLM's configuration and lmkv's."""
+"""Builds the scheduler side and the worker sides of the connector, and the agent API, from the configurations of
+vLLM and lmkv.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lmkv.vllm")
 _FOR_TEMPLATES = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
-"""Arguments of `apply_chat_template` that templates read. All others are for tokenization, which vLLM decides."""
+"""Arguments of `apply_chat_template` that templates read. All other arguments are for tokenization, which vLLM
+decides.
+"""
 
 
 def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]:
-    """Return a function that tokenizes a text or a chat as vLLM does. Loads the tokenizer at its first call."""
+    """Return a function that tokenizes a text or a chat as vLLM does. The first call of that function loads the
+    tokenizer.
+    """
 
     def tokenize(prompt: Any, template: Mapping[str, Any]) -> list[int]:
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -62,7 +68,7 @@ def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]
 
 
 def _of_the_tokenizer(tokenizer: Any) -> set[str]:
-    """Return names that a request's `chat_template_kwargs` may not have, because they affect tokenization."""
+    """Return the keys that a request's `chat_template_kwargs` may not have, because these keys affect tokenization."""
     from transformers import PreTrainedTokenizerBase
 
     # A tokenizer's own method may pass on arguments that it does not name.
@@ -71,15 +77,15 @@ def _of_the_tokenizer(tokenizer: Any) -> set[str]:
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools in the form in which vLLM passes them to a template, with the same order of fields."""
+    """Return tools in the form in which vLLM passes tools to a template, with the same order of fields."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
     return [ChatCompletionToolsParam(**each).model_dump() for each in given]
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message in the form in which vLLM passes it to a template: with a text, and with mappings as
-    arguments.
+    """Return a message in the form in which vLLM passes messages to a template: with a text, and with the arguments
+    of tool calls as mappings.
     """
     message = {**given, "content": given.get("content") or ""}
     calls = message.pop("tool_calls", None) or []
@@ -94,9 +100,10 @@ def _call(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: ServedModel) -> AgentServer | None:
-    """Start the agent API. Returns None without `agent_listen`, or if its address is in use, which is logged.
+    """Start the agent API and return its server. Return None if `agent_listen` is not set.
 
-    Raises ConfigError for an address outside this machine.
+    If the API cannot listen at that address, log an error and return None. Raises ConfigError for an address outside
+    this machine.
     """
     if config.agent_listen is None:
         return None
@@ -154,7 +161,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
 
 
 def about(vllm_config: Any) -> dict[str, str]:
-    """Return the names and versions of a server's model and programs, to tell several servers apart."""
+    """Return the names and versions of the model, vLLM and lmkv. Clients use them to tell several servers apart."""
     names = vllm_config.model_config.served_model_name or vllm_config.model_config.model
     found = {"model": str(names if isinstance(names, str) else names[0]), "vllm": compat.vllm_version()}
     with suppress(PackageNotFoundError):
@@ -163,9 +170,10 @@ def about(vllm_config: Any) -> dict[str, str]:
 
 
 def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, beginning: str) -> int:
-    """Delete all chunks of a namespace, given its first digits, and return their number.
+    """Delete all chunks of one namespace, and return the number of deleted chunks.
 
-    The namespace may be that of this engine, or another one in its folder `root`.
+    `beginning`: the first hexadecimal digits of the namespace's digest. `own`: the digest of this engine's namespace,
+    which `clear_own()` deletes. `root`: the folder of the disk tier, where other namespaces are searched as well.
     """
     try:
         found = {own, *(folder.digests(root) if root else ())}
@@ -180,7 +188,7 @@ def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, 
 
 
 def config_of(vllm_config: VllmConfig) -> Config:
-    """Return lmkv's settings from the environment, its file, and `kv_connector_extra_config`."""
+    """Return lmkv's settings from the environment, the settings file, and `kv_connector_extra_config`."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
@@ -217,8 +225,8 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
 def make_scheduler(
     vllm_config: VllmConfig, config: Config, model: ServedModel, describe_blocks: BlockDescriber | None
 ) -> Scheduler:
-    """Make the scheduler side, with its store. `describe_blocks`: describes blocks in KV events; None without
-    events.
+    """Make the scheduler side, with its store. `describe_blocks`: a function that describes blocks for KV events, or
+    None if vLLM publishes no events.
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
@@ -261,7 +269,9 @@ def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync
 
 
 def _is_layerwise(vllm_config: VllmConfig, config: Config) -> bool:
-    """Return whether the scheduler side expects copies by layers. A worker may still copy whole steps."""
+    """Return whether the scheduler side expects the workers to copy layer by layer. A worker may still copy all
+    layers at once.
+    """
     return config.use_layerwise and not compat.no_layerwise(vllm_config)
 
 

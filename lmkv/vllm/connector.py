@@ -1,7 +1,7 @@
 """`LMKVConnector`: implements vLLM's interface of KV connectors with lmkv's scheduler side and worker side.
 
-The scheduler side never waits for I/O and never raises into vLLM; a failure there is a miss. After a failure, the
-worker side names the blocks that vLLM must recompute.
+The scheduler side never waits for I/O and never raises into vLLM: requests whose lookup fails compute their tokens. If
+a copy fails, the worker side names the blocks that vLLM must recompute.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class LMKVWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class Sides(NamedTuple):
-    """The sides of a connector that exist in this process: the scheduler's or a worker's."""
+    """The side of a connector that exists in this process: the scheduler side or a worker side. The other field is
+    None.
+    """
 
     scheduler: Scheduler | None
     worker: Worker | None
@@ -80,17 +82,19 @@ class Sides(NamedTuple):
 
 
 _CONNECTORS: WeakValueDictionary[tuple[KVConnectorRole, int], LMKVConnector] = WeakValueDictionary()
-"""The connectors in this process, by role and configuration.
+"""The connectors in this process, by role and by the `id` of the configuration.
 
-    A second connector of the same engine in a MultiConnector would also answer a request's `lmkv.report`, and vLLM
-    would fail.
+A second connector of the same engine in a MultiConnector would also answer a request's `lmkv.report`, and vLLM would
+fail.
 """
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _never_raises(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
-    """Decorate a method so that it logs an unexpected exception and returns `fallback()`, and the engine continues."""
+    """Decorate a method so that an unexpected exception is logged and `fallback()` is returned, and the engine
+    continues.
+    """
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
@@ -181,7 +185,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def sides(self) -> Sides:
-        """The side of this connector, with None for the other side, and the served model."""
+        """The side of this connector and None for the other side, and the served model."""
         return Sides(self._scheduler, self._worker, self._model)
 
     # -- before there is an instance ----------------------------------------------------------------------
@@ -192,14 +196,16 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return whether vLLM must split its CUDA graphs at each layer, because whole graphs skip calls between
-        layers.
+        """Return whether vLLM must split CUDA graphs at each layer: True with `use_layerwise`, because whole graphs
+        skip calls between layers.
         """
         return Config.load(extra=extra_config).use_layerwise
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the KV layout to ask vLLM for: all layers of a block together, or None for vLLM's choice."""
+        """Return the KV layout that vLLM must use: "BLHNC", with all layers of a block together, or None for vLLM's
+        choice.
+        """
         config = assemble.config_of(vllm_config)
         wanted = config.block_major and not config.use_layerwise and compat.may_be_block_major(vllm_config)
         return "BLHNC" if wanted and vllm_config.device_config.device_type == "cuda" else None
@@ -226,7 +232,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False, because a preempted request need not wait for its stores."""
+        """Return False: a preempted request need not wait until its KV is stored."""
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -263,7 +269,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.fail_load(request.request_id, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """Return the tokens by vLLM's `CacheHitSource`, so that vLLM's metrics distinguish the tiers."""
+        """Return the number of loaded tokens for each `CacheHitSource` of vLLM, so that vLLM's metrics distinguish
+        the tiers.
+        """
         counts = {} if self._scheduler is None else self._scheduler.hit_sources(request.request_id)
         return compat.hit_sources(counts, num_external_tokens)
 
@@ -285,7 +293,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(lambda: None)
     def _republish(self) -> None:
-        """Publish all chunks again if vLLM is about to announce that all blocks are gone, because lmkv's are not."""
+        """Publish all of lmkv's chunks again if vLLM is about to announce that all blocks are removed. lmkv's chunks
+        are not removed.
+        """
         if self._scheduler is not None and self._describe_blocks is not None and self._describe_blocks.all_cleared:
             self._scheduler.republish()
 
@@ -324,7 +334,9 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(list)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return the chunks that tiers have gained and lost, as vLLM's KV events; none unless these are switched on."""
+        """Return as vLLM's KV events the chunks that tiers have gained and lost. Return nothing unless KV events are
+        switched on.
+        """
         if self._scheduler is None or self._describe_blocks is None:
             return []
         return self._describe_blocks.as_vllm_events(self._scheduler.take_events())
@@ -380,8 +392,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         return compat.transfer_results(*self._finished())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return the requests whose loads have ended, for vLLM 0.29, whose scheduler side learns of failures by
-        itself.
+        """Return the requests whose loads have ended, for vLLM 0.29. Its scheduler side learns of failed loads
+        without this method.
         """
         finished, _ = self._finished()
         return set(), finished

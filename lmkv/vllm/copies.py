@@ -24,17 +24,22 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 _REMEMBERED = 10_000_000
-"""Largest number of digests of audited loads that are kept until their blocks are released: 80 MB."""
+"""Largest number of digests of audited loads (80 MB). A load's digests are kept until the load's blocks are
+released.
+"""
 
 
 class NotReadyError(UsageError):
-    """The worker cannot copy, now or ever. It is logged once, whereas failed copies are logged each time."""
+    """The worker cannot copy, now or ever. This error is logged once, whereas other failed copies are logged each
+    time.
+    """
 
 
 class LayerwiseTransfer:
     """Copies a step's loads or stores layer by layer while the model computes the other layers.
 
-    `orders` succeed or fail together. Begins immediately; no method raises.
+    The first copies begin when the object is made. The copies of all `orders` succeed or fail together. No method
+    raises.
     """
 
     def __init__(self, orders: Sequence[CopyOrder], copier: Callable[[], Copier], *, loads: bool) -> None:
@@ -49,7 +54,7 @@ class LayerwiseTransfer:
         self._pipeline = LayerReader(copier, copies) if loads else LayerWriter(copier, copies)
 
     def step(self, layer: int) -> None:
-        """Note that the model is about to read this layer, or has written it."""
+        """Note that the model is about to read this layer (for loads), or has written this layer (for stores)."""
         pipeline = self._pipeline
         if isinstance(pipeline, LayerReader):
             self._attempt(lambda: pipeline.wait(layer))
@@ -62,14 +67,16 @@ class LayerwiseTransfer:
             self._attempt(lambda: pipeline.save(layer))
 
     def _fail(self) -> None:
-        """Fail after the running copies have ended, because their slots may then get other chunks."""
+        """Wait for the running copies, and then fail. Without the wait, a copy could read slots that already hold
+        other chunks.
+        """
         pipeline, self._pipeline = self._pipeline, None
         if isinstance(pipeline, LayerWriter):
             with contextlib.suppress(Exception):
                 pipeline.last.wait()
 
     def finish(self) -> Event | None:
-        """Return an event for the end of all copies, or None if they have failed and none is running."""
+        """Return an event for the end of all copies, or None if the copies have failed and no copy is running."""
         pipeline, events = self._pipeline, list[Event]()
         if pipeline is None:
             return None
@@ -99,7 +106,9 @@ def _number(digests: Digests) -> int:
 
 @frozen
 class Comparing:
-    """An event for the end of a comparison. All methods except `wait` raise an exception of the comparison."""
+    """An event for the end of a comparison. If the comparison has raised, all methods except `wait` raise the same
+    exception.
+    """
 
     _future: Future[list[Difference]]
 
@@ -119,9 +128,10 @@ class Comparing:
 
 
 class Comparer:
-    """Compares the copies of orders, one order after the other, for one rank.
+    """Compares copied chunks for one rank, in one thread, one order after the other. An order is a list of copies that
+    succeed or fail together.
 
-    No slot of an order is changed until its `Comparing` has ended.
+    Callers change no slot of an order until the order's `Comparing` has ended.
     """
 
     def __init__(self, rank: int) -> None:
@@ -135,7 +145,7 @@ class Comparer:
     def register(
         self, memory: PagedMemory, layout: KVLayout | None, parts: Sequence[Part], staging: Staging | None
     ) -> None:
-        """Set the paged memory to read back. `parts`: the content of its pages, by layer."""
+        """Set the paged memory to read back. `parts`: for each layer, the content of its pages."""
         self._parts, self._layout = parts, layout
         self._back = None if layout is None else ReadBack(memory, layout, parts, self._rank, staging)
         self.forget()
@@ -145,19 +155,21 @@ class Comparer:
         self._loaded: LRUCache[int, Digests] = LRUCache(_REMEMBERED, _number)
 
     def begin(self, order: CopyOrder, slab: SlabMap | None) -> Comparing:
-        """Compare a store's copies, which have ended."""
+        """Compare the copies of a store with the chunks that `order.compares` names. The copies must have ended."""
         assert self._layout is not None
         assert slab is not None
         comparison = Comparison(self._layout, slab, self._rank, self._parts)
         return self._submit(lambda: comparison.differences(order.copies, order.compares))
 
     def read(self, order: CopyOrder | ReadOrder) -> Reading:
-        """Read the blocks of an order, after all launched work."""
+        """Begin to read the blocks of an order, after all work that was launched on the device before."""
         assert self._back is not None
         return self._back.begin(order.copies)
 
     def compare_load(self, order: CopyOrder, reading: Reading, slab: SlabMap | None) -> Comparing:
-        """Compare a finished reading of a load with the slots, and remember the reading."""
+        """Compare a finished reading of a load's blocks with the load's slots, and remember the digests of the
+        reading.
+        """
         back, loaded = self._back, self._loaded
         assert back is not None
         assert slab is not None
@@ -172,7 +184,7 @@ class Comparer:
         return self._submit(differences)
 
     def compare_again(self, order: ReadOrder, reading: Reading) -> Comparing:
-        """Compare a finished second reading of a load with its first reading, and forget the first."""
+        """Compare a finished second reading of a load's blocks with the first reading, and forget the first reading."""
         back, loaded = self._back, self._loaded
         assert back is not None
 
@@ -188,6 +200,6 @@ class Comparer:
         return Comparing(self._pool.submit(compare))
 
     def close(self) -> None:
-        """Wait for the comparison that is running. Idempotent."""
+        """Wait for the running comparison. Idempotent."""
         if self._pool is not None:
             self._pool.shutdown()

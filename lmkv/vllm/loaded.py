@@ -1,7 +1,7 @@
 """Computes the identity of the workers' model, from weights, constants of layers, configuration and code.
 
-vLLM's engine core asks its workers for this identity, and reports calls that may have changed the identity. lmkv does
-not read the files on disk, because they may have changed since vLLM read them.
+vLLM's engine core asks its workers for this identity, and notes calls that may have changed it. lmkv does not read the
+weight files, because their content may have changed since vLLM read them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ logger = logging.getLogger("lmkv.vllm")
 ByLayer = WeakKeyDictionary["nn.Module", dict[str, str]]
 
 _constants_of: ByLayer = WeakKeyDictionary()
-"""Constants and code of each layer, as vLLM built them or as calls have changed them; steps change only some."""
+"""Constants and code of each layer, as vLLM built them or as calls have changed them. Steps of the model change
+other constants, which do not count.
+"""
 _before_call: ByLayer = WeakKeyDictionary()
 _emptied: ByLayer = WeakKeyDictionary()
-"""Digests, by layer and name, of parameters that vLLM has packed into another form and then emptied or dropped."""
+"""Digests, by layer and name, of parameters that vLLM has packed into another form and has then emptied or dropped."""
 
 KEEPS_WEIGHTS = frozenset({
     *("check_health", "compute_weight_checksums", "get_model_inspection", "get_kv_cache_spec", "list_loras"),
@@ -47,7 +49,7 @@ KEEPS_WEIGHTS = frozenset({
     *("reset_encoder_cache", "get_node_and_gpu_ids", "determine_available_memory", "execute_dummy_batch"),
     *("get_encoder_timing_stats", "shutdown_weight_transfer_engine"),
 })  # fmt: skip
-"""Methods of vLLM's workers that do not change weights, although clients may call them often."""
+"""Methods of vLLM's workers that do not change weights, although clients may call these methods often."""
 
 
 # -- in a worker ------------------------------------------------------------------------------------------------------
@@ -55,9 +57,9 @@ KEEPS_WEIGHTS = frozenset({
 
 @functools.cache
 def watch_packing() -> None:
-    """Compute the digest of each parameter before it is emptied or dropped, in all modules made from now on.
+    """Make all later modules compute the digest of a parameter before they empty or drop the parameter.
 
-    vLLM's CPU build empties the weights of a linear layer when it hands them to oneDNN. Idempotent.
+    vLLM's CPU build empties the weights of a linear layer when it passes these weights to oneDNN. Idempotent.
     """
     from torch import nn
     from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -82,7 +84,9 @@ def watch_packing() -> None:
 
 
 def _registered(module: nn.Module, name: str, new: Any) -> None:
-    """Note a parameter that a module replaces or drops. Never raises, because all modules in this process call it."""
+    """Note a parameter that a module replaces or drops. Never raises, because every module in this process calls
+    this function.
+    """
     with suppress(Exception):
         # Parameters without a size yet raise here.
         if new is not None and new.numel():
@@ -98,7 +102,9 @@ def _registered(module: nn.Module, name: str, new: Any) -> None:
 
 
 def identity(worker: Any) -> str:
-    """Return the identity of a worker's model; "" with a warning if it is unknown. Never raises."""
+    """Return the identity of a worker's model. If the identity is unknown, log a warning and return "". Never
+    raises.
+    """
     try:
         runner = worker.model_runner
         if getattr(runner, "lora_manager", None) is not None:
@@ -110,12 +116,12 @@ def identity(worker: Any) -> str:
 
 
 def note_constants(worker: Any) -> None:
-    """Note the constants of all layers before a call that may change them."""
+    """Note the constants of all layers before a call that may change constants."""
     _before_call.update((layer, _changeable(layer)) for _, layer in _layers(worker.model_runner))
 
 
 def fold_constants(worker: Any) -> None:
-    """Add constants that a call has changed to the identity, after the call."""
+    """Add to the identity the constants that a call has changed. Call this function after that call."""
     for _, layer in _layers(worker.model_runner):
         before = _before_call.pop(layer, None)
         if before is None:
@@ -135,9 +141,10 @@ def _changeable(layer: nn.Module) -> dict[str, str]:
 
 
 def adapter(worker: Any, lora: Any) -> Adapter | None:
-    """Return the LoRA adapter that a worker has loaded, or would load now, or None if it is unknown. Never raises.
+    """Return a LoRA adapter as a worker has loaded it, or would load it now, or None if the adapter is unknown. Never
+    raises.
 
-    It loads nothing into vLLM, because vLLM would drop the adapter of a running request to make room.
+    The adapter is not loaded into vLLM, because vLLM would drop the adapter of a running request to make room.
     """
     try:
         manager = worker.model_runner.lora_manager
@@ -156,8 +163,8 @@ _loads: set[tuple[int, str]] = set()
 
 
 def take_loads() -> set[tuple[int, str]]:
-    """Return the adapters that this process has loaded since the last call, each as number and digest ("" if
-    unknown).
+    """Return the adapters that this process has loaded since the last call, as pairs of number and digest. An
+    unknown digest is "".
     """
     taken = set(_loads)
     _loads.difference_update(taken)
@@ -165,7 +172,7 @@ def take_loads() -> set[tuple[int, str]]:
 
 
 def _watch_adapters(manager: Any) -> None:
-    """Note the adapters that vLLM loads from now on. Idempotent."""
+    """Note each adapter that vLLM loads from now on. Idempotent."""
     if hasattr(manager, "lmkv_adapters"):
         return
     _loads.clear()
@@ -199,14 +206,16 @@ def _adapter_digest(found: Any) -> str:
 
 
 def draft_model(runner: Any) -> Any | None:
-    """Return the model of drafts with separate layers. vLLM 0.32 has a method that returns it."""
+    """Return the model that computes drafts with separate layers, or None. From vLLM 0.32 on, a wrapper may hold the
+    model.
+    """
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(drafter, "model", None)
     return getattr(model, "unwrap", lambda: model)()
 
 
 def _layers(runner: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers of model and draft, each with its place."""
+    """Yield `(place, layer)` for the layers of the model and of the draft model."""
     if not hasattr(runner.get_model(), "named_modules"):
         raise ValueError(f"lmkv cannot find the layers of model class {type(runner.get_model()).__name__}")
     for name, model in (("model", runner.get_model()), ("draft", draft_model(runner))):
@@ -216,7 +225,9 @@ def _layers(runner: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _identity(vllm_config: Any, layers: Iterable[tuple[str, nn.Module]], workers: Sequence[Any] = ()) -> str:
-    """Return the identity of these layers. `workers`: objects whose code may also decide what layers compute."""
+    """Return the identity of these layers. `workers`: objects of vLLM with code that may also decide the results of
+    layers.
+    """
     scattered = experts_are_scattered(vllm_config)
     files = stamps(folder_of(source_of(vllm_config.model_config), "config.json")) if scattered else ()
     if scattered and not files:
@@ -248,21 +259,23 @@ def _identity(vllm_config: Any, layers: Iterable[tuple[str, nn.Module]], workers
 
 
 _EXPERTS = {"FusedMoE", "RoutedExperts"}
-"""vLLM's classes of layers with the weights of experts, by version."""
+"""Names of vLLM's classes, in its several versions, for layers that hold the weights of experts."""
 
 
 def experts_are_scattered(vllm_config: Any) -> bool:
-    """Return whether experts are spread over several engines, so that no engine knows all of them."""
+    """Return whether experts are spread over several engines, so that no engine knows all experts."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     return parallel.data_parallel_size > 1 and bool(getattr(model, "is_moe", True))
 
 
 _ADDRESSES = 1 << 40
-"""Numbers from here on are memory addresses, which differ between processes."""
+"""Numbers from this one on are taken for memory addresses, which differ between processes."""
 
 
 _HOW = re.compile("compile|guards|nvtx|_is_encoder|use_aiter|use_flashinfer|torchao_reload")
-"""Attributes that decide how a layer is computed, and differ between engines with and without compilation."""
+"""Names of attributes that decide how, not what, a layer computes. Their values differ between engines with and
+without compilation.
+"""
 
 
 def _parts_of(layer: nn.Module) -> dict[str, Any]:
@@ -272,7 +285,7 @@ def _parts_of(layer: nn.Module) -> dict[str, Any]:
 
 
 def _constants(layer: nn.Module) -> dict[str, str]:
-    """Return the numbers and names that a layer computes with, outside tensors: scales, windows, limits, backends."""
+    """Return the numbers and names that a layer uses besides tensors, such as scales, windows, limits and backends."""
     found = {}
     for part, owner in _parts_of(layer).items():
         found[part] = type(owner).__qualname__
@@ -288,7 +301,9 @@ _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def _values_of(owner: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of a layer or its backend, and for those of plug-ins also their content."""
+    """Return the attributes of a layer or its backend. For layers of plug-ins, also return the content of these
+    attributes.
+    """
     own = code.packages_of(owner)
     fields = [(name, value) for name, value in getattr(owner, "__dict__", {}).items() if name not in _OF_TORCH]
     return [leaf for name, value in fields for leaf in _leaves(name, value, own)] if own else fields
@@ -308,7 +323,9 @@ def _leaves(name: str, value: Any, own: Set[str], depth: int = 0) -> Iterator[tu
 
 
 _COUNTS, _OF_PLUG_INS = re.compile("scale|slope|bias|sink|zero"), re.compile("^(?!kv_cache)")
-"""Names of plain tensors that affect results, in vLLM's layers and in others. Other tensors are working memory."""
+"""Patterns for names of plain tensors that affect results: in vLLM's layers, and in other layers. All other tensors
+are working memory.
+"""
 
 
 def _is_constant(value: Any) -> bool:
@@ -320,7 +337,8 @@ def _is_constant(value: Any) -> bool:
 
 
 def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
-    """Yield a line for each of a layer's own parameters and buffers, and for other tensors that affect results.
+    """Yield a line for each of a layer's own parameters and buffers, and for other tensors of the layer that affect
+    results.
 
     `seen`: digests of tensors that several layers share.
     """
@@ -363,7 +381,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the tensor in pieces if it is not contiguous, so that copying them takes little device memory."""
+    """Return the tensor in pieces if it is not contiguous, so that copies of the pieces take little device memory."""
     if tensor.is_contiguous():
         return [tensor]
     row = max(1, tensor[0].numel() * tensor.element_size())
@@ -380,15 +398,15 @@ def _digest_of_part(data: torch.Tensor) -> str:
 
 
 _BLOCK = 1 << 20
-"""Number of words in a block, which are summed together: 4 MiB, whose sum needs 16 MiB."""
+"""Number of 32-bit words in a block (4 MiB), which is summed at once. The sum of a block needs 16 MiB."""
 
 
 def digest_on_device(data: torch.Tensor) -> str:
-    """Return the digest of a flat tensor, computed on its device.
+    """Return the digest of a flat tensor, computed on the tensor's device.
 
-    Each word of 32 bits is multiplied by a factor of its place, an odd number of 64 bits, and the products are added
-    up, modulo 2**64. Two different tensors have equal sums with a probability of about 2**-32 for each of two rows of
-    factors. The digest is the SHA-256 of the sums of all blocks.
+    Each word of 32 bits is multiplied by a factor of its place, which is an odd number of 64 bits. The products are
+    added up, modulo 2**64. Two different tensors have equal sums with a probability of about 2**-32 for each of two
+    rows of factors. The digest is the SHA-256 of the sums of all blocks.
     """
     import torch
 
@@ -407,9 +425,10 @@ def digest_on_device(data: torch.Tensor) -> str:
 
 
 class Loaded:
-    """Asks the workers of one engine for the identity of their model. Call it on the scheduling thread only.
+    """Asks the workers of one engine for the identity of their model. Its methods are called on the scheduling thread
+    only.
 
-    `core`: vLLM's engine core, which has the workers; None if there is none.
+    `core`: vLLM's engine core, which has the workers; None if there is no engine core.
     """
 
     def __init__(self, core: Any | None) -> None:
@@ -417,7 +436,9 @@ class Loaded:
         self._asked = False
 
     def __call__(self) -> str | None:
-        """Return the identity of all workers' models, or None if one is unknown. Waits for the running step."""
+        """Return the identity of all workers' models, or None if the identity of one model is unknown. Waits for the
+        running step.
+        """
         core, again, self._asked = self._core(), self._asked, True
         try:
             found = [] if core is None else core.model_executor.collective_rpc(identity)
@@ -432,7 +453,9 @@ class Loaded:
         return hashlib.sha256(" ".join(found).encode()).hexdigest()
 
     def adapter(self, lora: Any) -> Adapter | None:
-        """Return the adapter that all workers have loaded, or None if they differ or one does not know it."""
+        """Return the adapter that all workers have loaded. Return None if the workers differ or one worker does not
+        know the adapter.
+        """
         core, found = self._core(), list[Adapter | None]()
         with suppress(Exception):
             found = [] if core is None else core.model_executor.collective_rpc(adapter, args=(lora,))
@@ -442,7 +465,7 @@ class Loaded:
         return " ".join(sorted({digest for digest, _ in known})), known[0][1]
 
     def watch(self, changes: WeightChanges) -> None:
-        """Notify the scheduler side of every call of the engine that may change its results."""
+        """Notify `changes` before and after every call of the engine core that may change the model's results."""
         core = self._core()
         if core is None:
             return

@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     import torch
 
 _LOOSE = 0.5
-"""Share of a page that may differ in audits of models with experts."""
+"""Share of a page that may differ in an audit without counting as wrong, for models with experts."""
 
 
 @frozen
 class Ranks:
-    """The workers of an engine. Each pipeline stage has context ranks, and each context rank has tensor ranks.
+    """The ranks of an engine: one for each worker. Each pipeline stage has context ranks, and each context rank has
+    tensor ranks.
 
-    `replicas`: number of consecutive ranks with the same KV, of which lmkv stores one copy. `stages`: the hidden layers
-    of each pipeline stage.
+    `stages`: number of hidden layers in each pipeline stage. `tensor`: number of tensor ranks. `context`: number of
+    prefill context ranks. `replicas`: number of consecutive ranks with the same KV, of which lmkv stores one copy.
     """
 
     stages: tuple[int, ...]
@@ -43,7 +44,9 @@ class Ranks:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Ranks:
-        """Return the workers of a configuration. Raises ValueError, with the reason, if lmkv does not support them."""
+        """Return the ranks of a configuration. Raises ValueError, with the reason, if lmkv does not support the
+        configuration.
+        """
         check_parallel(vllm_config, kv_cache_config)
         parallel = vllm_config.parallel_config
         tensor, context = int(parallel.tensor_parallel_size), getattr(parallel, "prefill_context_parallel_size", 1)
@@ -60,11 +63,13 @@ class Ranks:
 
     @property
     def shards(self) -> int:
-        """Number of parts of a chunk."""
+        """Number of parts that each chunk has: one for each group of ranks with the same KV."""
         return self.total // self.replicas
 
     def describe(self, parallel: Any) -> str:
-        """Return a text about how the workers divide KV. Equal texts mean equal parts of a chunk, and the reverse."""
+        """Return a text about how the workers divide KV. Two engines divide KV equally if, and only if, their texts
+        are equal.
+        """
         spread = getattr(parallel, "decode_context_parallel_size", 1)
         interleave = getattr(parallel, "cp_kv_cache_interleave_size", 1)
         stages = f" stages {','.join(map(str, self.stages))}" if len(self.stages) > 1 else ""
@@ -72,14 +77,19 @@ class Ranks:
         return f"tp{self.tensor}{stages}{context}"
 
     def place(self, stage: int, context: int, tensor: int) -> tuple[int, int]:
-        """Return `(shard, replica)` of the worker with these ranks. Context ranks are next to each other."""
+        """Return `(shard, replica)` of the worker with these ranks: the index of its part of each chunk, and its index
+        among ranks with the same part.
+
+        Consecutive context ranks are next to each other in this order.
+        """
         return divmod((stage * self.tensor + tensor) * self.context + context, self.replicas)
 
     def widest_stage(self, layers: Sequence[LayerPages], stage: int) -> tuple[LayerPages, ...]:
-        """Return the layers of the pipeline stage with the most layers. Each other stage has the first of these.
+        """Return the layers of the pipeline stage with the most layers. Every other stage has the first layers of this
+        list.
 
-        `layers`: the layers of one stage. The scheduler side knows only the layers of stage 0, so the pages of all
-        hidden layers have to repeat one pattern. Raises ValueError if they do not.
+        `layers`: the layers of stage number `stage`. The scheduler side knows only the layers of stage 0, so the pages
+        of all hidden layers must repeat one pattern. Raises ValueError if the pages do not.
         """
         if len(self.stages) == 1:
             return tuple(layers)
@@ -106,12 +116,15 @@ def _stages(vllm_config: Any) -> tuple[int, ...]:
 # Without slots, because cached_property keeps its value in the instance's __dict__.
 @frozen(slots=False)
 class ServedModel:
-    """A model that vLLM serves. `layers`: names of the layers that `layout` describes.
+    """A model that vLLM serves.
 
-    `fused`: whether the layers of a block are next to each other in memory, so that `layout` describes all of them as
-    one layer. `ranks`: the workers. With pipeline stages, `layout` describes the stage that has the most layers.
-    `numbers`: the numbers of each layer's pages; none if a page has other data as well. `experts`: whether tokens
-    choose among experts. `dtype`: the model's data type.
+    `block_map`: maps block tables to chunks. `layout`: the layout of a chunk; with pipeline stages, for the stage with
+    the most layers. `layers`: names of the layers that `layout` describes. `fused`: whether the layers of a block are
+    next to each other in memory, so that `layout` describes them as one layer.
+
+    `num_blocks`: number of vLLM's blocks. `ranks`: the ranks of the workers. `numbers`: for each layer, the numbers in
+    its pages; empty if a page also has other data. `experts`: whether tokens choose among experts. `dtype`: the model's
+    data type.
     """
 
     block_map: BlockMap
@@ -127,13 +140,14 @@ class ServedModel:
 
     @cached_property
     def namespace(self) -> Namespace:
-        """The namespace of the model's KV. It is made at the first use, because workers need none."""
+        """The namespace of the model's KV. The first access makes the namespace, because workers need none."""
         return self._make_namespace()
 
     def paged_memory(self, rows: Sequence[torch.Tensor]) -> PagedMemory:
-        """Return paged memory over the registered tensors, given as `block_rows` in the order of `layers`.
+        """Return paged memory over `rows`: for each layer in the order of `layers`, a registered tensor as `block_rows`
+        returns it.
 
-        Raises ValueError if their pages do not match the layout.
+        Raises ValueError if the pages of `rows` do not match the layout.
         """
         sizes = [pages.page_bytes for pages in self.layout.layers[: 1 if self.fused else len(rows)]]
         if self.fused:
@@ -151,7 +165,9 @@ class ServedModel:
         return memory
 
     def parts(self, rows: Sequence[torch.Tensor]) -> list[Part]:
-        """Return the content of these rows' pages, by layer: numbers, or bytes if there is other data."""
+        """Return for each layer the content of its pages in `rows`: numbers, or plain bytes if a page also has other
+        data.
+        """
         import torch
 
         base = min(int(row.storage_offset()) for row in rows) if self.fused else 0
@@ -166,10 +182,11 @@ class ServedModel:
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int = 0) -> ServedModel:
-    """Return the model of vLLM's configuration, in chunks of `chunk_size` tokens, rounded up to whole blocks.
+    """Return the model of vLLM's configuration. `chunk_size`: number of tokens in a chunk, which is rounded up to whole
+    blocks.
 
-    `stage`: the pipeline stage whose layers `kv_cache_config` has. Raises ValueError, with the reason, for a model or
-    a parallel split that lmkv does not cache.
+    `stage`: the pipeline stage that computes the layers in `kv_cache_config`. Raises ValueError, with the reason, for a
+    model or a parallel split that lmkv does not cache.
     """
     check_model(vllm_config)
     ranks = Ranks.of(vllm_config, kv_cache_config)
@@ -222,7 +239,8 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
 def _state_entries(groups: list[KVGroup], chunk_size: int) -> list[int]:
     """Return for each group the number of its state entry, or 0 if the group has the KV of tokens.
 
-    Groups share an entry if they are together no larger than a chunk, because slots have the size of the largest entry.
+    A state entry holds states of recurrent layers after a chunk. Groups share an entry if their states together fit
+    into the size of a chunk, because every slot has the size of the largest entry.
     """
     chunk = sum(sum(group.page_bytes) * (chunk_size // group.block_size) for group in groups if not group.recurrent)
     entries, number, room = [], 0, 0
@@ -263,18 +281,22 @@ def _namespace(
 
 
 def _layout_name(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Return vLLM's name for the order of blocks (B), layers (L), heads (H) and tokens (N) in memory."""
+    """Return vLLM's name for the memory layout: the order of blocks (B), layers (L), heads (H) and tokens (N)."""
     chosen = getattr(kv_cache_config, "kv_cache_layout", None)
     return str(chosen or getattr(vllm_config.cache_config, "kv_cache_layout", None) or "")
 
 
 def source_of(model_config: Any) -> str:
-    """Return the source of the weights. `model` is a temporary folder if vLLM reads them from object storage."""
+    """Return the source of the weights. vLLM's `model` is a temporary folder if vLLM reads the weights from object
+    storage.
+    """
     return str(getattr(model_config, "model_weights", None) or model_config.model)
 
 
 def config_digest(model_config: Any) -> str:
-    """Return the digest of the model's configuration with all overrides: rope scaling, heads, layers, windows..."""
+    """Return the digest of the model's configuration with all overrides, such as rope scaling, heads, layers and
+    windows.
+    """
     described = model_config.hf_config.to_dict()
     # The same model in another folder has the same KV.
     described.pop("_name_or_path", None)
@@ -282,7 +304,9 @@ def config_digest(model_config: Any) -> str:
 
 
 def _device(vllm_config: Any) -> str:
-    """Return the kind of device and of its 8-bit numbers, which devices may interpret differently."""
+    """Return the kind of device and the form of its 8-bit floating-point numbers, because devices interpret such
+    numbers differently.
+    """
     from vllm.platforms import current_platform
 
     device = str(getattr(vllm_config.device_config, "device_type", ""))
@@ -294,7 +318,9 @@ def _device(vllm_config: Any) -> str:
 
 
 def _state_format(vllm_config: Any) -> str:
-    """Return a text about what decides the bytes of a recurrent layer's state, besides its shape and type."""
+    """Return a text of the options that decide the bytes of a recurrent layer's state, in addition to its shape and
+    type.
+    """
     from vllm import envs
 
     return f"{getattr(envs, 'VLLM_SSM_CONV_STATE_LAYOUT', None)} {getattr(vllm_config, 'mamba_config', None)}"

@@ -21,10 +21,10 @@ MODULE = "lmkv.vllm.connector"
 
 
 def register() -> None:
-    """Register `LMKVConnector` with vLLM. vLLM calls this in each of its processes, perhaps several times.
+    """Register `LMKVConnector` with vLLM. vLLM calls this function in each of its processes, perhaps several times.
 
-    If settings are refused, it ends the server, or the engine of a program. It raises nothing else, because an
-    exception would end vLLM.
+    If lmkv refuses its settings, this function ends the server, or the engine of a program. It raises nothing else,
+    because an exception would end vLLM.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -52,8 +52,9 @@ def register() -> None:
 
 
 def obstacles(transfer: Mapping[str, Any], *, offloads: bool) -> Iterator[str]:
-    """Yield the reasons for which vLLM does not use lmkv. `offloads`: whether vLLM was also given
-    `kv_offloading_size`.
+    """Yield the reasons why vLLM does not use lmkv although `transfer`, the `kv_transfer_config`, names lmkv.
+
+    `offloads`: whether vLLM was also given `kv_offloading_size`.
     """
     if NAME not in repr(transfer):
         return
@@ -69,10 +70,10 @@ def _other_module(transfer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[dict[str, Any], bool]:
-    """Return the `kv_transfer_config` of a command line or its `--config` file, and whether it has
-    `--kv-offloading-size`.
+    """Return `(transfer, offloads)`: the `kv_transfer_config` of a command line or its `--config` file, and whether the
+    command line has `--kv-offloading-size`.
 
-    `folder`: the folder for relative paths in it.
+    `folder`: the folder for relative paths in the command line.
     """
     words = list(arguments)
     options = re.search(r"--config[ =](\S+)", " ".join(words))
@@ -89,7 +90,7 @@ def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[di
 
 
 def _problems(transfer: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why vLLM will fail: another module for the connector, or refused settings of lmkv."""
+    """Return the reasons why vLLM will fail: another module for the connector, or settings that lmkv refuses."""
     if transfer.get("kv_connector") != NAME:
         return []
     try:
@@ -104,10 +105,11 @@ def _problems(transfer: Mapping[str, Any]) -> list[str]:
 
 
 def _started_here() -> tuple[dict[str, Any], bool, bool] | None:
-    """Return the results of `of_command_line` for the server or engine that starts here, and whether a program starts
-    it.
+    """Return `(transfer, offloads, by_program)` for the server or engine that starts in this process, or None in a
+    child process.
 
-    At this point a server has only its command line. A program's arguments are in the calling frames.
+    The first two are as `of_command_line` returns them; the third is whether a program starts the engine. At this point
+    a server has only its command line. A program's arguments are in the calling frames.
     """
     if multiprocessing.parent_process() is not None:
         return None

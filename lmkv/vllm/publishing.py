@@ -25,7 +25,7 @@ _LOGGED = ("lmkv_hit_tokens", "lmkv_missed_tokens", "lmkv_stored_tokens", "lmkv_
 
 
 class LMKVStats(KVConnectorStats):
-    """The metrics of an interval, for vLLM. `data` is a `lmkv.vllm.scheduler.telemetry.Values`."""
+    """The metrics of an interval, for vLLM. `data` is a mapping of type `lmkv.vllm.scheduler.telemetry.Values`."""
 
     def reset(self) -> None:
         self.data: Values = {}
@@ -35,7 +35,7 @@ class LMKVStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the numbers that vLLM logs periodically."""
+        """Return the numbers that vLLM writes to its log periodically."""
         return {
             " ".join([name.removeprefix("lmkv_").replace("_", " "), *labels]): value
             for name in _LOGGED
@@ -48,8 +48,9 @@ class LMKVStats(KVConnectorStats):
 
 
 class LMKVPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics of every engine that this process serves. No method raises: a missing metric is not a
-    failure."""
+    """The Prometheus metrics of every engine that this process serves. No method raises, because a missing metric is
+    not a failure.
+    """
 
     _registered: ClassVar[list[Any]] = []
 
@@ -73,14 +74,16 @@ class LMKVPromMetrics(KVConnectorPromMetrics):
 
     @classmethod
     def _unregister(cls) -> None:
-        """Forget the metrics of an earlier engine of this process, as vLLM does with its own."""
+        """Forget the metrics of an earlier engine of this process, as vLLM forgets its own metrics."""
         registered, cls._registered = cls._registered, []
         for metric in registered:
             with contextlib.suppress(KeyError):
                 REGISTRY.unregister(metric)
 
     def _begin(self, name: str) -> None:
-        """Start known series at 0, because otherwise Prometheus misses their first increase."""
+        """Start series with known labels at 0, because otherwise Prometheus misses the first increase of each
+        series.
+        """
         metric = METRICS[name]
         with contextlib.suppress(Exception):
             for engine in self.per_engine_labelvalues:
@@ -139,10 +142,11 @@ def wants_kv_events(vllm_config: Any) -> bool:
 
 @define
 class BlockDescriber:
-    """Describes a request's blocks by vLLM's hashes, and makes vLLM's events of their places.
+    """Describes a request's blocks by vLLM's hashes, and makes vLLM's KV events of the tiers that have these blocks.
 
-    `block_sizes`, `kinds`, `groups`: each cached block table's tokens per block, vLLM's name for its attention, and its
-    number among vLLM's KV cache groups. `block_pool`: vLLM's, once it exists.
+    All sequences have an element for each block table that lmkv caches. `block_sizes`: number of tokens in a block.
+    `kinds`: vLLM's name for the attention. `groups`: the table's number among vLLM's KV cache groups. `block_pool`:
+    vLLM's block pool, or None until vLLM has made it.
     """
 
     block_sizes: Sequence[int]
@@ -161,13 +165,15 @@ class BlockDescriber:
 
     @property
     def all_cleared(self) -> bool:
-        """Whether vLLM is about to publish that all blocks are removed."""
+        """Whether vLLM is about to publish an event that all blocks are removed."""
         from vllm.distributed.kv_events import AllBlocksCleared
 
         return any(isinstance(event, AllBlocksCleared) for event in self.block_pool.kv_event_queue)
 
     def __call__(self, request: Any, group: int, start: int, end: int) -> Blocks | None:
-        """Return the blocks of tokens [start, end), or None if vLLM has not hashed them yet."""
+        """Return the blocks of tokens [start, end) in the table with index `group`, or None if vLLM has not hashed
+        these blocks yet.
+        """
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_block_hashes
 
         size, lora = self.block_sizes[group], request.lora_request
@@ -187,7 +193,7 @@ class BlockDescriber:
         )
 
     def as_vllm_events(self, events: Iterable[Event]) -> list[Any]:
-        """Return the same events as vLLM's `BlockStored` and `BlockRemoved`."""
+        """Return `events` as objects of vLLM's `BlockStored` and `BlockRemoved`."""
         return [self._stored(event) if isinstance(event, BlocksStored) else _removed(event) for event in events]
 
     def _stored(self, event: BlocksStored) -> Any:
@@ -215,7 +221,9 @@ def _removed(event: BlocksRemoved) -> Any:
 
 
 def _extra_keys(request: Any, size: int, start: int, end: int) -> tuple[tuple[Any, ...] | None, ...]:
-    """Return the extra keys, such as images, that vLLM has hashed with each block, or ()."""
+    """Return for each block the extra keys, such as images, that vLLM has hashed with the block; () if no block has
+    extra keys.
+    """
     from vllm.v1.core import kv_cache_utils
 
     keys, image = [], 0

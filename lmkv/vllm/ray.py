@@ -1,4 +1,5 @@
-"""`build_pd_openai_app`: builds a Ray Serve application with prefill and decode, which accepts lmkv's request options.
+"""`build_pd_openai_app`: builds a Ray Serve application with separate servers for prefill and decode, which accepts
+lmkv's request options.
 
 Ray's own builder refuses `kv_transfer_params` from clients. This module needs Ray 2.60, because it uses Ray's
 internals.
@@ -20,7 +21,9 @@ NAME = "LMKVConnector"
 
 
 class LMKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
-    """Builds the prefill request and the decode request from a client's request, with lmkv's options in both."""
+    """Builds the prefill request and the decode request from a client's request. Both built requests have lmkv's
+    options.
+    """
 
     def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
         return _shaped(super().prepare_prefill_request, request, peer=peer)

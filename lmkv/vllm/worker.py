@@ -1,4 +1,5 @@
-"""The worker side of the connector: maps the slab, executes copy orders, and reports their results.
+"""The worker side of the connector: maps the slab (lmkv's host memory), executes copy orders, and reports their
+results.
 
 It makes no decisions and knows no requests. No method raises: an error becomes a failed job. After a failed store the
 chunks are missing, and after a failed load vLLM recomputes the blocks.
@@ -44,23 +45,27 @@ class _Running:
     started: float
     step: int
     reading: Reading | None = None
-    """The reading of an audited load's blocks within a step."""
+    """The reading of the blocks that an audited load within a step has filled."""
     seconds: float | None = None
-    """Duration of the copy, once it has ended."""
+    """Duration of the copy in seconds, or None until the copy has ended."""
     audited: bool = True
-    """Whether the blocks are still those of the load."""
+    """Whether the blocks still have the content that the load has copied."""
 
 
 class Worker:
-    """Executes the `StepPlan`s for one rank. All calls come from the thread that runs the model.
+    """Executes the copy orders of each `StepPlan` for one rank. All calls come from the thread that runs the model.
 
-    `rank`: the rank whose part of each slot it copies. `layout`: None if this rank cannot cache the model, although the
-    scheduler side can; then every order fails. `share`: (index, count) of this rank among the ranks with the same KV;
-    the first of these stores it. `block_level_failures`: whether failed loads are reported by block ids; otherwise (see
-    `BlockMap.one_full_table`) by request ids. `layerwise`: whether loads and stores within a step overlap its
-    computation, for a model that calls `wait_for_layer` and `save_layer`. `engine`: the name of the slab (see
-    `slab_name`). The worker maps the slab as soon as it exists, before the first order. `staging_bytes`: device memory
-    for stores.
+    `rank`: the index of this worker's part in each slot (a piece of the slab, lmkv's host memory, for one chunk).
+    `layout`: the layout of a chunk. It is None if this rank cannot cache the model, although the scheduler side can;
+    then every order fails.
+
+    `share`: (index, count) of this rank among the ranks with the same KV, the first of which stores the KV.
+    `block_level_failures`: whether failed loads are reported by block ids, or else by request ids (see
+    `BlockMap.one_full_table`). `layerwise`: whether loads and stores overlap the computation of a step. The model must
+    then call `wait_for_layer` and `save_layer`.
+
+    `engine`: the name of the slab (see `slab_name`). The worker maps the slab before the first order, as soon as the
+    slab exists. `staging_bytes`: bytes of device memory for stores.
     """
 
     def __init__(
@@ -96,12 +101,12 @@ class Worker:
         self._failed_attaches = 0
         self._suspended = False
         self._launched: Event | None = None
-        """An event after the work that was launched before the orders came. Later work uses no block that is being
-        filled.
+        """An event after the work that was launched before the orders came. Work after this event uses no block that
+        a load is filling.
         """
         self._due_loads: list[CopyOrder] = []
         self._due_stores: list[CopyOrder] = []
-        """The stores of this step that are not executed yet, so that none is executed twice."""
+        """The stores of this step that have not begun yet. The list prevents a second execution."""
         self._running: list[_Running] = []
         self._step = 0
         self._report = WorkerReport()
@@ -117,13 +122,13 @@ class Worker:
         return f"<Worker: rank {self._rank}, {state}, {len(self._running)} copies running>"
 
     def refuse(self, reason: str) -> None:
-        """Fail every order from now on, and report the reason to the scheduler side with the first one."""
+        """Fail every order from now on. The report of the first failed order has the reason."""
         self._refusal = self._refusal or reason
 
     def register(self, memory: PagedMemory, parts: Sequence[Part] = ()) -> None:
-        """Set the paged memory that orders refer to, and allocate staging memory on its device.
+        """Set the paged memory to which orders refer, and allocate staging memory on the device of the paged memory.
 
-        `parts`: the content of its pages, by layer.
+        `parts`: for each layer, the content of its pages.
         """
         with self._attaching:
             if self._copier is not None:
@@ -150,9 +155,10 @@ class Worker:
                 self._attach(ref)
 
     def suspend(self) -> None:
-        """End the running copies, and fail all orders until `resume`, because the paged memory loses its pages.
+        """End the running copies, and fail all orders until `resume` is called, because the paged memory loses its
+        pages.
 
-        Releases staging memory. Host memory stays pinned, and paged memory keeps its address. Idempotent.
+        Releases staging memory. Host memory stays pinned, and the paged memory keeps its address. Idempotent.
         """
         self._suspended = True
         self._comparer.forget()
@@ -167,7 +173,7 @@ class Worker:
                 logger.exception("lmkv: the device could not free lmkv's memory before the engine's sleep")
 
     def resume(self) -> None:
-        """Copy again, because the paged memory has pages again, at the same address. Idempotent."""
+        """Accept orders again, because the paged memory has pages again, at the same address. Idempotent."""
         try:
             if self._staging is not None:
                 self._staging.allocate()
@@ -223,7 +229,7 @@ class Worker:
                 logger.debug("lmkv: cannot map host memory at %s", ref.path, exc_info=True)
 
     def _check_slab(self, ref: SlabRef, layout: KVLayout) -> None:
-        """Raise UsageError if the slab belongs to a scheduler side with another layout."""
+        """Raise UsageError if the slab belongs to a scheduler side with a layout other than `layout`."""
         if ref.slot_bytes != layout.slot_bytes or (self._engine and layout.digest not in ref.name):
             raise UsageError(f"slots of {ref.slot_bytes} bytes do not fit this rank's {layout}")
 
@@ -236,7 +242,7 @@ class Worker:
             slab.close()
 
     def load(self) -> None:
-        """Execute the step's loads, before the model runs."""
+        """Execute the step's loads, before the model computes."""
         orders, self._due_loads = self._due_loads, []
         if not orders:
             return
@@ -251,12 +257,12 @@ class Worker:
         return copier.load(order.copies, overlap=order.between_steps, after=after)
 
     def wait_for_layer(self, layer: int) -> None:
-        """Wait until this layer is loaded, because the model is about to read it."""
+        """Wait until the KV of this layer is loaded, because the model is about to read the layer's KV."""
         if self._reading is not None:
             self._reading.step(layer)
 
     def save_layer(self, layer: int) -> None:
-        """Begin to store this layer, which the model has just written."""
+        """Begin to store the KV of this layer, which the model has just written."""
         if self._writing is None and self._layerwise and self._stores and self._due_stores:
             orders, self._due_stores = self._due_stores, []
             self._writing = LayerwiseTransfer(orders, self._ready_copier, loads=False)
@@ -264,7 +270,7 @@ class Worker:
             self._writing.step(layer)
 
     def save(self) -> None:
-        """Execute the step's stores, after the computation that writes their blocks was launched."""
+        """Execute the step's stores. Call this method after the launch of the computation that writes the blocks."""
         reading, writing, self._reading, self._writing = self._reading, self._writing, None, None
         self._end(reading)
         self._end(writing)
@@ -311,7 +317,7 @@ class Worker:
             return None
 
     def _follow(self, item: _Running) -> None:
-        """Report an order if it has ended, including its comparison. Otherwise poll it again later."""
+        """Report an order if its copies and comparison have ended. Otherwise let a later call look again."""
         try:
             while item.event.query():
                 if item.seconds is None:
@@ -331,7 +337,7 @@ class Worker:
         self._running.append(item)
 
     def _following(self, item: _Running) -> Event | None:
-        """Return the next event of an order (a reading or a comparison), or None if the order has ended."""
+        """Return the event of the next part of an order (a reading or a comparison), or None if the order has ended."""
         order, event = item.order, item.event
         if isinstance(event, Comparing) or not item.audited:
             return None
@@ -370,11 +376,13 @@ class Worker:
 
     @property
     def copier(self) -> Copier | None:
-        """The copier, or None until there is a slab."""
+        """The copier, or None until the slab is mapped."""
         return self._copier
 
     def wrap_copier(self, wrap: Callable[[Copier], C]) -> C:
-        """Replace the copier by `wrap(copier)`, as tests of faults do. Raises NotReadyError without a copier."""
+        """Replace the copier by `wrap(copier)`, as tests of faults do, and return the new copier. Raises
+        NotReadyError without a copier.
+        """
         self._copier = copier = wrap(self._ready_copier())
         return copier
 
@@ -416,7 +424,7 @@ class Worker:
         self._samples.observe(f"vllm:kv_offload_{direction}_size", nbytes)
 
     def take_samples(self) -> Values:
-        """Return the values counted since the last call."""
+        """Return the values of metrics since the last call."""
         return self._samples.take()
 
     def _fail(self, order: CopyOrder) -> None:
@@ -429,10 +437,10 @@ class Worker:
             self._failed_blocks.update(block for run in copy.runs for block in run.blocks)
 
     def poll(self) -> None:
-        """Report the ended copies without waiting for the others.
+        """Report the copies that have ended, without waiting for the others.
 
-        A load layer by layer ends here, because vLLM asks for failed loads after this call. `save` would be too late
-        with drafts.
+        A load layer by layer ends in this method, because vLLM asks for failed loads after this call. With drafts,
+        `save` would be too late.
         """
         reading, self._reading = self._reading, None
         self._end(reading)
@@ -441,7 +449,9 @@ class Worker:
             self._follow(item)
 
     def take_report(self) -> WorkerReport | None:
-        """Return what has ended since the last call and which adapters were loaded, or None if there is nothing."""
+        """Return a report of the jobs that have ended and the adapters that were loaded since the last call, or None
+        for an empty report.
+        """
         report, self._report = self._report, WorkerReport()
         report.adapters = take_loads()
         return report if report.jobs or report.steps or report.adapters else None
@@ -452,7 +462,9 @@ class Worker:
         return failed
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return `(finished, failed)`: requests whose asynchronous load has ended, and requests for which it failed."""
+        """Return `(finished, failed)`: ids of the requests whose asynchronous load has ended, and of the requests
+        whose load has failed.
+        """
         finished, self._finished_requests = self._finished_requests, set()
         failed, self._failed_requests = self._failed_requests, set()
         return finished, failed
