@@ -1,6 +1,6 @@
 """The messages between the scheduler side and the workers: copy orders and reports.
 
-Both sides of the connector import this package, which also has `Request`. It uses no types of vLLM.
+Both sides of the connector import this package, which also has `Request`. The package uses no types of vLLM.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from lmkv.memory.slab import SlabRef
 
 @frozen
 class CopyOrder:
-    """An order to copy chunks, whose copies succeed or fail together.
+    """An order to copy chunks. All `copies` of an order succeed or fail together.
 
-    `stores`: whether to copy from blocks into slots, instead of from slots into blocks. `failed_blocks`: blocks that
-    nothing will fill, and that are reported as failed. `between_steps`: whether no computation of this step reads the
-    blocks. `finishes`: id of the request whose asynchronous load ends with this order. `compares`: for each copy, a
-    slot to compare with the filled slot. `audited`: whether to read the blocks of a load back and compare them with the
-    slots.
+    `stores`: whether to copy from blocks into slots, instead of from slots into blocks. `failed_blocks`: blocks that no
+    copy will fill, and that the workers report as failed. `between_steps`: whether no computation of this step reads
+    the blocks.
+
+    `finishes`: id of the request whose asynchronous load ends with this order. `compares`: for each copy, a slot to
+    compare with the slot that the copy has filled. `audited`: whether to read back the blocks that a load has filled,
+    and to compare them with the slots.
     """
 
     job: int
@@ -37,7 +39,7 @@ class CopyOrder:
 
 @frozen
 class ReadOrder:
-    """An order to read the blocks of the audited order `load` again, and to compare them with the first reading."""
+    """An order to read the blocks of the audited load with job number `load` again, and to compare both readings."""
 
     job: int
     load: int
@@ -46,10 +48,10 @@ class ReadOrder:
 
 @define
 class StepPlan:
-    """The orders of one step. `reads` are executed before all writes of the step.
+    """The orders of one step. The workers execute `reads` before all writes of the step.
 
-    `slab`: the slab to map, until every worker has mapped it. `timed`: the number of the step if the workers must
-    report its end, else 0.
+    `slab`: the slab (lmkv's host memory) to map; None once every worker has mapped the slab. `timed`: the number of the
+    step if the workers must report the step's end, else 0.
     """
 
     loads: list[CopyOrder] = field(factory=list)
@@ -61,9 +63,11 @@ class StepPlan:
 
 @define
 class JobReport:
-    """The result of a job on the `ranks` that have answered. `seconds`: the time of the slowest rank.
+    """The result of a job: a copy order, or an order to read. `ranks`: number of ranks that have answered. `seconds`:
+    the time of the slowest rank.
 
-    `differences`: the chunks or blocks that a comparison has found to differ.
+    `ok`: whether the job has succeeded on all of these ranks. `nbytes`: bytes copied by all of them. `differences`: the
+    chunks or blocks that a comparison has found to differ.
     """
 
     ranks: int
@@ -81,8 +85,9 @@ class JobReport:
 class WorkerReport:
     """The jobs and the timed steps that have ended since the last report.
 
-    `mapped`: number of ranks that have mapped the slab. `refusal`: why a rank fails every order from now on; "" if no
-    rank does. `adapters`: number and digest of each loaded adapter.
+    `jobs`: results by the number of the job. `steps`: numbers of the timed steps. `mapped`: the ranks that have mapped
+    the slab. `refusal`: why a rank fails every order from now on; "" if no rank does so. `adapters`: (number, digest)
+    of each loaded adapter.
     """
 
     jobs: dict[int, JobReport] = field(factory=dict)
@@ -92,7 +97,9 @@ class WorkerReport:
     adapters: set[tuple[int, str]] = field(factory=set)
 
     def merge(self, other: WorkerReport) -> WorkerReport:
-        """Merge both reports. The order does not matter, because ranks answer in any order."""
+        """Return a report with the content of both reports. `a.merge(b)` equals `b.merge(a)`, because ranks answer
+        in any order.
+        """
         merged = dict(self.jobs)
         for job, report in other.jobs.items():
             merged[job] = merged[job].merge(report) if job in merged else report
@@ -102,18 +109,20 @@ class WorkerReport:
 
 
 class StepPlanBuilder:
-    """Numbers copy orders and collects them until the step's plan is taken."""
+    """Gives numbers to copy orders, and collects these orders until `take` returns them as the step's plan."""
 
     def __init__(self) -> None:
         self._last_job = 0
         self._plan = StepPlan()
 
     def time(self, step: int) -> None:
-        """Ask for a report of this step's end."""
+        """Ask the workers to report the end of the step with this number."""
         self._plan.timed = step
 
     def read(self, load: int, copies: list[ChunkCopy]) -> ReadOrder:
-        """Add a second reading of an audited load's blocks to the plan."""
+        """Add to the plan a second reading of the blocks that an audited load has filled. `load`: the load's job
+        number.
+        """
         self._plan.reads.append(ReadOrder(self._new_job(), load, copies))
         return self._plan.reads[-1]
 
@@ -126,13 +135,13 @@ class StepPlanBuilder:
         finishes: str | None = None,
         audited: bool = False,
     ) -> CopyOrder:
-        """Add a load to the plan."""
+        """Add to the plan an order to load. The arguments are the fields of `CopyOrder` with the same names."""
         made = self._new_job(), copies, False, failed_blocks, between_steps, finishes
         self._plan.loads.append(CopyOrder(*made, audited=audited))
         return self._plan.loads[-1]
 
     def store(self, copies: list[ChunkCopy], compares: Sequence[int] = ()) -> CopyOrder:
-        """Add a store to the plan, and a comparison of its copies."""
+        """Add to the plan an order to store, and to compare the copies with the slots in `compares`, if any."""
         self._plan.stores.append(CopyOrder(self._new_job(), copies, stores=True, compares=list(compares)))
         return self._plan.stores[-1]
 
@@ -141,7 +150,7 @@ class StepPlanBuilder:
         return self._last_job
 
     def take(self, slab: SlabRef | None) -> StepPlan:
-        """Return the plan, and begin a new one. `slab`: the slab that the workers must map if there are orders."""
+        """Return the plan, and begin a new plan. `slab`: the slab that the workers must map if the plan has orders."""
         plan, self._plan = self._plan, StepPlan()
         plan.slab = slab if plan.loads or plan.stores else None
         return plan

@@ -1,4 +1,4 @@
-"""Maps vLLM's block tables to chunks: decides which pages of which blocks each copy has."""
+"""Maps vLLM's block tables to chunks: decides which blocks, and which pages of a chunk, each copy covers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from attrs import frozen
 from lmkv.memory.copier import ChunkCopy, Run
 
 _NOTHING = Run(0, [])
-"""The run of a group that is not part of the copied entry."""
+"""The run of a block table that the copied entry does not cover."""
 
 NULL_BLOCK = 0
-"""vLLM's placeholder in block tables, in place of blocks that a sliding window has passed, and of states that no longer
-exist."""
+"""vLLM's placeholder in block tables. It replaces blocks that a sliding window has passed, and states that no longer
+exist.
+"""
 
 
 @frozen
 class Group:
-    """One block table: its tokens per block and, with a sliding window, how many tokens a query sees.
+    """One block table. `block_size`: number of tokens in a block. `window`: number of tokens that a query sees with a
+    sliding window, or None.
 
-    `table`: its index among vLLM's tables; None if lmkv caches all of them. `state`: for recurrent layers the number of
-    their state entry, from 1 on. A block of such a table is a state, not the KV of tokens. Only vLLM knows which state.
+    `table`: the table's index among vLLM's tables; None if lmkv caches all tables. `state`: for recurrent layers the
+    number of their state entry, from 1 on, else 0. A block of such a table holds a state, not the KV of tokens. Only
+    vLLM knows after which token.
     """
 
     block_size: int
@@ -33,10 +36,10 @@ class Group:
 
 @frozen(slots=False)
 class BlockMap:
-    """Chunks of `chunk_size` tokens, mapped to the block tables of `groups`.
+    """Maps chunks of `chunk_size` tokens to the block tables of `groups`.
 
-    `scratch`: whether vLLM has further tables, with blocks that hold no prefix. vLLM fills such blocks again for the
-    tokens after a hit, so a hit must end at the end of a block.
+    `scratch`: whether vLLM has further tables, with blocks that hold no prefix. vLLM fills the blocks of these tables
+    again for the tokens after a hit, so a hit must end at the end of a block.
     """
 
     chunk_size: int
@@ -44,16 +47,16 @@ class BlockMap:
     scratch: bool = False
 
     def select(self, tables: Sequence[list[int]]) -> Sequence[list[int]]:
-        """Return the tables of the KV groups that lmkv stores and loads."""
+        """Return the block tables that lmkv stores and loads, out of all block tables of vLLM."""
         return [tables[group.table or 0] for group in self.groups] if self.scratch else tables
 
     def index(self, table: int) -> int:
-        """Return the index in `groups` of one of vLLM's block tables."""
+        """Return the index in `groups` of the block table that has the index `table` in vLLM."""
         return next((index for index, group in enumerate(self.groups) if group.table == table), table)
 
     @cached_property
     def windowed(self) -> bool:
-        """Whether a chunk may have pages that were not stored, so that a hit must end at the end of a chunk."""
+        """Whether a stored chunk may lack pages. Then a hit must end at the end of a chunk."""
         return any(group.window is not None for group in self.groups)
 
     @cached_property
@@ -63,20 +66,20 @@ class BlockMap:
 
     @cached_property
     def one_full_table(self) -> bool:
-        """Whether vLLM can continue at the first block that was not filled.
+        """Whether vLLM can continue a request at the first block that a load has not filled.
 
-        With several block tables block ids are ambiguous. With a window the blocks before it may be null. vLLM reads a
-        state before the loads of the step begin.
+        With several block tables, block ids are ambiguous. With a window, the blocks before the unfilled block may be
+        null. vLLM reads a state before the loads of the step begin.
         """
         return len(self.groups) == 1 and not (self.windowed or self.states or self.scratch)
 
     def store_copy(
         self, slot: int, block_ids: Sequence[list[int]], chunk: int, tokens: int | None = None
     ) -> ChunkCopy | None:
-        """Return a copy of chunk number `chunk`, or of its first `tokens` tokens, into `slot`.
+        """Return a copy of chunk number `chunk`, or of the chunk's first `tokens` tokens, into `slot`.
 
-        Returns None if blocks are missing. With a sliding window, only pages are needed that a hit reads if it ends
-        with these tokens, or one token earlier, as a hit of a whole prompt does.
+        Returns None if blocks are missing. With a sliding window, a copy needs only the pages that a hit reads. A hit
+        ends with the last of these tokens, or one token earlier if the hit is a whole prompt.
         """
         runs, tokens = [], tokens or self.chunk_size
         for group, table in zip(self.groups, block_ids, strict=True):
@@ -92,7 +95,9 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def compared_copy(self, slot: int, block_ids: Sequence[list[int]], chunk: int) -> ChunkCopy | None:
-        """Return a copy of a whole chunk as `store_copy` does, without pages that another request may lack."""
+        """Return a copy of a whole chunk as `store_copy` does, but without pages that the chunk of another request
+        may lack.
+        """
         copy = self.store_copy(slot, block_ids, chunk)
         if copy is None or not self.windowed:
             return copy
@@ -103,9 +108,10 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def _needed(self, group: Group, tokens: int | None = None) -> int:
-        """Return the first page of a chunk that a hit reads if it ends with its first `tokens` tokens, or one earlier.
+        """Return the index of the first page of a chunk that a hit reads.
 
-        After a hit of `tokens` - 1 tokens, the next token sees itself and `window` - 1 tokens before it.
+        The hit ends with the chunk's first `tokens` tokens, or one token earlier. After a hit of `tokens` - 1 tokens,
+        the next token sees itself and `window` - 1 tokens before it.
         """
         tokens = tokens or self.chunk_size
         return 0 if group.window is None else max(0, tokens - group.window) // group.block_size
@@ -115,8 +121,8 @@ class BlockMap:
     ) -> list[ChunkCopy]:
         """Return the copies that fill the blocks of tokens [start, end).
 
-        `slots`: the slots of the chunks, from the one that contains token `start` on. Blocks before `start` are not
-        written: their KV is valid, and other requests may be reading it.
+        `slots`: the slots of the chunks, beginning with the chunk that contains token `start`. No copy writes blocks
+        before `start`: their KV is valid, and other requests may be reading these blocks.
         """
         if start >= end:
             return []
@@ -143,8 +149,9 @@ class BlockMap:
         return runs
 
     def state_copy(self, slot: int, number: int, blocks: Mapping[int, int]) -> ChunkCopy | None:
-        """Return a copy of the states of entry `number` from or to `blocks`, given by group; None if a block is
-        missing.
+        """Return a copy between `slot` and the states of state entry `number`, or None if a block is missing.
+
+        `blocks`: the block of each state, by the index of its group.
         """
         wanted = [index for index, group in enumerate(self.groups) if group.state == number]
         if any(blocks.get(index, NULL_BLOCK) == NULL_BLOCK for index in wanted):
@@ -153,9 +160,9 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def state_blocks(self, block_ids: Sequence[list[int]], tokens: int) -> dict[int, int]:
-        """Return for each group the block of the state after `tokens` tokens, which vLLM has just allocated or filled.
+        """Return by group index the block of the state after `tokens` tokens, which vLLM has just allocated or filled.
 
-        `tokens`: where a load ends, or a step that has computed no drafts.
+        `tokens`: number of tokens at the end of a load, or at the end of a step without drafts.
         """
         return {
             index: table[tokens // group.block_size - 1]
@@ -164,8 +171,8 @@ class BlockMap:
         }
 
     def most_blocks(self, tokens: int) -> int:
-        """Return an upper bound of the blocks that a request of `tokens` tokens needs until the end of its next
-        step.
+        """Return an upper bound of the blocks that a request needs until the end of its next step. `tokens`: number
+        of tokens of the request.
         """
         return sum((0 if group.state else tokens // group.block_size) + 2 for group in self.groups)
 
@@ -174,8 +181,8 @@ class BlockMap:
         return len(copies) == -(-end // self.chunk_size) - start // self.chunk_size
 
     def blocks_between(self, block_ids: Sequence[list[int]], start: int, end: int) -> list[int]:
-        """Return the blocks that a failed load of tokens [start, end) reports: those in the first table, and of
-        states.
+        """Return the blocks to report for a failed load of tokens [start, end): the blocks of the first table
+        without states, and of states.
         """
         for group, table in zip(self.groups, block_ids, strict=True):
             if not group.state:
@@ -188,7 +195,9 @@ class BlockMap:
 
 
 def _first_real(blocks: Sequence[int]) -> int:
-    """Return the index of the first block that is not the null block. All null blocks come before it."""
+    """Return the index of the first block that is not the null block. All null blocks are at the beginning of
+    `blocks`.
+    """
     for index, block in enumerate(blocks):
         if block != NULL_BLOCK:
             return index

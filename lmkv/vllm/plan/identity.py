@@ -1,9 +1,9 @@
-"""Identifies everything that decides KV besides the tokens: salt, LoRA adapter, tags, weights, images, sounds and
+"""Identifies everything that decides KV in addition to the tokens: salt, adapter, tags, weights, images, sounds and
 videos.
 
 vLLM names an image, sound or video by an `identifier`: a hash of its content, a name from the client, or a counter of
-the process. These look alike, so an identifier proves nothing. lmkv therefore hashes the tensors of vLLM's processor,
-which are all that the model sees.
+the process. These three kinds look alike, so an identifier proves nothing. lmkv therefore hashes the tensors of vLLM's
+processor, because the model sees only these tensors.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ logger = logging.getLogger("lmkv.vllm")
 def request_root(
     namespace: Namespace, request: Any, tags: Iterable[tuple[str, str]], loaded: str = "", adapter: str = ""
 ) -> bytes:
-    """Return the root of a request's keys, from namespace, cache salt, LoRA adapter, tags and weights.
+    """Return the root of a request's keys, made of the namespace, cache salt, LoRA adapter, tags and weights.
 
-    `loaded`: the identity of the workers' model. `adapter`: the identity of the request's adapter (see `Adapters`).
+    `tags`: pairs of name and value. `loaded`: the identity of the workers' model. `adapter`: the identity of the
+    request's adapter (see `Adapters`).
     """
     lora = getattr(request, "lora_request", None)
     extra = {"lora": adapter} if lora is not None else {}
@@ -39,7 +40,9 @@ def request_root(
 
 
 def tagged_root(namespace: Namespace, tags: Iterable[tuple[str, str]], loaded: str, cache_salt: str | None) -> bytes:
-    """Return the root of the keys of a prompt that has no request yet, and no adapter."""
+    """Return the root of the keys of a prompt without a request and without an adapter. The arguments are those of
+    `request_root`.
+    """
     extra = {f"tag.{name}": value for name, value in tags} | ({"loaded": loaded} if loaded else {})
     return namespace.root(cache_salt=cache_salt, lora=None, extra=extra)
 
@@ -50,9 +53,10 @@ Stamps = tuple[tuple[str, int, int, int], ...]
 
 
 def stamps(folder: Path) -> Stamps:
-    """Return names, inodes, sizes and times of the weights and the configuration; () if there are none.
+    """Return names, inodes, sizes and times of the files of weights and configuration in `folder`; () without such
+    files.
 
-    They change when somebody writes one of these files.
+    The result changes when somebody writes one of these files.
     """
     with suppress(OSError):
         # Not a broken link, a folder or a pipe of such a name.
@@ -63,7 +67,7 @@ def stamps(folder: Path) -> Stamps:
 
 
 def folder_of(path: str, file: str = _CONFIG) -> Path:
-    """Return the folder that vLLM uses for `path`: a folder itself, or the snapshot in the Hub's cache that has
+    """Return the folder that vLLM uses for `path`: the folder itself, or the snapshot in the Hub's cache that has
     `file`.
     """
     folder = Path(path).expanduser()
@@ -79,24 +83,28 @@ def folder_of(path: str, file: str = _CONFIG) -> Path:
 
 
 Adapter = tuple[str, Stamps]
-"""An adapter that a worker has loaded: a digest of its weights and scales, and the state of its files at that time."""
+"""An adapter that a worker has loaded: a digest of the adapter's weights and scales, and the state of its files at
+the time of loading.
+"""
 
 
 @define(eq=False)
 class Adapters:
-    """Identifies the LoRA adapters that one engine serves. Call it on the scheduling thread only.
+    """Identifies the LoRA adapters that one engine serves. Its methods are called on the scheduling thread only.
 
-    `load(adapter)`: returns an adapter that the workers have loaded, or None if it is unknown. vLLM may read the files
-    of an adapter again without notice. So an adapter whose files have changed since it was loaded has no identity until
-    it gets another number.
+    `load(adapter)`: a function that returns an adapter as the workers have loaded it, or None if the adapter is
+    unknown. vLLM may read the files of an adapter again without notice. An adapter with files that have changed since
+    its load has no identity until it gets another number.
     """
 
     _load: Callable[[Any], Adapter | None]
     _known: LRUCache[int, tuple[str, Adapter]] = field(factory=lambda: LRUCache(1024), init=False)
-    """For each number the path, digest and files of the last adapter that was loaded under it."""
+    """For each adapter number the path, digest and files of the last adapter that was loaded under this number."""
 
     def identity(self, lora: Any) -> str:
-        """Return a digest of an adapter's weights and scales. If it is unknown, log a warning and return ""."""
+        """Return a digest of an adapter's weights and scales. If the adapter is unknown, log a warning and return
+        "".
+        """
         path, number = str(lora.lora_path), int(getattr(lora, "lora_int_id", 0))
         if getattr(lora, "load_inplace", False):
             return self._unknown(path, number, "vLLM reads the adapter again in every step (load_inplace)")
@@ -111,12 +119,12 @@ class Adapters:
         return digest
 
     def loaded(self, number: int, digest: str) -> None:
-        """Note that a worker has loaded an adapter with this digest under the number, and forget any other digest."""
+        """Note that a worker has loaded an adapter with this digest under this number, and forget any other digest."""
         if number in self._known and self._known[number][1][0] != digest:
             self.forget(number)
 
     def forget(self, number: int) -> None:
-        """Forget the adapter of this number, so that the workers are asked again."""
+        """Forget the adapter of this number, so that `identity` asks the workers again."""
         self._known.pop(number, None)
 
     def _unknown(self, path: str, number: int, why: str) -> str:
@@ -129,19 +137,20 @@ class Adapters:
 
 
 _REMEMBERED = 1 << 16
-"""Number of identifiers to remember: more than the items in vLLM's caches."""
+"""Number of identifiers to remember, which is more than the items in vLLM's caches."""
 
 
 class UnnamedMediaError(Exception):
-    """An image, sound or video of a request cannot be identified, so the request's chunks have no keys."""
+    """lmkv cannot identify an image, sound or video of a request, so the request's chunks have no keys."""
 
 
 @define(eq=False)
 class Media:
-    """Identifies the images, sounds and videos of one engine's requests. Call it on the scheduling thread only.
+    """Identifies the images, sounds and videos of one engine's requests. Its methods are called on the scheduling
+    thread only.
 
-    vLLM's caches use only identifiers. If two contents have the same identifier, vLLM may compute either of them.
-    Therefore the first digest of an identifier is remembered, and any other digest is rejected. `by_name`: whether the
+    vLLM's caches use only identifiers. If two contents have the same identifier, vLLM may compute either content.
+    Therefore lmkv remembers the first digest of an identifier, and rejects any other digest. `by_name`: whether the
     operator guarantees that names are unique, so that names serve as digests.
     """
 
@@ -149,14 +158,17 @@ class Media:
     _first: LRUCache[bytes, tuple[bytes, tuple[str, str]]] = field(
         factory=lambda: LRUCache(_REMEMBERED), init=False, repr=False
     )
-    """The keys are digests of the names, because names may have any length."""
+    """The first digest for each identifier, with the weights and adapter that encoded the item. The keys are digests
+    of identifiers, because identifiers may have any length.
+    """
     _warned: set[str] = field(factory=set, init=False, repr=False)
 
     def extras(self, request: Any, chunk_size: int, weights: str = "", adapter: str = "") -> Mapping[int, bytes]:
-        """Return for each chunk number a digest of the items that overlap the chunk, since their tokens are all alike.
+        """Return by chunk number a digest of the items (images, sounds and videos) that overlap the chunk. Tokens do
+        not distinguish items.
 
         The digest covers kind, content and position of each item. `weights`, `adapter`: identities of the weights that
-        encode the items. Raises UnnamedMediaError.
+        encode the items. Raises UnnamedMediaError for an item that cannot be identified.
         """
         parts: dict[int, list[tuple[int, int, str, bytes]]] = {}
         features = getattr(request, "mm_features", None) or ()
@@ -210,7 +222,7 @@ def _of_tensors(feature: Any) -> bytes | None:
 
 
 def digest_of(data: Mapping[str, Any]) -> bytes:
-    """Return the digest of an item's tensors, by their names: `MultiModalKwargsItem`, or a plain mapping."""
+    """Return the digest of an item's tensors and their names. `data`: a `MultiModalKwargsItem`, or a plain mapping."""
     digest = hashlib.sha256()
     for name in sorted(data):
         digest.update(canonical(name))
@@ -221,7 +233,7 @@ def digest_of(data: Mapping[str, Any]) -> bytes:
 
 
 def _pieces(value: Any) -> Iterator[bytes | memoryview]:
-    """Yield a nested tensor as bytes, with the end of each part marked."""
+    """Yield the content of a nested tensor as bytes, with a mark at the end of each part."""
     import torch
 
     if isinstance(value, torch.Tensor):

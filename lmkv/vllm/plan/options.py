@@ -13,27 +13,32 @@ from attrs import define, field
 from lmkv.errors import short_repr
 
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
-"""Kinds of KV cache that keep only blocks for the tokens of a prefix, in their order, and no other state."""
+"""Kinds of KV cache that keep only blocks for the tokens of a prefix, in the order of the tokens, and no other
+state.
+"""
 
 _NOT_BATCH_INVARIANT = ("FLASHINFER", "TRITON_MLA")
-"""Attention backends that vLLM does not combine with cached prefixes if it must be batch-invariant."""
+"""Attention backends that vLLM does not combine with cached prefixes if vLLM must be batch-invariant."""
 
 STATES_WITH_DRAFTS_ON_V1 = False
-"""Whether recurrent layers are cached with drafts on the V1 runner; tests set it.
+"""Whether lmkv caches recurrent layers with drafts on the V1 runner. Tests set this value.
 
 If a request is preempted a few tokens after a boundary in its answer, vLLM 0.32's V1 runner continues from a wrong
-state, with or without lmkv. lmkv would store the states that follow. The V2 runner is right there.
+state. This also happens without lmkv. lmkv would store the states after the wrong state. The V2 runner continues from
+the right state.
 """
 _DEFAULT_TTL = 300.0
 _MAX_PRIORITY = 9
 _MAX_EDITS = 64
 _MAX_SESSION = 1024
-"""Largest number of edits, and of characters in the id of a session."""
+"""Largest number of edits in an `agent_hint`, and of characters in the id of a session."""
 MAX_TOKENS: Final = 1 << 20
-"""Number of tokens of the longest prompt, if a server does not say it."""
+"""Number of tokens of the longest prompt, if the server does not say how long prompts may be."""
 MAX_TAGS: Final = 64
 MAX_TAG_CHARACTERS: Final = 4096
-"""Largest number of tags of a request, and of characters in their names and values together."""
+"""Largest number of tags of a request, and largest number of characters in the names and values of all tags
+together.
+"""
 _MAX_KEYS: Final = 256
 _MAX_NUMBER: Final = 1 << 32
 _TAGS: Final = ("lmkv.tag.", "lmcache.tag.")
@@ -50,7 +55,9 @@ _NUMBERS: Final = (int, float, bool, type(None))
 
 
 def check_model(vllm_config: Any) -> None:
-    """Raise ValueError, with vLLM's reason, if vLLM caches no prefix of this model, or computes no prefill in parts."""
+    """Raise ValueError if vLLM caches no prefix of this model, or cannot compute a prefill in parts. The error has
+    vLLM's reason.
+    """
     from vllm import envs
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -85,13 +92,15 @@ def check_model(vllm_config: Any) -> None:
 
 
 def returns_routed_experts(vllm_config: Any) -> bool:
-    """Return whether answers include the routed experts of each prompt token, which are unknown after a hit."""
+    """Return whether answers include the routed experts of each prompt token. After a hit, these experts are
+    unknown.
+    """
     places = (vllm_config.model_config, getattr(vllm_config, "aux_output_config", None))
     return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
 
 def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ValueError, with the reason, if the configuration does not say which part of a chunk a worker has."""
+    """Raise ValueError, with the reason, if the configuration does not decide which part of a chunk each worker has."""
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ValueError(
@@ -115,7 +124,7 @@ def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def has_draft_layers(speculative: Any) -> bool:
-    """Return whether draft tokens come from layers with separate KV, and not only from earlier tokens."""
+    """Return whether draft tokens come from layers with separate KV, instead of only from earlier tokens."""
     return speculative.method not in ("ngram", "ngram_gpu", "suffix")
 
 
@@ -125,32 +134,34 @@ def is_scratch(group: Any) -> bool:
 
 
 def is_replayed(group: Any) -> bool:
-    """Return whether vLLM recomputes the last tokens of each hit, to fill the blocks of a group."""
+    """Return whether vLLM recomputes the last tokens of each hit to fill the blocks of a group."""
     return getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) > 0
 
 
 def check_group(group: Any) -> None:
-    """Raise ValueError, with the layers' names, if a KV cache group is outside the device's block tables."""
+    """Raise ValueError, with the layers' names, if the blocks of a KV cache group are not in the device's block
+    tables.
+    """
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         raise ValueError(f"vLLM keeps the blocks of {', '.join(group.layer_names)} outside its block tables")
 
 
 def is_state(spec: Any) -> bool:
-    """Return whether these layers keep a state instead of KV for each token: Mamba, gated delta nets, short
-    convolutions.
+    """Return whether these layers keep a state instead of KV for each token, as Mamba, gated delta nets and short
+    convolutions do.
     """
     return type(spec).__name__ == "MambaSpec"
 
 
 def has_runner_v2(vllm_config: Any) -> bool:
-    """Return whether vLLM uses its Model Runner V2, which is the case if it has Triton."""
+    """Return whether vLLM uses its Model Runner V2. vLLM does so if Triton is installed."""
     return getattr(vllm_config, "use_v2_model_runner", False)
 
 
 def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool) -> None:
     """Raise ValueError, with the reason, if states of recurrent layers cannot be stored and restored.
 
-    `recurrent` says for each KV cache group with prefixes whether it has such layers. `replayed` says whether
+    `recurrent`: for each KV cache group with prefixes, whether its layers are recurrent. `replayed`: whether
     `is_replayed` is true of any other group.
     """
     from vllm.v1.core.sched.output import KVConnectorBlockState
@@ -192,12 +203,14 @@ def check_spec(spec: Any) -> None:
 
 
 def has_tokens(request: Any) -> bool:
-    """Return whether tokens identify the request's prompt. They do not if it was given as embeddings."""
+    """Return whether tokens identify the request's prompt. A prompt of embeddings has no tokens."""
     return getattr(request, "prompt_embeds", None) is None
 
 
 def must_be_computed(request: Any) -> bool:
-    """Return whether vLLM needs an output of every token of the prompt: log probabilities, or an embedding of each."""
+    """Return whether vLLM needs an output for every token of the prompt: log probabilities, or an embedding for each
+    token.
+    """
     return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
@@ -206,10 +219,10 @@ class AgentHint:
     """The parts of an `agent_hint` that lmkv supports.
 
     `ttl`: seconds after the end of the request for which its chunks are evicted last. `prefetch`: whether to promote
-    its chunks. `session`: the id of the session. `ended`: whether this request ends the session, or a branch of the
-    session by an edit of the type `evict`. Chunks that no other session shares are then evicted first. `priority`:
-    above 0, the chunks are evicted last. `waits`: seconds until the session probably continues after a tool or
-    a person; until then its chunks are evicted last.
+    the prompt's chunks. `session`: the id of the session. `ended`: whether this request ends the session, or ends a
+    branch of the session by an edit of the type `evict`. Chunks that no other session shares are then evicted first.
+    `priority`: above 0, the request's chunks are evicted last. `waits`: seconds until the session probably continues
+    after a tool or a person; until then the request's chunks are evicted last.
 
     lmkv ignores all other fields: parts of a request, `offload` (lmkv offloads every chunk anyway), more than 64 edits,
     and an id of more than 1,024 characters.
@@ -224,7 +237,7 @@ class AgentHint:
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """Read a hint from a mapping, or from an object with the same fields."""
+        """Return the hint of a mapping, or of an object with the same fields."""
         control = _field(value, "cache_control")
         ttl = _field(control, "ttl") if control is not None else None
         edits = _field(_field(value, "context_management"), "edits")
@@ -253,20 +266,21 @@ def seconds(value: object) -> float:
 class RequestOptions:
     """The options of a request in its `kv_transfer_params`, under keys with the prefix `lmkv.` or `lmcache.`.
 
-    `skip_save`, `skip_load`: whether to store or load nothing. `report`: whether the answer says what was loaded.
-    `prefetch`: whether to promote this prompt's chunks and keep them for a while. `prefetch_tokens`: token ids of
-    another prompt to prefetch, ignored if they exceed the longest prompt. `pin`: seconds for which the request's chunks
-    are pinned after its end. `tag.<name>`: a text, a number, a boolean or null; only requests with equal tags share KV.
-    `wait_for`: how many of the first tokens to wait for, because another server is storing them.
+    `skip_save`, `skip_load`: whether to store nothing, and whether to load nothing. `report`: whether the answer
+    includes what was loaded. `prefetch`: whether to promote this prompt's chunks and to keep these chunks for a while.
+    `prefetch_tokens`: token ids of another prompt to prefetch, ignored if that prompt is longer than the longest
+    prompt. `pin`: seconds for which the request's chunks are pinned after the request's end. `tag.<name>`: a text, a
+    number, a boolean or null; only requests with equal tags share KV. `wait_for`: number of tokens at the beginning of
+    the prompt for which the request waits, because another server is storing their KV.
 
-    A request with tags of other types, with too many or too long tags, or with more than 256 keys has no options and is
-    not cached, because it is unclear with which requests it may share KV. The same holds for a request with
-    `lmcache.token_drop`, because lmkv stores KV of all tokens.
+    lmkv does not cache a request, and ignores its options, if a tag has another type, if its tags are too many or too
+    long, or if it has more than 256 keys. It is unclear with which requests such a request may share KV. A request with
+    `lmcache.token_drop` is not cached either, because lmkv stores KV of all tokens.
 
     vLLM has four more options. `max_load_tokens`: largest number of tokens to load after vLLM's own hit.
-    `max_offload_tokens`: largest number of first tokens to store. `agent_hint` (RFC 52113): see `AgentHint`.
-    `do_remote_decode`: whether another server will decode. A `kv_producer` then answers with the `wait_for` for that
-    server.
+    `max_offload_tokens`: largest number of tokens to store, from the first token on. `agent_hint` (RFC 52113): see
+    `AgentHint`. `do_remote_decode`: whether another server will decode. A `kv_producer` then answers with the value of
+    `wait_for` for that server.
     """
 
     skip_save: bool = False
@@ -284,7 +298,7 @@ class RequestOptions:
 
     @classmethod
     def of(cls, request: Any, longest: int = MAX_TOKENS) -> Self:
-        """Return the options of a vLLM request. `longest`: length of the longest prompt in tokens."""
+        """Return the options of a vLLM request. `longest`: number of tokens of the longest prompt."""
         params = getattr(request, "kv_transfer_params", None)
         params = params if isinstance(params, Mapping) else {}
         tags = _tags(params)
@@ -313,7 +327,7 @@ class RequestOptions:
 
 
 def _name_unknown(params: Mapping[Any, Any]) -> None:
-    """Log each option that lmkv does not know, once."""
+    """Log once each option that lmkv does not know."""
     for key in params if len(params) <= _MAX_KEYS else ():
         unknown = isinstance(key, str) and key.startswith(("lmkv.", "lmcache.")) and key not in _OPTIONS
         if unknown and not key.startswith(_TAGS) and key not in _said and len(_said) < _MAX_SAID:
@@ -346,7 +360,7 @@ def _tags(params: Mapping[Any, Any]) -> tuple[tuple[str, str], ...] | None:
 
 
 def _text(value: object) -> str | None:
-    """Return a text as it is, Python's text for a number, a boolean or None, and None for any other type."""
+    """Return the text of a tag's value, for a text, a number, a boolean or None. Return None for any other type."""
     if isinstance(value, str):
         return str.__str__(value)
     small = type(value) is not int or value.bit_length() <= MAX_TAG_CHARACTERS
@@ -362,7 +376,9 @@ def _is_true(value: object) -> bool:
 
 
 def _token_ids(value: object, longest: int) -> tuple[int, ...]:
-    """Return the token ids of a list, or () for anything else, because a client's mistake must not fail the request."""
+    """Return the token ids of a list. Return () for any other value, because a client's mistake must not fail the
+    request.
+    """
     if not isinstance(value, list | tuple) or len(value) > longest:
         return ()
     valid = all(isinstance(token, int) and 0 <= token < _MAX_NUMBER for token in value)

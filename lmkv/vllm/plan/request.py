@@ -1,6 +1,6 @@
 """`Request`: a request's options, its chunk keys, and the progress of its loads, stores and audits.
 
-The docstring of each part names the only class that writes it. All classes may read all parts, on the scheduling
+The docstring of each part names the only class that writes the part. All classes may read all parts, on the scheduling
 thread.
 """
 
@@ -23,7 +23,7 @@ from lmkv.vllm.plan.identity import Adapters, Media, UnnamedMediaError, request_
 from lmkv.vllm.plan.options import MAX_TOKENS, RequestOptions
 
 STALL = 0.8
-"""Seconds without a new chunk after which a request computes, if the time to compute is not known."""
+"""Seconds without a new chunk after which a request stops waiting and computes, if the time to compute is unknown."""
 
 
 BlockTables = Sequence[list[int]]
@@ -34,24 +34,25 @@ BlockTables = Sequence[list[int]]
 class Patience:
     """Limits how long one request waits for chunks: all its waits together last at most `deadline` seconds.
 
-    Each wait has a separate limit, and lasts from the first call of `lasts` to `end`. The time in which a request only
-    waits for space in vLLM's KV cache does not count.
+    Each wait also has a separate limit. A wait begins with the first call of `lasts` and ends with a call of `end`. The
+    time in which a request only waits for space in vLLM's KV cache does not count.
     """
 
     deadline: float
     late: bool = field(default=False, init=False)
     """Whether a wait took too long. Then the request does not wait again."""
     spent: float = field(default=0.0, init=False)
-    """Seconds of all waits, up to the last call."""
+    """Number of seconds of all waits, up to the last call of a method."""
     _since: float | None = field(default=None, init=False)
     _limit: float | None = field(default=None, init=False)
     _arrived: int = field(default=0, init=False)
 
     def lasts(self, now: float, limit: Callable[[], float | None], arrived: int) -> bool:
-        """Return whether the request may continue to wait. `arrived`: the number of chunks that have arrived by now.
+        """Return whether the request may continue to wait. `now`: the time in seconds. `arrived`: number of chunks that
+        have arrived by now.
 
-        `limit`: a function that returns how many seconds this wait may last, called once, at its beginning. If it
-        returns None, the wait continues while at least one chunk arrives every `STALL` seconds.
+        `limit`: a function that returns how many seconds this wait may last. It is called once, when the wait begins.
+        If it returns None, the wait continues while at least one chunk arrives every `STALL` seconds.
         """
         if self.late:
             return False
@@ -67,11 +68,11 @@ class Patience:
         return not self.late
 
     def waited(self, now: float) -> float:
-        """Return the number of seconds of all waits."""
+        """Return the number of seconds of all waits until the time `now`."""
         return self.spent + (0.0 if self._since is None else now - self._since)
 
     def end(self, now: float) -> None:
-        """End the present wait, because its chunks have arrived or are no longer wanted."""
+        """End the present wait, because its chunks have arrived or the request no longer needs them."""
         if self._since is not None:
             self._spend(now)
             self._since = None
@@ -83,9 +84,11 @@ class Patience:
 
 @frozen
 class Miss:
-    """The `tokens` of a request that were not loaded, and the `reason` (see `lmkv.vllm.scheduler.telemetry.REASONS`).
+    """The number of `tokens` of a request that were not loaded, and the `reason` (see
+    `lmkv.vllm.scheduler.telemetry.REASONS`).
 
-    `tier`: the tier that has or had them. `seconds_ago`: seconds since they were evicted.
+    `tier`: the tier that has the tokens' chunks, or had them before their eviction. `seconds_ago`: seconds since this
+    eviction.
     """
 
     reason: str
@@ -95,12 +98,12 @@ class Miss:
 
     @property
     def looked_up(self) -> int:
-        """How many tokens were looked up and missed: 0 for a request that may not load."""
+        """Number of tokens that a lookup did not find. It is 0 for a request that may not load."""
         return 0 if self.reason in ("skip_load", "unidentified") else self.tokens
 
     @property
     def public_reason(self) -> str:
-        """The reason in a form that reveals nothing about other salts."""
+        """The reason in a form that reveals nothing about requests with other salts."""
         return "not_stored" if self.reason == "other_salt" else self.reason
 
     def __str__(self) -> str:
@@ -108,7 +111,7 @@ class Miss:
         return f"{self.tokens} tokens missed: {miss_in_words(self.reason, self.tier)}{when}"
 
     def report(self) -> dict[str, object]:
-        """Return the miss for the request's report. It reveals nothing about other salts."""
+        """Return the miss for the request's report. The result reveals nothing about requests with other salts."""
         fields = {
             "reason": self.public_reason,
             "tokens": self.tokens,
@@ -120,11 +123,12 @@ class Miss:
 
 @define(eq=False)
 class Audit:
-    """An audit of a hit: its chunks from number `first` up to `end`, and the states after them.
+    """An audit of a hit, which compares the hit's stored chunks with computed KV. It covers the chunks [first, end) and
+    the states after them.
 
-    `next`: the number of the chunk to compare next. `tiers`: the tier that would have delivered each chunk. `computed`:
-    the tokens of vLLM's own hit before them, which lmkv may have loaded earlier. `tail`: the prompt's tail, if it comes
-    next and has whole pages.
+    `next`: the number of the chunk to compare next. `tiers`: for each chunk, the tier that would have delivered the
+    chunk. `computed`: number of tokens of vLLM's own hit before the chunks, which lmkv may have loaded earlier. `tail`:
+    the key of the prompt's tail, if the tail follows the chunks and has whole pages.
     """
 
     first: int
@@ -155,12 +159,14 @@ class VLLMRequest(Protocol):
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of tokens before the step that is being scheduled, as if all drafts of running steps were accepted."""
+        """Number of tokens before the step that is being scheduled, as if vLLM accepted all drafts of running steps."""
         ...
 
     @property
     def num_in_flight_tokens(self) -> int:
-        """How many of `num_computed_tokens` are in running steps, whose outputs are not known yet, including drafts."""
+        """How many of the `num_computed_tokens` tokens are in running steps with outputs that are not known yet.
+        Drafts count.
+        """
         ...
 
     @property
@@ -169,15 +175,16 @@ class VLLMRequest(Protocol):
 
 @define(eq=False)
 class Waiting:
-    """The state of a request while it waits for chunks, and the decisions about its lookup. Written by `Matcher`.
+    """The state of a request while it waits for chunks, and the decisions about its lookup. Only `Matcher` writes this
+    state.
 
-    `computed`: the number of tokens of vLLM's own hit at the last lookup. `lease`: a lease on the chunks that this
-    lookup has promised, until they are loaded or the step ends. `between_steps`: whether the load is between steps.
-    `shared_lookup`, `promotion`: the lookup and the promotion for which the request waits. `stored_elsewhere`: how many
-    chunks of another server (`wait_for`) were found so far. `look_at`: the time to look for more of them.
-    `worth_loading`: how many of the first chunks load faster than they compute, or None if this is not decided yet.
-    `longest_hit`: largest number of chunks of a hit, because later states load more slowly than they compute.
-    `deferred_since`: the time of the first answer that made vLLM ask again.
+    `computed`: number of tokens of vLLM's own hit at the last lookup. `lease`: a lease on the chunks that this lookup
+    has promised, until the chunks are loaded or the step ends. `between_steps`: whether the promised load is between
+    steps. `shared_lookup`, `promotion`: the lookup and the promotion for which the request waits. `stored_elsewhere`:
+    number of chunks of another server (`wait_for`) that were found so far. `look_at`: the time to look for more chunks
+    of that server. `worth_loading`: how many of the first chunks load faster than they compute, or None until this is
+    decided. `longest_hit`: largest number of chunks of a hit, because states after more chunks load more slowly than
+    they compute. `deferred_since`: the time of the first answer that made vLLM ask again.
     """
 
     patience: Patience
@@ -191,11 +198,11 @@ class Waiting:
     worth_loading: float | None = None
     longest_hit: float = math.inf
     promoted: dict[str, int] = field(factory=dict, repr=False)
-    """Number of chunks that were promoted for this request, by the name of the tier."""
+    """Number of chunks that were promoted for this request, by the name of the tier that had the chunks."""
     deferred_since: float | None = None
 
     def release(self) -> None:
-        """Release the lease and the promotion."""
+        """Release the lease on promised chunks, and the promotion."""
         self.release_lease()
         self.cancel()
 
@@ -205,24 +212,24 @@ class Waiting:
             self.lease = None
 
     def cancel(self) -> None:
-        """Cancel the wait for the promotion."""
+        """Cancel the promotion for which the request waits."""
         if self.promotion is not None:
             self.note_promoted()
             self.promotion.release()
             self.promotion = None
 
     def note_promoted(self) -> None:
-        """Note the tiers that the promotion has brought chunks from."""
+        """Note how many chunks the promotion has brought from each tier."""
         for tier, count in self.promotion.arrived.items() if self.promotion is not None else ():
             self.promoted[tier] = max(count, self.promoted.get(tier, 0))
 
 
 @define
 class Loading:
-    """The results of a request's loads. Written by `Loads`.
+    """The results of a request's loads. Only `Loads` writes this part.
 
-    `begun`: number of loads between steps. `failed`: whether a load failed, so that the request computes the rest, and
-    loads nothing more.
+    `begun`: number of loads between steps. `failed`: whether a load has failed. Then the request computes the rest of
+    its tokens and loads nothing more.
     """
 
     begun: int = 0
@@ -231,12 +238,12 @@ class Loading:
 
 @define(eq=False)
 class Storing:
-    """The progress of a request's stores. Written by `ChunkStores` and `StateStores`.
+    """The progress of a request's stores. Only `ChunkStores` and `StateStores` write this part.
 
-    `stored`: how many of the first chunks are stored or being stored. `tail_due`: whether the tail must still be
-    stored. `kept`: number of chunks before the last states that are kept for other requests. `last_states`: number of
-    chunks before the last states of the answer, which later states replace. `copying`: number of stores that have not
-    ended.
+    `stored`: how many of the first chunks are stored or being stored. `tail_due`: whether the prompt's tail must still
+    be stored. `kept`: number of chunks before the last states that are kept for other requests. `last_states`: number
+    of chunks before the last states of the answer, which later states replace. `copying`: number of stores that have
+    not ended.
     """
 
     stored: int = 0
@@ -247,11 +254,11 @@ class Storing:
     _at_end: list[Callable[[], None]] = field(init=False, factory=list, repr=False)
 
     def begin_again(self, chunk: int) -> None:
-        """Make the request store its chunks from number `chunk` on, and its tail, again."""
+        """Make the request store its tail, and its chunks from number `chunk` on, again."""
         self.stored, self.tail_due = min(self.stored, chunk), True
 
     def once_stored(self, call: Callable[[], None]) -> None:
-        """Call this function as soon as no store of the request's chunks is running, perhaps now."""
+        """Call `call` as soon as no store of the request's chunks is running, perhaps now."""
         if self.copying:
             self._at_end.append(call)
         else:
@@ -270,11 +277,11 @@ class Storing:
 
 @define(eq=False)
 class Auditing:
-    """The audits of a request. Written by `HitAudits` and `LoadAudits`.
+    """The audits of a request. Only `HitAudits` and `LoadAudits` write this part.
 
-    `decided`: whether the sampler has decided about an audit of the hit. `audit`: the hit that vLLM computes again.
-    `reads_back`: whether the next load is read back in any case. `tenure`: how often the request has released its
-    blocks.
+    `decided`: whether the sampler has decided about an audit of the hit. `audit`: the audit of a hit that vLLM computes
+    again, or None. `reads_back`: whether lmkv reads back the next load even if the sampler does not choose it.
+    `tenure`: number of times that the request has released its blocks.
     """
 
     decided: bool = False
@@ -285,12 +292,14 @@ class Auditing:
 
 @define(eq=False)
 class Report:
-    """The tokens that were promised and loaded for a request, and its miss. Written by `SchedulerObserver`.
+    """The tokens that were promised and loaded for a request, and the request's miss. Only `SchedulerObserver` writes
+    this part.
 
-    `sources`: the number of tokens from each tier in the last promise; `source_chunks`: the same in chunks. `promised`:
-    the keys of that promise, and of vLLM's own hit before it. `miss`: why the other tokens were not promised.
-    `counted`: whether the metrics have counted the hit and the miss, as they do when vLLM first schedules the request.
-    `last_log_line`: the numbers of tokens in the last log line of the request.
+    `sources`: number of tokens from each tier in the last promise. `source_chunks`: number of chunks from each tier in
+    the last promise. `promised`: the keys of the promised chunks, and of the chunks in vLLM's own hit before them.
+    `miss`: why the other tokens were not promised. `counted`: whether the metrics have counted the hit and the miss,
+    which happens when vLLM first schedules the request. `last_log_line`: the numbers of tokens in the last log line of
+    the request.
     """
 
     sources: dict[str, int] = field(factory=dict)
@@ -308,8 +317,8 @@ class Report:
 class Naming:
     """Everything that one engine needs to make the chunk keys of its requests.
 
-    `save_tails`: whether tails have keys. `states`: number of state entries after each chunk. `longest`: number of
-    tokens of the longest prompt.
+    `save_tails`: whether tails (the tokens after the last whole chunk of a prompt) have keys. `states`: number of state
+    entries after each chunk. `longest`: number of tokens of the longest prompt.
     """
 
     namespace: Namespace
@@ -323,8 +332,8 @@ class Naming:
 
 @define(eq=False)
 class Request:
-    """One request between its arrival and its end; made by `Request.of`. `vllm`: vLLM's request. `root`: the root of
-    its chunk keys.
+    """One request between its arrival and its end. `Request.of` makes it. `vllm`: vLLM's request. `root`: the root
+    of the request's chunk keys.
     """
 
     vllm: VLLMRequest = field(repr=lambda request: request.request_id)
@@ -333,24 +342,26 @@ class Request:
     waiting: Waiting = field(repr=False)
     naming: Naming = field(repr=False)
     name: str = field(repr=False)
-    """A readable form of its id, cut and printable, because clients choose ids."""
+    """A readable form of the request's id: shortened and printable, because clients choose ids."""
     tenants: Sequence[str] = field(repr=False)
-    """Names for this request in quotas: the label of its salt, and its tags as `name:value`."""
+    """The request's names in quotas: the label of its salt, and each of its tags as `name:value`."""
     weights: str = field(default="", repr=False)
-    """The identity of the weights."""
+    """The identity of the weights with which vLLM computes the request."""
     adapter: tuple[int, str] = (0, "")
     """The number of the request's adapter (0 without an adapter), and its identity."""
     unidentified: bool = False
-    """Whether its weights, adapter or images have no identity, or changed while it ran."""
+    """Whether the request's weights, adapter or images have no identity, or have changed while the request ran."""
     loading: Loading = field(init=False, factory=Loading, repr=False)
     storing: Storing = field(init=False, factory=Storing, repr=False)
     auditing: Auditing = field(init=False, factory=Auditing, repr=False)
     report: Report = field(init=False, factory=Report, repr=False)
     chain: KeyChain = field(init=False, repr=lambda chain: f"<{len(chain.keys)} keys>")
     hashed_tokens: int = field(init=False, default=-1)
-    """Number of prompt tokens in `chain` and `tail`. The prompt of a streamed session grows with each input."""
+    """Number of prompt tokens that `chain` and `tail` cover. The prompt of a streamed session grows with each input."""
     tail: TailKey | None = field(init=False, default=None, repr=False)
-    """Key of the tokens after the last whole chunk, or None if there are no such tokens or tails are not stored."""
+    """Key of the tokens after the last whole chunk of the prompt. It is None if there are no such tokens or tails
+    are not stored.
+    """
     tail_chunk: int = field(init=False, default=0)
     """Number of whole chunks before the tail."""
 
@@ -358,8 +369,8 @@ class Request:
     def of(cls, vllm: VLLMRequest, naming: Naming, identity: str | None, patience: Patience) -> Self:
         """Make a request with the keys of its prompt.
 
-        `identity`: the identity of the weights that the workers have loaded. If None, it is unknown, and the request is
-        not cached.
+        `identity`: the identity of the weights that the workers have loaded. If this identity is None (unknown), the
+        request is not cached.
         """
         options, weights = RequestOptions.of(vllm, naming.longest), identity or ""
         lora = getattr(vllm, "lora_request", None)
@@ -374,7 +385,7 @@ class Request:
         return request
 
     def follow(self) -> None:
-        """Hash the prompt. Call it again when a streamed session gets its next input, perhaps with images.
+        """Hash the prompt. Call this method again when a streamed session gets its next input, perhaps with images.
 
         vLLM then drops the last sampled token; the other computed tokens become part of the prompt.
         """
@@ -392,12 +403,12 @@ class Request:
         self.tail_chunk, self.storing.tail_due = len(self.chain.keys), True
 
     def leave_out(self) -> None:
-        """Store and load nothing, because the request's weights or inputs are unknown, at least in part."""
+        """Store and load nothing from now on, because the request's weights or inputs are at least partly unknown."""
         self.unidentified = self.options.skip_save = self.options.skip_load = True
 
     @property
     def lora_name(self) -> str | None:
-        """The name of the request's adapter, by which vLLM's prefix cache knows the adapter."""
+        """The name by which vLLM's prefix cache knows the request's adapter, or None without an adapter."""
         lora = getattr(self.vllm, "lora_request", None)
         return None if lora is None else str(lora.lora_name)
 
@@ -407,7 +418,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of known tokens."""
+        """Number of tokens that are known: the prompt, and the sampled tokens of the answer."""
         return self.vllm.num_tokens
 
     @property
@@ -418,12 +429,12 @@ class Request:
 
     @property
     def last_token(self) -> int:
-        """Index of the last token. vLLM always computes this token, because it needs its logits."""
+        """Index of the last token. vLLM always computes the last token, because vLLM needs its logits."""
         return self.vllm.num_tokens - 1
 
     @property
     def loadable(self) -> int:
-        """The largest number of leading tokens that a load may fill."""
+        """The largest number of tokens that a load may fill, from the first token on."""
         limit = self.options.max_load_tokens
         return self.last_token if limit is None else min(self.last_token, self.waiting.computed + limit)
 
@@ -434,7 +445,7 @@ class Request:
 
     @property
     def answer(self) -> dict[str, object]:
-        """The report for `lmkv.report`, when the request ends."""
+        """The report in the request's answer, for a request with the option `lmkv.report`."""
         report = self.report
         missed = {} if report.miss is None else {"missed": report.miss.report()}
         return {
@@ -447,13 +458,13 @@ class Request:
         }
 
     def keys(self, count: int) -> list[ChunkKey]:
-        """Return the first `count` chunk keys, after hashing tokens that have become known since the last call."""
+        """Return the first `count` chunk keys, after hashing the tokens that have become known since the last call."""
         if count > len(self.chain.keys):
             self.chain.extend(self.known_tokens)
         return self.chain.keys[:count]
 
     def keys_with_tail(self, count: int) -> list[ChunkKey]:
-        """Return the first `count` keys, and that of the prompt's tail if it comes next."""
+        """Return the first `count` chunk keys, and then the key of the prompt's tail if the tail comes next."""
         keys = self.keys(count)
         return [*keys, self.tail] if self.tail is not None and count == self.tail_chunk else keys
 
@@ -468,5 +479,5 @@ class Request:
         return state_keys(self.chain.keys[chunks - 1], self.naming.states)
 
     def tokens(self, first: int, count: int) -> Sequence[int]:
-        """Return up to `count` token ids from index `first` on, as far as they are known."""
+        """Return up to `count` token ids from index `first` on; fewer if the later tokens are not known yet."""
         return self.known_tokens[first : first + count]

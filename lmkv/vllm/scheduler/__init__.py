@@ -1,7 +1,7 @@
 """The scheduler side of the connector: answers vLLM's lookups and plans the copies of each step.
 
-It uses no types of vLLM, and reads only a few attributes of requests and scheduler outputs, so that tests can simulate
-any schedule. It never waits for I/O of tiers.
+This package uses no types of vLLM, and reads only a few attributes of requests and scheduler outputs, so that tests can
+simulate any schedule. It never waits for I/O of tiers.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ class Scheduler:
     requests.
 
     All calls come from vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request,
-    `plan_step`, `take_plan`, and later `on_report` with the workers' answers. `namespace`: the namespace of all chunks.
-    `block_map`: maps block tables to chunks. `events`: None if vLLM publishes no events. `identify()`: returns the
-    identity of the workers' model, or None if nothing may be cached; called now and after each call of `suspect`.
-    `load_adapter(lora)`: returns an adapter that the workers have loaded.
+    `plan_step`, `take_plan`, and later `on_report` with the workers' answers.
+
+    `namespace`: the namespace of all chunks. `block_map`: maps block tables to chunks. `events`: records KV events;
+    None if vLLM publishes no events. `identify()`: a function that returns the identity of the workers' model, or None
+    if lmkv may cache nothing. It is called when the scheduler side is made and after each call of `suspect`.
+    `load_adapter(lora)`: a function that returns an adapter as the workers have loaded it.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Scheduler:
 
     @property
     def observer(self) -> SchedulerObserver:
-        """The observer, with metrics, explanations, recent requests and KV events."""
+        """The observer, which has metrics, explanations of misses, recent requests and KV events."""
         return self._observer
 
     @property
@@ -110,13 +112,13 @@ class Scheduler:
 
     @property
     def requests(self) -> Mapping[str, Request]:
-        """The known requests, by id."""
+        """The requests that have arrived and have not ended, by id."""
         return MappingProxyType(self._requests)
 
     def keys_of(self, tokens: Sequence[int], cache_salt: str | None, tags: Mapping[str, str]) -> list[ChunkKey]:
         """Return the keys of a prompt without images and adapters, or none if the weights are unknown. Thread-safe.
 
-        The keys are for the weights at the last lookup.
+        The keys are for the weights that the workers had at the last lookup.
         """
         root = self.root_of(cache_salt, tags)
         return [] if root is None else self._keys(root, tokens)
@@ -124,14 +126,14 @@ class Scheduler:
     def root_of(self, cache_salt: str | None, tags: Mapping[str, str]) -> bytes | None:
         """Return the root of the keys of prompts with this salt and these tags. Thread-safe.
 
-        The root is for the weights at the last lookup; None if the weights are unknown.
+        The root is for the weights that the workers had at the last lookup; None if these weights are unknown.
         """
         identity = self.changes.identity
         return None if identity is None else tagged_root(self._naming.namespace, tags.items(), identity, cache_salt)
 
     def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None], count: int = 0) -> None:
         """Set two functions of vLLM: `free()` counts the free blocks, and `evict(blocks)` removes blocks from its
-        cache.
+        prefix cache.
 
         `count`: the number of all blocks.
         """
@@ -142,9 +144,10 @@ class Scheduler:
     # -- requests -----------------------------------------------------------------------------------------
 
     def on_new_request(self, vllm_request: VLLMRequest) -> None:
-        """Hash the prompt of a new request, and begin to promote its chunks before vLLM schedules it.
+        """Hash the prompt of a new request, and begin to promote its chunks before vLLM schedules the request.
 
-        If the weights may have changed, this waits for the first lookup, because the engine may sleep until then.
+        If the weights may have changed, both wait for the request's first lookup, because the engine may sleep until
+        then.
         """
         if self.changes.puts_off(vllm_request.request_id):
             return
@@ -162,7 +165,7 @@ class Scheduler:
             self.matcher.arrived(request, keys)
 
     def _keys(self, root: bytes, tokens: Sequence[int]) -> list[ChunkKey]:
-        """Return the keys of another prompt, including the key of its tail."""
+        """Return the keys of a prompt of `tokens`, including the key of its tail. `root`: the root of the keys."""
         chain, tail = hash_prompt(tokens, root, self._chunk_size, tail=self._options.save_unfull_chunk)
         return chain.keys if tail is None else [*chain.keys, tail]
 
@@ -193,9 +196,9 @@ class Scheduler:
         return request
 
     def request_finished(self, vllm_request: VLLMRequest) -> dict[str, Any] | None:
-        """Forget an ended request, and return its report if it wants one.
+        """Forget an ended request, and return its report if the request asks for a report.
 
-        Once its last store has ended, its chunks count as used.
+        Once the request's last store has ended, its chunks count as used.
         """
         request = self._forget(vllm_request.request_id)
         return None if request is None else self._endings.finished(request)
@@ -205,9 +208,10 @@ class Scheduler:
     def get_num_new_matched_tokens(
         self, vllm_request: VLLMRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return `(tokens, asynchronous)`: how many tokens can be loaded after the computed ones, and how.
+        """Return `(tokens, asynchronous)`: how many tokens can be loaded after the computed tokens, and whether the
+        load is between steps.
 
-        If `tokens` is None, vLLM asks again.
+        If `tokens` is None, vLLM must ask again in the next step.
         """
         started, evictions = self._clock(), self.changes.evictions
         self.changes.identify()
@@ -229,13 +233,13 @@ class Scheduler:
         return (answer.tokens, answer.between_steps) if isinstance(answer, Hit) else (0, False)
 
     def _end_deferral(self, request: Request) -> None:
-        """Note that vLLM has its answer for the request, and asks no more."""
+        """Note that vLLM has the final answer for a request, and no longer asks again."""
         since, request.waiting.deferred_since = request.waiting.deferred_since, None
         if since is not None:
             self._observer.telemetry.lookup_was_deferred(self._clock() - since)
 
     def match(self, request: Request, num_computed_tokens: int) -> Match:
-        """Decide what to promise to a request, or why to promise nothing."""
+        """Return what lmkv promises to a request, or the reason why lmkv promises nothing."""
         request.waiting.release_lease()
         if request.auditing.audit is not None:
             request.auditing.audit.computed = max(request.auditing.audit.computed, num_computed_tokens)
@@ -256,8 +260,8 @@ class Scheduler:
     def update_state_after_alloc(
         self, vllm_request: VLLMRequest, block_ids: BlockTables, num_external_tokens: int
     ) -> None:
-        """Order the promised load into the blocks that vLLM has allocated, or release its lease if vLLM does not want
-        it.
+        """Order the promised load into the blocks that vLLM has allocated, or release the promised chunks if vLLM
+        does not want the load.
         """
         request = self._request_of(vllm_request)
         self.matcher.allocated(request, self._block_map.select(block_ids), num_external_tokens)
@@ -285,12 +289,13 @@ class Scheduler:
         preempted: Iterable[str] = (),
         overwritten: Collection[int] = (),
     ) -> None:
-        """Order the copies that follow from the step that was just scheduled.
+        """Order the copies that follow from the step that vLLM has just scheduled.
 
         `progress`: for each request of the step, how many tokens have valid KV after the step, without drafts.
-        `blocks_of(request_id)`: returns a request's block tables, or None. `scheduled_tokens`: the number of tokens of
-        the step. `offers`: the states that vLLM hands over, by request. `preempted`: requests that have lost their
-        blocks. `overwritten`: blocks that vLLM writes into before the workers get the plan.
+        `blocks_of(request_id)`: a function that returns a request's block tables, or None. `scheduled_tokens`: number
+        of tokens of the step. `offers`: the states of recurrent layers that vLLM hands over, by request. `preempted`:
+        requests that have lost their blocks. `overwritten`: blocks that vLLM writes into before the workers get the
+        plan.
         """
         for request_id in preempted:
             if request_id in self._requests:
@@ -305,7 +310,7 @@ class Scheduler:
         self._observer.value.step()
 
     def take_plan(self) -> StepPlan:
-        """Return the orders since the last call, for every worker."""
+        """Return the orders since the last call, as a plan for every worker."""
         # Sent with each plan until all workers have mapped it: some may not have run yet.
         return self._builder.take(None if len(self._mapped) == self._options.ranks else self._store.slab.ref)
 
@@ -337,7 +342,7 @@ class Scheduler:
     # -- answers ------------------------------------------------------------------------------------------
 
     def on_report(self, report: WorkerReport) -> None:
-        """Merge answers of workers. A job ends when every rank has answered."""
+        """Process a report of some workers. A job ends when every rank has reported its result."""
         ends = report.jobs
         try:
             self._note(report)
@@ -353,7 +358,9 @@ class Scheduler:
                 logger.exception("lmkv: an error occurred after a copy; lmkv continues; please report the error")
 
     def _note(self, report: WorkerReport) -> None:
-        """Read a report, except the ends of jobs. After a failed load, distrust stores before they end."""
+        """Read a report, except the ends of jobs. After a failed load, mark running stores so that their results are
+        discarded.
+        """
         self._mapped |= report.mapped
         if report.refusal and not self._refused:
             self._refused = True
@@ -368,7 +375,9 @@ class Scheduler:
             self._jobs.distrust()
 
     def _on_wrong(self, request: Request, chunk: int, own_kv_is_right: bool) -> None:
-        """React to a wrong chunk of a request: store nothing computed from it, and evict it from vLLM's cache."""
+        """React to a wrong chunk, number `chunk` of a request: store nothing computed from this chunk, and empty
+        vLLM's prefix cache.
+        """
         self._jobs.distrust()
         self.changes.evict_all()
         keys = request.chain.keys[: chunk + 1][-1:]
@@ -381,11 +390,11 @@ class Scheduler:
                 other.storing.begin_again(chunk)
 
     def take_events(self) -> list[Event]:
-        """Return the chunks that tiers have gained and lost since the last call."""
+        """Return as KV events the chunks that tiers have gained and lost since the last call."""
         return [] if self._observer.events is None else self._observer.events.take()
 
     def republish(self) -> None:
-        """Publish all chunks again, after vLLM has announced that all blocks are removed, although lmkv keeps its
+        """Publish all chunks again, after vLLM has announced that all blocks are removed. lmkv still has these
         chunks.
         """
         if self._observer.events is not None:
@@ -393,7 +402,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether some ordered copies have not ended."""
+        """Whether the workers have not ended all ordered copies."""
         return len(self._jobs) > 0 or bool(self.loads.between_steps)
 
     def reset(self) -> None:
@@ -405,11 +414,11 @@ class Scheduler:
         self._observer.reset()
 
     def take_samples(self) -> Values:
-        """Return the values counted since the last call."""
+        """Return the values of metrics since the last call."""
         return self._observer.telemetry.take()
 
     def close(self) -> None:
-        """Forget every request and close the store, which finishes its I/O within a bounded time."""
+        """Forget every request and close the store. The store finishes its I/O within a bounded time."""
         for request_id in list(self._requests):
             self._forget(request_id)
         self._store.close()

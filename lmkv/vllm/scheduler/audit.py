@@ -1,8 +1,8 @@
 """Audits a sample of hits: `HitAudits` compares hits with computed KV, and `LoadAudits` reads loads back.
 
-Checksums prove that loaded bytes are the bytes that were written. Only an audit proves that they are the right KV. For
-`HitAudits` the workers copy the fresh pages into separate slots, as a store does, and compare their numbers with those
-of the stored chunks.
+Checksums prove that loaded bytes are the bytes that were written. Only an audit proves that these bytes are the right
+KV. For `HitAudits` the workers copy freshly computed pages into separate slots, as a store does. The workers then
+compare the numbers in these slots with the stored chunks.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from lmkv.vllm.scheduler.context import Job, PlanContext, Planner
 logger = logging.getLogger("lmkv.vllm")
 
 _REMEMBERED = 100_000
-"""Number of chunks whose last audit, deletion or origin is remembered."""
+"""Number of chunks for which an audit, a deletion or an origin is remembered."""
 _NAMED = 3
 """Largest number of layers or blocks that a log line names."""
 
 
 CopiesOf = Sequence[Callable[[int], ChunkCopy | None]]
-"""For each key, a function that makes a copy of its chunk into a slot, or None if blocks are missing."""
+"""For each key, a function from a slot to a copy of the key's chunk into this slot, or to None if blocks are
+missing.
+"""
 
 
 def named(names: Sequence[str]) -> str:
-    """Return the first of these names, for a log line."""
+    """Return up to `_NAMED` of these names as one text for a log line."""
     return ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
 
 
 @define
 class Sampler:
-    """Chooses one of `1 / rate` hits at random, so that audits also find errors that follow a pattern."""
+    """Chooses one of `1 / rate` hits at random. A fixed interval could miss errors that follow a pattern."""
 
     rate: float
     draw: Callable[[], float] = random.random
@@ -60,7 +62,7 @@ class _Comparison(Job):
     reservation: Reservation
     keys: Sequence[ChunkKey]
     chunks: list[int]
-    """The index of each compared chunk in its prompt; for a state the index of the chunk before it."""
+    """The index of each compared chunk in its prompt; for a state the index of the chunk before the state."""
 
     @property
     def states(self) -> bool:
@@ -70,19 +72,21 @@ class _Comparison(Job):
 class WrongChunks:
     """Deletes wrong chunks and the chunks that continue them, and remembers which chunks were wrong.
 
-    KV that was computed from a wrong chunk is wrong as well, and may be stored anywhere. So `purge` checks the chunks
-    of every request before any is loaded.
+    KV that was computed from a wrong chunk is wrong as well, and may be stored in any tier. Therefore `purge` checks
+    the chunks of every request before a load.
     """
 
     def __init__(self, delete: Callable[[Sequence[ChunkKey]], object], states: int) -> None:
         self._delete = delete
         self._states = states
         self._keys: dict[ChunkKey, str] = {}
-        """The finding for each wrong chunk, for the log."""
+        """For the key of each wrong chunk, the finding of the audit as text for the log."""
         self._deleted: LRUCache[ChunkKey, bool] = LRUCache(_REMEMBERED)
 
     def add(self, keys: Sequence[ChunkKey], found: str) -> None:
-        """Delete a wrong chunk, the first of `keys`, and the known chunks that follow it."""
+        """Delete a wrong chunk (the first of `keys`) and the known chunks that continue it. `found`: the finding as
+        text.
+        """
         for key in keys[:1]:
             self._keys.setdefault(key, found)
         for key in keys:
@@ -90,15 +94,17 @@ class WrongChunks:
         self.purge(keys)
 
     def is_in(self, keys: Sequence[ChunkKey]) -> bool:
-        """Return whether one of these chunks was wrong at some time."""
+        """Return whether a chunk with one of these keys was wrong at some time."""
         return self.first_of(keys) is not None
 
     def first_of(self, keys: Sequence[ChunkKey]) -> str | None:
-        """Return the finding for the first of these chunks that was wrong at some time."""
+        """Return the finding for the first of these keys whose chunk was wrong at some time, or None."""
         return next((self._keys[key] for key in keys if key in self._keys), None) if self._keys else None
 
     def purge(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete a prompt's chunks that continue a wrong chunk and were stored before it was found."""
+        """Delete a prompt's chunks that continue a wrong chunk and were stored before the audit found the wrong
+        chunk.
+        """
         if not self._keys:
             return
         first = next((number for number, key in enumerate(keys) if key in self._keys), len(keys))
@@ -111,8 +117,9 @@ class WrongChunks:
 class HitAudits(Planner):
     """Decides which hits vLLM computes again for an audit, and deletes wrong chunks.
 
-    `on_wrong(request, chunk, own_kv_is_right)`: called after a wrong chunk of a request, with the index `chunk`, was
-    deleted. `own_kv_is_right`: whether the request's KV is right, because vLLM has computed all of it.
+    `on_wrong(request, chunk, own_kv_is_right)`: a function that is called after the deletion of a wrong chunk of a
+    request, with the chunk's index in the prompt. `own_kv_is_right`: whether the KV in the request's blocks is right,
+    because vLLM has computed all of it.
     """
 
     def __init__(self, context: PlanContext) -> None:
@@ -124,9 +131,9 @@ class HitAudits(Planner):
         self.wrong = WrongChunks(self._store.delete, context.boundaries.states)
         self.on_wrong: Callable[[Request, int, bool], None] = lambda request, chunk, own_kv_is_right: None
         self._computed: LRUCache[tuple[ChunkKey, str], bool] = LRUCache(_REMEMBERED)
-        """The last chunks of hits that were computed for an audit, with the tiers that had them."""
+        """The last chunks of hits that vLLM has computed for an audit, each with the tier that had the chunk."""
         self._behind: LRUCache[ChunkKey, str] = LRUCache(_REMEMBERED)
-        """Chunks that were computed after a load, for the log."""
+        """Chunks that a request has computed after a load, with a text about this load for the log."""
 
     @property
     def loads_off(self) -> bool:
@@ -139,10 +146,10 @@ class HitAudits(Planner):
     def takes(
         self, request: Request, keys: Sequence[ChunkKey], sources: Mapping[str, int], tokens: int, seconds: float
     ) -> bool:
-        """Decide once, at random, whether vLLM computes a request's hit `keys` for an audit. Returns whether it does.
+        """Decide once, at random, whether vLLM computes a request's hit again for an audit, and return the decision.
 
-        `sources`: the number of chunks that are not computed yet, by tier. `tokens`, `seconds`: what computing them
-        costs.
+        `keys`: the keys of the hit. `sources`: number of chunks that are not computed yet, by tier. `tokens`,
+        `seconds`: number of tokens to compute for the audit, and the estimated time.
         """
         if request.auditing.audit is None and not request.auditing.decided:
             request.auditing.decided = True
@@ -163,16 +170,18 @@ class HitAudits(Planner):
         return request.auditing.audit is not None
 
     def _tail(self, request: Request, keys: Sequence[ChunkKey]) -> TailKey | None:
-        """Return the prompt's tail if it comes next in the hit and has whole pages, else None.
+        """Return the prompt's tail if the tail comes next in the hit and has whole pages, else None.
 
-        With sliding windows it is None, because pages of a tail may be missing.
+        With sliding windows the result is None, because pages of a tail may be missing.
         """
         tail = request.tail if keys and keys[0] == request.tail and not self._block_map.windowed else None
         begins = len(request.chain.keys) * self._chunk_size if tail is not None else 0
         return tail if tail is not None and request.waiting.computed <= begins and self._whole(tail) else None
 
     def _whole(self, tail: TailKey) -> int:
-        """Return the number of tokens in full pages of a tail, because the rest of its last page is unknown."""
+        """Return the number of tokens in full pages of a tail. The content after the tail's tokens in its last page
+        is undefined.
+        """
         size = max(group.block_size for group in self._block_map.groups)
         return tail.tokens // size * size
 
@@ -182,7 +191,9 @@ class HitAudits(Planner):
         return drawn or self.sampler()
 
     def stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request has computed these chunks after a load, which may be the cause if they are wrong."""
+        """Note that a request has computed these chunks after a load. If these chunks are wrong, the load may be the
+        cause.
+        """
         if self.on and request.report.hit_tokens:
             text = f"computed by request {request.name} after {request.report.hit_tokens} loaded tokens"
             self._behind.update(dict.fromkeys(keys, text))
@@ -190,7 +201,7 @@ class HitAudits(Planner):
     # -- orders -------------------------------------------------------------------------------------------
 
     def compare(self, request: Request, computed: int, tables: BlockTables) -> None:
-        """Order the comparison of the hit's chunks that are complete after `computed` tokens."""
+        """Order the comparison of the hit's chunks that are complete after the first `computed` tokens."""
         audit = request.auditing.audit
         if audit is None:
             return
@@ -220,14 +231,16 @@ class HitAudits(Planner):
 
     @staticmethod
     def end(request: Request) -> None:
-        """Stop comparing this request's chunks."""
+        """Stop the comparison of this request's chunks."""
         request.auditing.audit = None
         request.waiting.cancel()
 
     def _order(
         self, request: Request, audit: Audit, keys: Sequence[ChunkKey], copies_of: CopiesOf, chunks: list[int]
     ) -> None:
-        """Order the comparison of the first `keys` that are in host memory, if there are slots for fresh pages."""
+        """Order the comparison of the chunks of `keys` that are in host memory, if there are free slots for freshly
+        computed pages.
+        """
         lease = self._store.lease(keys)
         fresh = [secrets.token_bytes(32) for _ in lease.keys]
         reservation = self._store.reserve(fresh, protect=request.keys(audit.end))
@@ -245,7 +258,7 @@ class HitAudits(Planner):
     # -- ends ---------------------------------------------------------------------------------------------
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """Delete the wrong chunks, after all ranks have compared their parts."""
+        """React to the end of a comparison: delete the wrong chunks, after all ranks have compared their parts."""
         assert isinstance(job, _Comparison)
         job.reservation.abort()
         job.lease.release()
@@ -264,13 +277,13 @@ class HitAudits(Planner):
             self.on_wrong(job.request, first, not job.audit.computed)
 
     def accuse(self, text: str, *then: str) -> None:
-        """Log a finding, with its consequences, and switch loads off if `audit_action` says so."""
+        """Log a finding, with its consequences, and switch loads off if `audit_action` is "disable"."""
         self._telemetry.loads_off |= self._disables
         off = "; lmkv loads nothing from now on" if self._disables else ""
         logger.error("lmkv: an audit found %s%s", "; ".join([text, *filter(None, then)]), off)
 
     def _log(self, job: _Comparison, differences: Sequence[Difference], chunk: int) -> str:
-        """Log the finding and return it."""
+        """Log the finding of a comparison, and return the finding as text."""
         found = [each for each in differences if job.chunks[each.copy] == chunk]
         layers = [layer for each in found for layer in each.layers]
         at = chunk * self._chunk_size
@@ -291,12 +304,12 @@ class HitAudits(Planner):
 @define(eq=False)
 class _ReadAgain(Job):
     load: AuditedLoad | None
-    """The load, or None if its blocks were recomputed or lost."""
+    """The load, or None if the load's blocks were recomputed or lost."""
 
 
 @define(eq=False)
 class AuditedLoad:
-    """A load whose blocks are read back for an audit.
+    """A load whose blocks are read back for an audit, to compare them with the stored chunks.
 
     `copies`: the copies of the chunks from number `first` on, and of the states. `tenure`: the request's
     `Auditing.tenure` when the load was ordered.
@@ -311,9 +324,9 @@ class AuditedLoad:
 
 
 class LoadAudits(Planner):
-    """Decides which loads are read back for an audit, and reacts to wrong ones.
+    """Decides which loads are read back for an audit, and reacts to loads that have filled blocks with wrong content.
 
-    If a request's blocks differ from the stored chunks, this is reported to `audit` as a wrong chunk of its hit.
+    If a request's blocks differ from the stored chunks, `audit` gets a report of a wrong chunk in the request's hit.
     """
 
     def __init__(self, context: PlanContext, audit: HitAudits) -> None:
@@ -321,18 +334,18 @@ class LoadAudits(Planner):
         self._audit = audit
         self._layerwise = context.options.whole_blocks
         self._held: dict[int, AuditedLoad] = {}
-        """Audited loads whose request still has the blocks, by the number of the job."""
+        """Audited loads of requests that still have the loaded blocks, by the number of the job."""
         self._given_up: dict[int, AuditedLoad] = {}
-        """Audited loads whose request has released the blocks since the last plan, so that nothing has overwritten
-        them.
+        """Audited loads of requests that have released the loaded blocks since the last plan. Nothing has
+        overwritten these blocks yet.
         """
         self._left: set[Request] = set()
 
     def take(
         self, request: Request, copies: list[ChunkCopy], first: int, end: int, *, between_steps: bool
     ) -> AuditedLoad | None:
-        """Return an `AuditedLoad` if the sampler chooses this load, else None. `end`: number of tokens up to its
-        end.
+        """Return an `AuditedLoad` if the sampler chooses this load, else None. `end`: number of the request's tokens
+        up to the load's end.
         """
         if not copies or not self._audit.takes_load(request):
             return None
@@ -340,7 +353,7 @@ class LoadAudits(Planner):
         return AuditedLoad(request, copies, first, end, kind, request.auditing.tenure)
 
     def load_ended(self, job: int, load: AuditedLoad, report: JobReport) -> None:
-        """React to the comparison of a load, after all ranks have compared their parts."""
+        """React to the comparison of a load's blocks, after all ranks have compared their parts."""
         self._telemetry.audited_load(wrong=bool(report.differences))
         request = load.request
         if report.differences:
@@ -379,16 +392,16 @@ class LoadAudits(Planner):
     # -- once more ----------------------------------------------------------------------------------------
 
     def give_up(self, request: Request) -> None:
-        """Note that a request has released its blocks, because it has ended or was preempted."""
+        """Note that a request has released its blocks, because the request has ended or was preempted."""
         request.auditing.tenure += 1
         self._left.add(request)
         for job in [job for job, load in self._held.items() if load.request is request]:
             self._given_up[job] = self._held.pop(job)
 
     def order(self, overwritten: Collection[int]) -> None:
-        """Order a second reading of released blocks, before this step overwrites them.
+        """Order a second reading of released blocks, before this step overwrites the blocks.
 
-        `overwritten`: blocks that vLLM writes into before it hands the plan over.
+        `overwritten`: blocks that vLLM writes into before the workers get the plan.
         """
         for job, load in self._given_up.items():
             copies = self._settled(load, overwritten)
@@ -399,9 +412,9 @@ class LoadAudits(Planner):
         self._left.clear()
 
     def _settled(self, load: AuditedLoad, overwritten: Collection[int]) -> list[ChunkCopy]:
-        """Return copies of the whole pages before the end of a load, which nothing should have changed.
+        """Return copies of the whole pages before the end of a load, because nothing should have changed these pages.
 
-        They are those in tables that keep all blocks, except the overwritten ones.
+        The copies cover only tables that keep all blocks, and leave out the overwritten blocks.
         """
         size, copies = self._block_map.chunk_size, []
         for number, copy in enumerate(load.copies, load.first):
@@ -417,7 +430,9 @@ class LoadAudits(Planner):
         return copies
 
     def forget(self, request: Request | None = None) -> None:
-        """Forget the audited loads of a request, or of all, because their blocks are recomputed or lost."""
+        """Forget the audited loads of a request, or of all requests if `request` is None. Their blocks are
+        recomputed or lost.
+        """
         if request is None:
             self._held.clear()
             self._given_up.clear()
@@ -427,7 +442,7 @@ class LoadAudits(Planner):
             self._held = {job: load for job, load in self._held.items() if load.request is not request}
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """React to the second reading of a load, after all ranks have read their blocks."""
+        """React to the second reading of a load's blocks, after all ranks have read their parts."""
         assert isinstance(job, _ReadAgain)
         if report.ok and report.differences and job.load is not None:
             self._telemetry.audited_load(wrong=True, again=True)

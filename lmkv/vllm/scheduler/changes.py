@@ -1,4 +1,4 @@
-"""`WeightChanges`: identifies KV by the weights that computed it, and keeps KV of earlier weights apart.
+"""`WeightChanges`: identifies KV by the weights that computed it, and separates the KV of earlier weights.
 
 vLLM and trainers change weights and adapters while requests run. A running request then has KV of old and new weights.
 """
@@ -18,19 +18,22 @@ from lmkv.vllm.scheduler.loads import Loads
 
 
 def _identities() -> Iterator[str]:
-    """Yield identities for an engine that cannot be asked: a new one after each call of `WeightChanges.suspect`."""
+    """Yield identities for an engine whose workers cannot be asked: a new identity after each call of
+    `WeightChanges.suspect`.
+    """
     yield ""
     while True:
         yield secrets.token_hex(16)
 
 
 class WeightChanges(Planner):
-    """Asks the workers for the identity of their weights, and leaves out requests that run during a change.
+    """Asks the workers for the identity of their weights, and leaves out requests that run during a change of weights.
 
-    A request that is left out keeps running, but stores and loads nothing more, and shares none of its blocks.
+    A request that is left out keeps running. It stores and loads nothing more, and shares none of its blocks.
 
-    `requests`: the scheduler's requests, by id. `identify()`: returns the identity of the workers' model, or None if
-    nothing may be cached; called now and after each call of `suspect`. `evict()`: empties vLLM's prefix cache.
+    `requests`: the scheduler's requests, by id. `identify()`: a function that returns the identity of the workers'
+    model, or None if lmkv may cache nothing. It is called when the object is made and after each call of `suspect`.
+    `evict()`: a function that empties vLLM's prefix cache.
     """
 
     def __init__(
@@ -52,9 +55,11 @@ class WeightChanges(Planner):
         self.put_off: set[str] = set()
         """Ids of the requests that have arrived since the last answer of the workers."""
         self._across: dict[str, set[int]] = {}
-        """Requests with KV from before a change, with their blocks, which no other request may share."""
+        """Ids of requests with KV from before a change of weights, each with the blocks that no other request may
+        share.
+        """
         self._loading_across: set[str] = set()
-        """The requests in `_across` that were loading between steps, and have not computed since."""
+        """The requests in `_across` that were loading between steps, and have computed nothing since the change."""
         self._served: LRUCache[str, str] = LRUCache(1024)
         """For each adapter's name, the identity of the last adapter with this name."""
         self.evict: Callable[[], None] = lambda: None
@@ -63,9 +68,9 @@ class WeightChanges(Planner):
     # -- requests -----------------------------------------------------------------------------------------
 
     def puts_off(self, request_id: str) -> bool:
-        """Return whether the weights may have changed, so that a new request is hashed only at its first lookup.
+        """Return whether the weights may have changed. A new request is then hashed only at its first lookup.
 
-        The engine may sleep until then.
+        The engine may sleep until that lookup.
         """
         if self._suspicions:
             self.put_off.add(request_id)
@@ -74,7 +79,9 @@ class WeightChanges(Planner):
         return bool(self._suspicions)
 
     def follow_adapter(self, request: Request) -> None:
-        """Empty vLLM's prefix cache if another adapter had this name, because vLLM knows adapters only by name."""
+        """Empty vLLM's prefix cache if another adapter had the name of the request's adapter, because vLLM knows
+        adapters only by name.
+        """
         name, identity = request.lora_name, request.adapter[1]
         if name is None or self._served.setdefault(name, identity) == identity:
             return
@@ -90,20 +97,25 @@ class WeightChanges(Planner):
         self.evict()
 
     def loads_across(self, request_id: str) -> bool:
-        """Return whether other requests are loading KV from before a change, whose blocks vLLM may share later."""
+        """Return whether other requests are loading KV from before a change of weights. vLLM may share the blocks of
+        such loads later.
+        """
         return bool(self._loading_across - {request_id})
 
     def forget(self, request_id: str) -> None:
-        """Forget an ended request, and remove its blocks from vLLM's prefix cache if it ran during a change."""
+        """Forget an ended request. If the request ran during a change of weights, remove its blocks from vLLM's
+        prefix cache.
+        """
         self.put_off.discard(request_id)
         self._loading_across.discard(request_id)
         if request_id in self._across:
             self._loads.evict_blocks(self._across.pop(request_id))
 
     def keep_apart(self, progress: Iterable[str], blocks_of: Callable[[str], BlockTables | None]) -> None:
-        """Prevent other requests from sharing blocks of requests that run during a change.
+        """Prevent other requests from sharing blocks of requests that run during a change of weights.
 
-        Requests that already share such blocks store nothing.
+        Requests that already share such blocks store nothing. `progress`: ids of the requests in the step.
+        `blocks_of(request_id)`: a function that returns a request's block tables, or None.
         """
         if not self._across:
             return
@@ -122,8 +134,8 @@ class WeightChanges(Planner):
     def suspect(self) -> None:
         """Ask for the identity of the weights before the next lookup, because the weights may have changed.
 
-        Running requests are left out, because earlier weights have computed at least a part of them. Running stores
-        keep their keys, because earlier weights have computed their KV.
+        Running requests are left out, because earlier weights have computed at least a part of their KV. Running stores
+        keep their keys, because earlier weights have computed the KV that is being stored.
         """
         self._suspicions += 1
         self._load_audits.forget()
@@ -131,7 +143,7 @@ class WeightChanges(Planner):
             self.leave_out(request)
 
     def identify(self) -> None:
-        """Ask the workers for the identity of their weights, if these may have changed."""
+        """Ask the workers for the identity of their weights, if the weights may have changed."""
         if not self._suspicions:
             return
         before, self.identity = self.identity, self._ask_workers()
@@ -147,7 +159,9 @@ class WeightChanges(Planner):
             self.evict_all()
 
     def leave_out(self, request: Request) -> None:
-        """Leave a request out: it continues, but stores and loads nothing more, and shares none of its blocks."""
+        """Leave a request out: the request keeps running, but stores and loads nothing more, and shares none of its
+        blocks.
+        """
         request.waiting.release_lease()
         request.leave_out()
         self._audit.end(request)
@@ -157,17 +171,17 @@ class WeightChanges(Planner):
             self._loading_across.add(request.request_id)
 
     def adapter_loaded(self, number: int, digest: str) -> None:
-        """Note which adapter the workers have loaded as this number."""
+        """Note that the workers have loaded an adapter with this digest under this number."""
         self._naming.adapters.loaded(number, digest)
         self._leave_out_adapter(number, digest)
 
     def forget_adapter(self, number: int) -> None:
-        """Ask the workers again for the adapter of this number, which may have changed."""
+        """Ask the workers again for the adapter of this number, because the adapter may have changed."""
         self._naming.adapters.forget(number)
         self._leave_out_adapter(number)
 
     def _leave_out_adapter(self, number: int, loaded: str = "") -> None:
-        """Leave out requests with this adapter, unless it is the one just loaded."""
+        """Leave out requests with the adapter of this number, unless the adapter's digest is `loaded`."""
         for request in self._requests.values():
             if request.adapter[0] == number and request.adapter[1] != loaded and not request.unidentified:
                 self.leave_out(request)

@@ -1,4 +1,4 @@
-"""The context that all planners of a step share: options, store, block map, jobs, the step's plan, and observer."""
+"""The objects that all planners of a step share: options, store, block map, jobs, the step's plan, and observer."""
 
 from __future__ import annotations
 
@@ -24,18 +24,22 @@ class SchedulerOptions:
 
     `ranks`: number of workers that answer each order. `loads`: whether to load, False in a producer. `stores`: whether
     to store, False in a consumer. `save_decode`: whether to store generated tokens as well. `save_unfull_chunk`:
-    whether to store and find tails, and to find chunks that begin like the rest of a prompt. `whole_blocks`: whether a
-    hit must end at the end of a block, because with loads layer by layer the step would write the rest of that block
-    before the load. `min_retrieve_tokens`: number of tokens of the smallest hit to load. `load_or_recompute`: whether
-    to compute chunks that load more slowly, as measured. `load_mode`: whether loads are within the step ("sync"),
+    whether to store and find tails (the tokens after a prompt's last whole chunk), and to find chunks that begin like a
+    tail. `whole_blocks`: whether a hit must end at the end of a block. With loads layer by layer, the step would
+    otherwise write the rest of the last block before the load.
+
+    `min_retrieve_tokens`: number of tokens of the smallest hit to load. `load_or_recompute`: whether to compute chunks
+    that load more slowly than they compute, as measured. `load_mode`: whether loads are within the step ("sync"),
     between steps ("async"), or where they delay other requests less ("auto"). `concurrent_copies`: whether the device
     copies while it computes. `prefetch_deadline`: largest number of seconds that a request waits for lower tiers.
-    `lookahead`: on how many later tokens the KV of a position depends; so the last tokens of a key cannot be served.
-    `state_interval`: chunks from one kept state of a long prompt to the next; with 0, states and chunks get equal
-    space. `pin_ttl`: seconds for which prefetches and priorities last. `audit_rate`: share of loads that are read back
-    and, if `audits_computed`, of hits that are computed again and compared. `audit_action`: whether a wrong chunk is
-    dropped, or loads are disabled as well. `media_by_name`: whether each name of an image has only one content.
-    `longest`: number of tokens of the longest prompt. `clock`: a function that returns seconds.
+    `lookahead`: number of later tokens on which the KV of a position depends; a hit leaves out this number of tokens at
+    its end.
+
+    `state_interval`: number of chunks from one kept state of a long prompt to the next; with 0, states and chunks get
+    equal space. `pin_ttl`: seconds for which prefetches and priorities last. `audit_rate`: share of loads that are read
+    back and, if `audits_computed`, of hits that are computed again and compared. `audit_action`: whether an audit only
+    drops a wrong chunk, or switches loads off as well. `media_by_name`: whether each name of an image has only one
+    content. `longest`: number of tokens of the longest prompt. `clock`: a function that returns seconds.
     """
 
     ranks: int = 1
@@ -68,10 +72,10 @@ class SchedulerOptions:
 
 @define(eq=False)
 class Job:
-    """An order to the workers for a request. Each planner has a separate subclass.
+    """A job of the workers for a request: the execution of one copy order. Each planner has a separate subclass.
 
-    `distrusted`: whether the job was ordered before a load was known to have failed, or before a reset, so that its
-    blocks may have been computed from unfilled blocks.
+    `distrusted`: whether the result is discarded. This is so if the job was ordered before a load was known to have
+    failed, or before a reset. The job's blocks may then have been computed from unfilled blocks.
     """
 
     planner: Planner = field(repr=False)
@@ -83,39 +87,41 @@ J = TypeVar("J", bound=Job)
 
 
 class Jobs:
-    """The jobs that have not ended. Call it on the scheduling thread only. `ranks`: number of workers that answer."""
+    """The jobs that have not ended. Its methods are called on the scheduling thread only. `ranks`: number of workers
+    that answer.
+    """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._jobs: dict[int, Job] = {}
         self._reports: dict[int, JobReport] = {}
-        """For each job, the answers of the ranks so far."""
+        """For the number of each job, the merged answers of the ranks so far."""
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def begin(self, number: int, job: Job) -> None:
-        """Note a job, whose order with this number is in the step's plan."""
+        """Note a job whose copy order, with the number `number`, is in the step's plan."""
         self._jobs[number] = job
 
     def get(self, number: int) -> Job | None:
         return self._jobs.get(number)
 
     def of(self, kind: type[J]) -> Iterator[J]:
-        """Return the jobs of a kind, the oldest first."""
+        """Return the jobs of the class `kind`, the oldest first."""
         return (job for job in self._jobs.values() if isinstance(job, kind))
 
     def distrust(self) -> None:
         """Mark all jobs that were ordered until now as distrusted, so that their results are discarded.
 
         After a failed load, KV may depend on the unfilled blocks, which vLLM's prefix cache shares with other requests.
-        After a reset, no request looks for such KV.
+        After a reset, no request looks for KV that was stored earlier.
         """
         for job in self._jobs.values():
             job.distrusted = True
 
     def answered(self, reports: Mapping[int, JobReport]) -> Iterator[tuple[int, JobReport]]:
-        """Merge answers of some ranks, and yield the jobs that all ranks have answered."""
+        """Merge answers of some ranks, and yield `(number, report)` for each job that all ranks have answered."""
         for number, part in reports.items():
             known = self._reports.pop(number, None)
             merged = part if known is None else known.merge(part)
@@ -125,7 +131,7 @@ class Jobs:
                 yield number, merged
 
     def end(self, number: int, report: JobReport) -> None:
-        """End a job that all ranks have answered. Ignores unknown jobs."""
+        """End a job that all ranks have answered. Do nothing for an unknown number."""
         job = self._jobs.pop(number, None)
         if job is not None:
             job.planner.ended(number, job, report)
@@ -133,7 +139,7 @@ class Jobs:
 
 @frozen
 class PlanContext:
-    """The objects of one engine that all planners use."""
+    """The objects of one engine that all planners share (see `Planner`)."""
 
     store: TieredStore
     boundaries: Boundaries
@@ -160,5 +166,5 @@ class Planner:
     def ended(self, number: int, job: Job, report: JobReport) -> None:
         """React to the end of a job of this planner, after the reports of all ranks.
 
-        `number` is the number of the job's order, and `report` combines the reports of the ranks.
+        `number` is the number of the job's copy order, and `report` combines the reports of the ranks.
         """

@@ -1,9 +1,11 @@
-"""Makes KV events for routers: which of vLLM's blocks have entered a tier of the store, and which have left it.
+"""Makes KV events for routers: which of vLLM's blocks have entered a tier of the store, and which blocks have left it.
 
-Events cover chunks whose blocks are known, because this engine stored or found them. The store's threads note changes,
-and the scheduling thread turns them into events. A block may be in several chunks: a prompt's tail and the chunk that
-it became, or chunks with different tags. Routers may see several tiers as one place. A block is in a place while any
-chunk or tier there has it.
+Events cover chunks whose blocks are known, because this engine has stored or found the chunks. The store's threads note
+changes, and the scheduling thread turns the changes into events.
+
+A block may be in several chunks: a prompt's tail and the chunk that the tail became, or chunks with different tags.
+Routers may see several tiers as one place. A block is in a place while any chunk with this block is in a tier of the
+place.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ BlockHash = int | bytes
 """The hash of a block in vLLM's own events."""
 
 _BATCH_CHANGES = 1024
-"""Largest number of changes that one step turns into events; the next step continues."""
+"""Largest number of changes that one step turns into events. Later steps process the other changes."""
 
 
 class Place(NamedTuple):
-    """The place of a tier in the words of vLLM's events, which routers know."""
+    """The place of a tier, in the words of vLLM's events that routers know."""
 
     medium: str
     locality: str
@@ -48,7 +50,9 @@ def place_of(tier: str) -> Place:
 
 @frozen(kw_only=True)
 class Blocks:
-    """Consecutive blocks of one KV cache group, with the fields of vLLM's events. `tokens`: tokens of all blocks."""
+    """Consecutive blocks of one KV cache group, with the fields of vLLM's events. `tokens`: the token ids of all
+    blocks.
+    """
 
     group: int
     block_size: int
@@ -60,7 +64,7 @@ class Blocks:
     extra_keys: tuple[tuple[object, ...] | None, ...] = ()
 
     def part(self, first: int, end: int) -> Blocks:
-        """Return the blocks [first, end) of these."""
+        """Return the blocks with the indexes [first, end)."""
         hashes, parent = self.hashes[first:end], self.hashes[first - 1] if first else self.parent
         tokens, extra_keys = self.tokens[first * self.block_size : end * self.block_size], self.extra_keys[first:end]
         return evolve(self, hashes=hashes, parent=parent, tokens=tokens, extra_keys=extra_keys)
@@ -81,21 +85,26 @@ class BlocksRemoved:
 
 Event = BlocksStored | BlocksRemoved
 Describe = Callable[[VLLMRequest, int, int, int], Blocks | None]
-"""`describe(request, group, start, end)` returns the blocks of tokens [start, end), which are whole blocks."""
+"""`describe(request, group, start, end)`: a function that returns the blocks of tokens [start, end), or None. The
+tokens fill whole blocks.
+"""
 
 
 @define(eq=False)
 class _Chunk:
-    """A chunk or state, with its blocks in each KV cache group without a window, and the tiers that have it."""
+    """A chunk or state, with its blocks in each KV cache group without a window, and the tiers that have the chunk
+    or state.
+    """
 
     blocks: list[Blocks]
     tiers: set[str] = field(factory=set)
 
 
 class EventRecorder:
-    """Observes the store's tiers and records their gains and losses as events. Never raises into vLLM.
+    """Observes the store's tiers and records as events the chunks that tiers gain and lose. Never raises into vLLM.
 
-    `track`, `take` and `reset` are called on the scheduling thread only. It forgets a chunk once no tier has it.
+    `track`, `take` and `reset` are called on the scheduling thread only. The recorder forgets a chunk once no tier has
+    the chunk.
     """
 
     def __init__(self, store: TieredStore, block_map: BlockMap, describe: Describe) -> None:
@@ -111,7 +120,9 @@ class EventRecorder:
         self._chunks: dict[ChunkKey, _Chunk] = {}
         self._changes: deque[tuple[str, ChunkKey, bool]] = deque()
         self._counts: dict[tuple[Place, int], dict[BlockHash, int]] = {}
-        """For each place and group, how many chunks (counted in each tier) contain each announced block."""
+        """For each place and group, how many chunks contain each announced block. A chunk counts once for each tier
+        that has it.
+        """
         self._events: list[Event] = []
         self._failed = False
         store.catalog.add_observer(self)
@@ -132,7 +143,8 @@ class EventRecorder:
     # -- the scheduling thread ----------------------------------------------------------------------------
 
     def track(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Publish from now on where a request's first chunks are, and the states after them.
+        """Publish from now on which tiers have the chunks of `keys`, a request's first chunks, and the states after
+        these chunks.
 
         Chunks that were tracked with another request are skipped.
         """
@@ -163,7 +175,9 @@ class EventRecorder:
         return [blocks for blocks in described if blocks is not None]
 
     def _state_blocks(self, request: VLLMRequest, end: int, number: int) -> list[Blocks]:
-        """Return the blocks of recurrent layers whose state after `end` tokens is in entry `number`."""
+        """Return the blocks of recurrent layers that have their state after `end` tokens in the state entry
+        `number`.
+        """
         groups = [(index, group.block_size) for index, group in self._state_groups if group.state == number]
         described = (self._describe(request, index, end - size, end) for index, size in groups)
         return [blocks for blocks in described if blocks is not None]
@@ -178,7 +192,7 @@ class EventRecorder:
                 del self._chunks[key]
 
     def take(self) -> list[Event]:
-        """Return the changes since the last call."""
+        """Return the events of all changes since the last call."""
         events, self._events = self._events, []
         touched = set()
         for _ in range(min(len(self._changes), _BATCH_CHANGES)):
@@ -196,7 +210,7 @@ class EventRecorder:
         return events
 
     def _stored(self, place: Place, blocks: Blocks) -> Iterator[Event]:
-        """Make an event for each run of new blocks."""
+        """Yield an event for each run of consecutive blocks that are new in a place."""
         counts = self._counts.setdefault((place, blocks.group), {})
         for block in blocks.hashes:
             counts[block] = counts.get(block, 0) + 1
@@ -217,7 +231,7 @@ class EventRecorder:
             yield BlocksRemoved(place, blocks.group, gone)
 
     def republish(self) -> None:
-        """Publish all known chunks again, in their present places."""
+        """Publish again all known chunks, with the tiers that have them now."""
         again = [(tier, key, True) for key, chunk in self._chunks.items() for tier in sorted(chunk.tiers)]
         for chunk in self._chunks.values():
             chunk.tiers.clear()
@@ -227,7 +241,7 @@ class EventRecorder:
         self._changes.extendleft(reversed(again))
 
     def reset(self) -> None:
-        """Publish that all blocks are removed, and forget them, because everything was deleted."""
+        """Publish that all blocks are removed, and forget all blocks, because every chunk was deleted."""
         self._chunks.clear()
         self._changes.clear()
         self._events += [

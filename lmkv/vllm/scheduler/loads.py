@@ -1,7 +1,8 @@
-"""`Loads`: orders loads, within a step and between steps, and follows them until every rank has answered.
+"""`Loads`: orders loads, within a step and between steps, and follows each load until every rank has answered.
 
-vLLM's prefix cache shares the blocks of a load within a step as soon as they are allocated. lmkv prevents other
-requests from sharing them until the load has succeeded. If it fails, lmkv evicts the blocks from vLLM's prefix cache.
+vLLM's prefix cache shares the blocks of a load within a step as soon as vLLM allocates these blocks. lmkv prevents
+other requests from sharing the blocks until the load has succeeded. If the load fails, lmkv evicts its blocks from
+vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ logger = logging.getLogger("lmkv.vllm")
 
 @define(eq=False)
 class LoadWindow:
-    """A part of a load between steps: the copies of `tokens` tokens, which the workers make in one step.
+    """A part of a load between steps: the `copies` of `tokens` tokens, which the workers make in one step.
 
-    `lease`: the lease on the slots to copy. `last`: whether the load ends with this window. `first`: index of the first
-    chunk.
+    `lease`: the lease on the slots to copy from. `failed_blocks`: blocks that nothing will fill, and that are reported
+    as failed. `last`: whether the load ends with this window. `first`: index of the first chunk.
     """
 
     copies: list[ChunkCopy]
@@ -46,12 +47,12 @@ class LoadWindow:
 
 @define(eq=False)
 class AsyncLoad:
-    """Loads tokens [start, end) of one request into its blocks, while the request does not compute.
+    """Loads tokens [start, end) of one request into the request's blocks, while the request does not compute.
 
-    `keys`: the chunks from the one with token `start` on, and the states after the last chunk. While up to `window`
-    chunks are copied, the next ones are promoted, so a load uses at most 2 * `window` slots. It ends early and reports
-    the unfilled blocks if a chunk is lost, if no chunk arrives for `timeout` seconds, or if all waits together exceed
-    `limit` seconds.
+    `keys`: the keys of the chunks from the chunk with token `start` on, and of the states after the last chunk. While
+    up to `window` chunks are copied, the next chunks are promoted into host memory, so a load uses at most 2 * `window`
+    slots. The load ends early and reports the unfilled blocks if a chunk is lost, or if no chunk arrives for `timeout`
+    seconds. The same happens if all waits together exceed `limit` seconds.
     """
 
     store: TieredStore = field(repr=False)
@@ -68,7 +69,7 @@ class AsyncLoad:
     """A function with the arguments and the result of `TieredStore.promote`."""
     stopped: bool = False
     abandoned: bool = False
-    """Whether its request has ended, so that vLLM need not compute the remaining tokens."""
+    """Whether the request has ended, so that vLLM need not compute the remaining tokens."""
     ended: bool = False
     copying: int = 0
     """Number of chunks in the window that is being copied, or 0."""
@@ -85,7 +86,7 @@ class AsyncLoad:
         return self.start // self.block_map.chunk_size
 
     def advance(self) -> LoadWindow | None:
-        """Return the next window that can be copied now, or None. Never waits."""
+        """Return the next window that the workers can copy now, or None. Never waits."""
         if self.stopped and not self.ended:
             # vLLM frees the blocks with the last window, so not while the one before it is being copied.
             return None if self.copying else self.give_up()
@@ -151,9 +152,9 @@ class AsyncLoad:
         return LoadWindow([], self.store.lease(()), unfilled, last=True)
 
     def copied(self, ok: bool) -> None:
-        """Note that the copy of a window has ended on every rank, and that its lease was released.
+        """Note that the copy of a window has ended on every rank, and that the window's lease was released.
 
-        `ok`: whether it succeeded; if not, the load stops.
+        `ok`: whether the copy succeeded. If not, the load stops.
         """
         if ok:
             self._copied += self.copying
@@ -176,12 +177,13 @@ class AsyncLoad:
 
 
 class AsyncLoadAdmission:
-    """Decides whether another request may load between steps.
+    """Decides whether another request may begin a load between steps.
 
-    vLLM cannot preempt a request whose blocks are being filled. Before it schedules another one, it reserves the blocks
-    that such requests still need. For layers with a sliding window, vLLM 0.32 reserves too few, so two requests can
-    wait for each other's blocks forever. For such models another request is admitted only when the free blocks suffice
-    for all of them. `free_blocks()`: returns how many free blocks vLLM has.
+    vLLM cannot preempt a request while a load fills the request's blocks. Before vLLM schedules another request, it
+    reserves the blocks that such requests still need. For layers with a sliding window, vLLM 0.32 reserves too few
+    blocks, so two requests can wait for each other's blocks forever. For such models another request is admitted only
+    when the free blocks suffice for all of these requests. `free_blocks()`: a function that returns the number of
+    vLLM's free blocks.
     """
 
     def __init__(self, block_map: BlockMap) -> None:
@@ -211,8 +213,9 @@ class AsyncLoadAdmission:
 class _LoadJob(Job):
     """A load within a step, or a window of a load between steps.
 
-    `tokens`: the number of its tokens. `load`: the load between steps to which the window belongs. `unconfirmed`: the
-    blocks from token `start` on that the step loads, or computes from loaded blocks; vLLM already shares them.
+    `tokens`: number of tokens to load. `load`: the load between steps to which the window belongs. `unconfirmed`: the
+    blocks from token `start` on that the step loads, or computes from loaded blocks. vLLM already shares the
+    unconfirmed blocks.
     """
 
     lease: Lease
@@ -226,10 +229,11 @@ class _LoadJob(Job):
 
 
 class Loads(Planner):
-    """Orders loads and follows them to their end.
+    """Orders loads and follows each load to its end.
 
-    `admission`: decides about loads between steps. `evict_blocks(blocks)`: removes blocks from vLLM's prefix cache.
-    `on_failed_load(request_id)`: called before vLLM continues the request.
+    `admission`: decides whether a request may begin a load between steps. `evict_blocks(blocks)`: a function that
+    removes blocks from vLLM's prefix cache. `on_failed_load(request_id)`: a function that is called before vLLM
+    continues a request after a failed load.
     """
 
     def __init__(self, context: PlanContext, timing: Timing, audits: LoadAudits) -> None:
@@ -239,7 +243,9 @@ class Loads(Planner):
         self._window = max(1, context.store.slab.num_slots // 4)
         self._async_loads: dict[str, tuple[Request, AsyncLoad]] = {}
         self._steps: dict[int, tuple[int, float]] = {}
-        """The number of tokens of each running step, and the time when it was scheduled, by the number of the step."""
+        """The number of tokens of each running step, and the time when the step was scheduled, by the number of the
+        step.
+        """
         self._last_step, self._last_end = 0, 0.0
         self.admission = AsyncLoadAdmission(context.block_map)
         self.evict_blocks: Callable[[set[int]], None] = lambda blocks: None
@@ -263,21 +269,24 @@ class Loads(Planner):
     def is_unconfirmed(self, request: Request, num_computed_tokens: int) -> bool:
         """Return whether vLLM's own hit may include blocks of a load whose success is unknown.
 
-        Only the tokens of the load's first block are compared, because an unnecessary wait of one step does no harm.
+        `num_computed_tokens`: number of tokens of vLLM's own hit. Only the tokens of the load's first block are
+        compared, because an unnecessary wait of one step does no harm.
         """
         size = self._block_map.groups[0].block_size
         jobs = [job for job in self._jobs.of(_LoadJob) if job.unconfirmed and job.start < num_computed_tokens]
         return any(job.request.tokens(job.start, size) == request.tokens(job.start, size) for job in jobs)
 
     def may_have_been_read(self, number: int) -> bool:
-        """Return whether a step may have computed from the blocks of this load: True unless it is between steps."""
+        """Return whether a step may have computed from the blocks of load number `number`: True unless the load is
+        between steps.
+        """
         job = self._jobs.get(number)
         return isinstance(job, _LoadJob) and not job.between_steps
 
     # -- orders -------------------------------------------------------------------------------------------
 
     def order(self, request: Request, lease: Lease, tables: BlockTables, end: int) -> None:
-        """Load the leased chunks up to token `end` within the step that is being scheduled."""
+        """Order a load of the leased chunks up to token `end`, within the step that is being scheduled."""
         start = request.waiting.computed
         copies = self._block_map.load_copies(lease.slots, tables, start, end)
         if not self._block_map.covers(copies, start, end):
@@ -288,7 +297,7 @@ class Loads(Planner):
         self._follow(order.job, request, lease, tables, end, audit)
 
     def fail(self, request: Request, tables: BlockTables, end: int) -> None:
-        """Report the blocks of a promised load, up to token `end`, as failed, because it could not be ordered."""
+        """Report the blocks of a promised load, up to token `end`, as failed, because the load could not be ordered."""
         request.loading.failed = True
         request.waiting.release_lease()
         owner, load = self._async_loads.get(request.request_id, (None, None))
@@ -299,13 +308,15 @@ class Loads(Planner):
             self._order_failed(request, tables, end)
 
     def fail_unknown(self, tables: BlockTables) -> None:
-        """Report the blocks of a promised load of an unknown request as failed."""
+        """Report the blocks of an unknown request's promised load as failed."""
         unfilled = [block for table in tables for block in table if block]
         self.evict_blocks(set(unfilled))
         self._builder.load([], unfilled)
 
     def _order_failed(self, request: Request, tables: BlockTables, end: int, lease: Lease | None = None) -> None:
-        """Order a load without copies, which reports its blocks as failed. `lease`: a lease on chunks to drop."""
+        """Order a load without copies, so that the workers report its blocks as failed. `lease`: a lease on chunks
+        to drop.
+        """
         between = request.waiting.between_steps
         failed = self._block_map.blocks_between(tables, request.waiting.computed, end)
         finishes = request.request_id if between else None
@@ -323,7 +334,9 @@ class Loads(Planner):
         self._jobs.begin(job, made)
 
     def begin(self, request: Request, keys: Sequence[ChunkKey], tables: BlockTables, end: int) -> None:
-        """Begin to load `keys` up to token `end` between steps. The first chunk has the first token to load."""
+        """Begin a load between steps of the chunks of `keys`, up to token `end`. The first chunk contains the first
+        token to load.
+        """
         here = self._store.catalog.count_prefix(keys)[0]
         limit = self._timing.limit(keys, here, len(keys)) if here < len(keys) else None
         # Chunks all in host memory are one window, if others still find slots meanwhile.
@@ -338,7 +351,9 @@ class Loads(Planner):
         self._async_loads[request.request_id] = (request, load)
 
     def end_step(self, scheduled_tokens: int, requests: int) -> None:
-        """Order the windows that are ready, after a step was scheduled."""
+        """Order the windows that are ready, after vLLM has scheduled a step with `scheduled_tokens` tokens of
+        `requests` requests.
+        """
         if scheduled_tokens >= MIN_STEP_TOKENS:
             self._last_step += 1
             self._steps[self._last_step] = scheduled_tokens, self._clock()
@@ -358,7 +373,7 @@ class Loads(Planner):
                 del self._async_loads[request.request_id]
 
     def cancel(self) -> None:
-        """Cancel all loads between steps, because planning failed. Loads with a running copy end at a later call."""
+        """Cancel all loads between steps, because planning failed. Loads with a running copy end in a later call."""
         # This step overwrites released blocks that were not reread.
         self._audits.forget()
         for request, load in list(self._async_loads.values()):
@@ -388,7 +403,9 @@ class Loads(Planner):
     # -- ends ---------------------------------------------------------------------------------------------
 
     def step_ended(self, step: int) -> None:
-        """Measure the time of a step that has ended. vLLM may have scheduled it before the previous step had ended."""
+        """Measure the time of a step that has ended. vLLM may have scheduled this step before the previous step had
+        ended.
+        """
         tokens, scheduled = self._steps.pop(step, (0, 0.0))
         now = self._clock()
         self._timing.cost.note_step(tokens, now - max(scheduled, self._last_end))
@@ -397,7 +414,9 @@ class Loads(Planner):
         self._steps = {number: timed for number, timed in self._steps.items() if number > step}
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """React to the end of a load. If it has failed, drop its chunks, and let the request load nothing more."""
+        """React to the end of a load. If the load has failed, drop its chunks, and make the request load nothing
+        more.
+        """
         assert isinstance(job, _LoadJob)
         # The end of a stopped load is no separate failure.
         counts = job.tokens or job.load is None or not job.load.stopped
@@ -418,7 +437,7 @@ class Loads(Planner):
             self._timing.mode.note_load(report.nbytes, report.seconds)
 
     def _failed(self, job: _LoadJob, keys: Sequence[ChunkKey]) -> None:
-        """React to a failed load. `keys`: its chunks, which may be wrong."""
+        """React to a failed load. `keys`: the keys of the load's chunks, which may be wrong."""
         request = job.request
         if job.load is None or not job.load.abandoned:
             logger.warning("lmkv: a load for request %s failed; vLLM computes the tokens instead", request.name)
@@ -433,7 +452,9 @@ class Loads(Planner):
         self._store.drop(keys)
 
     def stop(self, request: Request) -> set[int]:
-        """Stop a request's load between steps, so that vLLM computes the rest, and return the blocks of the load."""
+        """Stop a request's load between steps, so that vLLM computes the rest of its tokens. Return the blocks of
+        the load.
+        """
         owner, load = self._async_loads.get(request.request_id, (None, None))
         if load is None or owner is not request:
             return set()

@@ -1,8 +1,8 @@
-"""`Matcher`: decides how many tokens a lookup promises to vLLM, and how they are loaded.
+"""`Matcher`: decides how many tokens a lookup promises to vLLM, and how these tokens are loaded.
 
-Chunks in host memory are loaded within the step that needs them, if vLLM can recompute a load that fails there.
-Chunks of lower tiers are promoted while the request waits in vLLM's queue, so that the batch does not wait for them.
-Hits that are too long for host memory are loaded through it between steps.
+Chunks in host memory are loaded within the step that needs them, if vLLM can recompute a load that fails there. Chunks
+of lower tiers are promoted while the request waits in vLLM's queue, so that the batch does not wait for the promotion.
+A hit that is too long for host memory is loaded through host memory between steps.
 """
 
 from __future__ import annotations
@@ -29,25 +29,30 @@ logger = logging.getLogger("lmkv.vllm")
 
 _MAX_ASYNC_LOADS = 3
 _YIELD, _YIELD_EVERY = 5e-5, 0.01
-"""Length of the pauses in which the scheduling thread lets I/O threads run, and shortest time between them (s)."""
+"""Length of the pauses in which the scheduling thread lets I/O threads run, and shortest time between two pauses
+(seconds).
+"""
 _LOOK_EVERY = 0.01, 0.1, 1.0
-"""Time between two lookups of another server's chunks: shortest, as a share of the time so far, longest (s)."""
+"""Time between two lookups of another server's chunks: shortest (seconds), share of the time since the first lookup,
+longest (seconds).
+"""
 _LOOK_CHUNKS = 256
-"""Largest number of chunks of another server to look up at a time."""
+"""Largest number of another server's chunks to look up at a time."""
 _SHARED = "?"
-"""The name for all shared tiers together, where the time of their answers is measured."""
+"""The name for all shared tiers together, under which the time of their answers is measured."""
 
 
 @frozen
 class Wait:
-    """The answer that vLLM must ask again in the next step."""
+    """An answer to a lookup: vLLM must ask again in the next step."""
 
 
 @frozen
 class Hit:
-    """The answer that `tokens` tokens after the computed ones will be loaded. The promise holds until the step's end.
+    """An answer to a lookup: `tokens` tokens after the computed tokens will be loaded. The promise holds until the end
+    of the step.
 
-    `between_steps`: whether they are loaded between steps.
+    `between_steps`: whether the tokens are loaded between steps.
     """
 
     tokens: int
@@ -61,10 +66,11 @@ WAIT = Wait()
 
 @define(eq=False)
 class _Lookup:
-    """The state of one lookup. `wanted`: keys of the chunks that may be loaded; the first `computed` are computed.
+    """The state of one lookup. `wanted`: keys of the chunks that may be loaded. `computed`: number of chunks at the
+    beginning that vLLM has already computed.
 
-    `keys`: the keys of the longest hit, including states. The first `ready` of them are in host memory, and the first
-    `found` are worth loading.
+    `keys`: the keys of the longest hit, including states. `ready`: how many of the first keys are in host memory.
+    `found`: how many of the first keys are worth loading.
     """
 
     request: Request
@@ -76,9 +82,10 @@ class _Lookup:
 
 
 class Matcher(Planner):
-    """Answers vLLM's lookups, and leases the chunks that it promises.
+    """Answers vLLM's lookups, and leases (keeps in host memory) the chunks that the answers promise.
 
-    `stop_at(request, tokens)`: makes vLLM end a step of the request after `tokens` tokens, and hand over its states.
+    `stop_at(request, tokens)`: a function that makes vLLM end a step of the request after `tokens` tokens, and hand
+    over the states of recurrent layers there.
     """
 
     def __init__(self, context: PlanContext, timing: Timing, loads: Loads, audit: HitAudits) -> None:
@@ -97,7 +104,7 @@ class Matcher(Planner):
     # -- arrival ------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Begin to look up and promote a new request's chunks while it waits in vLLM's queue."""
+        """Begin to look up and promote a new request's chunks while the request waits in vLLM's queue."""
         if request.options.max_load_tokens == 0:
             return
         request.waiting.shared_lookup = self._store.look_up_shared(keys, self._boundaries.states)
@@ -109,7 +116,9 @@ class Matcher(Planner):
             self._yield(promotion)
 
     def _yield(self, promotion: Promotion) -> None:
-        """Let the I/O threads begin now. Otherwise they begin when this thread next waits, some 4 ms later."""
+        """Let the I/O threads begin now. Otherwise these threads begin when the scheduling thread next waits, some 4
+        ms later.
+        """
         reads = any(origin != self._store.primary_name for origin in promotion.origins)
         if reads and not 0 <= self._clock() - self._yielded < _YIELD_EVERY:
             self._yielded = self._clock()
@@ -118,7 +127,7 @@ class Matcher(Planner):
     # -- lookup -------------------------------------------------------------------------------------------
 
     def match(self, request: Request, num_computed_tokens: int) -> Match:
-        """Return how many tokens to load after the computed ones, or the reason to load nothing."""
+        """Return how many tokens to load after the computed tokens, the reason to load nothing, or `Wait`."""
         self._loads.admission.end(request)
         waiting = request.waiting
         waiting.computed, waiting.between_steps = num_computed_tokens, False
@@ -165,7 +174,7 @@ class Matcher(Planner):
         return Hit(need, between_steps)
 
     def refuse(self, request: Request, num_computed_tokens: int, reason: str) -> Miss:
-        """Return the answer that the request loads nothing, with the reason."""
+        """Return the answer that the request loads nothing, for the given reason."""
         request.waiting.computed = num_computed_tokens
         miss = Miss(reason, max(0, request.last_token - num_computed_tokens))
         self._observer.missed(request, miss)
@@ -174,7 +183,7 @@ class Matcher(Planner):
     # -- waits, in their order ----------------------------------------------------------------------------
 
     def _asks_shared_tiers(self, lookup: _Lookup) -> bool:
-        """Return whether the request waits for an answer of shared tiers."""
+        """Return whether the request waits until shared tiers have answered which chunks they have."""
         waiting, wanted = lookup.request.waiting, lookup.request.options.wait_for
         asked, now = waiting.shared_lookup, self._clock()
         if asked is None:
@@ -194,7 +203,7 @@ class Matcher(Planner):
     def _awaits_another_server(self, lookup: _Lookup) -> bool:
         """Return whether the request must still wait for tokens of `wait_for`, which another server stores.
 
-        If so, it looks for them again. Later waits have separate deadlines.
+        If so, look for these tokens again. Later waits have separate deadlines.
         """
         request, waiting, now = lookup.request, lookup.request.waiting, self._clock()
         wanted = request.options.wait_for
@@ -221,7 +230,9 @@ class Matcher(Planner):
         return False
 
     def _promotes(self, lookup: _Lookup) -> bool:
-        """Find the longest hit, and return whether the request waits until it is in host memory."""
+        """Find the longest hit, and return whether the request waits until the chunks of that hit are in host
+        memory.
+        """
         self._find(lookup)
         if lookup.found <= max(lookup.ready, lookup.computed):
             return False
@@ -235,7 +246,9 @@ class Matcher(Planner):
         return False
 
     def _is_promoting(self, lookup: _Lookup) -> bool:
-        """Return whether the request waits for chunks `ready` to `found`, because they fit and arrive in time."""
+        """Return whether the request waits for the promotion of chunks [ready, found). It waits if these chunks fit
+        into host memory and arrive in time.
+        """
         if lookup.found > self._timing.max_promoted:
             return False
         waiting, keys, ready, found = lookup.request.waiting, lookup.keys, lookup.ready, lookup.found
@@ -259,7 +272,7 @@ class Matcher(Planner):
     # -- what was found -----------------------------------------------------------------------------------
 
     def _keys(self, request: Request) -> list[ChunkKey]:
-        """Return the keys of the chunks that may be loaded."""
+        """Return the keys of the chunks that the request may load."""
         total, size = request.num_tokens, self._chunk_size
         if request.loadable < request.last_token:
             return request.keys(request.loadable // size)
@@ -270,7 +283,7 @@ class Matcher(Planner):
     def _worth_loading(self, request: Request, keys: Sequence[ChunkKey]) -> tuple[int, int]:
         """Return `(ready, found)`: how many of the first chunks can be leased, and how many are worth loading.
 
-        This is decided once per request, and again after shared tiers have answered.
+        The number `found` is decided once per request, and again after shared tiers have answered.
         """
         ready, found = self._store.catalog.count_prefix(keys)
         waiting = request.waiting
@@ -282,7 +295,9 @@ class Matcher(Planner):
         return ready, found
 
     def _find(self, lookup: _Lookup) -> None:
-        """Find the longest hit. With recurrent layers it ends where there are states that are worth loading."""
+        """Find the longest hit. With recurrent layers, the hit ends at a boundary with states that are worth
+        loading.
+        """
         request, chain, waiting = lookup.request, lookup.wanted, lookup.request.waiting
         lookup.keys = chain
         while self._boundaries.states:
@@ -298,7 +313,8 @@ class Matcher(Planner):
         lookup.ready, lookup.found = self._worth_loading(request, lookup.keys)
 
     def _extended(self, request: Request, keys: list[ChunkKey]) -> tuple[list[ChunkKey], int]:
-        """Return `(keys, tokens)`, with one more chunk in host memory whose first tokens continue the prompt, if any.
+        """Return `(keys, tokens)`: the given keys, and the key of one more chunk in host memory, if its first tokens
+        continue the prompt.
 
         `tokens`: how many tokens of the last chunk belong to the prompt.
         """
@@ -318,10 +334,10 @@ class Matcher(Planner):
         return (keys, size) if few else ([*keys, key], count)
 
     def _offer(self, request: Request, ready: int, found: int) -> tuple[int, bool]:
-        """Return `(chunks, between_steps)`: how many chunks to promise, and whether they are loaded between steps.
+        """Return `(chunks, between_steps)`: how many chunks to promise, and whether to load these chunks between steps.
 
-        Hits that are too long for host memory are loaded between steps, and so are all hits if vLLM cannot recompute a
-        failed load within a step.
+        A hit that is too long for host memory is loaded between steps. If vLLM cannot recompute a failed load within a
+        step, every hit is loaded between steps.
         """
         if request.loading.begun >= _MAX_ASYNC_LOADS:
             # Preempted again and again. vLLM cannot preempt a loading request: two of them could preempt each other
@@ -334,7 +350,9 @@ class Matcher(Planner):
         return ready, nbytes > 0 and (not self._may_load_within_step or self._timing.mode.between_steps(nbytes))
 
     def _hit_tokens(self, request: Request, chunks: int, last: int) -> int:
-        """Return how many tokens of a hit of `chunks` chunks may be loaded. `last`: tokens of the last chunk."""
+        """Return how many tokens of a hit of `chunks` chunks may be loaded. `last`: number of the last chunk's
+        tokens that belong to the prompt.
+        """
         lookahead = self._options.lookahead
         whole = self._block_map.scratch or (lookahead > 1 and self._block_map.windowed)
         if chunks and lookahead and whole:
@@ -345,7 +363,9 @@ class Matcher(Planner):
         return hit - hit % self._block_map.groups[0].block_size if self._options.whole_blocks else hit
 
     def _stop_where_prompts_part(self, request: Request, chain: Sequence[ChunkKey], hit: int) -> None:
-        """Make vLLM stop where this prompt diverges from an earlier one, to store a state there if there is none."""
+        """Make vLLM stop where this prompt diverges from an earlier prompt, to store a state there if no tier has
+        one.
+        """
         if self._boundaries.states:
             shared = self._store.catalog.count_prefix(chain)[1] * self._chunk_size
             # Not within the answer of a preempted request, whose steps end where drafts are accepted.
@@ -355,7 +375,9 @@ class Matcher(Planner):
     # -- promises -----------------------------------------------------------------------------------------
 
     def _is_audited(self, request: Request, keys: list[ChunkKey], first: int, ready: int, need: int) -> bool:
-        """Return whether vLLM computes this hit for an audit. The request then keeps its chunks in host memory."""
+        """Return whether vLLM computes this hit again for an audit. If so, the request keeps the hit's chunks in
+        host memory.
+        """
         chunks = self._boundaries.without_states(len(keys)) - first
         sources = self._sources(request, chunks, keys[max(first, ready) :])
         speed = self._timing.cost.prefill_speed
@@ -368,7 +390,7 @@ class Matcher(Planner):
         return True
 
     def _promise(self, request: Request, keys: list[ChunkKey], first: int, need: int, between_steps: bool) -> bool:
-        """Lease the chunks to load within the step. Returns False if some have just been evicted."""
+        """Lease the chunks to load within the step. Returns False if some of these chunks have just been evicted."""
         waiting = request.waiting
         if between_steps:
             below = keys[max(first, self._store.catalog.count_prefix(keys)[0]) :]
@@ -390,8 +412,8 @@ class Matcher(Planner):
         return True
 
     def _sources(self, request: Request, total: int, below: Sequence[ChunkKey]) -> dict[str, int]:
-        """Return the number of chunks to load from each tier, `total` in all. A promoted chunk counts for its lower
-        tier.
+        """Return the number of chunks to load from each tier, `total` in all. A promoted chunk counts for the lower
+        tier that it comes from.
         """
         host = self._store.primary_name
         request.waiting.note_promoted()
@@ -422,13 +444,13 @@ class Matcher(Planner):
             waiting.lease = None
 
     def end_step(self) -> None:
-        """Withdraw the promises that vLLM has not used in the step that was just scheduled."""
+        """Withdraw the promises that vLLM has not used in the step that it has just scheduled."""
         # A lease kept by a waiting request would keep its chunks from eviction.
         for request in self._promised.values():
             request.waiting.release_lease()
         self._promised.clear()
 
     def forget(self, request: Request) -> None:
-        """Release an ended request's chunks."""
+        """Release the leases and promotions of an ended request."""
         self._promised.pop(request.request_id, None)
         request.waiting.release()

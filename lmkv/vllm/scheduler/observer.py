@@ -1,4 +1,6 @@
-"""`SchedulerObserver`: gets each event of the scheduler side, and makes metrics, explanations and KV events of it."""
+"""`SchedulerObserver`: receives each event of the scheduler side, and makes metrics, explanations and KV events of
+these events.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +28,26 @@ from lmkv.vllm.scheduler.value import MemoryValue
 logger = logging.getLogger("lmkv.vllm")
 
 _WHOLE = 4096
-"""Number of characters of the longest id that is kept unchanged."""
+"""Number of characters of the longest request id that is kept unchanged."""
 
 
 _REMEMBERED = 100_000
-"""Number of evicted chunks, and of first chunks of prompts, to remember."""
+"""Number of evicted chunks, and number of first chunks of prompts, to remember."""
 
 _LAST_BOUNDARIES = 8
-"""Number of chunk ends whose missing states are explained. It is small, because each step explains each waiting prompt.
-    """
+"""Number of chunk ends whose missing states are explained. The number is small, because each step explains each
+waiting prompt.
+"""
 
 _SHORT = 16
-"""Number of bytes of a key to remember."""
+"""Number of bytes of a chunk key to remember."""
 
 
 _PRESENT = {Presence.READY: "too_short", Presence.PENDING: "not_ready", Presence.LOWER: "not_promoted"}
 
 
 class EvictionLog:
-    """A `StoreObserver` that remembers the last `size` chunks that each tier has removed, with the times."""
+    """A `StoreObserver` that remembers the last `size` chunks that each tier has removed, with the times of removal."""
 
     def __init__(self, clock: Clock, size: int = _REMEMBERED) -> None:
         self._clock = clock
@@ -70,13 +73,17 @@ class EvictionLog:
             removed.popitem(last=False)
 
     def find(self, key: ChunkKey) -> tuple[str, float] | None:
-        """Return `(tier, seconds ago)` for the last removal of a chunk, or None if it is not remembered."""
+        """Return `(tier, seconds)`: the tier that last removed the chunk, and the seconds since then. Return None if
+        no removal is remembered.
+        """
         times = [(removed.get(key[:_SHORT]), tier) for tier, removed in list(self._removed.items())]
         found = max(((when, tier) for when, tier in times if when is not None), default=None)
         return None if found is None else (found[1], self._clock() - found[0])
 
     def forget(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """Forget the removals of these chunks, or of all, because a caller has deleted them. Thread-safe."""
+        """Forget the removals of these chunks, or of all chunks if `keys` is None, because a caller has deleted
+        them. Thread-safe.
+        """
         if keys is None:
             self._removed = {}
         for removed in list(self._removed.values()):
@@ -85,7 +92,7 @@ class EvictionLog:
 
 
 class Explainer:
-    """Finds the reasons for misses. Call it on the scheduling thread only."""
+    """Finds the reasons for misses. Its methods are called on the scheduling thread only."""
 
     def __init__(self, store: TieredStore, chunk_size: int, clock: Clock) -> None:
         self._store = store
@@ -93,9 +100,9 @@ class Explainer:
         self.evictions = EvictionLog(clock)
         store.catalog.add_observer(self.evictions)
         self._roots: LRUCache[int, int] = LRUCache(_REMEMBERED)
-        """For the hash of a prompt's first tokens, the hash of the root (model, salt, tags) under which they were
-        stored last.
-    """
+        """For the hash of a prompt's first tokens, the hash of the root (model, salt, tags) under which these tokens
+        were stored last.
+        """
 
     def clear(self) -> None:
         """Forget all removals, because every chunk was deleted."""
@@ -112,10 +119,10 @@ class Explainer:
     def explain(
         self, request: Request, keys: Sequence[ChunkKey], end: int, covered: int, *, few: bool, late: bool
     ) -> Miss | None:
-        """Return the miss of the tokens from index `end` on, with its reason, or None if there are no such tokens.
+        """Return the miss of the tokens from index `end` on, with the reason, or None if there are no such tokens.
 
-        `keys`: all chunks that may be loaded. `covered`: number of tokens in the found chunks. `few`: whether too few
-        tokens were found for a load. `late`: whether the request must not wait any longer.
+        `keys`: the keys of all chunks that may be loaded. `covered`: number of tokens in the found chunks. `few`:
+        whether too few tokens were found for a load. `late`: whether the request must not wait any longer.
         """
         missing = request.last_token - end
         if missing <= 0:
@@ -135,7 +142,9 @@ class Explainer:
         return Miss(reason, missing, self._store.catalog.tier_of(keys[index]))
 
     def _without_states(self, request: Request, index: int, found: int, missing: int, *, late: bool) -> Miss:
-        """Return the miss if chunks from number `index` on are stored, but no hit can end there without states."""
+        """Return the miss if chunks from number `index` on are stored, but no hit can end in them, because states
+        are missing.
+        """
         index = max(index, found - _LAST_BOUNDARIES)
         states = [key for end in range(index + 1, found + 1) for key in request.state_keys(end)]
         present = [key for key in states if self._store.catalog.lookup([key])[0] is not Presence.MISS]
@@ -163,19 +172,19 @@ class Explainer:
 
 _MAX_REQUESTS = 10_000
 _MAX_BYTES, _ANSWER_BYTES = 16 << 20, 1 << 20
-"""Largest number of bytes to keep, and to send in one answer. At least one request is kept and sent."""
+"""Largest number of bytes of records to keep, and to send in one answer. At least one request is kept and sent."""
 _BYTES = 200
-"""Number of bytes that a request takes in JSON, without the names of its chunks."""
+"""Estimated number of bytes of a request in JSON, without the names of its chunks."""
 _WANTED_SECONDS = 60.0
-"""Seconds for which requests are recorded after a client has last asked for them."""
+"""Seconds for which requests are recorded after a client has last asked for records."""
 _NAME_BYTES = 8
 
 
 class RecentRequests:
     """The reports of the last `size` requests, and the total numbers of tokens that were looked up and found.
 
-    The scheduling thread writes reports, and any thread may read them. A report is replaced, but never changed, so
-    readers may keep it.
+    The scheduling thread writes reports, and any thread may read reports. A report is replaced, but never changed, so
+    readers may keep a report.
     """
 
     def __init__(self, size: int = 200, clock: Clock = time.time) -> None:
@@ -186,9 +195,10 @@ class RecentRequests:
         self._lookup_tokens = self._hit_tokens = 0
 
     def scheduled(self, request: Request) -> None:
-        """Add the report of a request whose blocks are allocated, because its hit is known then.
+        """Add the report of a request. It is called when the request's blocks are allocated, because the hit is known
+        then.
 
-        Called again after a preemption.
+        It is called again after a preemption.
         """
         key = _key(request.request_id)
         report = {
@@ -218,7 +228,9 @@ class RecentRequests:
                 self._reports[key] = known | _report(request) | {"running": False}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the last `requests`, newest first, their `ids`, and the sums `lookup_tokens` and `hit_tokens`."""
+        """Return the reports of the last `requests`, newest first, their `ids`, and the sums `lookup_tokens` and
+        `hit_tokens`.
+        """
         with self._lock:
             newest, ids = list(reversed(self._reports.values())), list(reversed(self._reports))
             totals = {"lookup_tokens": self._lookup_tokens, "hit_tokens": self._hit_tokens}
@@ -226,22 +238,23 @@ class RecentRequests:
 
 
 def _key(request_id: str) -> str:
-    """Return an id as it is, or if it is too long, its beginning and a digest."""
+    """Return an id unchanged. For an id that is too long, return its beginning and a digest."""
     if len(request_id) <= _WHOLE:
         return request_id
     return request_id[:_WHOLE] + hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _report(request: Request) -> dict[str, Any]:
-    """Return the report of one request, with only the tiers from which it has loaded."""
+    """Return the report of one request. Of the tiers, the report has only those from which the request has loaded."""
     sources = request.report.sources if request.report.hit_tokens else {}
     return request.answer | {"sources": {tier: tokens for tier, tokens in sources.items() if tokens}}
 
 
 class TraceRecorder:
-    """Records which chunks requests use, while a client asks for this. Any thread may read the records.
+    """Records which chunks requests use, while a client asks for such records. Any thread may read the records.
 
-    A chunk's name is a keyed hash of its key, which is the same within a process and means nothing elsewhere.
+    A record has a keyed hash in place of each chunk's key. The hash of a key is the same within a process, and
+    different in every other process.
     """
 
     def __init__(self, chunk_tokens: int, chunk_bytes: int, clock: Clock) -> None:
@@ -254,7 +267,7 @@ class TraceRecorder:
         self._wanted_until = float("-inf")
 
     def finished(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Note an ended request, which used these whole chunks, first to last."""
+        """Record an ended request that used these whole chunks. `keys`: their keys, first to last."""
         now = self._clock()
         if now > self._wanted_until:
             return
@@ -279,9 +292,10 @@ class TraceRecorder:
         return hashlib.blake2b(key, key=self._secret, digest_size=_NAME_BYTES).hexdigest()
 
     def since(self, number: int) -> dict[str, Any]:
-        """Return requests from index `number` on, as many as fit into one answer, and record requests from now on.
+        """Return the records of requests from number `number` on, as many as fit into one answer. Record requests from
+        now on.
 
-        In the result, `next` is the index to ask for next, and `left` is the number of requests from there on.
+        In the result, `next` is the number to ask for next, and `left` counts the requests from there on.
         """
         with self._lock:
             self._wanted_until = self._clock() + _WANTED_SECONDS
@@ -304,11 +318,12 @@ def _size(noted: dict[str, Any]) -> int:
 
 
 class SchedulerObserver:
-    """Passes each event of the scheduler side to its parts. Call it on the scheduling thread only. Never waits.
+    """Passes each event of the scheduler side to its parts. Its methods are called on the scheduling thread only, and
+    never wait.
 
     `telemetry` counts for vLLM's `/metrics`. `explainer` finds the reasons of misses. `recent` keeps the reports of the
-    last requests for the agent API. `recorder` keeps their chunks for `lmkv record`. `value` estimates the hits with
-    more memory. `events` makes KV events; None if vLLM publishes none.
+    last requests for the agent API. `recorder` keeps the chunks of requests for `lmkv record`. `value` estimates the
+    hits with more memory. `events` makes KV events; it is None if vLLM publishes no events.
     """
 
     def __init__(self, store: TieredStore, chunk_size: int, clock: Clock, events: EventRecorder | None) -> None:
@@ -326,7 +341,7 @@ class SchedulerObserver:
     # -- a request's report -----------------------------------------------------------------------------------
 
     def looked_up(self, request: Request, miss: Miss | None, hit: int, need: int) -> None:
-        """Note a lookup that found `hit` tokens, of which `need` are loaded, and missed the rest."""
+        """Note a lookup that found `hit` tokens and missed the other tokens. `need`: number of found tokens to load."""
         report = request.report
         report.miss = miss
         # vLLM asks about a waiting request in every step: only changes are logged.
@@ -343,18 +358,18 @@ class SchedulerObserver:
     def promised(
         self, request: Request, keys: Sequence[ChunkKey], chunks: dict[str, int], tokens: dict[str, int]
     ) -> None:
-        """Note a promised load. `keys`: its chunks, and those of vLLM's own hit. `chunks`, `tokens`: numbers by
-        tier.
+        """Note a promised load. `keys`: the keys of its chunks, and of the chunks in vLLM's own hit. `chunks`,
+        `tokens`: promised numbers by tier.
         """
         report = request.report
         report.promised, report.source_chunks, report.sources = keys, chunks, tokens
         self.track(request, keys)
 
     def scheduled(self, request: Request, tokens: int, *, refused: bool) -> None:
-        """Note that a request has its blocks, and loads `tokens` tokens into them.
+        """Note that a request has its blocks, and loads `tokens` tokens into these blocks.
 
-        `refused`: whether vLLM did not use the promise. The request's hit and miss are counted once, even if it is
-        preempted later.
+        `refused`: whether vLLM did not use the promise. The request's hit and miss are counted once, even if the
+        request is preempted later.
         """
         report = request.report
         if not report.counted:
@@ -366,7 +381,7 @@ class SchedulerObserver:
             report.hit_tokens = tokens
 
     def loaded(self, request: Request, answer: JobReport) -> None:
-        """Note the end of a load, or of a part of it. A failed load does not count."""
+        """Note the end of a load, or of a part of a load. A failed load does not count."""
         if answer.ok:
             request.report.load_bytes += answer.nbytes
             request.report.load_seconds += answer.seconds
@@ -377,8 +392,8 @@ class SchedulerObserver:
     # -- steps and ends -------------------------------------------------------------------------------------
 
     def finished(self, request: Request, chain: Sequence[ChunkKey]) -> None:
-        """Note that a request has ended, so that its chunks count as used. `chain`: their keys, with that of the
-        tail.
+        """Note that a request has ended, so that its chunks count as used. `chain`: the keys of these chunks, and of
+        the tail.
         """
         self.recent.finished(request)
         keys = request.chain.keys
@@ -390,12 +405,12 @@ class SchedulerObserver:
             self.track(request, chain)
 
     def track(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Publish KV events for these first chunks of a request from now on."""
+        """Publish KV events for these first chunks of a request from now on. `keys`: the keys of these chunks."""
         if self.events is not None:
             self.events.track(request, keys)
 
     def reset(self) -> None:
-        """Publish that everything was deleted, and forget earlier removals."""
+        """Publish that all chunks were deleted, and forget earlier removals."""
         self.explainer.clear()
         if self.events is not None:
             self.events.reset()

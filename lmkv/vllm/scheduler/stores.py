@@ -1,4 +1,5 @@
-"""Orders copies of chunks, and of recurrent layers' states, into host memory, in the step that completes them.
+"""Orders copies of chunks, and of recurrent layers' states, into host memory, in the step that completes the chunk or
+state.
 
 `Endings` does what remains after a request and its last store have ended.
 """
@@ -25,7 +26,7 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 Offer = tuple[int, int, int]
-"""A state that vLLM hands over: its group, its block, and the number of tokens before it."""
+"""A state that vLLM hands over: `(group, block, tokens)`. `tokens`: number of tokens before the state."""
 
 
 @define(eq=False)
@@ -34,12 +35,12 @@ class _ChunkJob(Job):
     first_chunk: int
     stored: int
     total: int
-    """How many of the request's first tokens are stored after this job, which stores `stored` of them."""
+    """How many of the request's first tokens are stored after this job. The job itself stores `stored` tokens."""
     chunks: int
 
 
 class ChunkStores(Planner):
-    """Decides which chunks each step stores, and orders their copies."""
+    """Decides which chunks each step stores, and orders copies of these chunks into host memory."""
 
     def __init__(self, context: PlanContext) -> None:
         super().__init__(context)
@@ -49,7 +50,9 @@ class ChunkStores(Planner):
         self._by_prefix = context.options.save_unfull_chunk and not context.block_map.windowed
 
     def completes(self, request: Request, computed: int) -> int:
-        """Return how many of the first chunks are complete after `computed` tokens, or 0 if all of them are stored."""
+        """Return how many of the first chunks are complete after `computed` tokens, or 0 if all complete chunks are
+        stored.
+        """
         if computed < (request.storing.stored + 1) * self._chunk_size:
             # The usual case.
             return 0
@@ -63,7 +66,7 @@ class ChunkStores(Planner):
         return complete if complete > request.storing.stored and not request.options.skip_save else 0
 
     def store(self, request: Request, complete: int, tables: BlockTables) -> None:
-        """Order copies of the first `complete` chunks that no tier stores.
+        """Order copies of those of the first `complete` chunks that no tier stores.
 
         If there are not enough slots, the request's next step tries the other chunks again.
         """
@@ -88,7 +91,9 @@ class ChunkStores(Planner):
             request.storing.copying += 1
 
     def completes_tail(self, request: Request, computed: int) -> bool:
-        """Return whether to store the prompt's tail after `computed` tokens: it is computed, but not stored yet."""
+        """Return whether to store the prompt's tail after `computed` tokens, because the tail is computed but not
+        stored yet.
+        """
         if request.tail is None or not request.storing.tail_due or request.options.skip_save:
             return False
         end = request.tail_chunk * self._chunk_size + request.tail.tokens
@@ -97,9 +102,9 @@ class ChunkStores(Planner):
         return end <= computed < (request.tail_chunk + 1) * self._chunk_size
 
     def store_tail(self, request: Request, tables: BlockTables) -> None:
-        """Order the copy of the prompt's tail, unless a chunk in host memory begins with it.
+        """Order the copy of the prompt's tail, unless a chunk in host memory begins with the tail's tokens.
 
-        A tail is useless without the chunks before it, so none of them is evicted for it.
+        A tail is useless without the chunks before it, so none of these chunks is evicted for the tail.
         """
         tail, count, size = request.tail, request.tail_chunk, self._chunk_size
         assert tail is not None
@@ -121,7 +126,9 @@ class ChunkStores(Planner):
         request.storing.copying += 1
 
     def _reserve(self, request: Request, chain: Sequence[ChunkKey], first: int, tokens: bytes) -> Reservation:
-        """Reserve slots for the chunks of `chain` from index `first` on. `tokens`: the token ids of these chunks."""
+        """Reserve slots for the chunks of `chain` from index `first` on. `tokens`: the token ids of these chunks, as
+        bytes.
+        """
         keys, of = chain[first:], request.chain
         self._store.hints.label(keys, request.tenants)
         origins = [of.origin(index) for index in range(first, len(chain))] if self._by_prefix else ()
@@ -130,7 +137,7 @@ class ChunkStores(Planner):
     def _copies(
         self, reservation: Reservation, keys: Sequence[ChunkKey], first: int, end: int, tables: BlockTables
     ) -> list[ChunkCopy]:
-        """Return the copies into the reserved slots. Frees the slots of chunks whose blocks are incomplete."""
+        """Return the copies into the reserved slots. Free the slots of chunks whose blocks are incomplete."""
         slots = reservation.slots
         copies, unusable = [], []
         for index in range(first, end):
@@ -150,7 +157,7 @@ class ChunkStores(Planner):
         return next(found, None)
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """Publish the chunks that all ranks have copied, or free their slots."""
+        """Publish the chunks that all ranks have copied. If the job has failed, free their slots."""
         assert isinstance(job, _ChunkJob)
         try:
             self._end(job, report)
@@ -177,11 +184,11 @@ class _StateJob(Job):
     reservation: Reservation
     chunks: int
     replaces: int
-    """Number of chunks after which stored states are replaced by those of this job, or 0."""
+    """Number of chunks before the stored states that the states of this job replace, or 0 to replace none."""
 
 
 class StateStores(Planner):
-    """Decides which states of recurrent layers each step stores, and orders their copies.
+    """Decides which states of recurrent layers each step stores, and orders copies of these states.
 
     It stores states at the end of prompts, where prompts diverge, after some chunks of a prompt that is computed in
     several steps, and at the end of an answer.
@@ -193,9 +200,10 @@ class StateStores(Planner):
         self._audit = audit
 
     def take(self, request: Request, computed: int, tables: BlockTables, offers: Sequence[Offer] = ()) -> None:
-        """Order copies of the states that this step completes, once all chunks before them are stored.
+        """Order copies of the states that this step completes, once all chunks before the states are stored.
 
-        `computed`: the number of tokens after the step, without drafts. `tables`: the block tables after the step.
+        `computed`: number of the request's tokens after the step, without drafts. `tables`: the block tables after the
+        step. `offers`: the states that vLLM hands over.
         """
         saves = self._options.stores and not request.options.skip_save
         if not saves and request.auditing.audit is None:
@@ -222,12 +230,14 @@ class StateStores(Planner):
                     self._step_ended(request, tokens // self._chunk_size, blocks)
 
     def _accepted(self, request: Request) -> int:
-        """Return how many answer tokens finished steps have computed, including accepted drafts; 0 in the prompt."""
+        """Return how many answer tokens finished steps have computed, including accepted drafts; 0 while the prompt
+        is computed.
+        """
         tokens = request.vllm.num_computed_tokens - request.vllm.num_in_flight_tokens
         return tokens if tokens > request.prompt_tokens else 0
 
     def _keyed(self, request: Request, tokens: int) -> bool:
-        """Return whether these tokens are whole chunks with a key, and may be stored."""
+        """Return whether the first `tokens` tokens are whole chunks that have keys and may be stored."""
         prompt = request.prompt_tokens
         limits = [request.num_tokens]
         if not self._options.save_decode:
@@ -237,7 +247,9 @@ class StateStores(Planner):
         return tokens % self._chunk_size == 0 and 0 < tokens <= min(limits)
 
     def _step_ended(self, request: Request, chunks: int, blocks: Mapping[int, int]) -> None:
-        """Store states after a step that ends after `chunks` chunks: some of a prompt, and the last of an answer."""
+        """Store states after a step that ends after `chunks` chunks: some states of a prompt, and the last states of
+        an answer.
+        """
         prompt = request.prompt_tokens
         if chunks * self._chunk_size > prompt:
             if chunks <= request.storing.last_states:
@@ -251,7 +263,7 @@ class StateStores(Planner):
             self._order(request, chunks, blocks)
 
     def _order(self, request: Request, chunks: int, blocks: Mapping[int, int], replaces: int = 0) -> None:
-        """Order copies of the states after `chunks` chunks that no tier stores."""
+        """Order copies of those states after `chunks` chunks that no tier stores."""
         keys, chain = request.state_keys(chunks), request.keys(chunks)
         missing = keys[self._store.catalog.count_prefix(keys)[1] :]
         if not missing or request.storing.stored < chunks:
@@ -270,7 +282,7 @@ class StateStores(Planner):
         request.storing.copying += 1
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """Publish the states that all ranks have copied, or free their slots."""
+        """Publish the states that all ranks have copied. If the job has failed, free their slots."""
         assert isinstance(job, _StateJob)
         try:
             self._end(job, report)
@@ -297,21 +309,27 @@ class StateStores(Planner):
 
 
 class Endings(Planner):
-    """Carries out pins and priorities of ended requests, after their last stores. `stores`: follows these stores."""
+    """Carries out the pins and priorities of ended requests, after each request's last store. `stores`: tells when
+    these stores end.
+    """
 
     def __init__(self, context: PlanContext, stores: ChunkStores) -> None:
         super().__init__(context)
         self._stores = stores
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Count the request's chunks as used once its last store has ended. Returns its report if wanted."""
+        """Count the request's chunks as used once the request's last store has ended. Return the request's answer,
+        or None for an empty answer.
+        """
         keys = request.keys_with_tail(len(request.chain.keys))
         self._observer.finished(request, keys)
         request.storing.once_stored(partial(self._once_all_stored, request, keys))
         return self._answer(request) or None
 
     def _once_all_stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Carry out its wishes once no other request, such as one with the same prompt, stores its chunks."""
+        """Carry out the request's options once no other request, such as one with the same prompt, is storing these
+        chunks.
+        """
         other = self._stores.storing(keys)
         if other is not None:
             other.storing.once_stored(partial(self._once_all_stored, request, keys))
@@ -319,7 +337,9 @@ class Endings(Planner):
             self._carry_out(request, keys)
 
     def _carry_out(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Carry out an ended request's wishes for its chunks, which are all stored by now."""
+        """Carry out the options of an ended request for its chunks, such as pins and priorities. All of these chunks
+        are stored by now.
+        """
         wanted, hint = self._boundaries.keys_to_promote(keys), request.options.hint
         # States are evicted before the chunks that they need.
         self._store.touch([*wanted, *keys[self._boundaries.without_states(len(wanted)) :]])
@@ -341,7 +361,9 @@ class Endings(Planner):
         return {**answer, "lmkv.wait_for": shared} if shared else answer
 
     def _share(self, request: Request) -> int:
-        """Write the prompt's chunks to shared tiers for other servers. Returns their number of tokens."""
+        """Write the prompt's chunks to shared tiers for other servers. Return the number of tokens in the written
+        chunks.
+        """
         keys = self._boundaries.keys_to_promote(request.keys_with_tail(request.prompt_tokens // self._chunk_size))
         count = self._store.write_to_shared(keys)
         if self._boundaries.states:

@@ -15,7 +15,9 @@ from lmkv.vllm.plan import JobReport
 from lmkv.vllm.plan.request import Miss
 
 Values = dict[str, dict[tuple[str, ...], Any]]
-"""The increase of a counter, a gauge's value or a histogram's list of observations, by metric and label values."""
+"""By metric and label values: the increase of a counter, the value of a gauge, or a list of a histogram's
+observations.
+"""
 
 
 REASONS = (
@@ -29,7 +31,7 @@ _SECONDS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 _LOOKUP_SECONDS = (1e-5, 5e-5, *_SECONDS[:-2])
 _BYTES = (1e6, 5e6, 1e7, 2e7, 4e7, 6e7, 8e7, 1e8, 1.5e8, 2e8)
 _INTERVAL = 1.0
-"""Shortest time in seconds between two readings of the store's counters."""
+"""Shortest time in seconds between two reads of the store's counters."""
 _BREAKER = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 _TOTALS = (
     ("evictions", "lmkv_tier_evicted_chunks", ()),
@@ -43,7 +45,7 @@ _TOTALS = (
     ("read_failures", "lmkv_tier_failures", ("read",)),
     ("write_failures", "lmkv_tier_failures", ("write",)),
 )
-"""The counters of a tier, each with its metric and labels."""
+"""The attributes of a tier's counters, each with its metric and label values."""
 _PREFETCH = (
     ("prefetched", "lmkv_prefetched_chunks"),
     ("prefetch_hits", "lmkv_prefetch_hit_chunks"),
@@ -53,7 +55,9 @@ _PREFETCH = (
 
 @frozen
 class Metric:
-    """A metric. `known`: values of its only label that are known beforehand, so that their series begin at 0."""
+    """A metric. `known`: the values of its only label that are known before the first count. Their series begin at
+    0.
+    """
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
@@ -138,14 +142,14 @@ METRICS = {
 
 
 class Samples:
-    """The values of metrics since the last `take`. Thread-safe."""
+    """The values of metrics since the last call of `take`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: Values = {}
 
     def add(self, name: str, amount: float = 1, *labels: str) -> None:
-        """Increase a counter. An increase by 0 starts its series."""
+        """Increase a counter by `amount`. An increase by 0 starts the series of these labels."""
         with self._lock:
             series = self._values.setdefault(name, {})
             series[labels] = series.get(labels, 0) + amount
@@ -167,7 +171,9 @@ class Samples:
 
 
 def merge(into: Values, other: Values) -> None:
-    """Add later values, or those of another rank, to `into`. Counters and observations add up; gauges are replaced."""
+    """Add to `into` later values, or the values of another rank. Counters and observations add up; gauges are
+    replaced.
+    """
     for name, series in other.items():
         merged, gauge = into.setdefault(name, {}), METRICS[name].kind == "gauge"
         for labels, value in series.items():
@@ -178,7 +184,7 @@ def merge(into: Values, other: Values) -> None:
 
 
 class Telemetry:
-    """Counts events for vLLM's metrics, and reads the store's counters once a second. Never waits."""
+    """Counts events for vLLM's metrics, and reads the store's counters at most once a second. Never waits."""
 
     def __init__(self, store: TieredStore, clock: Clock) -> None:
         self._store = store
@@ -189,7 +195,7 @@ class Telemetry:
         self.loads_off = False
         """Whether an audit has switched loads off."""
         self.predicted: Callable[[], Mapping[str, Any]] = lambda: {"tiers": ()}
-        """A function that returns estimates of the hits with other sizes of the tiers."""
+        """A function that returns estimates of the hits that other sizes of the tiers would give."""
 
     def take(self) -> Values:
         """Return the values counted since the last call."""
@@ -201,7 +207,7 @@ class Telemetry:
     # -- events -------------------------------------------------------------------------------------------
 
     def looked_up(self, tokens: Mapping[str, int], chunks: Mapping[str, int], miss: Miss | None) -> None:
-        """Count a scheduled request's hit, by tier, and its miss."""
+        """Count a scheduled request's hit, in `tokens` and `chunks` by tier, and the request's miss."""
         add = self._samples.add
         for tier, count in tokens.items():
             add("lmkv_hit_tokens", count, tier)
@@ -221,7 +227,7 @@ class Telemetry:
         self._samples.observe("vllm:kv_offload_lookup_async_delay_seconds", seconds)
 
     def promoted(self, tier: str, seconds: float) -> None:
-        """Observe the time of a promotion, on any thread."""
+        """Observe that chunks of `tier` took `seconds` for their promotion. Thread-safe."""
         self._samples.observe("lmkv_promotion_seconds", seconds, tier)
 
     def loaded(self, tokens: int, report: JobReport) -> None:
@@ -232,7 +238,9 @@ class Telemetry:
             self._samples.add("lmkv_failed_loads")
 
     def stored(self, counts: Mapping[str, int], report: JobReport, *, kept: bool) -> None:
-        """Count a store. `counts`: the numbers of stored tokens and chunks, or of states."""
+        """Count a store. `counts`: numbers of stored tokens and chunks, or of stored states. `kept`: whether the
+        store keeps what was copied.
+        """
         if kept:
             for kind, count in counts.items():
                 self._samples.add(f"lmkv_stored_{kind}", count)
@@ -241,27 +249,29 @@ class Telemetry:
             self._samples.add("lmkv_failed_stores")
 
     def audited(self, tokens: int, seconds: float) -> None:
-        """Count an audited hit of `tokens`, computed in `seconds`."""
+        """Count an audited hit of `tokens` tokens, which vLLM computed again in `seconds` seconds."""
         self._samples.add("lmkv_audited_hits")
         self._samples.add("lmkv_audited_tokens", tokens)
         self._samples.add("lmkv_audit_seconds", seconds)
 
     def compared(self, tiers: Sequence[str], wrong: Sequence[str], *, states: bool) -> None:
-        """Count compared chunks or states, and the wrong ones, by tier."""
+        """Count compared chunks or states by tier. `tiers`: the tier of each compared one. `wrong`: the tier of each
+        wrong one.
+        """
         for tier in tiers:
             self._samples.add("lmkv_audited_states" if states else "lmkv_audited_chunks", 1, tier)
         for tier in wrong:
             self._samples.add("lmkv_wrong_chunks", 1, tier)
 
     def audited_load(self, *, wrong: bool, again: bool = False) -> None:
-        """Count a load whose blocks were read back. `again`: whether this was the second time."""
+        """Count a load whose blocks were read back. `again`: whether this was the second reading of the load."""
         if not again:
             self._samples.add("lmkv_audited_loads")
         if wrong:
             self._samples.add("lmkv_wrong_loads")
 
     def found_no_room(self) -> None:
-        """Count a step for whose chunks there were not enough slots."""
+        """Count a step that had chunks to store but not enough slots for them."""
         self._samples.add("vllm:kv_offload_allocation_failure")
 
     # -- once a second ------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""Decides whether to load or to compute, how long a request waits for a load, and whether to load within a step."""
+"""Decides from measured times: whether to load or to compute, how long to wait for a load, and whether to load
+within a step.
+"""
 
 from __future__ import annotations
 
@@ -21,29 +23,33 @@ _DECAY = 0.98
 MIN_STEP_TOKENS = 64
 """Smallest number of tokens of a step whose duration shows the speed of the model."""
 _PROBE_EVERY = 16
-"""Every sixteenth load that seems too slow runs while its request computes, to measure the tier again."""
+"""Number of skipped loads of a tier per measurement. Every sixteenth load that seems too slow runs while its request
+computes.
+"""
 _USUAL = 4.0
-"""A load that takes longer than the expected time multiplied by this is abandoned."""
+"""A load is abandoned if it takes longer than this number multiplied by the expected time."""
 _STAKE = 0.25
-"""Share of its computing time that a request may always wait for a load that is expected to be faster."""
+"""If a load is expected to be faster than computing, the request may always wait for this share of the computing
+time.
+"""
 
 
 @define
 class LoadTime:
     """Estimates how many seconds a tier takes for a load: a delay, and a time for each byte.
 
-    Both are fitted to recent loads by least squares; older loads count less. If all loads have the same size, the delay
-    is 0.
+    Delay and time are fitted to recent loads by least squares; older loads count less. If all loads have the same size,
+    the delay is 0.
     """
 
     nbytes: float = 0.0
     seconds: float = 0.0
-    """Means of the loads' bytes and seconds."""
+    """The means of the loads' bytes (`nbytes`) and durations (`seconds`)."""
     _variance: float = 0.0
     _covariance: float = 0.0
 
     def note_load(self, nbytes: int, seconds: float) -> None:
-        """Note that a load of `nbytes` took `seconds`."""
+        """Note that a load of `nbytes` bytes took `seconds` seconds."""
         share = _SMOOTHING if self.seconds else 1.0
         more, longer = nbytes - self.nbytes, seconds - self.seconds
         self.nbytes += share * more
@@ -52,7 +58,7 @@ class LoadTime:
         self._covariance = (1 - share) * (self._covariance + share * more * longer)
 
     def of(self, nbytes: int) -> float:
-        """Return the expected seconds of a load of `nbytes`."""
+        """Return the expected seconds for a load of `nbytes` bytes."""
         most = self.seconds / self.nbytes
         per_byte = self._covariance / self._variance if self._variance else most
         # Neither faster with more bytes, nor in less than no time.
@@ -61,11 +67,11 @@ class LoadTime:
 
 @define
 class LoadCost:
-    """Measures how fast prefill and the lower tiers are, and decides whether a load is worth it.
+    """Measures how fast prefill and the lower tiers are, and decides whether loading is worth its time.
 
     The duration of a step includes all waits of the engine, so a single step can make the model look slower, but never
-    faster. Therefore the fastest of the recent steps counts. `prefill_speed`: tokens per second. `loads`, `skipped`:
-    measured loads, and the number of loads that were not worth it, by tier.
+    faster. Therefore the fastest of the recent steps counts. `prefill_speed`: tokens per second. `loads`: measured
+    times of loads, by tier. `skipped`: number of loads that were not worth their time, by tier.
     """
 
     enabled: bool = True
@@ -74,17 +80,21 @@ class LoadCost:
     loads: dict[str, LoadTime] = field(factory=dict)
 
     def note_step(self, tokens: int, seconds: float) -> None:
-        """Note that a step of the model computed `tokens` in `seconds`."""
+        """Note that a step of the model computed `tokens` tokens in `seconds` seconds."""
         if tokens >= MIN_STEP_TOKENS and seconds > 0:
             self.prefill_speed = max(self.prefill_speed * _DECAY, tokens / seconds)
 
     def note_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """Note that a tier has delivered `nbytes` in `seconds`, including the wait in its queue."""
+        """Note that a tier has delivered `nbytes` bytes in `seconds` seconds, including the wait in the tier's
+        queue.
+        """
         if nbytes and seconds > 0:
             self.loads.setdefault(tier, LoadTime()).note_load(nbytes, seconds)
 
     def worth_loading(self, tier: str, tokens: int, nbytes: int) -> bool:
-        """Return whether loading is probably faster than computing, or True for a tier without measurements."""
+        """Return whether a load of `nbytes` bytes is probably faster than computing its `tokens` tokens. Return True
+        for a tier without measurements.
+        """
         known = self.loads.get(tier)
         if not self.enabled or known is None or not self.prefill_speed:
             return True
@@ -102,14 +112,16 @@ class LoadCost:
         return False
 
     def wants_probe(self, tier: str) -> bool:
-        """Return whether to run the last skipped load of a tier while its request computes, to measure the tier."""
+        """Return whether to run the last skipped load of a tier while its request computes, to measure the speed of
+        the tier.
+        """
         return self.skipped[tier] % _PROBE_EVERY == 0
 
     def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:
-        """Return how many seconds to wait for a load of `tokens` tokens before computing them is better.
+        """Return how many seconds to wait for a load of `tokens` tokens before computing these tokens is better.
 
-        The result is at most the time to compute the tokens, and less for a tier of known speed; infinite if loads are
-        always preferred; and None while no prefill has been measured.
+        The result is at most the time to compute the tokens, and less for a tier of known speed. It is infinite if
+        loads are always preferred, and None while no prefill has been measured.
         """
         if not self.enabled:
             return math.inf
@@ -128,7 +140,7 @@ MAX_STALL = 0.005
 class LoadMode:
     """Decides whether to load within a step or between steps.
 
-    `concurrent`: whether the device can copy while it computes. A CPU cannot, so loads between steps gain nothing
+    `concurrent`: whether the device can copy while it computes. A CPU cannot, so a load between steps is no faster
     there. `computing`: number of requests of the last step, which a load within the next step would delay.
     """
 
@@ -139,13 +151,13 @@ class LoadMode:
     """Bytes per second of copies from host memory, for all ranks together."""
 
     def note_load(self, nbytes: int, seconds: float) -> None:
-        """Note that a load of `nbytes` took `seconds`."""
+        """Note that a load of `nbytes` bytes took `seconds` seconds."""
         if nbytes and seconds > 0:
             speed = nbytes / seconds
             self._speed += (speed - self._speed) * (_SMOOTHING if self._speed else 1)
 
     def between_steps(self, nbytes: int) -> bool:
-        """Return whether to load `nbytes` between steps; False until a speed has been measured."""
+        """Return whether to load `nbytes` bytes between steps. Return False until a speed has been measured."""
         if self.mode != "auto":
             return self.mode == "async"
         stalls = bool(self._speed) and nbytes / self._speed > MAX_STALL
@@ -166,9 +178,10 @@ class Timing(Planner):
         """Largest number of chunks of one request that may be promoted at the same time."""
 
     def worth_loading(self, keys: Sequence[ChunkKey], ready: int, found: int, computed: int) -> float:
-        """Return how many of the first chunks are worth loading: those before the first tier that is too slow.
+        """Return how many of the first chunks are worth loading: the chunks before the first tier that is too slow.
 
-        It is infinite if all are. Chunks `ready` to `found` are in lower tiers; the first `computed` are computed.
+        Return infinity if all chunks are worth loading. Chunks [ready, found) of `keys` are in lower tiers, and the
+        first `computed` chunks are computed.
         """
         for tier, (count, nbytes) in self._store.catalog.by_tier(keys[ready:found]).items():
             tokens = self._tokens(count, found, computed)
@@ -180,15 +193,17 @@ class Timing(Planner):
         return math.inf
 
     def _tokens(self, count: int, found: int, computed: int) -> int:
-        """Return how many tokens a load of `count` of `found` entries saves, if the first `computed` are computed.
+        """Return how many tokens vLLM need not compute after a load of `count` of the `found` entries. The first
+        `computed` chunks are computed.
 
-        With recurrent layers it is the whole hit, because its chunks and its states are useless without each other.
+        With recurrent layers, the result counts the tokens of the whole hit, because chunks and states are useless
+        without each other.
         """
         chunks = self._boundaries.without_states(found) - computed if self._boundaries.states else count
         return chunks * self._chunk_size
 
     def _probe(self, keys: Sequence[ChunkKey]) -> None:
-        """Measure a slow tier again while the request computes."""
+        """Measure a slow tier again, by a load of `keys` that runs while the request computes."""
         probe = self.promote(keys, prefetch=True, ttl=self._options.prefetch_deadline)
         probe.add_done_callback(probe.release)
 
@@ -201,7 +216,10 @@ class Timing(Planner):
         ttl: float | None = None,
         owner: bytes = b"",
     ) -> Promotion:
-        """Promote chunks, and measure how fast their tiers deliver them, including their queues."""
+        """Promote chunks, and measure the time until their tiers have delivered them, including the waits in queues.
+
+        The arguments and the result are those of `TieredStore.promote`.
+        """
         started = self._clock()
         promotion = self._store.promote(keys, prefetch=prefetch, limit=limit, ttl=ttl, owner=owner)
 
@@ -215,7 +233,9 @@ class Timing(Planner):
         return promotion
 
     def late(self, keys: Sequence[ChunkKey], seconds: float) -> None:
-        """Note that the tiers of these chunks were late after `seconds`: they probably take twice that time."""
+        """Note that the tiers of these chunks have not delivered them after `seconds` seconds. The tiers probably
+        take twice that time.
+        """
         presences = self._store.catalog.lookup(keys)
         missing = [key for key, presence in zip(keys, presences, strict=True) if presence is not Presence.READY]
         for tier, (_, nbytes) in self._store.catalog.by_tier(missing).items():
@@ -223,9 +243,9 @@ class Timing(Planner):
                 self.cost.note_load(tier, nbytes, 2 * seconds)
 
     def limit(self, keys: Sequence[ChunkKey], ready: int, found: int, computed: int = 0) -> float | None:
-        """Return how many seconds a request may wait for chunks `ready` to `found`, or None if no speed is known.
+        """Return how many seconds a request may wait for chunks [ready, found) of `keys`, or None if no speed is known.
 
-        `computed`: how many chunks are computed.
+        `computed`: number of chunks at the beginning that are computed.
         """
         tokens = self._tokens(found - ready, found, computed)
         tiers = self._store.catalog.by_tier(keys[ready:found])
@@ -233,6 +253,6 @@ class Timing(Planner):
         return max((limit for limit in limits if limit is not None), default=None)
 
     def compute_seconds(self, tokens: int) -> float:
-        """Return how many seconds `tokens` tokens take to compute, or infinity while no speed is known."""
+        """Return the estimated seconds to compute `tokens` tokens, or infinity while no speed is known."""
         seconds = self.cost.patience(None, tokens, 0)
         return math.inf if seconds is None else seconds

@@ -22,18 +22,18 @@ from lmkv.store.tiered import TieredStore
 logger = logging.getLogger("lmkv.vllm")
 
 SIZES: Final = (0.5, 1.0, 2.0, 4.0)
-"""The sizes to estimate for each tier, as multiples of its present size."""
+"""The sizes to estimate for each tier, as multiples of the tier's present size."""
 _NOW: Final = SIZES.index(1.0)
 _SAMPLED_CHUNKS: Final = 4096
 _MAX_SHARE: Final = 0.001
-"""Largest share of time to spend on estimates. If they take more, fewer requests are sampled."""
+"""Largest share of time to spend on estimates. If estimates take more time, fewer requests are sampled."""
 _FEWEST_CHUNKS: Final = 512
-"""Smallest number of chunks with which a shadow gives a useful estimate."""
+"""Smallest number of chunks with which a shadow (a simulated tier) gives a useful estimate."""
 _BACKLOG: Final = 8
-"""A step replays one more request for each group of this number of waiting requests."""
+"""Number of waiting requests for which a step replays one more request."""
 _SETTLE_SECONDS: Final = 5.0
 KEPT: Final = 0.999
-"""Each later sampled request multiplies the weight of earlier ones by this factor."""
+"""Factor by which each later sampled request multiplies the weight of earlier requests."""
 _DAY: Final = 86_400
 
 
@@ -49,11 +49,11 @@ class _Tier:
 
 
 class MemoryValue:
-    """Replays finished requests in shadows of the tiers, and reports the estimated hits. Never waits.
+    """Replays finished requests in shadows (simulations) of the tiers, and reports the estimated hits. Never waits.
 
-    Call it on the scheduling thread; only `report` may be called on any thread. In each step, one shadow replays one
-    finished request, or a few if many wait, so that no call takes long. Conversations with a common beginning are in
-    the sample together or not at all, so the sample has all chunks of a hit or none.
+    The methods are called on the scheduling thread; only `report` may be called on any thread. In each step, one shadow
+    replays one finished request, or a few if many wait, so that no call takes long. Conversations with a common
+    beginning are in the sample together or not at all, so the sample has all chunks of a hit or none.
     """
 
     def __init__(self, store: TieredStore, chunk_tokens: int, clock: Clock = time.perf_counter) -> None:
@@ -77,7 +77,9 @@ class MemoryValue:
         ]
 
     def finished(self, keys: Sequence[ChunkKey], tokens: int) -> None:
-        """Note the end of a request with a prompt of `tokens` tokens, which used these whole chunks, first to last."""
+        """Note the end of a request with a prompt of `tokens` tokens. `keys`: the keys of the whole chunks that it
+        used, first to last.
+        """
         if not keys:
             return
         started = self._clock()
@@ -88,8 +90,8 @@ class MemoryValue:
         self._spend(started)
 
     def step(self) -> bool:
-        """Replay one request in one shadow, and return whether requests are left. If a policy raises, its replay
-        ends.
+        """Replay one request in one shadow, and return whether requests are left to replay. If a policy raises, the
+        replay of its request ends.
         """
         if self._replays:
             started = self._clock()
@@ -105,7 +107,9 @@ class MemoryValue:
         return False
 
     def _spend(self, started: float) -> None:
-        """Count the time since `started`, and sample fewer requests from now on if it is too much."""
+        """Count the time since `started` as spent on estimates, and sample fewer requests from now on if the share
+        is too large.
+        """
         now = self._clock()
         self._spent += now - started
         too_long = now - self._started > _SETTLE_SECONDS and self._spent > _MAX_SHARE * (now - self._started)
@@ -127,7 +131,7 @@ class MemoryValue:
         return next((own for own in shared if self._children.get(keys[own - 1], 0) >= BRANCHES), 0)
 
     def _replay(self, keys: Sequence[ChunkKey], own: int, tokens: int) -> Iterator[None]:
-        """Replay a request in one shadow after the other, then count its hits."""
+        """Replay a request in one shadow after the other, then count the request's hits."""
         # Chunks that many share are in every tier of any size, and would fill a sampled one.
         sampled = keys[own:] if self._rate < 1 else keys
         shared = len(keys) - len(sampled)
@@ -148,9 +152,10 @@ class MemoryValue:
                 tier.found[number] = tier.found[number] * KEPT + counted
 
     def report(self, prefill_speed: float = 0.0) -> dict[str, Any]:
-        """Return the estimates for each size of each tier. `prefill_speed`: measured tokens per second; 0 if not known.
+        """Return the estimates for each size of each tier. `prefill_speed`: measured tokens per second, or 0 if
+        unknown.
 
-        `saved_seconds`: seconds of prefill a day, compared with the present size.
+        In the result, `saved_seconds` is the time of prefill that a size saves per day, compared with the present size.
         """
         with self._lock:
             a_day = self._tokens / max(self._clock() - self._started, 1e-9) * _DAY
