@@ -25,9 +25,11 @@ PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class _Calls(ABC, Generic[Answer]):
-    """The calls of the agent API. A subclass sends them, and waits for the answer or awaits it.
+    """The calls of the agent API. A subclass defines `send`, which blocks in `Client` and is a coroutine in
+    `AsyncClient`.
 
-    `timeout`: seconds for a whole answer, in addition to a `wait`. `most`: largest number of bytes of an answer.
+    `timeout`: seconds for a whole answer, in addition to the `wait` of a prefetch. `most`: largest number of bytes of
+    an answer.
     """
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0, most: int = _MAX_BYTES) -> None:
@@ -49,11 +51,11 @@ class _Calls(ABC, Generic[Answer]):
 
     @abstractmethod
     def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Send any call of the agent API, as `GET /docs` describes them, and return the decoded answer."""
+        """Send a call of the agent API, as `GET /docs` describes it, and return the decoded answer."""
         ...
 
     def _asked(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[float, dict[str, Any]]:
-        """Return the seconds for the answer, and what httpx is asked."""
+        """Return `(seconds, arguments)`: the limit for the answer, and the keyword arguments of httpx for the call."""
         limit = self._timeout + float((body or {}).get("wait", 0.0))
         return limit, {"method": method, "url": path, "json": body, "timeout": limit}
 
@@ -63,30 +65,38 @@ class _Calls(ABC, Generic[Answer]):
             raise ValueError(f"the answer has more than {self._most:,} bytes")
 
     def lookup(self, prompt: PromptLike, **scope: Any) -> Answer:
-        """Look a prompt up. Returns `total_tokens`, `hit_tokens`, and under `sources` the tokens by tier."""
+        """Look up how much of a prompt is stored. Returns `total_tokens`, `hit_tokens`, and under `sources` the
+        number of tokens by tier.
+        """
         return self.send("POST", "/v1/lookup", _body(prompt, scope))
 
     def prefetch(self, prompt: PromptLike, *, wait: float = 0.0, **scope: Any) -> Answer:
-        """Prefetch a prompt, and wait for at most `wait` seconds.
+        """Prefetch a prompt: load its chunks into host memory. Wait for at most `wait` seconds.
 
-        Returns `id`, `done`, `found_tokens` (stored in any tier) and `ready_tokens` (in host memory now).
+        Returns `id`, `done`, `found_tokens` (number stored in any tier) and `ready_tokens` (number in host memory now).
         """
         return self.send("POST", "/v1/prefetch", {**_body(prompt, scope), "wait": wait})
 
     def prefetched(self, name: str) -> Answer:
-        """Return the progress of the prefetch with this `id`, with the same fields as `prefetch`."""
+        """Return the progress of a prefetch, with the same fields as `prefetch`. `name`: the `id` that `prefetch`
+        returned.
+        """
         return self.send("GET", f"/v1/prefetch/{quote(name, safe='')}")
 
     def cancel(self, name: str) -> Answer:
-        """Stop the prefetch with this `id`."""
+        """Stop a prefetch. `name`: the `id` that `prefetch` returned."""
         return self.send("DELETE", f"/v1/prefetch/{quote(name, safe='')}")
 
     def end_session(self, name: str, **scope: Any) -> Answer:
-        """End the session with this `session_id`: its chunks are evicted first. Pass its `cache_salt` and `tags`."""
+        """End the session with the `session_id` given by `name`: its chunks are evicted first. Pass the session's
+        `cache_salt` and `tags`.
+        """
         return self.send("DELETE", f"/v1/session/{quote(name, safe='')}", scope or None)
 
     def pin(self, prompt: PromptLike, *, seconds: float | None = None, **scope: Any) -> Answer:
-        """Keep a prompt's chunks in host memory for `seconds`. Returns `pinned_tokens` and `seconds`."""
+        """Keep in host memory for `seconds` those chunks of a prompt that are there now. Returns `pinned_tokens` and
+        `seconds`.
+        """
         return self.send("POST", "/v1/pin", {**_body(prompt, scope), "seconds": seconds})
 
     def unpin(self, prompt: PromptLike, **scope: Any) -> Answer:
@@ -94,16 +104,16 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("POST", "/v1/unpin", _body(prompt, scope))
 
     def clear(self, prompt: PromptLike | None = None, *, namespace: str | None = None, **scope: Any) -> Answer:
-        """Delete a prompt's chunks, those of a `namespace` that begins with these digits, or all.
+        """Delete a prompt's chunks, the chunks of a namespace, or all chunks. Returns `deleted_chunks`.
 
-        Returns `deleted_chunks`.
+        `namespace`: the first hexadecimal digits of the namespace.
         """
         fields: dict[str, Any] = {} if namespace is None else {"namespace": namespace}
         asked = fields or {"everything": True} if prompt is None else _body(prompt, fields)
         return self.send("POST", "/v1/clear", {**asked, **scope})
 
     def stats(self) -> Answer:
-        """Return the counters of the tiers."""
+        """Return the counters of the tiers, and how many tokens were looked up and found."""
         return self.send("GET", "/v1/stats")
 
     def requests(self) -> Answer:
@@ -111,18 +121,19 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("GET", "/v1/requests")
 
     def explain(self, request: str) -> Answer:
-        """Return the report of the request whose answer has this id, with an `explanation` of its misses.
+        """Return the report of one request, with an `explanation` of its misses. `request`: the id in the answer to the
+        request.
 
-        If the request has several prompts, `parts` has the report of each.
+        If the request has several prompts, `parts` has a report of each prompt.
         """
         return self.send("GET", f"/v1/explain/{quote(request, safe='')}")
 
     def history(self) -> Answer:
-        """Return the counters for every ten seconds of the last hour."""
+        """Return the values of the counters for every ten seconds of the last hour."""
         return self.send("GET", "/v1/history")
 
     def trace(self, after: int = 0) -> Answer:
-        """Return which chunks the requests used, under `requests`, from the request with number `after` on."""
+        """Return under `requests` which chunks the requests used, from the request with number `after` on."""
         return self.send("GET", f"/v1/trace?after={after}")
 
     def value(self) -> Answer:
@@ -152,12 +163,12 @@ class Client(_Calls[dict[str, Any]]):
     ------
     httpx.HTTPStatusError
         The server answers a call with an error status. A call also raises httpx.TransportError if there is no answer in
-        time, and ValueError if the answer is not one of lmkv.
+        time, and ValueError if the answer does not come from lmkv.
 
     Notes
     -----
-    Thread-safe. A prompt is a text, the messages of a chat, or a list of token ids. Pass the `cache_salt` and `tags`
-    that the prompt's requests have. In `url`, `localhost` means 127.0.0.1.
+    Thread-safe. A prompt is a text, the messages of a chat, or a list of token ids. Pass the `cache_salt` and `tags` of
+    the prompt's requests as keywords (`scope`). In `url`, `localhost` means 127.0.0.1.
 
     Examples
     --------
@@ -234,7 +245,9 @@ def _body(prompt: PromptLike, scope: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _ended_after(seconds: float) -> Iterator[Any]:
-    """Provide a trace for httpx: the connections of a call end after so long, however slowly the other side sends."""
+    """Provide a trace function for httpx. After `seconds`, the call's connections end, however slowly the other side
+    sends.
+    """
     opened: list[socket.socket] = []
 
     def trace(event: str, about: Mapping[str, Any]) -> None:
@@ -256,9 +269,10 @@ def _ended_after(seconds: float) -> Iterator[Any]:
 
 
 def _literal(url: str) -> str:
-    """Return the URL with 127.0.0.1 for `localhost`, which may be ::1 as well: there another user may listen.
+    """Return the URL with 127.0.0.1 in place of `localhost`, because `localhost` may also mean ::1, where another user
+    may listen.
 
-    With TLS the certificate tells who it is.
+    A URL with TLS is unchanged, because the certificate identifies the server.
     """
     if url.startswith(_UNIX):
         return url
@@ -268,7 +282,7 @@ def _literal(url: str) -> str:
 
 
 def _whole(response: httpx.Response, found: bytearray) -> bytes:
-    """Return the body, unless it is an error's."""
+    """Return the body of an answer. Raises httpx.HTTPStatusError for an answer with an error status."""
     if response.is_error:
         # Without the header that would have it decompressed.
         answer = httpx.Response(response.status_code, content=bytes(found), request=response.request)

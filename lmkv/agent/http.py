@@ -1,4 +1,4 @@
-"""The HTTP application of the agent API, on FastAPI: it calls a `CacheService`."""
+"""The HTTP application of the agent API, built with FastAPI. It calls a `CacheService`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PAGE = files("lmkv.agent").joinpath("page.html").read_text(encoding="utf-8")
 
 
 def source_of(text: str) -> str:
-    """Return the hash of a script or a style, as a source in a Content-Security-Policy."""
+    """Return the hash of a script or a style, in the form of a source in a Content-Security-Policy."""
     return f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -80,7 +80,7 @@ REFERENCE_HEADERS = {
 
 
 def reference(document: Mapping[str, Any]) -> str:
-    """Return the reference page that shows an OpenAPI document."""
+    """Return the HTML page that shows an OpenAPI document as reference."""
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>lmkv</title><style>{STYLE}</style>"
     intro = (
         "<h1>lmkv</h1><p>Each call needs the header <code>Authorization: Bearer TOKEN</code>, where the server has a "
@@ -146,7 +146,7 @@ EXAMPLES: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any] | None]] = 
     ("post", "/v1/unpin"): ({"text": "You are a helpful assistant."}, {"unpinned_chunks": 1}),
     ("post", "/v1/clear"): ({"text": "You are a helpful assistant."}, {"deleted_chunks": 1}),
 }
-"""Examples of a call's body and of its answer."""
+"""For each call an example of its body and an example of its answer. The keys are `(method, path)`."""
 
 
 # -- the last hour ----------------------------------------------------------------------------------------
@@ -202,9 +202,9 @@ _MIN_BYTES, _MAX_BYTES = 1 << 20, 8 << 20
 
 
 def max_body_bytes(longest: int) -> int:
-    """Return the largest size of a body in bytes, for prompts of up to `longest` tokens.
+    """Return the largest number of bytes of a body, for prompts of up to `longest` tokens.
 
-    It is limited because parsing a body blocks the interpreter.
+    The size is limited because parsing a body blocks the interpreter.
     """
     return min(max(_MIN_BYTES, _TOKEN_BYTES * longest), _MAX_BYTES)
 
@@ -215,9 +215,10 @@ _SHOWN_ERRORS = 3
 
 @frozen
 class Guard:
-    """An ASGI application that checks requests for another one. With a `token`, requests below `/v1/` must send it.
+    """An ASGI application that checks requests before `app`, another application, answers them.
 
-    `most`: the largest number of bytes of a body.
+    `token`: the text that requests below `/v1/` must send; None to accept all requests. `most`: largest number of bytes
+    of a body.
     """
 
     _app: ASGIApp
@@ -259,7 +260,9 @@ class Guard:
 
 
 def _closing(send: Send) -> Send:
-    """Return a `send` that closes the connection after the answer. Only callers with the token keep connections."""
+    """Return a `send` that closes the connection after the answer. It is for callers without the token, who may not
+    keep connections.
+    """
 
     async def send_and_close(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -284,14 +287,14 @@ def _bounded(receive: Receive, most: int) -> Receive:
 
 
 def as_json(detail: str, status: int) -> Response:
-    """Return a refusal with its reason, in ASCII, because the caller's text may contain characters that cannot be
-    encoded.
+    """Return a refusal with the reason `detail`. The body is ASCII, because a caller's text may have characters that
+    cannot be encoded.
     """
     return Response(json.dumps({"detail": detail}), status, media_type="application/json")
 
 
 async def refused(_: Request, error: Any) -> Response:
-    """Return a refusal that names the wrong fields without their values, which may be prompts and salts."""
+    """Return a refusal that names the wrong fields. It leaves out their values, which may be prompts and salts."""
     assert isinstance(error, RequestValidationError)
     wrong = [f"{'.'.join(map(str, each['loc']))[:80]}: {each['msg']}" for each in error.errors()[:_SHOWN_ERRORS]]
     return as_json("; ".join(wrong), 422)
@@ -305,7 +308,7 @@ _MAX_FIELDS = 256
 
 
 class _AnyText(PathConvertor):
-    """The rest of a path, with slashes and line breaks."""
+    """Matches the rest of a path, with slashes and line breaks."""
 
     regex = "(?s:.*)"
 
@@ -332,7 +335,9 @@ class PromptBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def few_fields(cls, given: Any) -> Any:
-        """Reject a body with too many fields before pydantic validates them: a million take many seconds."""
+        """Reject a body with too many fields before pydantic validates the fields: a million fields take many
+        seconds.
+        """
         for fields in (given, given.get("tags")) if isinstance(given, dict) else ():
             if isinstance(fields, dict) and len(fields) > _MAX_FIELDS:
                 raise ValueError(f"the request has more than {_MAX_FIELDS} fields or tags")
@@ -387,10 +392,11 @@ def application(
     longest: int = 1 << 18,
     about: Mapping[str, Any] | None = None,
 ) -> FastAPI:
-    """Make the application. If there is a token, each request must send it: `Authorization: Bearer ...`. The page
-    itself needs no token.
+    """Make the HTTP application of the agent API for a service.
 
-    `longest`: length of the longest prompt in tokens, which bounds the size of a body. `about`: model and versions.
+    `token`: the text that each request must send as `Authorization: Bearer ...`; None to accept all requests. The HTML
+    page itself needs no token. `peers`: the other engines of the server. `longest`: number of tokens of the longest
+    prompt, which limits the size of a body. `about`: names and versions of the model, vLLM and lmkv.
     """
     started = time.time()
     peers = peers or Peers()
@@ -560,7 +566,9 @@ def application(
 
 
 def _at_once(call: Callable[[], dict[str, Any] | None]) -> Call:
-    """Return a call that runs in the thread of the event loop, for short work that must not wait for other prompts."""
+    """Return a call that runs in the thread of the event loop. It is for short work that must not wait for other
+    prompts.
+    """
 
     async def made() -> dict[str, Any] | None:
         return call()

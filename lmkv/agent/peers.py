@@ -1,4 +1,4 @@
-"""`Peers`: lets the first engine's service ask the other engines of its server, and combine their answers."""
+"""`Peers`: lets the service of a server's first engine ask the server's other engines, and combine their answers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _TYPES: dict[Any, Any] = {int: Number, int | None: Number | None}
 
 
 class _Answer(BaseModel):
-    """A model of an answer, which drops unknown fields."""
+    """A pydantic model of an answer, which drops unknown fields."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
 
 
 def _answer(**types: Any) -> Any:
-    """Return a model with these fields, all required."""
+    """Return a pydantic model with these fields, all of which are required."""
     required: Any = {name: (_TYPES.get(kind, kind), ...) for name, kind in types.items()}
     return create_model("Answer", __base__=_Answer, **required)
 
@@ -107,11 +107,11 @@ _ANSWERS: dict[tuple[str, str], type[_Answer]] = {
 
 
 class NoAnswerError(Exception):
-    """The received bytes are not an engine's answer to this call."""
+    """An engine has sent bytes that are not an answer to the call."""
 
 
 def checked(method: str, path: str, data: bytes) -> dict[str, Any]:
-    """Return the fields of an engine's answer to a forwarded call. Raises NoAnswerError."""
+    """Return the fields of an engine's answer to a forwarded call. Raises NoAnswerError for any other bytes."""
     try:
         answer = _ANSWERS[method, path.split("/")[2]].model_validate_json(data)
     except ValidationError as error:
@@ -128,20 +128,24 @@ logger = logging.getLogger("lmkv.agent")
 
 Answer = dict[str, Any]
 Call = Callable[[], Answer | None] | Callable[[], Awaitable[Answer | None]]
-"""A plain function waits for a worker thread of the loop; a coroutine function runs immediately."""
+"""A call of this engine's service. A plain function waits for a worker thread; a coroutine function runs immediately
+in the event loop.
+"""
 Url = Callable[[int], str]
 
 _RETRY, _AGAIN = 1.0, 10.0
 _FORGET = 300.0
-"""Seconds after which an engine that does not answer is forgotten."""
+"""Seconds without an answer after which an engine is forgotten."""
 _MAX_ENGINES = 1024
 _MAX_BYTES = 8 << 20
 _REFUSED = (400, 422)
-"""Status codes that mean a mistake of the caller."""
+"""HTTP status codes that mean a mistake of the caller."""
 
 
 class PeerError(LmkvError):
-    """An engine does not exist, does not answer, or refuses. `status`: the HTTP status to answer with."""
+    """An engine does not exist, does not answer, or refuses a call. `status`: the HTTP status of the answer to the
+    caller.
+    """
 
     def __init__(self, reason: str, status: int = 503) -> None:
         super().__init__(reason)
@@ -150,7 +154,9 @@ class PeerError(LmkvError):
 
 @define
 class _Other:
-    """Another engine of the server. `away`: why and since when `Peers` skips it, or None if `Peers` asks it."""
+    """Another engine of the server. `away`: the reason why `Peers` does not ask the engine, or "". `since`: the time
+    when this began.
+    """
 
     client: AsyncClient
     away: str = ""
@@ -159,11 +165,11 @@ class _Other:
 
 @define(eq=False, repr=False)
 class Peers:
-    """The engines of one server, by number. Every engine announces itself to the first one, repeatedly.
+    """The engines of one server, by number. Every other engine announces itself to the first engine, repeatedly.
 
-    `number`: the number of this engine. `url`: a function that returns the URL of an engine's service, or raises
-    OSError. The URL must name a socket of this user, because the token is sent there. Call all methods on the service's
-    event loop.
+    `number`: the number of this engine. `url`: a function from an engine's number to the URL of the engine's service.
+    It may raise OSError. The URL must name a socket of this user, because the token is sent there. All methods are
+    called on the service's event loop.
     """
 
     number: int = 0
@@ -176,7 +182,9 @@ class Peers:
         return f"<Peers: {self.number} and {len(self._others)} others>"
 
     def announced(self, number: int) -> None:
-        """Note that another engine runs, so that it is asked from now on. Raises PeerError for an impossible number."""
+        """Note that engine `number` runs, so that it is asked from now on. Raises PeerError for an impossible
+        number.
+        """
         if number in self._others:
             self._others[number].away = ""
         elif self._url is not None and 0 < number < _MAX_ENGINES and number != self.number:
@@ -189,7 +197,7 @@ class Peers:
             raise PeerError(f"the engines of this server cannot find each other: {error}") from error
 
     async def announce(self) -> None:
-        """Announce this engine to the first one repeatedly, because that one may restart."""
+        """Announce this engine to the first engine repeatedly, because the first engine may restart."""
         failed = False
         while self._url is not None and self.number:
             pause = _RETRY
@@ -208,11 +216,12 @@ class Peers:
             await asyncio.sleep(pause)
 
     async def ask(self, call: Call, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[int, Answer]:
-        """Return the answer of each engine, by its number. `call()` makes the answer of this engine.
+        """Return the answer of each engine, by the engine's number. `call()`: a function that makes the answer of this
+        engine.
 
-        Engines that answer 404 are omitted. If an engine cannot be reached, its answer has `unavailable` with the
-        reason. If the body names an `engine`, only that engine is asked. Raises PeerError if that engine does not exist
-        or does not answer.
+        Engines that answer with status 404 are omitted. If an engine cannot be reached, its answer has `unavailable`
+        with the reason. If `body` names an `engine`, only that engine is asked. Raises PeerError if that engine does
+        not exist or does not answer.
         """
         await self._forget()
         body = dict(body or {})
@@ -250,7 +259,9 @@ class Peers:
         return {"unavailable": other.away}
 
     async def _forget(self) -> None:
-        """Forget engines that have not answered for a long time, so that answers no longer list them as missing."""
+        """Forget engines that have not answered for a long time, so that answers no longer list these engines as
+        unavailable.
+        """
         for number, other in list(self._others.items()):
             if other.away and self._clock() > other.since + _FORGET:
                 del self._others[number]
@@ -281,7 +292,9 @@ def answering(answers: Mapping[int, Answer]) -> dict[int, Answer]:
 
 
 def merged(answers: Mapping[int, Answer]) -> Answer:
-    """Return the only answer, or the best of several, with summed totals and all answers in `engines`."""
+    """Return one answer for all engines. If there are several, it is the best answer, with summed totals, and with
+    all answers in `engines`.
+    """
     here = answering(answers)
     if len(answers) == 1 and here:
         return next(iter(here.values()))
@@ -296,8 +309,8 @@ def merged(answers: Mapping[int, Answer]) -> Answer:
 
 
 def merged_stats(answers: Mapping[int, Answer]) -> Answer:
-    """Return the counters of all engines. Host memory is summed; the lower tiers are shared, so their size counts
-    once.
+    """Return the counters of all engines. Sizes of host memory are summed. Lower tiers are shared, so their size
+    counts once.
     """
     whole = merged(answers)
     if "engines" not in whole:
@@ -330,7 +343,9 @@ def _merged_value(name: str, values: list[Any], *, first: bool) -> Any:
 
 
 def merged_requests(answers: Mapping[int, Answer], most: int) -> Answer:
-    """Return the `most` newest reports of all engines, each with its `engine`."""
+    """Return the `most` newest reports of all engines. The field `engine` of each report is the number of its
+    engine.
+    """
     here = answering(answers)
     requests = [{"engine": number, **each} for number, answer in here.items() for each in answer["requests"]]
     requests.sort(key=lambda each: each["time"], reverse=True)

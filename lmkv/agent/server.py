@@ -1,4 +1,6 @@
-"""The server of the agent API: `Address`, where it listens, and `AgentServer`, its thread, which limits its load."""
+"""The server of the agent API. `Address`: where the server listens. `AgentServer`: the server's thread, with limits
+for its load.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,13 @@ UNIX = "unix:"
 _LOCALHOST = re.compile(r"(?i)^localhost\.?:")
 _NAME_DIGITS = 16
 _PATIENCE, _PAUSE = 3.0, 0.02
-"""Seconds to wait while another server binds a socket in a folder, and between two attempts."""
+"""Seconds to wait while another server binds a socket in the same folder, and seconds between two attempts."""
 
 
 def _literal(text: str) -> str:
-    """Return the same with 127.0.0.1 for `localhost`, which may be ::1 as well: there another user may listen."""
+    """Return the address with 127.0.0.1 in place of `localhost`, because `localhost` may also mean ::1, where
+    another user may listen.
+    """
     return _LOCALHOST.sub("127.0.0.1:", text)
 
 
@@ -61,11 +65,13 @@ class Address:
 
     @property
     def is_known(self) -> bool:
-        """Whether the address is known before it is bound, so that it belongs to one server."""
+        """Whether the address is known before it is bound. This is not so for port 0, for which the system chooses a
+        port.
+        """
         return not self.text.endswith(":0")
 
     def of_engine(self, number: int) -> Address:
-        """Return the address of one of a server's engines: each has the next port, or a separate socket."""
+        """Return the address of engine `number` of a server. Each engine has the next port, or a separate socket."""
         if not number:
             return self
         host, _, port = self.text.rpartition(":")
@@ -73,9 +79,9 @@ class Address:
         return Address(f"{self.text}.{number}" if unix else f"{host}:{int(port) + number}")
 
     def private(self, number: int) -> Address:
-        """Return the address of the socket at which other engines of the server reach engine `number`.
+        """Return the address of the unix socket at which other engines of the server reach engine `number`.
 
-        Raises OSError if there is no folder that belongs to this user alone.
+        Raises OSError if no folder belongs to this user alone.
         """
         # An address means something in one container alone, and folders may be common to several.
         container = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("mnt", "net")]
@@ -83,8 +89,9 @@ class Address:
         return Address(f"{UNIX}{_private_folder()}/{name}.{number}")
 
     def bind(self) -> tuple[socket.socket, str]:
-        """Return `(socket, URL)`. Raises ConfigError for other addresses, and OSError if the address cannot be
-        bound.
+        """Listen at the address, and return `(socket, URL)`. Raises OSError if the address cannot be bound.
+
+        Raises ConfigError for an address that is neither a port of loopback nor a path.
         """
         # An empty path would be an abstract socket, which every user may open.
         if self.text.startswith(f"{UNIX}/") and "\0" not in self.text:
@@ -133,9 +140,8 @@ def _has_ended_connections(port: int) -> bool:
 def _one_at_a_time(folder: str) -> Iterator[None]:
     """Hold the folder's lock, so that only one server at a time is between `bind` and `listen`.
 
-    If another process holds the lock for too long, the block runs without it.
-
-    Anybody who may read the folder can hold the lock.
+    If another process holds the lock for too long, the block runs without the lock. Anybody who may read the folder can
+    hold the lock.
     """
     with ExitStack() as held:
         with suppress(OSError):
@@ -179,7 +185,7 @@ def _bases() -> list[str]:
 
 
 def _private_folder() -> Path:
-    """Return the first folder for sockets that nobody but this user can change. A missing folder is created."""
+    """Return the first folder for sockets that only this user can change. A missing folder is created."""
     refused: OSError | None = None
     for base in _bases():
         try:
@@ -195,7 +201,7 @@ def _private_folder() -> Path:
 
 
 def _check_private(folder: Path) -> None:
-    """Raise PermissionError if others may enter the folder, or could replace it on the way to it."""
+    """Raise PermissionError if other users may enter the folder, or could replace the folder or a folder above it."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise PermissionError(errno.EACCES, "remove this path: lmkv needs a 0700 folder of this user", str(folder))
@@ -212,11 +218,13 @@ def _check_private(folder: Path) -> None:
 
 
 _SHARE = 0.1
-"""Share of one core. Callers can slow the engine by a tenth at most."""
+"""Share of one core that the service may use. Callers can slow the engine by at most a tenth."""
 _SAVED = 0.5
 """Computing time in seconds that an idle service may save up."""
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 1.0
-"""Shortest pause of a worker, and longest pause of any thread (so that it can end), in seconds."""
+"""Shortest pause of a worker, and longest pause of any thread, in seconds. The longest pause is short enough for a
+quick end.
+"""
 _WORKERS = 2
 _LOOP, _WORK = 0, 1
 P = ParamSpec("P")
@@ -224,9 +232,9 @@ T = TypeVar("T")
 
 
 class Pace:
-    """Limits the computing time of the service, with half of it for the event loop and half for the workers.
+    """Limits the computing time of the service: half of it for the event loop, and half for the worker threads.
 
-    Either half may use time that the other does not need. Thread-safe.
+    The event loop may use time that the workers do not need, and the reverse. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -236,8 +244,9 @@ class Pace:
         self._ended = False
 
     def spend(self, part: int, computed: float = 0.0) -> float:
-        """Note how many seconds a thread of the loop or of the workers has computed, and return how many seconds it
-        must pause.
+        """Note that a thread has computed for `computed` seconds, and return how many seconds the thread must pause.
+
+        `part`: whether the thread belongs to the event loop (`_LOOP`) or to the workers (`_WORK`).
         """
         with self._lock:
             now, left = time.monotonic(), self._left
@@ -249,7 +258,9 @@ class Pace:
             return 0.0 if self._ended else max(0.0, -left[part] / _SHARE)
 
     def work(self, call: Callable[[], T]) -> T:
-        """Run `call` on the thread of a worker as soon as the workers may compute again, and return its result."""
+        """Run `call` in the calling thread, a worker, as soon as the workers may compute again. Return the result of
+        `call`.
+        """
         while pause := self.spend(_WORK):
             time.sleep(min(max(pause, _MIN_PAUSE), _MAX_PAUSE))
         begun = time.thread_time()
@@ -259,7 +270,7 @@ class Pace:
             self.spend(_WORK, time.thread_time() - begun)
 
     def end(self) -> None:
-        """End all pauses, now and later."""
+        """End all pauses of threads, and let later calls of `spend` return 0."""
         self._ended = True
 
 
@@ -286,7 +297,9 @@ class _PacedSelector(selectors.DefaultSelector):
 
 
 class _Workers(ThreadPoolExecutor):
-    """An executor with a few threads. The process can end without waiting for them, because their calls may hang."""
+    """An executor with a few threads. The process can end without waiting for these threads, because their calls may
+    hang.
+    """
 
     def __init__(self, pace: Pace) -> None:
         super().__init__(_WORKERS)
@@ -318,13 +331,13 @@ class _Workers(ThreadPoolExecutor):
             del job
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads after the work that callers still wait for. Returns at once."""
+        """End the threads after the work for which callers still wait. Returns at once."""
         for _ in range(_WORKERS):
             self._jobs.put(None)
 
 
 def paced_loop(pace: Pace | None = None) -> asyncio.AbstractEventLoop:
-    """Make an event loop and its executor, with a common `Pace`. Call it in the thread that runs the loop."""
+    """Make an event loop and its executor with a common `Pace`. Call this function in the thread that runs the loop."""
     pace = pace or Pace()
     loop = asyncio.SelectorEventLoop(_PacedSelector(pace))
     loop.set_default_executor(_Workers(pace))
@@ -339,7 +352,7 @@ _HEADER_BYTES = _READ_BYTES = 16 << 10
 _END_LIMIT = 5.0
 _MAX_CONNECTIONS = 128
 _SHARE_OF_FILES = 8
-"""Connections may take 1/8 of the files that the process may open."""
+"""Connections may take one of this number of parts of the files that the process may open: an eighth."""
 
 
 def max_connections() -> int:
@@ -371,14 +384,14 @@ class _Door(socket.socket):
         return connection, address
 
     def remove(self) -> None:
-        """Remove the socket's file, unless it is the file of another server by now."""
+        """Remove the socket's file, unless the file now belongs to another server."""
         with suppress(OSError):
             if self._file and self.fileno() >= 0 and os.path.samestat(self._file, os.stat(self.path)):
                 os.unlink(self.path)
         self._file = None
 
     def give_back(self) -> None:
-        """Remove the file and end listening. Idempotent."""
+        """Remove the socket's file and end listening. Idempotent."""
         self.remove()
         self.close()
 
@@ -402,10 +415,10 @@ def _config(app: FastAPI, *, first: bool) -> Config:
 
 
 class AgentServer:
-    """Serves an application at `url`, in a separate thread, until `close`.
+    """Serves an application at `url`, in a separate thread, until `close` is called.
 
-    `inside`: a function that returns a second address, for the other engines of the server, so that clients cannot use
-    up their connections. If it raises OSError, the engine works without the others.
+    `inside`: a function that returns a second address, for the other engines of the server. Clients then cannot use up
+    the connections of these engines. If the function raises OSError, the engine works without the others.
     """
 
     def __init__(
@@ -438,7 +451,9 @@ class AgentServer:
         thread = threading.get_ident()
 
         def matters(record: logging.LogRecord) -> bool:
-            """Drop records of errors that wrong bytes from outside cause, with which anybody could fill the log."""
+            """Return False for records of errors that wrong bytes from clients cause, because clients could fill the
+            log with such records.
+            """
             error = record.exc_info and record.exc_info[1]
             return record.thread != thread or (error is not None and not isinstance(error, LocalProtocolError))
 
@@ -460,7 +475,7 @@ class AgentServer:
         await asyncio.gather(*(server.serve([door]) for server, door in zip(self._servers, self._doors, strict=True)))
 
     def close(self) -> None:
-        """End the server, within seconds. Idempotent."""
+        """End the server within seconds. Idempotent."""
         for door in self._doors:
             door.remove()
         for server in self._servers:
@@ -475,6 +490,6 @@ class AgentServer:
 
 
 def _failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error on the loop, unless uvicorn refused bytes after it had begun to answer."""
+    """Log an error of the event loop, unless uvicorn refused bytes after it had begun to answer."""
     if not isinstance(context.get("exception"), LocalProtocolError):
         loop.default_exception_handler(context)

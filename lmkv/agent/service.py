@@ -39,11 +39,11 @@ ADVICE = {
     "switched_off": "An audit has found a wrong chunk, and audit_action ends all loads: see the log, then restart.",
     "unidentified": "lmkv cannot identify the weights, the adapter or an image of this request: see the log.",
 }
-"""Reason of a miss -> its meaning and advice."""
+"""For each reason of a miss, the meaning of the reason and advice."""
 
 
 def explained(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report with an `explanation`."""
+    """Return the report of a request with an `explanation` of its misses in words."""
     return {**report, "explanation": " ".join(_sentences(report))}
 
 
@@ -60,24 +60,25 @@ def _miss(missed: Mapping[str, Any]) -> str:
 
 
 _MAX_KEYS = 1 << 18
-"""Largest number of keys of all named prefetches."""
+"""Largest number of keys of all named prefetches together."""
 _OF_A_CALL = r"(?:(\d+)_)?{}(?:[-_](\d+))?(?:-[0-9a-f]{{8}})?"
-"""vLLM's id of a request: [number of the answer_] id of the caller [-number of the prompt] [-eight hexadecimal
-digits]."""
+"""A pattern for the id of a request in vLLM. Its parts are: [number of the answer_] id in the answer [-number of the
+prompt] [-eight hexadecimal digits].
+"""
 _USUAL, _WIDEST = 8, 128
-"""Characters per token: more than the average of texts, and the largest possible number."""
+"""Characters per token: a number above the average of texts, and the largest possible number."""
 _AT_A_CUT = 256
-"""How many tokens more a text may have after it was cut, at the place of the cut."""
+"""Number of additional tokens that a text may have at the place where it was cut."""
 _SHARED_LOOKUP_LIMIT = 1.0
-"""Seconds that a lookup waits for shared tiers."""
+"""Seconds that a lookup waits for the answers of shared tiers."""
 
 
 @frozen
 class Prompt:
     """A prompt: exactly one of a text, the messages of a chat, and token ids.
 
-    `cache_salt`, `tags`: the values of the prompt's requests, which hit only chunks with equal values. `template`:
-    further arguments of the chat's template, such as `tools`.
+    `cache_salt`, `tags`: the salt and tags of the prompt's requests. A request hits only chunks that were stored with
+    an equal salt and equal tags. `template`: further arguments of the chat's template, such as `tools`.
     """
 
     text: str | None = None
@@ -89,30 +90,38 @@ class Prompt:
 
 
 Tokenize = Callable[[str | Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequence[int]]
-"""Token ids of a text, or of a chat's messages with `Prompt.template`, without the beginning of an answer."""
+"""A function that returns the token ids of a text or of a chat. It takes the text or messages, and
+`Prompt.template`. The result ends before the beginning of an answer.
+"""
 
 RootOf = Callable[[str | None, Mapping[str, str]], bytes | None]
-"""Returns the root of the keys of prompts with this cache salt and these tags, or None if it is unknown.
+"""A function that returns the root of the keys of prompts, or None if the root is unknown. It takes their cache salt and
+tags.
 
-    Pins and sessions belong to this root."""
+The root owns the pins, prefetches and sessions of these prompts.
+"""
 
 KeysOf = Callable[[Sequence[int], str | None, Mapping[str, str]], list[ChunkKey]]
-"""Returns the keys of a prompt's chunks, given its tokens, cache salt and tags."""
+"""A function that returns the keys of a prompt's chunks. It takes the prompt's tokens, cache salt and tags."""
 
 Requests = Callable[[], Mapping[str, Any]]
-"""Returns the last `requests`, newest first, their whole `ids`, and the sums `lookup_tokens` and `hit_tokens`."""
+"""A function that returns the reports of the last `requests`, newest first, their complete `ids`, and the sums
+`lookup_tokens` and `hit_tokens`.
+"""
 
 
 ClearNamespace = Callable[[str], int]
-"""Deletes the chunks of the namespace that begins with these digits, and returns their number."""
+"""A function that deletes the chunks of a namespace, and returns the number of these chunks. It takes the first
+digits of the namespace.
+"""
 
 
 Deleted = Callable[[Sequence[ChunkKey] | None], None]
-"""Is called with the keys that a caller has deleted, or None for all keys."""
+"""A function that is called with the keys of chunks that a caller has deleted, or with None for all keys."""
 
 
 def _characters(message: Mapping[str, Any]) -> int:
-    """Return the number of characters of a message's text, which may have parts."""
+    """Return the number of characters in a message's content, which is a text or a list of parts."""
     content = message.get("content")
     parts = [each.get("text") for each in content if isinstance(each, dict)] if isinstance(content, list) else [content]
     return sum(len(part) for part in parts if isinstance(part, str))
@@ -122,7 +131,9 @@ _NO_REQUESTS = {"lookup_tokens": 0, "hit_tokens": 0, "requests": [], "ids": []}
 
 
 class _Prefetch(NamedTuple):
-    """A named prefetch. `ended`: a future that is cancelled when its reads have ended, or when nobody wants it."""
+    """A named prefetch. `ended`: a future that is cancelled when the reads of the prefetch have ended, or when the
+    prefetch is cancelled.
+    """
 
     promotion: Promotion
     keys: Sequence[ChunkKey]
@@ -144,17 +155,17 @@ class CacheService:
     store : TieredStore
         The store of the engine. The service does not close it.
     keys_of, tokenize
-        Functions that make the keys of a prompt, and the tokens of a text or chat.
+        Functions that return the keys of a prompt, and the tokens of a text or chat (see `KeysOf` and `Tokenize`).
     chunk_size : int
         Tokens per chunk.
     pin_ttl : float
         Seconds for which pins and prefetches last by default.
     root_of : callable, optional
-        Returns the owner of a prompt's pins, prefetches and sessions; by default there is one owner.
+        Returns the owner of a prompt's pins, prefetches and sessions (see `RootOf`). By default, all have one owner.
     requests : callable, optional
         Returns the reports of the engine's requests.
     clear_namespace : callable, optional
-        Deletes a namespace of the engine's folder.
+        Deletes the chunks of a namespace in the engine's folder (see `ClearNamespace`).
     deleted : callable, optional
         Is called with the keys of deleted chunks.
     longest : int, optional
@@ -169,7 +180,7 @@ class CacheService:
     Raises
     ------
     UsageError
-        Each call raises it for a prompt that is invalid or longer than `longest`.
+        A call got a prompt that is invalid or has more than `longest` tokens.
 
     Notes
     -----
@@ -235,10 +246,10 @@ class CacheService:
         return {"total_tokens": len(tokens), "hit_tokens": sum(sources.values()), "sources": sources}
 
     def prefetch(self, prompt: Prompt, name: str) -> tuple[Callable[[], dict[str, Any]], Future[None]]:
-        """Start to load a prompt's chunks into host memory, where they stay for `pin_ttl` seconds.
+        """Start to load a prompt's chunks into host memory, where the chunks stay for `pin_ttl` seconds.
 
-        Returns a function that returns the progress, and a future that is cancelled when the prefetch ends. A later
-        prefetch with the same `name` replaces this one.
+        Returns `(progress, ended)`: a function that returns the progress, and a future that is cancelled when the
+        prefetch ends. A later prefetch with the same `name` replaces this prefetch.
         """
         tokens, keys = self._read(prompt)
         keys = self._found(keys, len(tokens)) if self._boundaries.states else keys
@@ -257,7 +268,10 @@ class CacheService:
         return None if prefetch is None else self._state(name, prefetch)
 
     def cancel(self, name: str, instead: _Prefetch | None = None) -> bool:
-        """Stop a prefetch and release its chunks, and return whether it existed."""
+        """Stop the prefetch with this name and release its chunks, and return whether there was such a prefetch.
+
+        `instead`: a prefetch that takes the name.
+        """
         with self._lock:
             prefetch = self._prefetches.pop(name, None)
             if instead is not None:
@@ -272,7 +286,7 @@ class CacheService:
     ) -> bool:
         """Let the chunks that belong only to this session be evicted first, and return whether the session was known.
 
-        A session with the same name but another salt or other tags is a different session.
+        `name`: the session's id. A session with the same name but another salt or other tags is a different session.
         """
         owner = self._root_of(cache_salt, tags)
         return owner is not None and self._store.hints.end_session(owner, name)
@@ -281,7 +295,9 @@ class CacheService:
         return self._root_of(prompt.cache_salt, prompt.tags) or b""
 
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
-        """Keep those first chunks of a prompt that host memory has, for `seconds` or the default time."""
+        """Keep a prompt's chunks in host memory for `seconds`, or for the default time. Only those first chunks
+        count that are there now.
+        """
         keys = self._boundaries.keys_to_promote(self._read(prompt)[1])
         seconds = self._pin_ttl if seconds is None else seconds
         return {
@@ -305,7 +321,9 @@ class CacheService:
         return {"deleted_chunks": count}
 
     def clear_namespace(self, beginning: str) -> dict[str, Any]:
-        """Delete the chunks of the one namespace that begins with these digits, as `lmkv inspect` shows them."""
+        """Delete the chunks of one namespace. `beginning`: the first digits of the namespace, as `lmkv inspect`
+        shows them.
+        """
         if self._clear_namespace is None:
             raise UsageError("this engine cannot clear other namespaces")
         return {"deleted_chunks": self._clear_namespace(beginning)}
@@ -325,10 +343,10 @@ class CacheService:
         return {name: value for name, value in self._requests().items() if name != "ids"}
 
     def explain(self, request: str) -> dict[str, Any] | None:
-        """Return a request's report with an explanation, or None if it is not among the last requests.
+        """Return a request's report with an explanation, or None if the request is not among the last requests.
 
         `request`: the id in vLLM's answer. A call with several prompts or answers consists of several requests. For
-        such a call the report of the first request is returned, with the reports of all requests in `parts`.
+        such a call, the result is the report of the first request, with the reports of all requests in `parts`.
         """
         ids = re.compile(_OF_A_CALL.format(re.escape(request)))
         parts: dict[tuple[int, int], dict[str, Any]] = {}
@@ -349,7 +367,7 @@ class CacheService:
         return tokens, self._keys_of(tokens, prompt.cache_salt, prompt.tags)
 
     def _found(self, keys: list[ChunkKey], tokens: int) -> list[ChunkKey]:
-        """Return the keys that a request with a prompt of `tokens` tokens may load, after shared tiers were asked."""
+        """Return the keys that a request with a prompt of `tokens` tokens may load. Ask shared tiers before."""
         if (lookup := self._store.look_up_shared(keys, self._boundaries.states)) is not None:
             lookup.wait(_SHARED_LOOKUP_LIMIT)
         # A hit that has to end behind a chunk leaves the last token to be computed.
@@ -357,7 +375,7 @@ class CacheService:
         return self._boundaries.stored_hit(keys[:whole]) if self._boundaries.states else keys
 
     def _states_of(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return the keys of the states after any of these chunks."""
+        """Return the keys of the recurrent layers' states that belong to any of these chunks."""
         return [state for key in keys for state in state_keys(key, self._boundaries.states)]
 
     def _check(self, tokens: int, more: str = "") -> None:
@@ -366,8 +384,8 @@ class CacheService:
             raise UsageError(f"{reason} (max_model_len)")
 
     def _tokens_of(self, prompt: Prompt) -> Sequence[int]:
-        """Return the tokens of a text or a chat. If it is much too long, raise UsageError without tokenizing all of
-        it.
+        """Return the tokens of a text or a chat. If the prompt is much too long, raise UsageError without tokenizing
+        all of it.
         """
         text, messages = prompt.text, prompt.messages or ()
         try:
@@ -386,7 +404,7 @@ class CacheService:
             raise UsageError(f"the tokenizer refuses this prompt with {type(error).__name__}") from error
 
     def _tokens(self, keys: Sequence[ChunkKey]) -> int:
-        """Return the number of tokens of these chunks; a state has none."""
+        """Return the number of tokens in the chunks of these keys. The key of a state counts as 0 tokens."""
         chunks = (key for key in keys if not isinstance(key, StateKey))
         return sum(key.tokens if isinstance(key, TailKey) else self._chunk_size for key in chunks)
 

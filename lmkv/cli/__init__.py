@@ -9,11 +9,11 @@ from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC, EPIPE
 from lmkv.errors import how_to_install
 
 _CORE = frozenset({"torch", "numpy", "cachetools", "aiofiles"})
-"""Dependencies of lmkv that commands for running servers do not need."""
+"""Dependencies of lmkv that are not needed by commands for running servers."""
 
 
 def main() -> None:
-    """Run the `lmkv` command, or name the extra to install when its dependencies are missing."""
+    """Run the `lmkv` command. If dependencies of the command are missing, name the extra to install."""
     try:
         from lmkv.cli.app import app
     except ModuleNotFoundError as error:

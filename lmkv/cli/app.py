@@ -1,4 +1,4 @@
-"""The application of the `lmkv` command: finds subcommands by name, and imports each only when it runs."""
+"""The application of the `lmkv` command: finds subcommands by name, and imports a subcommand only when it runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ COMMANDS = {
     "unpin": ("lmkv.cli.server", SERVERS, "End the pins of a prompt's chunks."),
     "record": ("lmkv.cli.server", SERVERS, "Record which chunks a server's requests use, for `lmkv simulate`."),
 }
-"""For each command its module, and its heading and line in the help."""
+"""For each command its module, its heading in the help, and its line in the help."""
 
 _SERVE = "vllm serve MODEL --kv-transfer-config, as the README has it"
 ELSEWHERE = {
@@ -59,12 +59,12 @@ ELSEWHERE = {
     **dict.fromkeys(("serve", "server", "start", "run"), _SERVE),
     **dict.fromkeys(("status", "stats", "monitor"), "lmkv top"),
 }
-"""For each name that users may try, the command that they want."""
+"""For each name that users may try, the command that such users want."""
 HINTS = {
     r"--(config|config-file|file)$": "name the file as an argument, without an option",
     r"extra argument\S* \(\S+:\d+\)": "give a server's address with --url",
 }
-"""For each form of a usage error, what to write instead."""
+"""For each form of a usage error, advice about what to write instead."""
 
 EXAMPLES = (
     "Examples:",
@@ -75,7 +75,9 @@ EXAMPLES = (
 
 
 class Commands(TyperGroup):
-    """The subcommands by name. The help needs only one line of each. A command is imported when it runs."""
+    """The subcommands by name. The help needs only one line for each command, so a command is imported only when it
+    runs.
+    """
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -98,7 +100,7 @@ class Commands(TyperGroup):
             raise
 
     def load(self, name: str) -> None:
-        """Import a command, with all its options."""
+        """Import a command with all its options, and return the command."""
         module, panel, _ = COMMANDS[name]
         found = getattr(import_module(module), "app" if name == "config" else name)
         if not isinstance(found, typer.Typer):

@@ -145,14 +145,16 @@ def copies(layers: int, chunks: int, rounds: int) -> Iterator[Row]:
 
 
 def wait_until_populated() -> None:
-    """Wait for the threads that map this process's slots, because a clock of CPU time counts their work as well."""
+    """Wait for the threads that map this process's slots, because a clock of CPU time also counts these threads."""
     for thread in threading.enumerate():
         if thread.name == "lmkv-populate":
             thread.join()
 
 
 def pages(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return functions that copy these blocks into an array, layer after layer, and back, without lmkv's slots."""
+    """Return two functions without lmkv's slots: the first copies these blocks into an array, layer after layer, and
+    the second copies the blocks back.
+    """
     rows = [tensor.view(torch.int64).flatten(1).numpy() for tensor in tensors]
     # Pages of 4 KiB, as slots have: numpy's own arrays have huge ones.
     memory = mmap.mmap(-1, len(rows) * len(blocks) * rows[0][0].nbytes)
@@ -172,7 +174,9 @@ def pages(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> tuple[Calla
 
 
 def lookup(rounds: int) -> Iterator[Row]:
-    """Measure the time from the tokens of a long prompt to its lease, compared with only hashing the tokens."""
+    """Measure the time from the tokens of a long prompt to a lease on its chunks. Compare it with the time to hash
+    the tokens.
+    """
     slot_bytes = 4096
     store = TieredStore(Tier(CPUPinnedBackend(1024 * slot_bytes, slot_bytes, populate=False), make_policy("LRU")))
     tokens = random.Random(0).choices(range(150_000), k=LONGEST)
@@ -188,7 +192,7 @@ def lookup(rounds: int) -> Iterator[Row]:
 
 
 def bare_chain(tokens: Sequence[int], chunk: int = CHUNK) -> list[bytes]:
-    """Compute chunk keys with the least work: one array conversion, one hash, and one digest per chunk."""
+    """Return chunk keys with the least possible work: one array conversion, one hash, and one digest per chunk."""
     data = memoryview(array("I", tokens)).cast("B")
     chain, keys = hashlib.sha256(NAMESPACE), []
     for start in range(0, len(data), 4 * chunk):
@@ -198,7 +202,9 @@ def bare_chain(tokens: Sequence[int], chunk: int = CHUNK) -> list[bytes]:
 
 
 def disk_rows(parent: Path, mib: int, rounds: int) -> Iterator[Row]:
-    """Measure writes without fsync, as the disk tier makes by default, and cold reads, compared with plain files."""
+    """Measure writes without fsync, as the disk tier makes by default, and reads that are not cached. Compare both
+    with plain files.
+    """
     nbytes, count = mib * MIB, 8
     memory = memoryview(mmap.mmap(-1, count * nbytes))
     for at in range(0, len(memory), MIB):
@@ -256,8 +262,10 @@ def drop_caches(folder: Path) -> None:
 
 
 def first_tokens(tokens: int, model: str | None, parent: Path, host_gib: float, rounds: int) -> Iterator[Row]:
-    """Measure new and repeated prompts on vLLM alone and with lmkv. Engines with the small model run at the same time,
-    and answer in turn. A `model` of the user may fill the device, so its engines run one after the other.
+    """Measure new and repeated prompts on vLLM alone and on vLLM with lmkv.
+
+    Engines with the small model run at the same time, and answer in turn. A `model` of the user may fill the device, so
+    its engines run one after the other.
     """
     with tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=parent) as name:
         folder = Path(name)
@@ -313,7 +321,7 @@ def hit_specs(folder: Path, tokens: int, model: str | None, host_gib: float) -> 
 
 
 def hit_in(name: str, answer: Answer, tokens: int) -> None:
-    """Raise RuntimeError unless most of a repeated prompt was found, and all of it in the expected tier."""
+    """Raise RuntimeError unless most of a repeated prompt was found, and every found token was in the tier `name`."""
     below = sum(count for tier, count in answer.sources.items() if tier != "cpu")
     mixed = below and answer.sources.get("cpu")
     if answer.hit_tokens <= tokens // 2 or (name == DISK) != bool(below) or mixed:

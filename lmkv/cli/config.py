@@ -73,9 +73,10 @@ def show(
 
 
 def answer_of(file: Path | None, env: Mapping[str, str], extra: Mapping[str, object], ranks: int | None) -> Answer:
-    """Return the meaning of all settings.
+    """Return the meaning of all given settings.
 
-    A file of LMCache, of variables or of a command counts alone, and a file of lmkv counts with the environment.
+    `file`: if it is a file of LMCache, of variables or of a command, only its settings count. A file of lmkv counts
+    together with `env`.
     """
     # A pipe can be read only once.
     if file is not None and file.is_file():
@@ -106,7 +107,7 @@ def end(answer: Answer, *, as_json: bool) -> None:
 
 
 def show_table(settings: list[Setting], remarks: list[str]) -> None:
-    """Print a table of settings. It uses `Text`, because rich would read markup in a str."""
+    """Print a table of settings. The cells are `Text` objects, because rich would read markup in a str."""
     table = Table("setting", "value", "source", header_style="bold")
     for setting in settings:
         table.add_row(Text(setting.name), Text(str(setting), overflow="fold"), Text(setting.source, overflow="fold"))
@@ -152,7 +153,7 @@ def check(
 
 
 def odd_folder(setting: str, folder: str) -> str:
-    """Return a warning about a path that is probably a mistake."""
+    """Return a warning about a folder that is probably a mistake, or "". `setting`: the name of the setting."""
     path = Path(folder)
     if not path.is_absolute():
         return f"{setting} {folder} is relative to the folder in which the server starts: write an absolute path"
@@ -164,7 +165,9 @@ def odd_folder(setting: str, folder: str) -> str:
 
 
 def looked_at(answer: Answer) -> Answer:
-    """Try the folders, secret files and addresses of the settings on this machine, and add what was found."""
+    """Return the answer with the problems that the folders, secret files and addresses of its settings have on this
+    machine.
+    """
     config = answer.config
     if config is None:
         return answer
@@ -189,7 +192,7 @@ def looked_at(answer: Answer) -> Answer:
 
 
 def refusal(call: Callable[[], object]) -> list[str]:
-    """Return the error of a call, if there is one."""
+    """Return the error of a call as a list with one text, or an empty list if the call succeeds."""
     try:
         call()
     except ConfigError as error:
@@ -198,7 +201,7 @@ def refusal(call: Callable[[], object]) -> list[str]:
 
 
 def unconnected(config: Config, url: RemoteURL) -> None:
-    """Raise ConfigError if a server would refuse this address; connects to nothing."""
+    """Raise ConfigError if the start of a server would refuse this address. Connects to no store."""
     module = {"redis": "redis", "s3": "obstore"}.get(url.scheme if url.store_kind == "objects" else url.store_kind)
     if module is None or find_spec(module) is None:
         return
@@ -215,7 +218,11 @@ def unconnected(config: Config, url: RemoteURL) -> None:
 
 
 def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
-    """Return the meaning of the settings of a file, or of a command line."""
+    """Return the meaning of the settings in a file or a command line, and the translated command if there is one.
+
+    `words`: the path of a file, or a command line after `--`. `ranks`: number of ranks of the engine. `migrate`:
+    whether the settings must be LMCache's.
+    """
     if len(words) == 1 and re.match(r"[A-Za-z_]\w*=", words[0]):
         raise ConfigError(f"{words[0].partition('=')[0]} is a variable without a command: {command_lines.GIVE_COMMAND}")
     if len(words) == 1:
@@ -227,8 +234,9 @@ def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) ->
 
 
 def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
-    """Return the meaning of a file's settings, and its command if it has one. `migrate`: whether they must be
-    LMCache's.
+    """Return the meaning of a file's settings, and the translated command if the file has one.
+
+    `ranks`: number of ranks of the engine. `migrate`: whether the settings must be LMCache's.
     """
     if is_of_variables(file):
         try:
@@ -276,7 +284,9 @@ def is_of_variables(file: Path) -> bool:
 
 
 def variables_in(text: str) -> dict[str, str]:
-    """Return the variables of an env file, without remarks. Raises ConfigError for a line that is not NAME=VALUE."""
+    """Return the variables of an env file, without its comments. Raises ConfigError for a line that is not
+    NAME=VALUE.
+    """
     found: dict[str, str] = {}
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if line and not line.startswith("#"):
@@ -288,7 +298,7 @@ def variables_in(text: str) -> dict[str, str]:
 
 
 _SETTINGS = ("", ".yaml", ".yml", ".json")
-"""Suffixes of files that have only settings."""
+"""Suffixes of files that have only settings, and no command."""
 
 
 def own_keys() -> set[str]:
@@ -349,7 +359,7 @@ def command_line(command: Command, settings: Mapping[str, object]) -> str:
 
 
 def written(value: object) -> object:
-    """Return a value in the form of a YAML file, passwords included."""
+    """Return a value as lmkv's YAML file has it, including passwords."""
     if isinstance(value, Secret):
         return value.value
     if isinstance(value, tuple):
@@ -358,7 +368,7 @@ def written(value: object) -> object:
 
 
 def left_out(answer: Answer) -> Iterator[str]:
-    """Yield each key of LMCache's that lmkv's file does not have, and why."""
+    """Yield each key of LMCache that lmkv's file does not have, and the reason."""
     for each in answer.readings:
         if each.kind != "used":
             yield f"Left out{', although the setting matters' * (each.kind == 'refused')}: {each.in_words}"

@@ -33,9 +33,11 @@ CHUNK_TOKENS = 256
 ANSWER_TOKENS = 16
 PROMPTS = 3
 KV_ROOM = 1.1
-"""Size of vLLM's KV cache, in prompts. The two prompts between a prompt and its repetition evict all of its KV."""
+"""Size of vLLM's KV cache in prompts. The two prompts between a prompt and its repetition evict all KV of that
+prompt.
+"""
 LARGEST_BLOCK = 128
-"""Tokens in a block of vLLM's KV space: 128 on a CPU, fewer on a GPU."""
+"""Number of tokens in a block of vLLM's KV space: 128 on a CPU, fewer on a GPU."""
 WRITE_TIMEOUT = 120.0
 PATIENCE = 5.0
 
@@ -43,7 +45,7 @@ Progress = Callable[[str], None]
 
 
 class Medium(StrEnum):
-    """Where the repeated prompts are loaded from."""
+    """The tier from which the repeated prompts are loaded."""
 
     RAM = "ram"
     DISK = "disk"
@@ -92,7 +94,9 @@ def demo(
 
 @frozen(kw_only=True)
 class Plan:
-    """Prompts of `tokens` tokens for a model, in engines with KV space for little more than one."""
+    """The plan of the demo: prompts of `tokens` tokens, in engines of `model` with KV space for little more than one
+    prompt.
+    """
 
     tokens: int = 8000
     model: SmallModel = field(factory=SmallModel)
@@ -102,11 +106,13 @@ class Plan:
         return self.tokens + ANSWER_TOKENS
 
     def gib(self, prompts: int) -> float:
-        """Return the memory for this number of prompts, and a little more."""
+        """Return the GiB of memory that this number of prompts needs, with a reserve of a tenth."""
         return KV_ROOM * prompts * self.max_tokens * self.model.kv_bytes_per_token / 2**30
 
     def spec(self, settings: dict[str, Any]) -> EngineSpec:
-        """Return the engine to start. Its host memory takes every prompt, so that lmkv evicts nothing."""
+        """Return the description of an engine to start. Its host memory has space for every prompt, so that lmkv
+        evicts nothing.
+        """
         blocks = int(self.max_tokens * KV_ROOM) // LARGEST_BLOCK + 2
         host = {"chunk_size": CHUNK_TOKENS, "local_cpu": True, "max_local_cpu_size": self.gib(PROMPTS + 1)}
         return EngineSpec(
@@ -119,18 +125,20 @@ class Plan:
 
     @property
     def expected_hit(self) -> float:
-        """Number of tokens of a hit: vLLM always computes the last one. A hit of a lower tier may have whole chunks
-        only."""
+        """Smallest number of tokens that count as a full hit. vLLM always computes the last token, and a lower tier
+        may have only whole chunks.
+        """
         return min(0.98 * (self.tokens - 1), (self.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
 
 
 @frozen(kw_only=True)
 class Measurement:
-    """The results of the demo. `speedup`: how many times faster the last repetition is than the cold prompts.
+    """The results of the demo. `speedup`: the time of cold prompts divided by the time of the last repetition.
 
-    `hit_tier`: the tier with most of the hit. `warm_ttft_s`: seconds to the first token with chunks in host memory.
-    `disk_ttft_s`, `direct_io`: seconds with chunks on disk, after a restart, and whether O_DIRECT was used.
-    `remote_ttft_s`: seconds in another engine, with chunks in a remote store.
+    `hit_tier`: the tier with most tokens of the hit. `warm_ttft_s`: seconds to the first token with chunks in host
+    memory. `disk_ttft_s`: seconds to the first token after a restart, with chunks on disk. `direct_io`: whether this
+    disk was read with O_DIRECT. `remote_ttft_s`: seconds to the first token in another engine, with chunks in a remote
+    store.
     """
 
     prompt_tokens: int
@@ -156,7 +164,10 @@ class Measurement:
 
 
 def measure(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, keep: bool) -> Measurement:
-    """Send new prompts, and repeat them. With a lower tier, repeat them again in another engine."""
+    """Send new prompts, and repeat these prompts. With a lower tier, repeat the prompts again in another engine.
+
+    `disk`, `url`: where the chunks of a lower tier are. `keep`: whether to keep the folder of the demo.
+    """
     with ExitStack() as stack:
         folder = stack.enter_context(demo_folder(None, keep=keep))
         echo = stack.enter_context(progress())
@@ -188,7 +199,9 @@ def measure(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, kee
 
 
 def disk_settings(plan: Plan, folder: Path) -> tuple[dict[str, Any], FolderFacts]:
-    """Return the settings of a disk tier with room for every prompt. Raises NoSpaceError if the disk has less."""
+    """Return the settings of a disk tier with space for every prompt. Raises NoSpaceError if the disk has less
+    space.
+    """
     facts = try_folder(folder)
     size = plan.gib(PROMPTS + 2) + 0.1
     found = {"local_disk": str(folder), "max_local_disk_size": size, "disk_min_free": 1.0}
@@ -201,7 +214,9 @@ def disk_settings(plan: Plan, folder: Path) -> tuple[dict[str, Any], FolderFacts
 
 
 def answering(url: str) -> str:
-    """Return the URL after a test of its store, because vLLM takes minutes to start. Raises LmkvError."""
+    """Return the URL after a test of its store, because vLLM takes minutes to start. Raises LmkvError if the store
+    does not answer.
+    """
     config = Config.load(extra={"remote_url": url, "remote_timeout": PATIENCE})
     for verb, reason in refusals(config, config.remote_url[0]).items():
         raise UsageError(f"{mask_secrets(url)}: {verb} fail: {reason}; {remedy(verb, reason)}")
@@ -212,10 +227,10 @@ def answering(url: str) -> str:
 def started(
     plan: Plan, settings: dict[str, Any], folder: Path, title: str, number: int, echo: Progress
 ) -> Iterator[EngineProcess]:
-    """Provide an engine that is ready to answer, ended afterwards.
+    """Provide an engine that is ready to answer, and end the engine afterwards.
 
-    It has already answered prompt `number`: the first long prompt also waits for buffers and kernels, which must not
-    count in lmkv's favour.
+    The engine has already answered prompt `number`. The first long prompt also waits for buffers and kernels, which
+    would make the comparison unfair in lmkv's favour.
     """
     echo(title)
     with closing(EngineProcess(plan.spec(settings), folder)) as engine:
@@ -233,7 +248,9 @@ def ask_in_turn(how: str, plan: Plan, engine: EngineProcess, echo: Progress) -> 
 
 
 def wait_for_files(disk: Path, wanted: int, echo: Progress) -> None:
-    """Wait until `wanted` chunks are on disk, for at most WRITE_TIMEOUT seconds. Then continue with what is there."""
+    """Wait until `wanted` chunks are on disk, for at most WRITE_TIMEOUT seconds. Then continue with the chunks that
+    are there.
+    """
     echo(f"waiting for {wanted} chunks to be on disk")
     deadline = time.monotonic() + WRITE_TIMEOUT
     while (found := sum(1 for _ in disk.rglob("*.kv1"))) < wanted:
@@ -253,7 +270,9 @@ def summarize(
     tier: Medium,
     facts: FolderFacts | None = None,
 ) -> Measurement:
-    """Return the results: the best of all times, because disturbances only add to them, and the worst other values."""
+    """Return the results: the shortest of all times, because disturbances only lengthen times, and the worst of all
+    other values.
+    """
     below = tier is not Medium.RAM
     cold_ttft_s, loaded_ttft_s = fastest(cold), fastest(loaded)
     hit_tokens = min(answer.hit_tokens for answer in loaded)
@@ -295,7 +314,7 @@ def same_outputs(*runs: Sequence[Answer]) -> bool:
 
 @contextmanager
 def demo_folder(parent: Path | None, *, keep: bool) -> Iterator[Path]:
-    """Provide a temporary folder, in `parent` if given."""
+    """Provide a temporary folder, below `parent` if it is given. `keep`: whether the folder remains."""
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="lmkv-demo-", dir=parent))

@@ -79,7 +79,7 @@ def size_of(model: Path, dtype: KVDtype, ranks: int) -> KVSize:
 
 
 def show(findings: Iterable[Finding], *, show_all: bool = False) -> list[Finding]:
-    """Print each area as soon as it is examined, then a verdict. Return the findings."""
+    """Print the findings of each area as soon as the area is examined, then a verdict. Return the findings."""
     # rich would read markup in a str, and does not in a `Text`.
     console, seen, hidden = Console(highlight=False), list[Finding](), 0
     for area, group in groupby(findings, key=lambda found: found.area):
@@ -106,7 +106,7 @@ def show(findings: Iterable[Finding], *, show_all: bool = False) -> list[Finding
 
 
 _NAMES = 24
-"""Width of the column of names, wider where a name is longer."""
+"""Width of the column of names in characters. The column is wider where a name is longer."""
 
 
 def is_default(found: Finding) -> bool:
@@ -120,7 +120,9 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def values_and_notes(findings: list[Finding], room: int) -> Iterator[tuple[Text, Text]]:
-    """Yield the names and values, with notes next to them, or below if a column would break words."""
+    """Yield `(name, text)` for each finding, with notes next to the values, or below them if a column would break
+    words.
+    """
     beside = [found for found in findings if len(found.value) + 2 + len(found.note) <= room]
     width = max((len(found.value) for found in beside), default=0)
     for found in findings:

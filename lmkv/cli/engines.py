@@ -33,13 +33,15 @@ START_TIMEOUT, ANSWER_TIMEOUT, END_TIMEOUT = 900.0, 1800.0, 15.0
 LOG = "vllm.log"
 LOG_CHARACTERS = 4000
 VOCABULARY = 1000
-"""Prompts consist of random token ids below this number, which every model has."""
+"""Prompts of measurements consist of random token ids below this number, because every model has these ids."""
 MAX_SOCKET_FOLDER = 70
-"""Largest length of a folder's path. The names of vLLM's sockets follow it, and the whole path has a limit."""
+"""Largest number of characters of a folder's path. The names of vLLM's sockets follow the path, and the length of
+the whole path is limited.
+"""
 WRITES_ENDED = 0.5
-"""Seconds without a new chunk after which a tier counts as written."""
+"""Seconds without a new chunk after which all writes to a tier count as ended."""
 SHARED_DEVICE = {"gpu_memory_utilization": 0.1}
-"""Options of engines that share a device."""
+"""Options of engines that share a device with other engines."""
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -62,10 +64,10 @@ def _small_model(value: Any) -> Any:
 class EngineSpec:
     """Describes a vLLM engine to start. `model`: a name or a path, or a model with random weights to write.
 
-    `max_tokens`: longest request. `kv_bytes`: vLLM's KV space, None for its default. `prefix_caching`: whether vLLM's
-    prefix cache is on; without it, only the connector finds repeated prompts. `settings`: those of the connector; None
-    for an engine without a connector. `connector_module`: the module of a connector that vLLM does not know by name.
-    `options`: further arguments of vLLM's `LLM`.
+    `max_tokens`: number of tokens of the longest request. `kv_bytes`: size of vLLM's KV space; None for vLLM's default.
+    `prefix_caching`: whether vLLM's prefix cache is on. Without this cache, only the connector finds repeated prompts.
+    `settings`: the settings of the connector; None for an engine without a connector. `connector_module`: the module of
+    a connector that vLLM does not know by name. `options`: further arguments of vLLM's `LLM`.
     """
 
     model: SmallModel | str = field(converter=_small_model)
@@ -82,20 +84,20 @@ class EngineSpec:
 
 
 class ChildFailedError(RuntimeError):
-    """A child process has ended, or has not answered in time. The message ends with its last log lines."""
+    """A child process has ended, or has not answered in time. The message ends with the last log lines of the child."""
 
 
 def same_code() -> dict[str, str]:
-    """Return the environment variables that make a child import the lmkv of this process, not another installed one."""
+    """Return the environment variables that make a child process import the same lmkv as this process."""
     here, others = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": f"{here}{os.pathsep}{others}" if others else here}
 
 
 class ChildProcess:
-    """A child process in a separate process group: runs `command`, a program that answers `Questions`.
+    """A child process in a separate process group. It runs `command`, a program that answers `Questions`.
 
-    Its output goes to `folder`/vllm.log. It imports the lmkv of this process. `env`: overrides this process's
-    variables.
+    The output of the child goes to `folder`/vllm.log. The child imports the lmkv of this process. `env`: environment
+    variables that override those of this process.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
@@ -113,7 +115,9 @@ class ChildProcess:
             )
 
     def ask(self, question: object, timeout: float = ANSWER_TIMEOUT) -> Any:
-        """Send a question and wait for its answer. Raises ChildFailedError."""
+        """Send a question to the child and return the answer. Raises ChildFailedError if the child ends or does not
+        answer in time.
+        """
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         # If the child has exited, `readline` below returns "".
@@ -141,13 +145,13 @@ class ChildProcess:
         self._child.wait()
 
     def leave(self) -> None:
-        """Tell the child to end, without waiting for it, because vLLM takes some seconds."""
+        """Tell the child to end, without waiting for its end, because vLLM takes some seconds."""
         assert self._child.stdin is not None
         with suppress(OSError):
             self._child.stdin.close()
 
     def close(self) -> None:
-        """Tell the child to end, wait for it, and kill it after END_TIMEOUT seconds. Idempotent."""
+        """Tell the child to end, and wait for its end. Kill the child after END_TIMEOUT seconds. Idempotent."""
         self.leave()
         end(self._child, END_TIMEOUT)
         assert self._child.stdout is not None
@@ -155,9 +159,9 @@ class ChildProcess:
 
 
 def end(child: subprocess.Popen[str], timeout: float) -> None:
-    """Wait until a child's process group has ended, for at most `timeout` seconds, and kill the rest of it.
+    """Wait until a child's process group has ended, for at most `timeout` seconds. Then kill the remaining processes.
 
-    The child's end is not enough: the last process of the group removes vLLM's shared memory.
+    The child's end is not enough, because the last process of the group removes vLLM's shared memory.
     """
     deadline = time.monotonic() + timeout
     try:
@@ -180,10 +184,12 @@ def _has_ended(child: subprocess.Popen[str]) -> bool:
 
 @frozen(kw_only=True)
 class Answer:
-    """The result of one request: its output, the seconds to its first token, and how many tokens were not computed.
+    """The result of one request. `token_ids`: the output. `ttft_s`: seconds to the first token. `hit_tokens`: number of
+    tokens that were not computed.
 
-    `sources`: tokens that were loaded, by tier. `load_gb_s`: the speed of the copy to the device, in 1e9 bytes per
-    second. `load_s`: the seconds of this copy. `wait_s`: seconds that the request waited for lower tiers before it.
+    `sources`: number of loaded tokens, by tier. `load_gb_s`: the speed of the copy to the device, in 1e9 bytes per
+    second. `load_s`: the seconds of this copy. `wait_s`: seconds that the request waited for lower tiers before this
+    copy.
     """
 
     token_ids: tuple[int, ...] = field(converter=tuple)
@@ -198,8 +204,9 @@ class Answer:
 class EngineProcess(ChildProcess):
     """An engine in a separate process, ready to answer.
 
-    `folder`: the folder for its log, its sockets and a small model. `python`: an interpreter of an environment with
-    vLLM and the other imports of this module. `module`: the program, which `serve`s. Raises ChildFailedError.
+    `folder`: the folder for the engine's log and sockets, and for a small model. `python`: an interpreter of an
+    environment with vLLM and the other imports of this module. `module`: the program of the child, which calls `serve`.
+    Raises ChildFailedError if the engine does not start.
     """
 
     module = "lmkv.cli.engines"
@@ -219,8 +226,8 @@ class EngineProcess(ChildProcess):
         self.device: str = machine["device"]
 
     def send(self, seed: int, tokens: int, output_tokens: int = 1, *, prefetch: bool = False) -> Answer:
-        """Send the random prompt of a seed, alone, and wait for its answer. `prefetch`: whether lmkv keeps it in host
-        memory.
+        """Send alone the random prompt of a seed, and return the engine's answer. `prefetch`: whether lmkv promotes
+        the prompt's chunks and keeps them for a while.
         """
         return Answer(
             **self.ask({"seed": seed, "tokens": tokens, "output_tokens": output_tokens, "prefetch": prefetch})
@@ -234,8 +241,9 @@ def wait_until_settled(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until no chunk has been written for a while, so that writes in the background do not disturb a
-    measurement.
+    """Wait until no chunk has been written for a while, so that writes in the background do not disturb a measurement.
+
+    `count()`: a function that returns the number of written chunks. `timeout`: largest number of seconds to wait.
     """
     begun = since = clock()
     found = count()
@@ -249,10 +257,10 @@ def wait_until_settled(
 
 
 class Questions:
-    """The child's side: an iterator over the parent's questions, each of which must be answered. Other output is
-    logged.
+    """The child's side of the pipe: an iterator over the parent's questions. The child must answer each question. Other
+    output goes to the log.
 
-    Ends when the parent closes the pipe, or has ended.
+    The iterator ends when the parent closes the pipe, or has ended.
     """
 
     def __init__(self) -> None:
@@ -268,7 +276,9 @@ class Questions:
 
 
 def serve(answer: Callable[[LLM, Any], object], prepare: Callable[[], object] = lambda: None) -> NoReturn:
-    """Start the engine that the first message describes. Then answer each question with `answer`."""
+    """Start the engine that the first message describes. Then reply to each question with the result of `answer(llm,
+    question)`.
+    """
     questions = Questions()  # before vLLM prints anything
     spec = EngineSpec(**next(iter(questions)))
     prepare()
@@ -282,7 +292,9 @@ def serve(answer: Callable[[LLM, Any], object], prepare: Callable[[], object] = 
 
 
 def open_engine(spec: EngineSpec, folder: Path) -> LLM:
-    """Start vLLM in this process. `folder`: the folder for its sockets and a small model, which is written once."""
+    """Start vLLM in this process, and return its `LLM`. `folder`: the folder for its sockets and a small model,
+    which is written once.
+    """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if len(str(folder)) <= MAX_SOCKET_FOLDER:
@@ -323,7 +335,8 @@ def _transfer_config(spec: EngineSpec) -> Any:
 
 
 def ask(llm: LLM, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Send one prompt alone, and return the fields of an `Answer`. `prefetch`: makes lmkv keep it in host memory.
+    """Send one prompt alone, and return the fields of an `Answer`. The field `prefetch` of the question is an option of
+    the request.
 
     The time to the first token is vLLM's own figure, so later tokens, for the comparison of outputs, cost nothing.
     """

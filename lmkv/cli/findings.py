@@ -39,14 +39,16 @@ IMPORT_TIMEOUT = 300.0
 SERVERS_TIMEOUT = 10.0
 PROCESSES = Path("/proc")
 BLOCK, LARGE = 16, 4096
-"""Tokens of a block of vLLM, and of the largest chunk that different prompts often share."""
+"""Number of tokens of a block of vLLM, and number of tokens of the largest chunk that different prompts often share."""
 SMALL = 64 << 20
-"""Size of a tier in bytes below which the user probably did not mean GiB."""
+"""Size of a tier in bytes below which the user probably meant another unit than GiB."""
 
 
 @frozen
 class Finding:
-    """One fact. `problem`: why something will not work, with the remedy. `warning`: what differs from the settings."""
+    """One fact that `lmkv doctor` reports. `problem`: why something will not work, with the remedy. `warning`: how
+    the server will differ from the settings.
+    """
 
     area: str
     name: str
@@ -55,7 +57,7 @@ class Finding:
     problem: str = ""
     warning: str = ""
     refused: bool = False
-    """Whether the server refuses to start because of the problem."""
+    """Whether the server refuses to start because of `problem`."""
 
     @property
     def level(self) -> str:
@@ -111,14 +113,16 @@ def examine_readings(answer: Answer) -> Iterator[Finding]:
 
 
 def examine_configuration(config: Config) -> Iterator[Finding]:
-    """Report every setting, and where its value comes from."""
+    """Report every setting with its value, and where the value comes from."""
     for setting in config.describe():
         warning = odd_chunks(config.chunk_size) if setting.name == "chunk_size" else ""
         yield Finding("configuration", setting.name, str(setting), note=setting.source, warning=warning)
 
 
 def odd_chunks(tokens: int) -> str:
-    """Return a warning about a chunk size that is probably a mistake, or "" if there is none."""
+    """Return a warning about a chunk size that is probably a mistake, or "" for a usual size. `tokens`: the chunk
+    size.
+    """
     if tokens % BLOCK:
         size = f"vLLM's block size, {BLOCK} unless --block-size is set"
         return f"chunk_size {tokens} is not a multiple of {size}: lmkv rounds chunk_size up"
@@ -128,7 +132,7 @@ def odd_chunks(tokens: int) -> str:
 
 
 def examine_secrets(config: Config) -> Iterator[Finding]:
-    """Report whether secrets in files can be read, and the identifier of the authentication key."""
+    """Report whether secret files can be read, and the identifier of the authentication key."""
     for name in ("password", "token"):
         try:
             getattr(config, name)
@@ -159,7 +163,9 @@ EXTRAS = {
     "authentication_key": ("auth", ("cryptography",)),
     "authentication_key_file": ("auth", ("cryptography",)),
 }
-"""For each setting that needs an extra, the extra and its modules. Remote stores are tested by opening them."""
+"""For each setting that needs an extra, the extra and its modules. Modules of remote stores are tested when the
+stores are opened.
+"""
 
 
 def examine_extras(config: Config) -> Iterator[Finding]:
@@ -177,7 +183,7 @@ def examine_extras(config: Config) -> Iterator[Finding]:
 
 
 def examine_agent(config: Config) -> Iterator[Finding]:
-    """Report whether the server may listen at the agent's address."""
+    """Report whether the server may listen at the address of the agent API."""
     address = config.agent_listen
     if address is None:
         return
@@ -204,7 +210,7 @@ def examine_agent(config: Config) -> Iterator[Finding]:
 
 
 def examine_memory(config: Config) -> Iterator[Finding]:
-    """Report the limits of this machine, and the size of host memory within them."""
+    """Report the limits of this machine's memory, and the size of host memory within these limits."""
     yield Finding("memory", "available", gibibytes(machine.available_ram()))
     limit = machine.memory_limit()
     yield Finding("memory", "control group's limit", "none" if limit is None else gibibytes(limit))
@@ -222,7 +228,10 @@ def examine_memory(config: Config) -> Iterator[Finding]:
 
 
 def cut_down(setting: str, wanted: int, given: int) -> str:
-    """Return a warning about a size for which there is no space, or that is probably in another unit."""
+    """Return a warning about a size that is larger than the free space, or that is probably in another unit; else "".
+
+    `wanted`, `given`: the size of the setting and the size that lmkv would use, in bytes.
+    """
     if wanted < SMALL:
         return (
             f"{setting} is {wanted / (1 << 20):.3g} MiB, less than some chunks of a large model: the setting is in GiB"
@@ -233,7 +242,7 @@ def cut_down(setting: str, wanted: int, given: int) -> str:
 
 
 def examine_shared_memory(config: Config) -> Iterator[Finding]:
-    """Store a chunk in the folder, read it back, and name the medium."""
+    """Store a chunk in the folder of shared memory, read the chunk back, and report the medium of the folder."""
     folder = config.shared_memory
     if folder is None:
         return
@@ -260,14 +269,14 @@ def examine_shared_memory(config: Config) -> Iterator[Finding]:
 
 
 def unusable(setting: str, folder: str, error: Exception) -> str:
-    """Return a text about an error of a folder, with the remedy."""
+    """Return a text about the error that a setting's folder causes, with the remedy."""
     if not isinstance(error, OSError):
         return f"{setting} {folder}: {error}"
     return f"{setting} {folder}: {error.strerror or error}: name a folder that the server's user can write to"
 
 
 def examine_disk(config: Config) -> Iterator[Finding]:
-    """Store a chunk in the folder, and read it back."""
+    """Store a chunk in the folder of the disk tier, read the chunk back, and report the result."""
     if config.local_disk is None:
         yield Finding("disk", "folder", "none", note="no disk tier is configured")
         return
@@ -290,7 +299,9 @@ def examine_disk(config: Config) -> Iterator[Finding]:
 
 
 def examine_stores(config: Config) -> Iterator[Finding]:
-    """Write a chunk to each remote store, read it back and delete it; find the refused calls."""
+    """Write a chunk to each remote store, read the chunk back and delete it. Report the calls that the store
+    refuses.
+    """
     for url in config.remotes:
         name, wanted = url.store_kind, f"remote_url {url}"
         # Before the folder is made to try it.
@@ -313,7 +324,7 @@ def examine_stores(config: Config) -> Iterator[Finding]:
 
 
 def examine_model(size: KVSize) -> Iterator[Finding]:
-    """Report how many bytes the KV of a token takes."""
+    """Report how many bytes the KV of a token takes in the model."""
     yield Finding("model", "attention", size.attention, note=f"{size.layers} layers with separate KV")
     ranks = "" if size.parts == 1 else f", {size.rank_bytes:,} of each of {size.parts} ranks"
     yield Finding("model", "one token", f"{size.token_bytes:,} bytes", note=f"in {size.dtype}{ranks}")
@@ -353,7 +364,7 @@ def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
 
 
 def examine_plugins() -> Iterator[Finding]:
-    """Report the backends and policies of other packages, and whether they can be loaded."""
+    """Report the backends and policies of other packages, and whether Python can import them."""
     for group, kind in ((plugins.BACKENDS, "backend"), (plugins.POLICIES, "policy")):
         for name, place in plugins.installed(group).items():
             shown = f"{name}://" if group == plugins.BACKENDS else name
@@ -376,7 +387,7 @@ def examine_versions() -> Iterator[Finding]:
 
 
 def examine_device() -> Iterator[Finding]:
-    """Report the GPUs that torch sees, and how much memory this user may pin."""
+    """Report the GPUs that torch sees, and how many bytes of memory this user may pin."""
     try:
         import torch
     except ImportError as error:
@@ -394,7 +405,7 @@ def examine_device() -> Iterator[Finding]:
 
 
 def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Report whether vLLM will find the connector and be able to import it. vLLM need not be installed."""
+    """Report whether vLLM will find the connector and can import it. vLLM need not be installed."""
     try:
         installed = compat.vllm_version()
     except ImportError:
@@ -413,7 +424,7 @@ def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def plugin_finding(env: Mapping[str, str]) -> Finding:
-    """Report whether vLLM knows `LMKVConnector` by its name, without a module."""
+    """Report whether vLLM knows `LMKVConnector` by its name, without the name of its module."""
     name, way_out = "plugin", f'or name the module: "kv_connector_module_path": "{plugin.MODULE}"'
     if not entry_points(group="vllm.general_plugins", name="lmkv"):
         problem = f"lmkv's entry point is missing: install lmkv with pip, {way_out}"
@@ -426,9 +437,9 @@ def plugin_finding(env: Mapping[str, str]) -> Finding:
 
 
 def examine_servers() -> Iterator[Finding]:
-    """Report vLLM servers of this user on this machine whose options name lmkv, but also replace it.
+    """Report those vLLM servers of this user on this machine whose options name lmkv, but also replace lmkv.
 
-    Other users' processes are skipped, because they may name any number of files.
+    Other users' processes are skipped, because such processes may name any number of files.
     """
     others, late, until = 0, 0, time.monotonic() + SERVERS_TIMEOUT
     for process in sorted(PROCESSES.glob("[0-9]*")):
@@ -454,7 +465,9 @@ def examine_servers() -> Iterator[Finding]:
 
 
 def import_finding() -> Finding:
-    """Import the connector as vLLM does, in another process, because vLLM prints and stays in memory."""
+    """Import the connector as vLLM does, and report the result. The import runs in another process, because vLLM
+    prints and stays in memory.
+    """
     command = [sys.executable, "-c", f"import {plugin.MODULE}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT, check=False)

@@ -1,6 +1,6 @@
 """`lmkv inspect`, `lmkv prune` and `lmkv clear`: show and delete the chunks of a folder, by their names and headers.
 
-Engines may use the folder at the same time. If a chunk is deleted that an engine knows, it is a miss there.
+Engines may use the folder at the same time. If an engine looks for a deleted chunk, this is a miss.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ _TOKEN_BYTES = 4
 
 @frozen
 class Content:
-    """The folder of a namespace, and its chunks, least recently used first. `set_aside`: entries of `quarantine/`."""
+    """The folder of a namespace. `chunks`: its chunks, the least recently used first. `set_aside`: number of files
+    in `quarantine/`.
+    """
 
     root: Path
     digest: bytes
@@ -61,14 +63,18 @@ class Content:
 
 @define
 class Totals:
-    """The sums over all headers of a namespace. `damaged`: the reason for each file that cannot be served."""
+    """The sums over the headers of all chunks in a namespace. `damaged`: by file name, the reason why the file
+    cannot be served.
+    """
 
     tokens: int = 0
     damaged: dict[str, str] = field(factory=dict)
 
 
 def contents(root: Path, beginning: str = "") -> Iterator[Content]:
-    """Yield the content of each namespace below a root whose digest begins with `beginning`. Raises OSError."""
+    """Yield the content of each namespace in the folder `root`. `beginning`: first digits of the namespaces'
+    digests. Raises OSError.
+    """
     for digest in digests(root, beginning):
         try:
             yield _content(root, digest)
@@ -86,9 +92,9 @@ def _content(root: Path, digest: bytes) -> Content:
 
 
 def add_up(content: Content, advance: Callable[[], object], *, payloads: bool) -> Totals:
-    """Return the tokens and the damaged files of all chunks, and call `advance` after each chunk.
+    """Return the number of tokens in all chunks, and the damaged files. Call `advance` after each chunk.
 
-    Reads every header, and with `payloads` every payload. A chunk that is deleted meanwhile does not count.
+    Reads every header, and also every payload if `payloads` is true. A chunk that is deleted meanwhile does not count.
     """
     folder, totals = ChunkFolder(Root.checked(content.root), content.digest), Totals()
     files = ChunkFiles(ChunkFormat(content.digest), sync="none", direct=False)
@@ -108,7 +114,7 @@ def add_up(content: Content, advance: Callable[[], object], *, payloads: bool) -
 
 
 def _verify(folder: Folder, name: str, header: Header) -> None:
-    """Check all checksums of a file. This does not count as a use. Raises the errors of a read."""
+    """Check all checksums of a file. The check does not count as a use of the chunk. Raises the errors of a read."""
     size = header.segment_bytes
     with folder.opened(name, os.O_RDONLY) as fd:
         for segment, at in enumerate(range(0, header.payload_bytes, size)):
@@ -118,7 +124,9 @@ def _verify(folder: Folder, name: str, header: Header) -> None:
 
 
 def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[], object]) -> int:
-    """Delete chunks by namespace, and return the bytes that this freed. Raises BackendError."""
+    """Delete chunks, given by the digest of their namespace, and return the number of freed bytes. Raises
+    BackendError.
+    """
     freed = 0
     for digest, listed in chunks.items():
         backend = LocalDiskBackend(str(root), digest, direct="off")
@@ -130,7 +138,9 @@ def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[
 
 
 def least_recently_used(found: list[Content], before: float, max_bytes: float) -> dict[bytes, list[Listed]]:
-    """Return the chunks to delete, by namespace: those last used before `before`, and the oldest beyond `max_bytes`."""
+    """Return the chunks to delete, by namespace. They are all chunks last used before the time `before`, and the
+    oldest others until `max_bytes` remain.
+    """
     excess = sum(content.nbytes for content in found) - max_bytes
     chosen: dict[bytes, list[Listed]] = {}
     by_use = sorted(((chunk, one.digest) for one in found for chunk in one.chunks), key=lambda pair: pair[0].last_used)
@@ -151,7 +161,7 @@ _FOLDER = "The folder that local_disk names."
 
 
 def folder_of(text: str) -> Path:
-    """Return the folder that a path or URL in the form of `local_disk` names."""
+    """Return the folder that a path or a file URL names, in the form of the setting `local_disk`."""
     shown = mask_secrets(text)
     try:
         found = Path(parsers.path(text) or text)
@@ -260,7 +270,7 @@ def ask(question: str) -> None:
 
 
 def found_in(path: Path, namespace: str) -> list[Content]:
-    """Return the content of a folder, or end the command if it has only other files or cannot be read."""
+    """Return the content of a folder. End the command if the folder has only other files or cannot be read."""
     try:
         found = list(contents(path, namespace))
         empty = not any(path.iterdir())
@@ -290,7 +300,7 @@ def bytes_of(gib: str) -> float:
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Any]:
-    """Provide a progress bar on a terminal; elsewhere nothing is shown."""
+    """Provide a progress bar on a terminal. Elsewhere show nothing."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)
@@ -325,8 +335,8 @@ def as_dict(content: Content, totals: Totals) -> dict[str, object]:
 
 
 def show(found: list[Content], totals: list[Totals]) -> None:
-    """Print a table of namespaces, with long names of models folded. It uses `Text`, because rich reads markup in a
-    str.
+    """Print a table of namespaces, in which long names of models are folded. The cells are `Text` objects, because
+    rich reads markup in a str.
     """
     if not found:
         typer.echo("No lmkv chunks: the folder is empty")
@@ -355,7 +365,7 @@ def show(found: list[Content], totals: list[Totals]) -> None:
 
 
 def ages(uses: list[float]) -> str:
-    """Return the range of ages, from the latest to the oldest use."""
+    """Return as text the ages of the latest and of the oldest use."""
     if not uses:
         return ""
     now = time.time()

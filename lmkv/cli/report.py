@@ -16,7 +16,7 @@ from typing import Any
 from attrs import frozen
 
 SURE = 6
-"""Smallest number of rounds for an interval of 95 %."""
+"""Smallest number of rounds that gives an interval of 95 % confidence."""
 LESS_IS_BETTER = {"s", "ms", "us", "bytes", "us a chunk"}
 PACKAGES = (
     "lmkv",
@@ -34,10 +34,10 @@ PACKAGES = (
 
 @frozen
 class Row:
-    """One figure: `value` in `unit`. `ratio`: its ratio to the figure `of` in the same rounds. `within`: the interval
-    of this ratio.
+    """One figure: the `value`, in `unit`, of the case `name`.
 
-    `met`: whether `target` was reached; None if the rounds do not say.
+    `ratio`: the ratio of the figure to the figure of the case `of` in the same rounds. `within`: the interval of this
+    ratio. `met`: whether the ratio reached `target`; None if the rounds do not decide it.
     """
 
     name: str
@@ -59,10 +59,11 @@ def compared(
     *,
     surely: bool = False,
 ) -> Iterator[Row]:
-    """Yield a row for each name: the median of its rounds, and of its ratios to `of` in the same round.
+    """Yield a row for each case of `rounds`: the median of the case, and of its ratios to the case `of` in the same
+    round.
 
-    `targets`: the largest accepted ratio for a unit of `LESS_IS_BETTER`, the smallest for others. `surely`: the worse
-    end of the interval must reach the target, so that noise does not hide a cost.
+    `targets`: for each case, the largest accepted ratio if `unit` is in `LESS_IS_BETTER`, else the smallest. `surely`:
+    whether the worse end of the interval must reach the target, so that noise does not hide a cost.
     """
     others = rounds[of]
     for name, values in rounds.items():
@@ -77,7 +78,10 @@ def compared(
 
 
 def reached(ratios: Sequence[float], target: float, *, less: bool, surely: bool = False) -> bool | None:
-    """Return whether the median reaches the target, or None if the rounds are too few and disagree."""
+    """Return whether the median of `ratios` reaches the target, or None if the rounds are too few and disagree.
+
+    `less`: whether smaller ratios are better. `surely`: see `compared`.
+    """
     low, high = interval(ratios)
     if len(ratios) < SURE and (len(ratios) < 2 or low <= target <= high):
         return None
@@ -93,9 +97,10 @@ def interleaved(
     clock: Callable[[], float] = time.process_time,
     before: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each case in each round; a round runs every case once, in shuffled order.
+    """Return the seconds of each case in each round. A round runs every case once, in shuffled order.
 
-    CPU time by default, so that other programs do not count. `before` is not timed.
+    The default `clock` measures CPU time, so that other programs do not count. `before(name)` is called before each
+    case, and its time does not count.
     """
     found: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():
@@ -110,14 +115,16 @@ def interleaved(
 
 
 def speeds(times: Mapping[str, Sequence[float]], nbytes: int) -> dict[str, list[float]]:
-    """Return the GB/s of each round."""
+    """Return the speed of each case in each round, in 1e9 bytes per second. `nbytes`: number of bytes that a case
+    moves in a round.
+    """
     return {name: [nbytes / each / 1e9 for each in seconds] for name, seconds in times.items()}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the interval that contains the median with at least 95 % confidence, by order statistics.
 
-    With fewer than six values, it is their range.
+    With fewer than six values, the interval is their range.
     """
     values, count = sorted(values), len(values)
     # The chance of this number of values or fewer below the median, by as many coins.

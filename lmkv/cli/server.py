@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEFAULT = "127.0.0.1:8377"
 _FULL = 503
 _MOST = 2048
-"""Largest number of items to read of a list: more than there are engines, samples or requests."""
+"""Largest number of items of a list to read. No server has more engines, samples or requests."""
 
 Url = Annotated[
     str,
@@ -59,7 +59,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer 
 Prompt = str | list[int]
 Answer = dict[str, Any]
 Words = Callable[[Answer], str]
-"""A function that returns an engine's answer in one line of words."""
+"""A function that returns an engine's answer as one line of words."""
 
 
 def _common(
@@ -72,11 +72,13 @@ def _common(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Has the parameters of all commands about a prompt, for `about_a_prompt`."""
+    """Declare the parameters that all commands about a prompt share, for `about_a_prompt`."""
 
 
 def about_a_prompt(command: Callable[..., tuple[Answer, Words]]) -> Callable[..., None]:
-    """Make a command of `command(client, prompt, scope, **own)` that also has the options of `_common`."""
+    """Make a command of the function `command(client, prompt, scope, **own)`. The command also has the options of
+    `_common`.
+    """
 
     @functools.wraps(command)
     def run(text: str, tokens: str, url: str, token_file: Path | None, as_json: bool, **rest: Any) -> None:
@@ -156,7 +158,7 @@ def prompt_of(text: str, tokens: str) -> Prompt:
 
 
 def scope_of(cache_salt: str | None, tags: list[str] | None, engine: int | None) -> Answer:
-    """Return the fields that limit a call: salt and tags of the prompt, and the engine to ask."""
+    """Return the fields of a call's body that limit the call: salt and tags of the prompt, and the engine to ask."""
     pairs = [tag.partition("=") for tag in tags or ()]
     if not all(separator for _, separator, _ in pairs):
         raise typer.BadParameter("write a tag as NAME=VALUE", param_hint="--tag")
@@ -166,7 +168,7 @@ def scope_of(cache_salt: str | None, tags: list[str] | None, engine: int | None)
 
 @contextmanager
 def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
-    """Provide a client of the server. An error ends the command with one line."""
+    """Provide a client of the server at `url`. An error of the block ends the command with one line."""
     try:
         import httpx
 
@@ -190,7 +192,9 @@ def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
 
 
 def address_of(url: str, token_file: Path | None) -> tuple[str, str | None]:
-    """Return `(URL, token)`, from the arguments, or else from the server's settings if this command finds them."""
+    """Return `(URL, token)` of the agent API from the arguments, or else from the settings of the server, if this
+    command finds them.
+    """
     try:
         token = read_named(token_file).decode().partition("\n")[0].strip() if token_file else None
         if not url or token is None:
@@ -216,7 +220,7 @@ def refusal(url: str, status: int, text: str) -> str:
 
 
 def clean(answer: Any) -> Any:
-    """Return a server's answer without control characters. Raises ValueError for impossible numbers."""
+    """Return a server's answer without control characters in its texts. Raises ValueError for impossible numbers."""
     match answer:
         case str():
             return printable(answer)
@@ -250,7 +254,7 @@ def duration(seconds: float) -> str:
 
 
 def fail(reason: object, *, as_json: bool = False, status: int = 1) -> NoReturn:
-    """Print the reason on standard error or as JSON, and exit with this code."""
+    """Print the reason on standard error, or as JSON on standard output, and exit with `status`."""
     if as_json:
         typer.echo(json.dumps({"ok": False, "problems": str(reason).splitlines()}))
     else:
@@ -259,7 +263,7 @@ def fail(reason: object, *, as_json: bool = False, status: int = 1) -> NoReturn:
 
 
 def give(answer: object, show: Callable[[], object], *, as_json: bool) -> None:
-    """Print an answer as JSON, or call `show` to print it in words."""
+    """Print an answer as JSON, or call `show` to print the answer in words."""
     if as_json:
         typer.echo(json.dumps(answer))
     else:
@@ -267,7 +271,7 @@ def give(answer: object, show: Callable[[], object], *, as_json: bool) -> None:
 
 
 def show(answer: Answer, words: Words) -> None:
-    """Print one line for each engine."""
+    """Print one line for each engine in an answer."""
     answer = clean(answer)
     if "engines" not in answer:
         typer.echo(words(answer))
@@ -308,7 +312,9 @@ def record(
 
 
 def written(client: Client, file: TextIO, seconds: float, poll: float = _POLL_SECONDS) -> Iterator[int]:
-    """Record into `file` for `seconds`, or until Ctrl+C if 0. Yields the number of requests after each poll."""
+    """Record the use of chunks into `file` for `seconds`, or until Ctrl+C if `seconds` is 0. After each poll, yield
+    the number of recorded requests.
+    """
     # None of those before.
     answer = client.trace(_NEWEST)
     after, count, end = answer["next"], 0, time.monotonic() + seconds if seconds else float("inf")

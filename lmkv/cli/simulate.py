@@ -31,7 +31,9 @@ UNBOUNDED, CLAIRVOYANT = "Unbounded", "Clairvoyant"
 
 @frozen
 class Row:
-    """The result of one replay. `capacity_bytes`: None for no limit. `accesses_per_second`: per second of CPU time."""
+    """The result of one replay. `capacity_bytes`: size of the simulated cache, None for no limit.
+    `accesses_per_second`: number of accesses per second of CPU time.
+    """
 
     trace: str
     policy: str
@@ -122,7 +124,10 @@ def simulate(
 
 
 def size_of(text: str, chunk_bytes: int, unique: int) -> int:
-    """Return a size in bytes, given as `5%` (of the trace's chunks), `64GiB`, `64GB`, or a number of chunks."""
+    """Return a size in bytes. `text`: `5%` (of the trace's chunks), `64GiB`, `64GB`, or a number of chunks.
+
+    `chunk_bytes`: bytes of a chunk. `unique`: number of different chunks in the trace.
+    """
     found = _SIZE.fullmatch(text.strip())
     if not found:
         raise UsageError(f"{short_repr(text)} is not a size: give 5%, 64GiB, 64GB or a number of chunks")
@@ -134,7 +139,7 @@ def size_of(text: str, chunk_bytes: int, unique: int) -> int:
 
 @frozen
 class Runner:
-    """Replays one trace with several policies. `chunk_bytes`: the bytes of a whole chunk."""
+    """Replays one trace with several policies. `chunk_bytes`: number of bytes of a whole chunk."""
 
     trace: Trace
     chunk_bytes: int
@@ -218,7 +223,9 @@ def tables(rows: Sequence[Row], token_bytes: int, *, assumed: bool) -> Iterator[
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Plot the hit ratio over the capacity for each trace. Raises BadParameter without matplotlib."""
+    """Plot the hit ratio over the capacity for each trace into the file `path`. Raises BadParameter if matplotlib is
+    not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Computes the size of a model's KV and recurrent states, only from its config.json and without a download."""
+"""Computes the size of a model's KV and recurrent states from the model's config.json alone, without a download."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ _MAMBA_2 = (
     ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     ("n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state", "mamba_d_conv"),
 )
-"""In several models, the settings of heads, values per head, groups, values per state, and the convolution."""
+"""For each of three naming schemes, the settings of heads, values per head, groups, values per state, and
+convolution.
+"""
 _PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
 @frozen
 class StateSize:
-    """The size of the states of a model's recurrent `layers`. `layer_bytes`: bytes of one layer's state, for all
-    ranks.
+    """The size of the states of a model's recurrent layers. `layers`: number of these layers. `layer_bytes`: bytes
+    of one layer's state, on all ranks together.
     """
 
     kind: str
@@ -49,7 +51,7 @@ class StateSize:
         return self.layers * self.layer_bytes
 
     def block_tokens(self, layer_token_bytes: int) -> int:
-        """Return the number of tokens of vLLM's blocks, each of which is as large as a state.
+        """Return the number of tokens in one of vLLM's blocks. A block is as large as the state of a layer.
 
         `layer_token_bytes`: bytes of a token in an attention layer.
         """
@@ -75,7 +77,8 @@ def layer_kinds(text: Settings) -> list[str] | None:
 
 
 def state_size(text: Settings, value_bytes: int) -> StateSize | None:
-    """Return the size of a model's states, or None without recurrent layers or with an unknown kind of them.
+    """Return the size of a model's states, or None for a model without recurrent layers or with an unknown kind of
+    recurrent layers.
 
     `value_bytes`: bytes per value.
     """
@@ -111,7 +114,7 @@ _MOST_BYTES = 16 << 20
 
 
 class KVDtype(StrEnum):
-    """The values of vLLM's `--kv-cache-dtype`. `auto`: the type in which vLLM loads the model."""
+    """The values of vLLM's `--kv-cache-dtype`. `auto` means the type in which vLLM loads the model."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -123,20 +126,24 @@ class KVDtype(StrEnum):
 BYTES = {KVDtype.FLOAT32: 4, KVDtype.BFLOAT16: 2, KVDtype.FLOAT16: 2, KVDtype.FP8: 1}
 KINDS = frozenset({"full_attention", "sliding_attention"})
 NOT_CACHED = ("mamba", "ssm_", "linear_num_", "index_topk")
-"""Prefixes of the settings of layers that keep a state, or more than keys and values."""
+"""Prefixes of the settings of layers that keep a state, or that keep more than keys and values."""
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
-"""Sections in which a multimodal model has the settings of its language model."""
+"""Sections of config.json in which a multimodal model has the settings of its language model."""
 
 
 @frozen
 class Layer:
-    """A layer of attention: for each token it keeps `values` values per head (key and value, or MLA's latent)."""
+    """A layer of attention. `heads`: number of KV heads. `values`: number of values that a head keeps for each token
+    (key and value, or MLA's latent).
+    """
 
     heads: int
     values: int
 
     def on_a_rank(self, ranks: int) -> int:
-        """Return how many values one of `ranks` ranks keeps per token. Each rank has at least one head."""
+        """Return how many values a rank keeps for each token, if the layer is spread over `ranks` ranks. Each rank
+        has at least one head.
+        """
         fewer, more = sorted((self.heads, ranks))
         if more % fewer:
             raise ValueError(f"{self.heads} KV heads cannot be split over {ranks} ranks")
@@ -145,9 +152,10 @@ class Layer:
 
 @frozen
 class KVSize:
-    """The size of the KV of one token. `rank_bytes`: its bytes in the KV cache of each rank.
+    """The size of the KV of one token. `rank_bytes`: bytes of the KV in the cache of each rank.
 
-    `parts`: number of ranks that store their part. `states`: the size of recurrent layers' states, if there are any.
+    `parts`: number of ranks that store a part of the KV. `states`: the size of the states of recurrent layers; None
+    without such layers.
     """
 
     attention: str
@@ -159,7 +167,7 @@ class KVSize:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that lmkv stores for a token, for all ranks together."""
+        """Bytes that lmkv stores for the KV of a token, for all ranks together."""
         return self.rank_bytes * self.parts
 
     def tokens_in(self, nbytes: int) -> int:
@@ -172,17 +180,23 @@ class KVSize:
         return self.states.block_tokens(max(1, self.token_bytes // self.layers))
 
     def slot_bytes(self, chunk_size: int) -> int:
-        """Return how many bytes of host memory one chunk takes."""
+        """Return how many bytes of host memory a chunk takes. `chunk_size`: the setting of this name, in tokens."""
         return align_up(self.chunk_tokens(chunk_size) * self.token_bytes)
 
     def file_bytes(self, chunk_size: int) -> int:
-        """Return the size of a chunk's file in bytes, with header and payload."""
+        """Return the size of a chunk's file in bytes, with header and payload. `chunk_size`: the setting of this
+        name, in tokens.
+        """
         payload = self.slot_bytes(chunk_size)
         return codec.header_bytes(payload, codec.DEFAULT_SEGMENT_BYTES, self.chunk_tokens(chunk_size)) + payload
 
 
 def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSize:
-    """Return the size of the KV of a model, given its folder or config.json. Raises ValueError with the reason."""
+    """Return the size of a model's KV. Raises ValueError, with the reason, if the size cannot be computed.
+
+    `model`: the model's folder, its config.json, or its name in the cache of Hugging Face's tools. `ranks`: number of
+    tensor-parallel ranks.
+    """
     config = _read(_file_of(model))
     try:
         text = next((config[part] for part in TEXT_PARTS if part in config), config)
@@ -204,7 +218,9 @@ def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSiz
 
 
 def _file_of(model: Path) -> Path:
-    """Return the config.json of a folder, or of a name such as Qwen/Qwen3-8B in the cache of Hugging Face's tools."""
+    """Return the path of a model's config.json. `model`: a folder, or a name such as Qwen/Qwen3-8B in the cache of
+    Hugging Face's tools.
+    """
     if model.is_dir():
         return model / "config.json"
     name = str(model)
@@ -230,7 +246,7 @@ def _read(file: Path) -> Settings:
 
 
 def _layers(text: Settings) -> Iterator[Layer]:
-    """Yield the layers that keep separate KV."""
+    """Yield the layers of the model that keep separate KV."""
     mixed = layer_kinds(text) if state_size(text, 1) is not None else None
     if mixed is not None:
         yield from (_layer(text, kind) for kind in mixed if kind in KINDS)
@@ -260,7 +276,9 @@ def _layer(text: Settings, kind: str) -> Layer:
 
 
 def _loaded_as(dtype: object) -> KVDtype:
-    """Return the type in which vLLM loads a model. It loads float32, and models without a type, with two bytes."""
+    """Return the type in which vLLM loads a model. vLLM loads float32 models, and models without a type, with two
+    bytes per value.
+    """
     name = str(dtype).removeprefix("torch.")
     return KVDtype(name) if name in {KVDtype.FLOAT16, KVDtype.BFLOAT16} else KVDtype.BFLOAT16
 

@@ -32,7 +32,7 @@ VERBS = ("lookups", "reads", "writes", "deletions")
 _NAMESPACE = hashlib.sha256(b"lmkv doctor").digest()
 _SIZE = 1 << 20
 _SPARE = 5.0
-"""Seconds in addition to the timeouts of calls, for the client's work before and after."""
+"""Seconds in addition to the timeouts of calls, for the client's work before and after the calls."""
 
 _COMMANDS = {"lookups": "exists", "reads": "get", "writes": "set", "deletions": "unlink"}
 _ACTIONS = {
@@ -61,7 +61,9 @@ _REMEDIES = {
 
 @frozen
 class FolderFacts:
-    """The result of `try_folder`. `tried`: the folder, or its nearest existing parent. `direct_io`: uses O_DIRECT."""
+    """The result of `try_folder`. `tried`: the folder, or its nearest existing parent. `free_bytes`: free space
+    there. `direct_io`: whether O_DIRECT works there.
+    """
 
     tried: str
     free_bytes: int
@@ -69,10 +71,10 @@ class FolderFacts:
 
 
 def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"] = "auto") -> FolderFacts:
-    """Store one chunk in a temporary folder below `path`, read it and remove it.
+    """Store one chunk in a temporary folder below `path`, read the chunk and remove it.
 
-    Raises `ConfigError`, OSError, or a `BackendError` when the medium fails: `BackendUnavailable` if a file is in the
-    way.
+    Raises ConfigError, OSError, or a BackendError when the medium fails. The error is BackendUnavailable if a file is
+    in place of the folder.
     """
     absolute = Path(path).absolute()
     tried = next(place for place in (absolute, *absolute.parents) if place.exists())
@@ -103,7 +105,8 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
 def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
     """Write, read and delete a chunk in a remote store, and return the reason for each of `VERBS` that fails.
 
-    The reasons are the store's texts. The chunk has a separate namespace, always the same. Raises ConfigError.
+    The reasons are the store's texts. The chunk is in a separate namespace, which is the same in every call. Raises
+    ConfigError.
     """
     key, timeout = config.authentication_bytes, config.remote_timeout
     backend = open_remote(config, url, _NAMESPACE, key, name=url.store_kind, chunk_tokens=DEFAULTS.chunk_tokens)
@@ -119,7 +122,7 @@ def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
 
 
 def in_short(reason: str) -> str:
-    """Return an error of an object store without the request that it repeats.
+    """Return the error text of an object store without its copy of the request.
 
     >>> in_short("PermissionDenied: Error performing HEAD http://h/x in 3ms - HTTP error: error sending request")
     'PermissionDenied: HTTP error: error sending request'
@@ -131,7 +134,7 @@ def in_short(reason: str) -> str:
 
 
 def remedy(verb: str, reason: str) -> str:
-    """Return the remedy for a refusal.
+    """Return what to do about a refused call. `verb`: the kind of call. `reason`: the store's text.
 
     >>> remedy("deletions", "this user has no permissions to run the 'unlink' command")
     "give the store's user +unlink"
@@ -144,7 +147,7 @@ def remedy(verb: str, reason: str) -> str:
 
 
 def likeliest(refused: Mapping[str, str]) -> str:
-    """Return the call whose reason tells most about the cause."""
+    """Return the refused call (a key of `refused`) whose reason tells most about the cause."""
     patterns = list(_REMEDIES)
 
     def rank(verb: str) -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BINS = 24
 FEW = 50
-"""Smallest number of sampled requests for an estimate. page.html has the same number."""
+"""Smallest number of sampled requests for an estimate. The file page.html has the same number."""
 _NOTHING = 0.0005
 _BESIDE = 8
 """Number of lines of the terminal that headings and borders take."""
@@ -62,7 +62,10 @@ def look(client: Client) -> dict[str, Any]:
 
 
 def watch(console: Console, client: Client, seen: dict[str, Any], interval: float) -> None:
-    """Show the state of the server every `interval` seconds, until Ctrl+C or until the server does not answer."""
+    """Show the state of the server every `interval` seconds, until Ctrl+C or until the server does not answer.
+
+    `seen`: the first answers of the server.
+    """
     with Live(picture(seen, room(console, seen)), console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
@@ -74,7 +77,7 @@ def watch(console: Console, client: Client, seen: dict[str, Any], interval: floa
 
 
 def room(console: Console, seen: dict[str, Any]) -> int:
-    """Return how many requests fit into the terminal."""
+    """Return how many requests fit into the terminal, below the state in `seen`."""
     stats, value = seen["stats"], sampled(seen)
     beside = _BESIDE + len(stats["tiers"]) + len(stats.get("engines", ())) + (len(value) + 2 if value else 0)
     return max(1, console.height - beside)
@@ -106,7 +109,7 @@ def percent(part: int, whole: int) -> str:
 
 
 def sparkline(samples: list[dict[str, Any]]) -> str:
-    """Return the hit rate over time as a line of bars, with a blank where nothing was looked up."""
+    """Return the hit rate over time as a line of bars, with a blank for samples without lookups."""
     size = max(1, -(-len(samples) // _BINS))
     picked = [*samples[:-1:size], *samples[-1:]]
     changes = [
@@ -139,7 +142,7 @@ def shown(tier: dict[str, Any]) -> str:
 
 
 def sampled(seen: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the estimates for each size of each tier, or none if too few requests were sampled."""
+    """Return the estimates for each size of each tier, or an empty list if too few requests were sampled."""
     value = seen.get("value", {})
     return list(value["tiers"]) if value.get("sampled_requests", 0) >= FEW else []
 
@@ -154,7 +157,7 @@ def sizes(found: list[dict[str, Any]]) -> Table:
 
 
 def advice(value: dict[str, Any]) -> Iterator[str]:
-    """Yield sentences about what another size of each tier would save."""
+    """Yield sentences about the time that another size of each tier would save."""
     if value.get("sampled_requests", 0) < FEW:
         yield f"Only {value.get('sampled_requests', 0)} requests were sampled so far: ask again later."
         return
@@ -220,7 +223,9 @@ def requests(found: list[dict[str, Any]], now: float) -> Table | Text:
 
 
 def shortened(request: str, width: int = 20) -> str:
-    """Shorten an id for the terminal, and remove control characters: clients choose ids."""
+    """Return an id of a request, shortened for the terminal and without control characters, because clients choose
+    ids.
+    """
     request = printable(request)
     return request if len(request) <= width else f"{request[: width - 9]}…{request[-8:]}"
 

@@ -1,4 +1,4 @@
-"""Settings: `Config`, its sources and parsers, and the translation of LMCache's settings."""
+"""Settings: the class `Config`, the sources and parsers of its values, and the translation of LMCache's settings."""
 
 from lmkv.config import command_lines as command_lines, vllm_options as vllm_options
 from lmkv.config.parsers import GIB as GIB

@@ -1,4 +1,6 @@
-"""Translates LMCache's addresses of remote stores, and the keys of its `extra_config` that belong to them."""
+"""Translates LMCache's addresses of remote stores, and the keys of LMCache's `extra_config` that belong to the
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from urllib.parse import quote, urlencode, urlsplit
 from lmkv.config.parsers import NOTHING, boolean
 
 Given = Mapping[str, object]
-"""Values of `extra_config`, by key."""
+"""Values of LMCache's `extra_config`, by key."""
 Found = dict[str, object]
-"""lmkv's settings."""
+"""Values of lmkv's settings, by name."""
 
 _AWS: Final = re.compile(
     r"(?P<bucket>[a-z0-9][a-z0-9.-]*)\.s3[.-]((dualstack\.)?(?P<region>[a-z0-9-]+)\.)?amazonaws\.com(\.cn)?",
@@ -29,7 +31,10 @@ class RefusedError(ValueError):
 
 
 def translated(url: str, extra: Given) -> Found:
-    """Return lmkv's settings for an address of LMCache. Raises RefusedError for an address that lmkv cannot use."""
+    """Return lmkv's settings for `url`, an address of LMCache. `extra`: LMCache's `extra_config`.
+
+    Raises RefusedError for an address that lmkv cannot use.
+    """
     scheme = url.partition("://")[0].lower()
     if scheme in _REFUSED:
         raise RefusedError(_REFUSED[scheme])
@@ -42,7 +47,9 @@ def keys_of(url: str) -> frozenset[str]:
 
 
 def setting_of(key: str) -> str:
-    """Return lmkv's setting for a key of `extra_config`; for keys that are part of the address it is `remote_url`."""
+    """Return the name of lmkv's setting for a key of `extra_config`. For keys that become part of the address it is
+    `remote_url`.
+    """
     if key.endswith(("username", "aws_access_key_id", "account_url")):
         return "remote_username"
     if key.endswith(("password", "aws_secret_access_key", "account_key")):
@@ -148,7 +155,7 @@ def _login(username: str, password: str) -> Found:
 
 
 def _text(extra: Given, key: str) -> str:
-    """Return the value as text, "" if it is not set."""
+    """Return the value of a key as text, or "" if the key is not set."""
     text = str(extra.get(key) or "").strip()
     return "" if text.lower() in NOTHING - {"off", "no", "false"} else text
 

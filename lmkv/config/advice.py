@@ -1,4 +1,4 @@
-"""Says what to write instead of a value or a key that is refused."""
+"""Makes texts that say what to write instead of a refused value or key."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ _UNITS: Final[Mapping[str, Mapping[str, float]]] = {
     "0..1": {"%": 0.01, "": 0.01},
     "tokens": {"k": 1024},
 }
-"""For each unit of a setting, the units that people write, and how many units of the setting each is."""
+"""For each unit of a setting, the units that people write. The number says how many of the setting's unit make one
+of these.
+"""
 
 
 def written_instead(unit: str, value: object) -> str:
-    """Return advice for a refused value: the unit, and the number to write if the value has another unit or
-    notation.
+    """Return advice for a refused value: the unit of the setting, and the number to write if the value has another
+    unit or notation.
     """
     text = short_repr(value).strip("' ").lower()
     told = f", in {'seconds' if unit == 's' else unit}" if unit.isalpha() else ""
@@ -47,7 +49,7 @@ def written_instead(unit: str, value: object) -> str:
 
 
 def unfit_key(key: bytes) -> str:
-    """Return why this cannot be an authentication key, or ""."""
+    """Return the reason why `key` cannot be an authentication key, or "" if it can be."""
     if is_path(key):
         return "is a path: name the file of the key in authentication_key_file"
     if PLACEHOLDER.search(key):
@@ -93,8 +95,8 @@ def hint(key: object, value: object, names: Collection[str]) -> str:
 
 
 def _meant(key: str, names: Collection[str]) -> str:
-    """Return the shortest setting with all words of a key, or "" if there is none. Names of stores count as
-    "remote".
+    """Return the shortest name of a setting with all words of a key, or "" if no setting has them. Names of stores
+    count as "remote".
     """
     words = {"remote" if word in SCHEMES.keys() - {"file"} else word for word in key.split("_")}
     return min((name for name in names if words <= {*name.split("_")}), key=lambda name: name.count("_"), default="")

@@ -1,4 +1,4 @@
-"""The command of an engine with lmkv, while it is translated from another command line."""
+"""`Command`: the command of an engine with lmkv, while it is translated from another command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Env = Mapping[str, str]
 class Command:
     """The command of an engine with lmkv, translated from another command line.
 
-    `before`: the words before its options. `kept`: options that remain. `role`: the `kv_role` of its connector.
+    `before`: the words before the command's options. `kept`: options that remain unchanged. `role`: the `kv_role` of
+    the connector.
     `ranks`: the number of ranks of an engine. `engines`: the number of engines. `longest`: tokens of the longest
     request. `port`: the port of vLLM's server.
     """
@@ -36,7 +37,7 @@ class Command:
     readings: list[Reading] = field(factory=list)
     notes: list[tuple[int, str]] = field(factory=list)
     several: dict[str, Any] = field(factory=dict)
-    """A MultiConnector with the connectors that remain, and None in the place of lmkv."""
+    """A MultiConnector with the connectors that remain. The place of lmkv has None."""
     merged: bool = False
     """Whether lmkv replaces several connectors."""
 
@@ -45,7 +46,9 @@ class Command:
         self._read(given, "used", here=name)
 
     def use_folder(self, given: str, folder: object, capacity: object = None) -> None:
-        """Make the folder the disk tier. A second folder is refused."""
+        """Make the folder the disk tier, or refuse the option if another folder is the disk tier. `given`: the
+        option as the user wrote it.
+        """
         if any(name == "local_disk" for name, _, _ in self.settings):
             self.refuse(
                 given, "only one folder can be the disk tier: leave out this one, or write remote_url: file:///FOLDER"
@@ -65,7 +68,11 @@ class Command:
         self._read(given, "unknown", why=why)
 
     def unused(self, group: str, name: str, value: object = True, given: str = "") -> None:
-        """Note an option that is not a setting of lmkv. `given`: the option as the user wrote it, if not its name."""
+        """Note an option that is not a setting of lmkv. `given`: the option as the user wrote it, if it differs from
+        `name`.
+
+        `group`: the kind of options in lmcache.toml.
+        """
         known, given = lmcache.commands()[group], given or name
         entry = known.get(name)
         if entry is None:
@@ -76,7 +83,7 @@ class Command:
             self.refuse(given, entry.why)
 
     def leave_variables(self, env: Env, reader: str) -> None:
-        """Note for each variable of LMCache that `reader` does not read it."""
+        """Note for each variable of LMCache that `reader`, the translated program, does not read the variable."""
         for name in env:
             key = lmcache.key_of(name)
             known = lmcache.table().get(key)
@@ -95,7 +102,9 @@ class Command:
 
 
 def use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
-    """Translate the prefix of a tier, and note its keys that are no settings here, so that none is dropped silently."""
+    """Translate the prefix of a tier. Note the tier's other keys, which are not settings here, so that no key is
+    dropped silently.
+    """
     if tier.get("prefix"):
         command.use(f"{given}: prefix", "remote_prefix", tier["prefix"])
     known = lmcache.commands()["tiers"]
@@ -105,7 +114,9 @@ def use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
 
 
 def use_store(command: Command, given: str, described: Callable[[], tuple[str, Mapping[str, Any]]]) -> None:
-    """Translate a remote store, given by its address in LMCache's form and the keys that belong to it."""
+    """Translate a remote store. `described()`: a function that returns the address in LMCache's form, and the keys
+    that belong to the address.
+    """
     try:
         found = addresses.translated(*described())
     except addresses.RefusedError as error:

@@ -1,4 +1,4 @@
-"""Finds out what a command line or a file starts, and translates it into lmkv's command."""
+"""Finds out which program a command line or a file starts, and translates the command into lmkv's command."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from lmkv.errors import ConfigError, short_repr
 
 
 def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
-    """Return the command with lmkv for another command. Raises ConfigError for a command that lmkv does not know.
+    """Return the command of an engine with lmkv for another command. Raises ConfigError for a command that lmkv does
+    not know.
 
-    `ranks`: the number of ranks of the engine, if the options do not say it.
+    `ranks`: the number of ranks of the engine, if the options do not have this number.
     """
     env, words = _variables(words)
     found = program(words)
@@ -61,7 +62,9 @@ _IMAGE: Final = re.compile(r"[\w./-]*/vllm-openai[\w.-]*([:@].*)?")
 
 
 def program(words: Sequence[str]) -> tuple[bool, int] | None:
-    """Return `(whether LMCache's server is started, index of the first option)`, or None for another program."""
+    """Return `(is_server, start)`: whether the program is LMCache's server, and the index of the first option.
+    Return None for another program.
+    """
     for at, (word, following) in enumerate(pairwise([*words, ""])):
         name = word.rpartition("/")[2]
         if (name, following) == ("lmcache", "server") or (word == "-m" and following in _SERVERS):
@@ -72,7 +75,9 @@ def program(words: Sequence[str]) -> tuple[bool, int] | None:
 
 
 def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables of LMCache before a program, which a shell or `docker run -e` sets, and all other words."""
+    """Return `(variables, words)`: the variables of LMCache that a shell or `docker run -e` sets before a program,
+    and all other words.
+    """
     env: dict[str, str] = {}
     others: list[str] = []
     for word in words:

@@ -1,4 +1,4 @@
-"""Translates LMCache's settings into lmkv's, by the table in lmcache.toml."""
+"""Translates LMCache's settings into lmkv's settings, by the table in lmcache.toml."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREFIX: Final = "lmcache."
 ENV_PREFIX: Final = "LMCACHE_"
 ENV_FILE: Final = "LMCACHE_CONFIG_FILE"
 PLAIN: Final = frozenset({"discard_partial_chunks", "skip_last_n_tokens", "lmcache_rpc_port", "use_native"})
-"""Keys that LMCache reads in `kv_connector_extra_config` without its prefix."""
+"""Keys that LMCache reads in `kv_connector_extra_config` without the prefix `lmcache.`."""
 
 # Kubernetes sets such variables in every pod for a service whose name begins with "lmkv" or "lmcache".
 SERVICE_LINK: Final = re.compile(
@@ -45,7 +45,12 @@ _Given = dict[Any, tuple[object, str]]
 
 @frozen(kw_only=True)
 class KnownSetting:
-    """One key of LMCache, from lmcache.toml. `kind`: mapped, joined (to remote_url), refused or without_effect."""
+    """One setting of LMCache, from lmcache.toml. `kind`: mapped, joined (part of lmkv's remote_url), refused or
+    without_effect.
+
+    `setting`: the name of lmkv's setting. `off`: a value that switches the setting off. `needs`: another setting of
+    LMCache, without which this setting has no effect.
+    """
 
     key: str
     kind: str
@@ -66,7 +71,7 @@ class KnownSetting:
         )
 
     def idle_because(self, given: _Given) -> str:
-        """Return the reason why a value has no effect."""
+        """Return the reason why the value of this setting has no effect together with the other settings in `given`."""
         if self.kind == "without_effect":
             return self.why
         if self.kind == "joined":
@@ -77,7 +82,7 @@ class KnownSetting:
         return bool(self.needs) and _word(given.get(self.needs, (None, ""))[0]) in _OFF
 
     def convert(self, value: object, source: str) -> tuple[str, object, str]:
-        """Return lmkv's name for the setting, its value in lmkv, and the source."""
+        """Return `(name, value, source)` of lmkv's setting for a value of this setting."""
         if self.several and isinstance(value, str) and "," in value:
             raise ConfigError(f"{source}: {self.key} = {short_repr(value)} names several folders: {self.several}")
         where = source if self.key == self.setting or source.startswith(VARIABLE) else f"{source}: {self.key}"
@@ -95,12 +100,12 @@ class KnownSetting:
 
 @define
 class Translation:
-    """The result of translating LMCache's settings: lmkv's settings, and what lmkv makes of each given one."""
+    """The result of a translation of LMCache's settings: lmkv's settings, and the meaning of each given setting."""
 
     settings: list[tuple[str, object, str]] = field(factory=list)
     """lmkv's settings as `(key, value, source)`."""
     readings: list[Reading] = field(factory=list)
-    """For each given setting, what lmkv makes of it. The used settings are also in `settings`."""
+    """The meaning in lmkv of each given setting. The settings that lmkv uses are also in `settings`."""
     notes: list[tuple[int, str]] = field(factory=list)
     """Further remarks, each with its log level."""
 
@@ -108,7 +113,9 @@ class Translation:
         return [reading for reading in self.readings if reading.kind == kind]
 
     def remarks(self) -> list[tuple[int, str]]:
-        """Return remarks for the log, each with its level: on single settings, and on all together."""
+        """Return remarks for the log, each with its level. A remark is about one setting, or about several settings
+        together.
+        """
         unknown = [f"{each.key} ({each.source})" for each in self.of("unknown")]
         remarks = [
             (logging.INFO, "these LMCache settings have no effect", [each.key for each in self.of("without effect")]),
@@ -125,8 +132,8 @@ def table() -> Mapping[str, KnownSetting]:
 
 @functools.cache
 def commands() -> Mapping[str, Mapping[str, KnownSetting]]:
-    """Return all known options by name: LMCache's `server`, vLLM's own `offloading`, and the keys of the `tiers` of
-    both.
+    """Return by name all known options of LMCache's `server` and of vLLM's own `offloading`, and the keys of the
+    `tiers` of both programs.
     """
     return MappingProxyType({name: _entries(groups) for name, groups in _read_table("commands.toml").items()})
 
@@ -143,19 +150,21 @@ def _entries(groups: dict[str, Any]) -> Mapping[str, KnownSetting]:
 
 
 def owns(name: object) -> bool:
-    """Return whether a key of `kv_connector_extra_config` is LMCache's."""
+    """Return whether a key of `kv_connector_extra_config` belongs to LMCache."""
     return isinstance(name, str) and (name.startswith(PREFIX) or name in PLAIN)
 
 
 def named(env: Mapping[str, str], extra: Mapping[Any, object]) -> list[str]:
-    """Return the names of LMCache's settings that are given: variables, then keys of the extra configuration."""
+    """Return the names of the given settings of LMCache: variables, then keys of the extra configuration."""
     variables = [name for name in sorted(env) if name.startswith(ENV_PREFIX) and (name != ENV_FILE or env[name])]
     known = [name for name in variables if key_of(name) in table() or not is_service_link(name, env[name])]
     return known + [name for name in extra if owns(name)]
 
 
 def is_service_link(name: str, value: str) -> bool:
-    """Whether Kubernetes has set this variable for a service: a port of a user's own has no `://`."""
+    """Return whether Kubernetes has set this variable for a service. The value is then a URL with `://`, unlike a
+    port that a user sets.
+    """
     plain = name.endswith("_PORT") and not name.endswith("_SERVICE_PORT")
     return bool(SERVICE_LINK.fullmatch(name)) and (not plain or "://" in value)
 
@@ -167,7 +176,7 @@ def not_read(names: Sequence[str], own: Sequence[str]) -> str:
 
 
 def misspelled(env: Iterable[str]) -> Iterator[str]:
-    """Yield a remark for each variable that LMCache would read under a slightly different name."""
+    """Yield a remark for each variable whose name differs slightly from a variable that LMCache reads."""
     for name in sorted(env):
         found = re.fullmatch(r"(?i)lm_?cache_(\w+)", name)
         right = ENV_PREFIX + found[1].upper() if found else name
@@ -178,8 +187,8 @@ def misspelled(env: Iterable[str]) -> Iterator[str]:
 def translate(
     env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, ranks: int | None = None
 ) -> Translation:
-    """Translate all given settings of LMCache. `read`: returns the content of a YAML file. `ranks`: the engine's
-    ranks.
+    """Translate all given settings of LMCache. `read(path)`: a function that returns the content of a YAML file.
+    `ranks`: the number of ranks of the engine.
     """
     result = Translation()
     given = _flat(_merged(env, extra, read, result), result)
@@ -227,7 +236,10 @@ _MOONCAKE: Final = "MOONCAKE_CONFIG_PATH"
 
 
 def hint(name: object, known: Mapping[str, KnownSetting]) -> str:
-    """Return a hint with the most similar known name, and whether it has an effect, or "" if no name is similar."""
+    """Return a hint with the known name most similar to `name`, and whether the setting of that name has an effect.
+
+    Return "" if no name is similar.
+    """
     if not (close := nearest(name, known)):
         return ""
     more = {"refused": ", which cannot be used", "without_effect": ", which has no effect"}
@@ -235,16 +247,18 @@ def hint(name: object, known: Mapping[str, KnownSetting]) -> str:
 
 
 def nearest(name: object, names: Iterable[str], cutoff: float = 0.7) -> str:
-    """Return the most similar name, or "" if no name is similar. The search takes milliseconds."""
+    """Return the name in `names` that is most similar to `name`, or "" if no name is similar. The search takes
+    milliseconds.
+    """
     short = {each.removeprefix(_INNER): each for each in names}
     close = difflib.get_close_matches(str(name).removeprefix(_INNER)[:100], short, n=1, cutoff=cutoff)
     return short[close[0]] if close else ""
 
 
 def _join_address(given: _Given, result: Translation) -> set[str]:
-    """Translate remote_url together with the keys of `extra_config` that LMCache reads for its kind of store.
+    """Translate remote_url, together with the keys of `extra_config` that LMCache reads for the kind of store.
 
-    Returns remote_url, if it is an address.
+    Returns the names of the translated settings: remote_url if its value is an address, else none.
     """
     for name in ("username", "password"):
         # Variables of the environment, which are weaker.
@@ -278,7 +292,7 @@ def _join_address(given: _Given, result: Translation) -> set[str]:
 
 
 def _complete_resp(given: _Given) -> None:
-    """Add host and port from the environment to an address that names none, as LMCache does."""
+    """Add host and port from the environment to an address without a host, as LMCache does."""
     url, source = given.get("remote_url", (None, ""))
     host, port = (given.get(f"resp_{name}", ("",))[0] for name in ("host", "port"))
     if isinstance(url, str) and url.lower().startswith("resp://") and host and url[7:].strip("/") == "":
@@ -286,7 +300,7 @@ def _complete_resp(given: _Given) -> None:
 
 
 def _drop_disk_without_room(given: _Given, result: Translation) -> None:
-    """Drop a disk of 0 GiB, which is no tier in LMCache."""
+    """Drop the setting of a disk of 0 GiB, because LMCache makes no tier of it."""
     size, folder = given.get("max_local_disk_size"), given.get("local_disk")
     if size is not None and _word(size[0]) in ("0", "0.0") and folder is not None and not is_nothing(folder[0]):
         for key in ("local_disk", "max_local_disk_size"):
@@ -307,7 +321,7 @@ def _drop_memory_of_nothing(given: _Given, result: Translation) -> None:
 
 
 def _multiply_sizes(given: _Given, result: Translation, ranks: int | None) -> None:
-    """Multiply sizes by the number of ranks, because LMCache's sizes are for each rank."""
+    """Multiply sizes by the number of ranks, because each size in LMCache is for one rank."""
     for key in [key for key in _PER_RANK if key in given and ranks != 1]:
         value, source = given[key]
         try:
@@ -332,7 +346,9 @@ def _say_segments(given: _Given, result: Translation, ranks: int | None) -> None
 
 
 def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, result: Translation) -> _Given:
-    """Return the value and source of each key. As in LMCache, the environment overrides the file, and `extra` both."""
+    """Return the value and source of each key. As in LMCache, the environment overrides the file, and `extra`
+    overrides both of them.
+    """
     found: _Given = {}
     for name in named(env, extra):
         if owns(name):
@@ -351,7 +367,7 @@ def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, re
 
 
 def _flat(found: _Given, result: Translation) -> _Given:
-    """Return the same settings, with each key of `extra_config` as a separate setting."""
+    """Return the settings in `found`, with each key of `extra_config` as a separate setting."""
     inner, source = found.pop("extra_config", (None, ""))
     if isinstance(inner, str):
         try:

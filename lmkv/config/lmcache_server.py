@@ -17,7 +17,10 @@ _OWN_MEMORY: Final = (
 
 
 def of_server(words: Sequence[str], env: Env) -> Command:
-    """Return the command of an engine that shares memory and tiers as this server's engines do."""
+    """Return the command of an engine with lmkv that has the memory and the tiers of a server of LMCache.
+
+    `words`: the options of the server. `env`: the environment of the server.
+    """
     command, flags = Command(), _flags(words)
     folder = _SHARED + (next((value for name, value in flags if name == "--shm-name"), "").strip("/") or "lmkv")
     for name, value in flags:
@@ -44,7 +47,7 @@ def of_server(words: Sequence[str], env: Env) -> Command:
 
 
 def _flags(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the flags and their values, with "" for flags without a value."""
+    """Return `(flag, value)` for each flag in `words`. The value is "" for a flag without a value."""
     found, at = [], 0
     while at < len(words):
         name, equals, value = words[at].partition("=")
@@ -56,7 +59,7 @@ def _flags(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _use_adapter(command: Command, text: str, env: Env) -> None:
-    """Translate a lower tier of LMCache's server, given as JSON."""
+    """Translate a lower tier of LMCache's server. `text`: the tier's description in JSON."""
     try:
         adapter = json.loads(text)
         kind, given = str(adapter["type"]), f"--l2-adapter {adapter['type']}"
@@ -77,11 +80,11 @@ def _use_adapter(command: Command, text: str, env: Env) -> None:
 
 
 _RENAMED: Final = {"master_server_addr": "master_server_address", "rdma_devices": "device_name", "key_prefix": "prefix"}
-"""For keys of an adapter, the names that other sources of LMCache use."""
+"""For keys of a tier's description, the names of the same keys in other sources of LMCache's settings."""
 
 
 def _joined(kind: str, adapter: Mapping[str, Any], env: Env) -> dict[str, Any]:
-    """Return the keys of an adapter in the form of `extra_config`."""
+    """Return the keys of a tier's description in the form of LMCache's `extra_config`."""
     if kind == "resp":
         return {name: adapter.get(name) or env.get(f"LMCACHE_RESP_{name.upper()}") for name in ("username", "password")}
     if kind == "valkey":

@@ -1,7 +1,8 @@
-"""Parsers of settings, which convert a value as users write it, and raise ValueError with the reason if it is invalid.
+"""Parsers of settings: functions that convert a value as users write it, and raise ValueError with the reason if it is
+invalid.
 
-Values come from YAML, the environment, JSON and Python, so a number or a boolean may be text. A `Reading` says what
-lmkv makes of one setting; commands and the server report it with the same words.
+Values come from YAML, the environment, JSON and Python, so a number or a boolean may be text. A `Reading` has the
+meaning of one setting in lmkv. Commands and the server report a `Reading` in the same words.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from lmkv import plugins
 from lmkv.chunks.namespace import salt_label
 
 GIB: Final = 1 << 30
-"""Bytes in a GiB, the unit of sizes."""
+"""Number of bytes in a GiB, the unit of sizes."""
 
 
 @frozen(repr=False)
 class Secret:
-    """A secret text, which `repr` does not show. `value` has the text.
+    """A secret text. `str` and `repr` of this object do not show the text; `value` has it.
 
     >>> Secret("letmein")
     '***'
@@ -48,14 +49,16 @@ _FILE_URL: Final = re.compile(r"(?i:file):(//(localhost)?(?=/))?(?P<path>/(?!/).
 _OTHER_URL: Final = re.compile(r"(?i)file:|[a-z][a-z0-9+.-]*://")
 
 NOTHING: Final = frozenset({"", "none", "null", "false", "no", "off"})
-"""Words for an option that is not set."""
+"""Words that mean that an option is not set."""
 
 BOOLEANS: Final = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
 _WHOLE_NUMBER: Final = re.compile(r"\s*[-+]?[0-9]+\s*")
-"""Matches a whole number without underscores, which Python would accept, but other readers would not."""
+"""Matches a whole number without underscores. Python would accept underscores, but other readers of the same file
+would not.
+"""
 
 
 def boolean(value: object) -> bool:
@@ -66,7 +69,7 @@ def boolean(value: object) -> bool:
 
 
 def is_nothing(value: object) -> bool:
-    """Return whether this value leaves an optional setting unset: none, null, false, no, off, or empty."""
+    """Return whether this value leaves an optional setting unset: none, null, false, no, off, or an empty text."""
     return value is None or value is False or (isinstance(value, str) and value.lower() in NOTHING)
 
 
@@ -124,7 +127,7 @@ def one_of(*names: str) -> Parse:
 
 
 def plugin_name(names: Callable[[], Iterable[str]], *, numbered: str = "") -> Parse:
-    """Return a parser of names: one of `names()` at that time, or `package.module:Class`.
+    """Return a parser of names: one of `names()` at the time of parsing, or `package.module:Class`.
 
     `numbered`: a name that must be followed by a number, such as `:5`.
     """
@@ -144,7 +147,7 @@ def plugin_name(names: Callable[[], Iterable[str]], *, numbered: str = "") -> Pa
 
 
 def path(value: object) -> str | None:
-    """Return the plain path of a folder that is given as a path or a file URL, or None if the setting is unset."""
+    """Return the plain path of a folder, or None if the setting is unset. `value`: a path or a file URL."""
     if is_nothing(value):
         return None
     if not isinstance(value, str | os.PathLike) or re.search(r",\s*/", str(value)):
@@ -184,7 +187,9 @@ def check_template(text: object) -> None:
 
 
 _SHOWN = re.compile(r"[^:]+:.*|salt-[0-9a-f]{16}")
-"""Matches tenants that may be shown: tags and labels. A salt is a secret, so only its label is kept and shown."""
+"""Matches names of tenants that may be shown: tags and labels of salts. A salt is a secret, so only its label is
+kept and shown.
+"""
 
 
 @frozen
@@ -199,7 +204,9 @@ class Quota:
 
 
 def quotas(value: object) -> tuple[Quota, ...]:
-    """Parse quotas from a mapping of names to percents, or from `name=percent` with blanks or commas between."""
+    """Return the quotas in a mapping of names to percents, or in a text with `name=percent` separated by blanks or
+    commas.
+    """
     if is_nothing(value):
         return ()
     if isinstance(value, list | tuple) and all(isinstance(each, Quota) for each in value):
@@ -238,7 +245,9 @@ def optional_text(value: object) -> str | None:
 
 
 def agent_address(value: object) -> str | None:
-    """Parse the address of the agent API: the path of a socket, or a port of this machine's loopback."""
+    """Return the address of the agent API: the path of a unix socket, or a port of this machine's loopback; None if
+    unset.
+    """
     address = optional_text(value)
     host, _, port = (address or "").rpartition(":")
     try:
@@ -264,12 +273,14 @@ def readable(value: object) -> object:
 
 
 def in_words(value: object) -> str:
-    """Return a value in the form of a YAML file."""
+    """Return a value as text, in the form of a YAML file."""
     return str(value).lower() if isinstance(value, bool | None) else str(value)
 
 
 def are_nested(one: str, other: str) -> bool:
-    """Return whether two paths lead to the same folder, or one into the other, also by links and mounts."""
+    """Return whether two paths lead to the same folder, or one folder is inside the other. Links and mounts are
+    followed.
+    """
     first, second = map(_identities, (one, other))
     return first[0] in second or second[0] in first
 
@@ -281,7 +292,7 @@ def _identities(path: str) -> list[object]:
 
 
 def _identity(path: Path) -> object:
-    """Return the device and inode, or the path of a folder that does not exist."""
+    """Return the device and inode of a folder, or the path of a folder that does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -294,7 +305,9 @@ Kind = Literal["used", "without effect", "refused", "unknown"]
 
 @frozen
 class Reading:
-    """The meaning of one given setting in lmkv. `here`: lmkv's setting and value. `why`: the reason, or what to write.
+    """The meaning of one given setting in lmkv. `key`: the setting's name. `source`: where its value comes from.
+
+    `kind`: whether lmkv uses the setting. `here`: lmkv's setting and value. `why`: the reason, or advice.
 
     >>> print(Reading("lookup_timeout_ms", "file kv.yaml", "without effect", why="lookups time out by themselves"))
     file kv.yaml: lookup_timeout_ms has no effect: lookups time out by themselves

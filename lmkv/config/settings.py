@@ -1,6 +1,6 @@
 """`Config`: every setting of lmkv, with its name, type, default, unit and meaning, and the source of its value.
 
-Only the builder of engines, the vLLM connector and the command line read a `Config`, and make objects from it.
+Only the builder of engines, the vLLM connector and the command line read a `Config`, and make objects from its values.
 """
 
 from __future__ import annotations
@@ -61,13 +61,15 @@ _T = TypeVar("_T")
 
 
 def _option(default: _T, parse: Parse, doc: str, unit: str = "") -> _T:
-    """Return a field of `Config`; `parse` takes a value as users write it, and raises ValueError with the reason."""
+    """Return a field of `Config`. `parse`: a function that converts a value as users write it, and raises ValueError
+    with the reason.
+    """
     option: _T = field(default=default, metadata={"parse": parse, "doc": doc, "unit": unit})
     return option
 
 
 def _converting(_: type, attributes: list[Attribute[Any]]) -> list[Attribute[Any]]:
-    """Make each option's `parse` the converter of its field, with the field's name in its errors."""
+    """Make each option's `parse` the converter of its field. Errors of the converter have the field's name."""
     return [
         attribute.evolve(converter=_converter(attribute)) if "parse" in attribute.metadata else attribute
         for attribute in attributes
@@ -83,7 +85,9 @@ class _Parsed:
 
 def _converter(attribute: Attribute[Any]) -> Parse:
     def convert(value: object) -> object:
-        """Return the parsed value, or the error, which is raised with those of all other settings."""
+        """Return the parsed value. Return an error instead of raising it, so that it can be raised with the errors
+        of all other settings.
+        """
         try:
             return (value if isinstance(value, _Parsed) else _parsed(attribute, value, KEYWORD)).value
         except ConfigError as error:
@@ -105,7 +109,7 @@ def _parsed(attribute: Attribute[Any], value: object, source: str) -> _Parsed:
 
 @frozen
 class Setting:
-    """One setting in the result of `Config.describe`. `source`: where `value` comes from."""
+    """One setting in the result of `Config.describe`. `source`: where the setting's `value` comes from."""
 
     name: str
     value: object
@@ -127,7 +131,7 @@ class Config:
     Raises
     ------
     ConfigError
-        A value is invalid, or for `load` a key is unknown. The message names key, value and source of each.
+        A value is invalid, or `load` finds an unknown key. The message names the key, value and source of each error.
 
     Notes
     -----
@@ -270,9 +274,9 @@ class Config:
     agent_token: Secret | None = _option(None, secret, "Token that callers of the agent API must send; never shown")
     agent_token_file: str | None = _option(None, path, "File with agent_token in its first line")
     sources: dict[str, str] = field(factory=dict, eq=False, repr=False)
-    """Sources of values, by name; `load` fills it in."""
+    """The source of each value, by the name of the setting. `load` fills this mapping."""
     remarks: tuple[tuple[int, str], ...] = field(default=(), eq=False, repr=False)
-    """Log lines about the sources, with their levels; `load` fills it in."""
+    """Log lines about the sources, each with its level. `load` fills this tuple."""
 
     def __attrs_post_init__(self) -> None:
         refused = {name: value for name in _OPTIONS if isinstance(value := getattr(self, name), ConfigError)}
@@ -284,7 +288,7 @@ class Config:
             raise ConfigError("\n".join(problems))
 
     def _problems(self) -> Iterator[str]:
-        """Yield a text for each contradiction between settings."""
+        """Yield a text for each contradiction between the values of settings."""
         yield from self._of_folder("shared_memory", "max_shared_memory_size")
         yield from self._of_folder("local_disk", "max_local_disk_size")
         if self.shared_memory and self.local_disk and are_nested(self.shared_memory, self.local_disk):
@@ -314,20 +318,22 @@ class Config:
         ranks: int | None = None,
         **overrides: object,
     ) -> Config:
-        """Make a configuration from keywords, a file, the environment and vLLM's extra configuration.
+        """Make a configuration from a file, the environment, vLLM's extra configuration and keywords.
 
-        These sources override each other in this order: the last one wins. `file`: a YAML file; by default the one
-        that LMKV_CONFIG_FILE names. `env`: variables such as LMKV_CHUNK_SIZE. `extra`: vLLM's
-        `kv_connector_extra_config`, with keys such as `chunk_size` or `lmkv.chunk_size`. Raises ConfigError for an
-        unknown key or an invalid value in any source, even if a later source overrides it. If none of the sources has
-        a setting of lmkv, LMCache's settings are read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`.
-        `ranks`: the number of ranks of the engine, by which LMCache's sizes are multiplied.
+        A source overrides the sources that were named before it. `file`: a YAML file; by default the file that
+        LMKV_CONFIG_FILE names. `env`: variables such as LMKV_CHUNK_SIZE. `extra`: vLLM's `kv_connector_extra_config`,
+        with keys such as `chunk_size` or `lmkv.chunk_size`. `overrides`: settings as keywords. Raises ConfigError for
+        an unknown key or an invalid value in any source, even if another source overrides it.
+
+        If none of the sources has a setting of lmkv, LMCache's settings are read: LMCACHE_CONFIG_FILE,
+        LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`. `ranks`: the number of ranks of the engine, by which LMCache's sizes
+        are multiplied.
         """
         return Answer.to(file=file, env=env, extra=extra, overrides=overrides, ranks=ranks).checked()
 
     @property
     def remotes(self) -> tuple[RemoteURL, ...]:
-        """All remote stores, nearest first."""
+        """The URLs of all remote stores, the nearest store first."""
         return self.remote_url + self.remote_urls
 
     @property
@@ -352,18 +358,23 @@ class Config:
 
     @property
     def password(self) -> str | None:
-        """Password for remote stores, from the setting or its file. Raises ConfigError if the file is unreadable."""
+        """Password for remote stores, from the setting or from the file that the setting names. Raises ConfigError
+        if the file is unreadable.
+        """
         return self._secret("remote_password")
 
     @property
     def renew_password(self) -> Callable[[], str | None] | None:
-        """A function that reads `password` again, if a file contains it. A pipe is read only once."""
+        """A function that reads `password` again, or None if no file has the password. A pipe is read only once."""
         path = self.remote_password_file
         return partial(self._secret, "remote_password") if path and os.path.isfile(path) else None
 
     @property
     def token(self) -> str | None:
-        """Token of the agent API, from the setting or its file. Raises ConfigError if it cannot be read or sent."""
+        """Token of the agent API, from the setting or from the file that the setting names.
+
+        Raises ConfigError if the file is unreadable or the token cannot be sent.
+        """
         token = self._secret("agent_token")
         if token is not None and not re.fullmatch("[!-~]+", token):
             self._refuse("agent_token_file" if self.agent_token_file else "agent_token", "must be ASCII without blanks")
@@ -376,7 +387,9 @@ class Config:
 
     @property
     def authentication_bytes(self) -> bytes | None:
-        """Key that authenticates chunks, from the setting or its file. Raises ConfigError if the key is invalid."""
+        """Key that authenticates chunks, from the setting or from the file that the setting names. Raises
+        ConfigError if the key is invalid.
+        """
         if self.authentication_key_file is None:
             return self.authentication_key.value.encode() if self.authentication_key else None
         key = self._content("authentication_key_file").removesuffix(b"\n").removesuffix(b"\r")
@@ -422,7 +435,7 @@ class Config:
         ]
 
     def _of_folder(self, folder: str, capacity: str) -> Iterator[str]:
-        """Yield a text if a folder has no capacity, or if a capacity has no folder."""
+        """Yield a text if a folder is set without a capacity, or a capacity is set without a folder."""
         given, size = getattr(self, folder), getattr(self, capacity)
         if given is not None and size == 0:
             yield f"{self.source(folder)}: {folder} needs {capacity} (GiB), for example {capacity}: 100"
@@ -431,7 +444,7 @@ class Config:
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether no tier keeps a chunk beyond the request that stores it."""
+        """Whether no tier keeps a chunk after the end of the request that stores the chunk."""
         disk = self.local_disk and self.disk_admission != "none"
         return not (self.local_cpu or self.shared_memory or disk or self.remotes)
 
@@ -460,7 +473,9 @@ class Config:
                     yield logging.WARNING, f"{self.source(name)}: {name} has no effect without {names[0]}"
 
     def doubts_of_server(self, role: str, longest: int | None) -> Iterator[str]:
-        """Yield the reasons why a server with this `kv_role` will not hit. `longest`: tokens of its longest request."""
+        """Yield the reasons why a server with this `kv_role` will not hit. `longest`: number of tokens of the
+        server's longest request.
+        """
         if role != "kv_both" and not (self.shared_memory or self.local_disk or self.remotes):
             idle = {
                 "kv_consumer": "stores nothing, and no other server can store into this server's host memory",
@@ -498,16 +513,18 @@ _OPTIONS: Final[Mapping[str, Attribute[Any]]] = MappingProxyType(
 
 @frozen
 class Answer:
-    """The result of reading all given settings. The server and all commands use it, so they judge settings alike.
+    """The result of reading all given settings. The server and all commands use it, so that they report the same
+    problems.
 
-    `config`: None if a setting is refused. `notes`: log lines with their levels, about several settings together.
+    `config`: the configuration; None if a setting is refused. `readings`: the meaning of each given setting. `notes`:
+    log lines about several settings together, each with its level. `problems`: texts about refused settings.
     """
 
     config: Config | None
     readings: tuple[Reading, ...]
     notes: tuple[tuple[int, str], ...] = ()
     of_lmcache: bool = False
-    """Whether these are LMCache's settings."""
+    """Whether the given settings are LMCache's."""
     problems: tuple[str, ...] = ()
     values: Mapping[str, object] = field(factory=dict)
     """The values of the used settings, by name."""
@@ -523,7 +540,12 @@ class Answer:
         read: Callable[[Path], Mapping[Any, object]] = read_yaml,
         ranks: int | None = None,
     ) -> Self:
-        """Read the given settings; see `Config.load`. Raises ConfigError for a source that cannot be read."""
+        """Read the given settings, and return the result. The arguments are those of `Config.load`, with keywords in
+        `overrides`.
+
+        `read(path)`: a function that returns the content of a YAML file. Raises ConfigError for a source that cannot be
+        read.
+        """
         for name, given, kind, form in (
             ("file", file, str | os.PathLike | None, "a path (settings are keywords)"),
             ("env", env, Mapping, "a mapping, such as os.environ or {}"),
@@ -547,8 +569,10 @@ class Answer:
 
     @classmethod
     def to_command(cls, words: Sequence[str], ranks: int | None = 1) -> tuple[Self, Command]:
-        """Return the meaning of a command line of LMCache's server or `vllm serve`. Raises ConfigError for any other
-        command line. `ranks`: the number of ranks of the engine, if the options do not say it.
+        """Return the meaning of a command line of LMCache's server or of `vllm serve`, and the translated command.
+
+        `ranks`: the number of ranks of the engine, if the options do not have this number. Raises ConfigError for any
+        other command line.
         """
         command = command_lines.translated(words, ranks)
         answer = cls._of(command.settings, command.readings, command.notes, of_lmcache=True, command=command)
@@ -571,8 +595,10 @@ class Answer:
         of_lmcache: bool = False,
         command: Command | None = None,
     ) -> Self:
-        """Make the result from `(key, value, source)`. A later value replaces an earlier one; for commands a remark
-        says so.
+        """Make the result from `settings`, each as `(key, value, source)`. A later value replaces an earlier value of
+        the same key.
+
+        If `command` is given, a remark names each replaced value.
         """
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
@@ -626,14 +652,18 @@ class Answer:
         return 2 if self.problems else int(matters or any(each.kind == "unknown" for each in self.readings))
 
     def checked(self) -> Config:
-        """Return the configuration. Raises a ConfigError that names every refused setting."""
+        """Return the configuration. Raises ConfigError, with the name of every refused setting, if there is no
+        configuration.
+        """
         if self.config is None:
             raise ConfigError("\n".join(self.problems))
         return self.config
 
 
 def _doubts_of_names(env: Mapping[str, str]) -> Iterator[str]:
-    """Yield a text for each variable that looks like one of lmkv, but is not read, or not with this value."""
+    """Yield a text for each variable that looks like a variable of lmkv, but is not read, or is not read with this
+    value.
+    """
     for name in sorted(env):
         big = name.upper()
         if name != big and (big == ENV_FILE or big.removeprefix(ENV_PREFIX).lower() in _OPTIONS.keys() - {big.lower()}):
@@ -663,9 +693,9 @@ _ONLY_WITH: Final = {
         "remote_timeout",
     ),
 }
-"""For each attribute, its setting and the settings that have an effect only with it."""
+"""For each attribute of `Config`, the setting of this attribute and the settings that have an effect only with it."""
 _LONG: Final = {"remote_timeout": 60, "prefetch_deadline": 600, "remote_ttl": 31_536_000, "pin_ttl": 86_400}
-"""For each setting, the number of seconds above which a value is probably in milliseconds."""
+"""For some settings in seconds, the number above which a value is probably in milliseconds."""
 _KEEPS_NOTHING: Final = (
     "no tier keeps chunks, so no prompt will hit: set local_cpu: true, shared_memory, remote_url, or a local_disk that "
     "admits chunks"

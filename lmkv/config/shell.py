@@ -1,4 +1,4 @@
-"""Reads the string of a shell, as manifests have it, and writes words for a shell."""
+"""Reads the text of a shell command, as manifests have it, and writes words for a shell."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lmkv.errors import ConfigError, short_repr
 
 
 def without_shell(words: list[str]) -> tuple[list[str], bool]:
-    """Return the command in a string for a shell, such as a manifest has, and whether there are other commands in it.
+    """Return the command in a text for a shell, such as a manifest has, and whether the text has other commands.
 
-    The variables that the string sets come before the command.
+    The variables that the text sets come before the command.
     """
     flag = next((at for at in range(1, len(words) - 1) if _SHELL.fullmatch(" ".join(words[at - 1 : at + 1]))), None)
     if flag is None:
@@ -43,7 +43,7 @@ _SHELL = re.compile(r"(\S*/)?(ba|da|k|z)?sh -[a-z]*c")
 
 
 def commands_in(script: str) -> list[list[str]]:
-    """Return the commands in a string for a shell, without their redirections into files."""
+    """Return the commands in a text for a shell, without their redirections into files."""
     script = re.sub(r"\\\n|(?<=\s)[12](?=>)", " ", script)
     lexer = shlex.shlex(script, posix=True, punctuation_chars=";&|<>\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""

@@ -20,7 +20,7 @@ from lmkv.errors import ConfigError, outside, short_repr
 
 
 SMALL: Final = 1 << 17
-"""Largest number of bytes of a file with settings or a secret."""
+"""Largest number of bytes in a file with settings or a secret."""
 _WRITER: Final = 1.0
 _SILENCE: Final = 5.0
 _PATIENCE: Final = 10.0
@@ -30,7 +30,7 @@ _PATIENCE: Final = 10.0
 def read_named(path: str | os.PathLike[str], limit: int = SMALL, *, pipes: bool = True) -> bytes:
     """Return the content of a file or of a pipe, such as the shell's `<(...)`.
 
-    Raises OSError for anything else, and for more than `limit` bytes. `pipes`: whether pipes may be read.
+    Raises OSError for a path that is neither, and for more than `limit` bytes. `pipes`: whether a pipe may be read.
     """
     fd, mode = _opened(path, pipes=pipes)
     try:
@@ -63,7 +63,9 @@ def _opened(path: str | os.PathLike[str], *, pipes: bool) -> tuple[int, int]:
 
 
 def _part(fd: int, most: int, until: float, *, begun: bool) -> bytes:
-    """Return the next bytes of a pipe, or b"" at its end. `begun`: whether a pipe without a writer is at its end."""
+    """Return the next bytes of a pipe, or b"" at the end of the pipe. `begun`: whether a pipe without a writer has
+    ended.
+    """
     left, said = until - time.monotonic(), "nobody writes into the pipe"
     try:
         if (part := os.read(fd, most)) or begun:
@@ -97,7 +99,7 @@ def given_settings(
     extra: Mapping[Any, object],
     read: Callable[[Path], Mapping[Any, object]],
 ) -> Iterator[tuple[Any, object, str]]:
-    """Yield `(key, value, source)` for all given settings. A later source overrides an earlier one."""
+    """Yield `(key, value, source)` for all given settings. A source that comes later overrides an earlier source."""
     for key, value in overrides.items():
         yield key, value, KEYWORD
     if file:
@@ -116,11 +118,10 @@ def given_settings(
 
 
 def flat(extra: object) -> dict[Any, object]:
-    """Return the settings without nested mappings, which vLLM makes of options with dots in their names.
+    """Return the settings without nested mappings. vLLM makes such mappings of options with dots in their names.
 
-    For example, {"lmkv": {"chunk_size": 64}} becomes {"lmkv.chunk_size": 64}.
-
-    Raises ConfigError for anything but a mapping.
+    For example, {"lmkv": {"chunk_size": 64}} becomes {"lmkv.chunk_size": 64}. Raises ConfigError if `extra` is not a
+    mapping.
     """
     if not isinstance(extra, Mapping):
         raise ConfigError(f"{EXTRA}: must be a mapping of keys to values, not a {type(extra).__name__}")
@@ -133,15 +134,16 @@ def flat(extra: object) -> dict[Any, object]:
 
 
 def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
-    """Return the mapping in a YAML file, with numbers as text for the parsers of settings. Raises ConfigError.
+    """Return the mapping in a YAML file. Its numbers are text, for the parsers of settings. Raises ConfigError for
+    other content.
 
-    `pipes`: whether to read a pipe, which is empty afterwards.
+    `pipes`: whether a pipe may be read. The pipe is empty afterwards.
     """
     # Imported here, because most engines have no file.
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A loader that keeps 0400, 1:30 and 1.50 as text, and refuses aliases and a key that is given twice.
+        """A YAML loader that keeps 0400, 1:30 and 1.50 as text, and refuses aliases and a key that is given twice.
 
         A few lines with aliases of aliases (`*name`, `<<: *name`) could expand to gigabytes.
         """
@@ -191,7 +193,9 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
 
 
 def _yaml_reason(error: Exception) -> str:
-    """Return a text with the error and its line, without a quotation of the file, which may have passwords."""
+    """Return a text with the error and the number of its line. It quotes nothing from the file, which may have
+    passwords.
+    """
     if isinstance(error, FileNotFoundError):
         return "not found on this machine: correct the path"
     if isinstance(error, UnicodeDecodeError):
@@ -216,7 +220,7 @@ def _yaml_reason(error: Exception) -> str:
 
 
 def typed(value: object) -> object:
-    """Return a value with numbers, which `read_yaml` leaves as text."""
+    """Return a value with numbers in place of the texts that `read_yaml` leaves for them."""
     if isinstance(value, dict):
         return {key: typed(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The URLs of remote stores: `RemoteURL`, and the parser of the settings that name them."""
+"""The URLs of remote stores: `RemoteURL`, and the parser of settings with such URLs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ SCHEMES: Final = {
     **dict.fromkeys(("mooncake", "mooncakestore"), "mooncake"),
     "infinistore": "infinistore",
 }
-"""For each scheme of a URL, the module of `lmkv.backends.remote` that opens it."""
+"""For each scheme of a URL, the module of `lmkv.backends.remote` with the class that opens the URL."""
 _NO_PLACE: Final = "needs a valid host and port; in a password write / as %2F, ? as %3F, # as %23"
 SERVICE_VARIABLE: Final = "REDIS_SERVICE_NAME"
-"""Where LMCache has the name of the service that sentinels watch, which its URLs do not have."""
+"""The variable in which LMCache has the name of the service that Redis Sentinel watches. LMCache's URLs do not have
+this name.
+"""
 
 
 def split_urls(text: str) -> list[str]:
-    """Split URLs at blanks and commas. A URL of a cluster or of sentinels may have commas between its hosts."""
+    """Split a text into URLs at blanks and commas. A URL of a cluster or of Redis Sentinel may have commas between
+    its hosts.
+    """
     found: list[str] = []
     for piece in filter(None, re.split(r"[\s,]+", text)):
         if found and "://" not in piece and RemoteURL(found[-1]).may_have_hosts:
@@ -41,13 +45,13 @@ def split_urls(text: str) -> list[str]:
 
 
 def schemes() -> list[str]:
-    """Return the schemes that a URL may have: lmkv's own, and those of installed packages."""
+    """Return the schemes that a URL may have: those of lmkv, and those of installed packages."""
     return [*SCHEMES, *(name for name in plugins.installed(plugins.BACKENDS) if name not in SCHEMES)]
 
 
 @frozen
 class RemoteURL:
-    """The URL of a remote store. `str` and `repr` hide passwords; `text` is the whole URL.
+    """The URL of a remote store. `str` and `repr` of this object hide passwords. `text`: the whole URL, with passwords.
 
     >>> print(RemoteURL("redis://cache:secret@host"))
     redis://cache:***@host
@@ -66,11 +70,11 @@ class RemoteURL:
 
     @property
     def may_have_hosts(self) -> bool:
-        """Whether it may name several hosts."""
+        """Whether the URL may name several hosts."""
         return self.scheme.endswith(("cluster", "sentinel"))
 
     def check_place(self) -> None:
-        """Raise ValueError for an invalid host or port, or a Redis database that is no number."""
+        """Raise ValueError if the URL has an invalid host or port, or a Redis database that is not a number."""
         rest = self.text.partition("://")[2]
         place = re.split("[/?#]", rest, maxsplit=1)[0]
         path = re.split("[?#]", rest.removeprefix(place), maxsplit=1)[0]
@@ -92,7 +96,9 @@ class RemoteURL:
 
     @property
     def lacks_service(self) -> bool:
-        """Whether its sentinels watch a service that neither the URL nor this process's environment names."""
+        """Whether the URL names Redis sentinels, but neither the URL nor this process's environment names the
+        service that they watch.
+        """
         named = urlsplit(self.text).path.strip("/") or "service_name=" in self.text or os.environ.get(SERVICE_VARIABLE)
         return self.scheme.endswith("sentinel") and not named
 
@@ -115,7 +121,9 @@ class RemoteURL:
 
 
 def urls(value: object) -> tuple[RemoteURL, ...]:
-    """Parse one URL, several URLs with blanks or commas between them, or a list of URLs."""
+    """Return the URLs in a value: one URL, a text of several URLs with blanks or commas between them, or a list of
+    URLs.
+    """
     check_template(value)
     texts = () if is_nothing(value) else split_urls(value) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str | RemoteURL) for text in texts):

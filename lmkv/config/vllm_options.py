@@ -1,4 +1,4 @@
-"""Translates the options of vLLM: `--kv-transfer-config` of LMCache and of vLLM's own offloading."""
+"""Translates the options of vLLM: the `--kv-transfer-config` of LMCache and the options of vLLM's own offloading."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ SIZE: Final = "--kv-offloading-size"
 
 
 def of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
-    """Return the command with lmkv in place of the connectors that it replaces. `ranks`: see `translated`."""
+    """Return the command with lmkv in place of the connectors that lmkv replaces. `ranks`: see
+    `command_lines.translated`.
+    """
     command = Command(ranks=ranks)
     options, command.kept = _options(_with_file(command, words))
     given = dict(options)
@@ -75,7 +77,9 @@ def of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
 
 
 def _with_file(command: Command, words: Sequence[str]) -> Sequence[str]:
-    """Return the words with the options of the file that `--config` names before all others."""
+    """Return the words of a command line, with the options of the file that `--config` names before all other
+    options.
+    """
     at = next((at for at, word in enumerate(words) if word == "--config"), len(words))
     if at + 1 >= len(words):
         return words
@@ -92,7 +96,7 @@ def _with_file(command: Command, words: Sequence[str]) -> Sequence[str]:
 
 
 def as_words(content: Mapping[Any, object]) -> list[str]:
-    """Return the options of `vllm serve --config FILE` on a command line."""
+    """Return the content of a file for `vllm serve --config FILE` as options on a command line."""
     words: list[str] = []
     for key, value in content.items():
         name = str(key).replace("_", "-")
@@ -110,7 +114,7 @@ def connector_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return the options about offloading with their values, under vLLM's names, and all other words."""
+    """Return `(options, others)`: the options about offloading as `(vLLM's name, value)`, and all other words."""
     options, kept, at = [], list[str](), 0
     while at < len(words):
         given, equals, value = words[at].partition("=")
@@ -130,7 +134,9 @@ def _options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return the `kv_transfer_config` as vLLM reads it: the last JSON counts, and dotted arguments replace all JSON."""
+    """Return the `kv_transfer_config` as vLLM reads it. The last JSON counts. Dotted arguments
+    (`--kv-transfer-config.x`) replace all JSON.
+    """
     found: dict[str, Any] = {}
     dotted: dict[str, Any] = {}
     # vLLM then chooses the connector.
@@ -162,7 +168,9 @@ _MULTIPLES: Final = {
 
 
 def _dotted_value(text: str) -> Any:
-    """Return the value of a dotted argument: from JSON, from a number such as 8 or 64k, or the text itself."""
+    """Return the value of a dotted argument: the value of JSON, of a number such as 8 or 64k, or else the text
+    itself.
+    """
     with suppress(ValueError, RecursionError):
         return json.loads(text)
     number = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kmgtKMGT])", text.strip())
@@ -241,7 +249,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
 
 
 def _keep_own(command: Command, items: Mapping[Any, object], env: Env) -> None:
-    """Keep settings of lmkv. If there are any, LMCache's settings are not read."""
+    """Keep the settings of lmkv in `items`. If there are any, LMCache's settings are not read."""
     if env:
         command.notes.append((logging.WARNING, lmcache.not_read(list(env), list(map(str, items)))))
     for key, value in items.items():
@@ -254,7 +262,7 @@ def _keep_own(command: Command, items: Mapping[Any, object], env: Env) -> None:
 
 
 def _use_several(command: Command, transfer: Mapping[str, Any], connectors: list[object], env: Env) -> None:
-    """Translate a MultiConnector: lmkv replaces some connectors together, and the others remain."""
+    """Translate a MultiConnector: lmkv replaces those connectors that offload KV, and the other connectors remain."""
     given = [each for each in connectors if isinstance(each, Mapping)]
     ours = [each for each in given if each.get("kv_connector") in _CONNECTORS]
     if not ours:
@@ -271,7 +279,9 @@ def _use_several(command: Command, transfer: Mapping[str, Any], connectors: list
 
 
 def _agree_with_nixl(command: Command, given: Sequence[Mapping[Any, Any]], ours: Sequence[str], env: Env) -> None:
-    """Write `block_major: false` where NIXL is in the same MultiConnector: on CUDA it refuses the other layout."""
+    """Write `block_major: false` if NIXL is in the same MultiConnector, because NIXL refuses the block-major layout
+    on CUDA.
+    """
     nixl = any("Nixl" in str(each.get("kv_connector")) for each in given)
     if nixl and not any(name == "block_major" for name, _, _ in command.settings):
         command.settings.append(("block_major", False, "NixlConnector"))
@@ -308,7 +318,7 @@ def _bytes(command: Command, given: str, name: str, value: object, times: int = 
 
 
 def _secondary(command: Command, tiers: object) -> None:
-    """Translate vLLM's tiers below host memory."""
+    """Translate vLLM's own tiers below host memory."""
     for each in tiers if isinstance(tiers, list) else [tiers]:
         tier: Mapping[str, Any] = each if isinstance(each, Mapping) else {}
         given = f"secondary_tiers: {tier.get('type')}"

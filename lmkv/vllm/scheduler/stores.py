@@ -190,8 +190,8 @@ class _StateJob(Job):
 class StateStores(Planner):
     """Decides which states of recurrent layers each step stores, and orders copies of these states.
 
-    It stores states at the end of prompts, where prompts diverge, after some chunks of a prompt that is computed in
-    several steps, and at the end of an answer.
+    The stored states are those at the end of prompts, where prompts diverge, and at the end of an answer. If a prompt
+    is computed in several steps, states after some of its chunks are stored as well.
     """
 
     def __init__(self, context: PlanContext, audit: HitAudits) -> None:

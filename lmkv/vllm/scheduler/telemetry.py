@@ -15,7 +15,7 @@ from lmkv.vllm.plan import JobReport
 from lmkv.vllm.plan.request import Miss
 
 Values = dict[str, dict[tuple[str, ...], Any]]
-"""By metric and label values: the increase of a counter, the value of a gauge, or a list of a histogram's
+"""For each metric and its label values: the increase of a counter, the value of a gauge, or a list of a histogram's
 observations.
 """
 
