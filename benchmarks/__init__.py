@@ -1,1 +1,3 @@
-"""Benchmarks of lmkv, and what they share. Run one from the root of the repository: `python -m benchmarks.NAME`."""
+"""Benchmarks of lmkv, and the code that they share. Run a benchmark from the root of the repository: `python -m
+benchmarks.NAME`.
+"""

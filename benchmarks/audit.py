@@ -4,14 +4,15 @@
     python -m benchmarks.audit faults [--family "GQA, Qwen3"] [--dtype float32] [--ranks 2] [--trials 20] [--block 128]
     python -m benchmarks.audit delay [--trials 1000]
 
-`honest`: real vLLM on CPUs and a tiny model with random weights, every hit audited: prompts that are stored by
-prefills in one step and in several, alone and in batches, and by decoding, and asked again in other batches and steps.
-Shows the largest deviations and the false alarms. With `--loads` every other hit is loaded, and read back.
+`honest`: real vLLM runs a tiny model with random weights on CPUs, and every hit is audited. Prompts are stored by
+prefills in one step and in several steps, alone and in batches, and by decoding. They are asked again in other batches
+and steps. The rows show the largest deviations and the false alarms. With `--loads` every second hit is loaded, and
+read back.
 
-`faults`: the same engine. Each trial stores prompts, changes the stored bytes as one kind of fault does, and asks
-again.
+`faults`: the same engine. Each trial stores prompts, changes the stored bytes as one kind of fault does, and asks the
+prompts again.
 
-`delay`: no vLLM. lmkv's sampler draws, until it draws a wrong hit, where one of so many hits is wrong.
+`delay`: no vLLM. One of a given number of hits is wrong, and lmkv's sampler draws hits until it draws a wrong hit.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ WIDE = {
 
 
 def qwen2() -> Any:
-    """Keys whose mean is far larger than what differs between tokens, in the first and the last layer."""
+    """Return a model with keys whose mean, in the first and the last layer, is far larger than their differences
+    between tokens.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     model = Qwen2ForCausalLM(Qwen2Config(**_SMALL))
@@ -73,7 +76,7 @@ MODELS = {
 
 
 class Forgets(dict[Any, Any]):
-    """Every audited hit is computed, also after one that was."""
+    """A mapping that stores nothing, so that lmkv audits every hit, even if the hit was audited before."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
@@ -81,7 +84,7 @@ class Forgets(dict[Any, Any]):
 
 @define
 class Seen:
-    """Counts of the hits, chunks and states that audits compared, and the largest deviation by type of number."""
+    """The number of hits, chunks and states that audits compared, and the largest deviation by type of number."""
 
     counts: Counter[str] = field(factory=Counter)
     worst: dict[str, float] = field(factory=lambda: defaultdict(float))
@@ -89,7 +92,7 @@ class Seen:
 
 @contextmanager
 def watching() -> Iterator[Seen]:
-    """Note every comparison and its outcome."""
+    """Provide a `Seen` that notes every comparison of an audit and the outcome."""
     seen = Seen()
     measure, audited, compared = Comparison.measure, Telemetry.audited, Telemetry.compared
     audited_load = Telemetry.audited_load
@@ -153,7 +156,9 @@ def ask(running: Engine, prompts: list[list[int]], max_tokens: int = 1) -> list[
 
 
 def shuffled(rng: random.Random, running: Engine, prompts: list[list[int]], most: int) -> None:
-    """Ask these again, in another order and in batches of other sizes, at `most` so many together."""
+    """Ask the prompts again, in another order and in batches of other sizes. `most`: largest number of prompts in a
+    batch.
+    """
     rng.shuffle(prompts)
     while prompts:
         count = min(most, rng.choice([1, 3, 16]))
@@ -199,7 +204,7 @@ def honest(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def slot(running: Engine, key: bytes, rank: int | None = None) -> Any:
-    """The stored bytes of a chunk or state, of one rank or all."""
+    """Return the stored bytes of a chunk or state: the part of one rank, or of all ranks if `rank` is None."""
     row = running.store.slab.array[running.store._primary.entries[key].slot]
     layout = running.connector.sides.model.layout
     return row if rank is None else row[rank * layout.rank_bytes : (rank + 1) * layout.rank_bytes]
@@ -219,7 +224,7 @@ def shifted(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) ->
 
 
 def stale(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
-    """The first layer's part of the slot is still that of the chunk before."""
+    """Replace the first layer's part of a chunk by another prompt's KV, as if the slot had kept these bytes."""
     offset, nbytes = running.connector.sides.model.layout.span(0, 0)
     slot(running, mine[at])[offset : offset + nbytes] = slot(running, theirs[at])[offset : offset + nbytes]
 
@@ -229,19 +234,19 @@ def one_rank(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -
 
 
 def state_alone(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
-    """The state behind the prompt is right, the KV before it is another prompt's."""
+    """Replace the last chunk's KV before a state by the KV of another prompt. The state itself stays right."""
     slot(running, mine[-1])[:] = slot(running, theirs[-1])
 
 
 def wrong_state(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
-    """The KV is right, the state is another prompt's."""
+    """Replace the states after the last chunk by states of another prompt. The KV stays right."""
     count = running.connector.sides.model.block_map.states
     for own, other in zip(state_keys(mine[-1], count), state_keys(theirs[-1], count), strict=True):
         slot(running, own)[:] = slot(running, other)
 
 
 def last_token(running: Engine, mine: list[bytes], theirs: list[bytes], at: int) -> None:
-    """The chunk was computed with another last token."""
+    """Replace the first chunk by a chunk that was computed with another last token."""
     slot(running, mine[0])[:] = slot(running, theirs[0])
 
 
@@ -257,7 +262,9 @@ STATES: dict[str, Fault] = {"a state without its KV": state_alone, "KV without i
 
 
 def trials(running: Engine, kind: str, make: Fault, seen: Seen, count: int, length: int, seed: int) -> Row:
-    """Each trial is one fault, and one hit of it: found where it is, with no other alarm."""
+    """Count in how many of `count` trials an audit finds the fault that `make` makes. A trial has one fault, and one
+    hit with this fault.
+    """
     found = 0
     rng = random.Random(seed)
     for trial in range(count):
@@ -276,7 +283,7 @@ def trials(running: Engine, kind: str, make: Fault, seen: Seen, count: int, leng
 
 
 def other_weights(running: Engine, seen: Seen, count: int, noise: float, seed: int) -> Row:
-    """The stored KV is of weights that differ by this share, in every matrix and norm."""
+    """Count how many audits find KV of other weights. `noise`: share by which the weights differ."""
 
     def change(model: Any) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -327,7 +334,9 @@ def faults(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def delay(args: argparse.Namespace) -> Iterator[Row]:
-    """The hits until a fault is found, where one in so many is wrong and each wrong one that is drawn is found."""
+    """Yield the number of hits until a fault is found, if one of a given number of hits is wrong. Every audit of a
+    wrong hit finds the fault.
+    """
     rng = random.Random(args.seed)
     for faults_in in (10, 100, 1000, 10_000):
         for rate in (1.0, 0.1, 0.01, 0.001):

@@ -1,4 +1,4 @@
-"""KV connectors of vLLM as bounds of every other one: they do nothing, only copy, or only read."""
+"""KV connectors of vLLM that are limits for every other connector: they do nothing, only copy, or only read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmkv.memory.paged import block_rows
 
 
 class IdleConnector(KVConnectorBase_V1):
-    """Stores nothing and finds nothing."""
+    """A connector that stores nothing and finds nothing."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False
@@ -41,10 +41,11 @@ class IdleConnector(KVConnectorBase_V1):
 
 
 class ReadingConnector(IdleConnector):
-    """Has a request wait until one plain thread has read a prompt's files below `plain_folder`, or values of `redis`.
+    """A connector that finds nothing. A request waits until one plain thread has read a prompt's files below
+    `plain_folder`, or values of `redis`.
 
-    The first prompt that it was ever asked about does not wait. Adds a line with the seconds from vLLM's first question
-    to the end of the read to the file `waits`. Finds nothing.
+    The first prompt of a process does not wait. The connector adds a line to the file `waits` for each other prompt.
+    The line has the seconds from vLLM's first question to the end of the read.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -80,10 +81,11 @@ class BlocksMetadata(KVConnectorMetadata):
 
 
 class CopyingConnector(IdleConnector):
-    """Copies each block that is full into host memory for `copied_tokens`, again and again the same. Finds nothing.
+    """A connector that finds nothing. It copies each full block into host memory, always into the same space for
+    `copied_tokens` tokens.
 
-    Nothing is hashed, looked up, evicted or reported: what is left is the price of the copies. Requests that skip the
-    connector are not copied.
+    It hashes, looks up, evicts and reports nothing, so that only the price of the copies remains. Requests that skip
+    the connector are not copied.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

@@ -2,14 +2,16 @@
 
     python -m benchmarks.calls [--only keys,lookups,evictions,pins,vllm,scheduler] [--quick] [--json] [--write FILE]
 
-keys, lookups: CPU time from the tokens of a prompt, beside bare hashing. evictions: what a store does for each chunk
-once all 32,768 slots are taken, 64 chunks at a time, under each policy, nothing pinned and 4,096 of the oldest chunks
-pinned, beside replacing the oldest key of a bare OrderedDict; pins: pins and slots beside the same. vllm: evictions
-beside vLLM's own `CPUOffloadingManager`, where vLLM is installed. No bytes move.
+keys, lookups: CPU time from the tokens of a prompt, compared with bare hashing of the tokens. evictions: the work of a
+store for each chunk once all 32,768 slots are taken, 64 chunks at a time, with each policy. Either nothing is pinned,
+or 4,096 of the oldest chunks. The reference replaces the oldest key of a bare OrderedDict. pins: pins and slots, with
+the same reference. vllm: evictions, compared with vLLM's own `CPUOffloadingManager`, if vLLM is installed. No bytes
+move.
 
-scheduler: p50 and p99 of each call that the connector makes, wall time with the garbage collector on, over requests
-of 1, 2 and 128 chunks, all of which is found, or nothing and everything is stored by evicting. The p99 is beside that
-of bare hashing of 32k other tokens; that of on_new_request, which hashes, is less the p99 of hashing as many tokens.
+scheduler: p50 and p99 of each call that the connector makes, in wall time with the garbage collector on. Requests have
+1, 2 and 128 chunks. Either all chunks are found, or none is found and all are stored by evicting others. The reference
+of a p99 is the p99 of bare hashing of 32k other tokens. The call on_new_request hashes, so the p99 of hashing its
+tokens is subtracted.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ from lmkv.vllm.scheduler import Scheduler
 
 SLOTS, SLOT_BYTES, BATCH, PINNED = 32_768, 4096, 64, 4096
 LONGEST, LONG, STEP = 131_072, 32_768, 8192
-"""Tokens of prompts, and those that vLLM schedules in a step."""
+"""Numbers of tokens: of the longest prompts, of long prompts, and of a step that vLLM schedules."""
 KEYS_TARGET, EVICT_TARGET, PIN_TARGET, SLOT_TARGET, PINS_COST, VLLM_TARGET, P99_TARGET = 1.15, 10, 2.5, 1, 1.2, 0.6, 1.5
 ARRAY, ORDERED = "array + streaming sha256", "a bare OrderedDict"
 LIMIT, BARE = "bare hashing of 32k tokens", "bare hashing"
 HASHING, BEYOND = "on_new_request", "on_new_request without its hashing"
 Case = tuple[Callable[[], object], Callable[[], object]]
-"""`(run, prepare)`: a call to be measured, and one that goes before each, which is not."""
+"""`(run, prepare)`: a call to measure, and a call before each measurement, which is not measured."""
 
 _numbers = itertools.count()
 
@@ -59,7 +61,7 @@ def new_keys(count: int) -> list[ChunkKey]:
 
 
 def timed(cases: Mapping[str, Case], rounds: int, items: int) -> dict[str, list[float]]:
-    """Microseconds of CPU for each of so many items."""
+    """Return by case the microseconds of CPU time for one item, in each round. `items`: number of items of a call."""
     runs = {name: run for name, (run, _) in cases.items()}
     times = interleaved(runs, rounds, before=lambda name: cases[name][1]())
     return {name: [each / items * 1e6 for each in seconds] for name, seconds in times.items()}
@@ -78,7 +80,9 @@ def keys(rounds: int) -> Iterator[Row]:
 
 
 def full_store(policy: str, pinned: int = 0) -> tuple[TieredStore, list[ChunkKey]]:
-    """A store whose slots are all taken and whose oldest chunks are pinned, and the keys of its chunks."""
+    """Return `(store, keys)`: a store with a chunk in every slot, and the keys of these chunks. `pinned`: number of
+    the oldest chunks to pin.
+    """
     host = CPUPinnedBackend(SLOTS * SLOT_BYTES, SLOT_BYTES, populate=False)
     store, keys = TieredStore(Tier(host, make_policy(policy))), new_keys(SLOTS)
     for start in range(0, SLOTS, BATCH):
@@ -89,7 +93,7 @@ def full_store(policy: str, pinned: int = 0) -> tuple[TieredStore, list[ChunkKey
 
 
 def renewed(work: Callable[[list[ChunkKey]], object], batch: int = BATCH) -> Case:
-    """The work with other new keys each time."""
+    """Return a case that does the work with a batch of new keys each time."""
     ready = [new_keys(batch)]
 
     def prepare() -> None:
@@ -103,7 +107,9 @@ def storing(store: TieredStore) -> Case:
 
 
 def replacing(batch: int = BATCH) -> Case:
-    """The least that any such bookkeeping does, on a bare OrderedDict of as many keys."""
+    """Return a case that does the least possible bookkeeping: it replaces keys of a bare OrderedDict of the same
+    size.
+    """
     table = OrderedDict.fromkeys(new_keys(SLOTS))
 
     def run(keys: list[ChunkKey]) -> None:
@@ -159,7 +165,9 @@ def pins(rounds: int) -> Iterator[Row]:
 
 
 def vllm_manager(policy: str) -> Case:
-    """Store a request's chunks in vLLM's manager, which is full, with the keys of another request each time."""
+    """Return a case that stores a request's chunks in vLLM's manager, which is full. Each time the keys are those of
+    another request.
+    """
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
@@ -200,7 +208,7 @@ def beside_vllm(rounds: int) -> Iterator[Row]:
 
 @define(eq=False)
 class Request:
-    """A vLLM request as the scheduler side sees it."""
+    """A vLLM request, with the attributes that the scheduler side reads."""
 
     request_id: str
     all_token_ids: list[int]
@@ -217,7 +225,9 @@ class Request:
 
 @define
 class Recorder:
-    """Milliseconds of each call, of each collection of garbage, and of each call less the collections within it."""
+    """Milliseconds of each call, of each garbage collection, and of each call without the collections during the
+    call.
+    """
 
     calls: dict[str, list[float]] = field(factory=lambda: defaultdict(list))
     collected: list[float] = field(factory=list)
@@ -240,7 +250,7 @@ class Recorder:
 
 @frozen
 class Side:
-    """A scheduler side over a full store, and the prompts that are in it: `SLOTS` chunks in all."""
+    """A scheduler side over a full store, and the prompts in this store, which have `SLOTS` chunks in all."""
 
     store: TieredStore
     scheduler: Scheduler
@@ -264,7 +274,7 @@ class Side:
         return side
 
     def refill(self) -> None:
-        """Store the prompts, again where others have evicted them."""
+        """Store the prompts, and store again those that others have evicted."""
         for prompt in self.prompts:
             self.serve(self.request(prompt), Recorder())
 
@@ -272,7 +282,7 @@ class Side:
         return Request(f"r{next(_numbers)}", tokens)
 
     def known(self, length: int) -> Request:
-        """A request whose tokens are all stored but the last."""
+        """Return a request with tokens that are all stored except the last token."""
         return self.request([*random.choice(self.prompts)[:length], 0])
 
     def unknown(self, length: int) -> Request:
@@ -283,9 +293,10 @@ class Side:
         return self.scheduler.get_num_new_matched_tokens(request, 0)[0]
 
     def serve(self, request: Request, timed: Recorder) -> None:
-        """One request from arrival to end, as vLLM calls: steps of `STEP` tokens, then a decode.
+        """Pass one request through its calls from arrival to end, as vLLM makes them: steps of `STEP` tokens, then a
+        step that decodes.
 
-        After each step it waits until the lower tiers have written its chunks.
+        After each step, wait until the lower tiers have written the request's chunks.
         """
         side, name = self.scheduler, request.request_id
         timed(HASHING, side.on_new_request, request)
@@ -309,7 +320,7 @@ class Side:
         return self.scheduler.take_plan()
 
     def record(self, make: Callable[[int], Request], length: int, into: Recorder) -> None:
-        """Serve a request; before it, hash other tokens, and another such prompt."""
+        """Serve a request and record its calls. Before, hash other tokens, and the tokens of another such prompt."""
         into(LIMIT, bare_chain, tokens_of(LONG, None))
         into(BARE, bare_chain, make(length).all_token_ids)
         gc.callbacks.append(into.on_collection)
@@ -327,7 +338,7 @@ def size(tokens: int) -> str:
 
 
 def beyond(times: Sequence[float], own: float) -> float:
-    """The p99 beyond `own`."""
+    """Return how much the 99th percentile of `times` exceeds `own`."""
     return max(0.0, percentile(times, 0.99) - own)
 
 

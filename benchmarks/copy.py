@@ -1,17 +1,20 @@
-"""`Engine.store` and `Engine.retrieve` beside their limits: copies of the same pages by numpy, and a contiguous one.
+"""`Engine.store` and `Engine.retrieve`, compared with copies of the same pages by numpy, and with a contiguous copy.
 
     python -m benchmarks.copy [--lmcache PYTHON] [--device cuda] [--quick] [--json] [--write FILE]
     ATEN_CPU_CAPABILITY=avx2 GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX512F,-AVX512VL python -m benchmarks.copy
 
-CPU seconds of store and retrieve of 8 or 32 chunks a request, paged tensors of 16-token blocks. Beside them numpy
-copies the same pages between the same tensors and an array in the place of the slots: one by one, which is the
-reference of lmkv's calls, and layer by layer. A contiguous copy of as many bytes is shown, too, but pages are too short
-to reach it on every processor. The second command leaves AVX-512 out. Each call of the engine divides into its copies,
-which are timed within it, and the rest, its control path. With --lmcache, the interpreter of an environment that has
-torch and lmcache, LMCache does the same in every round (see lmcache_copies.py).
+The rows show the CPU seconds of store and retrieve for requests of 8 or 32 chunks, in paged tensors of 16-token blocks.
+For comparison numpy copies the same pages between the same tensors and an array in place of the slots. It copies page
+by page, which is the reference of lmkv's calls, and layer by layer. A contiguous copy of the same number of bytes is
+shown, too, but pages are too short to be that fast on every processor. The second command leaves AVX-512 out.
 
-With `--device cuda` tensors are on the GPU, and seconds those until the device is done. The reference is one copy of
-pinned memory of as many bytes. `--device simulated` runs that without a GPU: its figures mean nothing.
+A call of the engine has two parts, which are timed separately: its copies, and all its other work (the control path).
+`--lmcache` takes the interpreter of an environment that has torch and lmcache. LMCache then copies the same pages in
+every round (see lmcache_copies.py).
+
+With `--device cuda` the tensors are on the GPU, and the time ends when the device has ended its work. The reference is
+one copy of the same number of bytes from pinned memory. `--device simulated` runs this without a GPU, and its figures
+mean nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ from lmkv.cli.engines import ChildProcess
 from lmkv.memory.copier import ChunkCopy, Copier, Event
 
 SHAPES = {"32 MiB chunks": (32, 8), "4 MiB chunks, 32 a request": (4, 32), "4 MiB chunks": (4, 8)}
-"""Layers and chunks of a request, by label. Each layer has 1 MiB of a chunk. Many caches hold a request of the last."""
+"""By label, the number of layers and of chunks of a request. Each layer has 1 MiB of a chunk. Many caches can hold a
+request with the last label.
+"""
 PEER_TARGET, PINNED_TARGET = 3.0, 0.9
 CONTIGUOUS, BY_LAYERS, PINNED = (
     "a contiguous copy",
@@ -50,7 +55,7 @@ WAYS = {"store": "gather", "retrieve": "scatter"}
 
 
 class LMCache:
-    """The peer in a child process that does one thing at a time; its times are its own CPU seconds."""
+    """LMCache in a child process that does one thing at a time. Its times are CPU seconds of the child."""
 
     def __init__(self, python: str, layers: int, blocks: list[int], tokens: list[int], folder: Path) -> None:
         script = str(Path(__file__).with_name("lmcache_copies.py"))
@@ -68,7 +73,7 @@ class LMCache:
 
 
 class TimedCopier:
-    """Copies, and notes the CPU seconds of each call."""
+    """A copier that notes the CPU seconds of each copy."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
@@ -89,7 +94,9 @@ class TimedCopier:
 
 
 def by_layers(tensors: Sequence[torch.Tensor], blocks: list[int]) -> dict[str, Callable[[], None]]:
-    """numpy copies these pages with one call a layer. Some processors are faster so, others page by page."""
+    """Return functions of numpy that copy these pages with one call for each layer. Some processors are faster this
+    way, others page by page.
+    """
     rows = [tensor.view(torch.int64).flatten(1).numpy() for tensor in tensors]
     slots = np.ones((len(rows), len(blocks), rows[0].shape[1]), np.int64)
 
@@ -105,7 +112,7 @@ def by_layers(tensors: Sequence[torch.Tensor], blocks: list[int]) -> dict[str, C
 
 
 def engine_of(layers: int, chunks: int, device: str) -> tuple[Engine, list[torch.Tensor], list[int], list[int]]:
-    """An engine, its bf16 tensors of 8 KV heads of 128, and scattered blocks and tokens of one request."""
+    """Return an engine, its bf16 tensors of 8 KV heads of 128, and scattered blocks and token ids of one request."""
     blocks = chunks * CHUNK // BLOCK
     tensors = [torch.randn((2 * blocks, 8, BLOCK, 256)).to(device, torch.bfloat16) for _ in range(layers)]
     config = Config.load(max_local_cpu_size=HOST_GB, chunk_size=CHUNK, env={})

@@ -1,11 +1,12 @@
-"""LMCache as a peer, in its own process and environment: one request at a time over a pipe.
+"""LMCache, which lmkv is compared with, in a separate process and environment: one request at a time over a pipe.
 
-Run with the interpreter of an environment that has torch and lmcache, and with -P: else copy.py beside it
-would be imported as the standard library's. LMCache has no connector for CPU tensors; the one here calls
-LMCache's own kernel for them. All else is LMCache's: keys, storage manager, allocator, CPU tier.
+Run this program with the interpreter of an environment that has torch and lmcache, and with -P. Without -P, copy.py in
+the same folder would be imported in place of the standard library's module. LMCache has no connector for CPU tensors.
+The connector in this module calls LMCache's own kernel for such tensors. All other parts are LMCache's: keys, storage
+manager, allocator, CPU tier.
 
-Takes lines of JSON: {"layers", "blocks", "tokens", "gb"} first, then {"do": "store" | "retrieve" | "clear" |
-"check"}. Answers each with a line: its seconds of CPU.
+The program reads lines of JSON: {"layers", "blocks", "tokens", "gb"} first, then {"do": "store" | "retrieve" | "clear"
+| "check"}. It answers each line with the CPU seconds of the request.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def engine_of(layers: int, gb: float) -> Any:
     torch.set_num_threads(1)
 
     class CPUConnector(MockGPUConnector):
-        """Paged CPU tensors [2, slots, hidden], the layout that its kernel is fastest with."""
+        """Copies paged CPU tensors of shape [2, slots, hidden], the layout with which LMCache's kernel is fastest."""
 
         def _transfer(self, how: Any, objects: Any, starts: Any, ends: Any, **kwargs: Any) -> None:
             tensors, slots = kwargs["kvcaches"], kwargs["slot_mapping"]
@@ -67,7 +68,7 @@ def engine_of(layers: int, gb: float) -> Any:
 
 
 class Peer:
-    """One request's tokens, its tensors and its scattered blocks."""
+    """The tokens of one request, its tensors and its scattered blocks."""
 
     def __init__(self, layers: int, blocks: list[int], tokens: list[int], gb: float) -> None:
         import torch
@@ -91,7 +92,7 @@ class Peer:
         self._engine.clear()
 
     def check(self) -> None:
-        """Check that stored KV comes back, byte for byte."""
+        """Check that LMCache returns the stored KV, byte for byte."""
         wanted = [tensor[:, self._slots].clone() for tensor in self._tensors]
         self.clear()
         self.store()

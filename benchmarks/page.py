@@ -2,9 +2,9 @@
 
     python -m benchmarks.page [--redis URL] [--quick] [--json] [--write docs/results/performance.json]
 
-First tokens of a repeated prompt from each tier (`benchmarks.ttft`), conversations of more users than host memory
-takes (`benchmarks.talk`), and lmkv's share of the time where no prompt repeats (`benchmarks.talk --within`). Then
-`python docs/plot.py` draws the pictures, and `python docs/tables.py` writes the tables.
+The file has first tokens of a repeated prompt from each tier (`benchmarks.ttft`), and conversations of more users than
+host memory can hold (`benchmarks.talk`). It also has lmkv's share of the time if no prompt repeats (`benchmarks.talk
+--within`). Afterwards, `python docs/plot.py` draws the pictures, and `python docs/tables.py` writes the tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.rounds import Row, arguments, finish
 
 CONVERSATIONS = ["--users", "16", "--over", "2"]
 ROUNDS, FEW = (9, 5, 20), (3, 2, 5)
-"""Rounds of first tokens, of conversations, and of the time within lmkv."""
+"""Numbers of rounds, complete and with `--quick`: of first tokens, of conversations, and of the time within lmkv."""
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Engines and servers that lmkv is compared with: plain reads of a tier's data, Redis, LMCache's server."""
+"""Engines and servers with which lmkv is compared: plain reads of a tier's data, Redis, and LMCache's server."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from lmkv.chunks.codec import DEFAULT_SEGMENT_BYTES, segment_checksums
 from lmkv.cli.engines import END_TIMEOUT, EngineSpec, end, wait_until_settled
 
 PROMPTS = 2
-"""Prompts of the same length that a measured engine has stored."""
+"""Number of prompts of the same length that a measured engine has stored."""
 ROUTES = {"LMCache": "auto", "LMCache, shared memory": "lmcache_driven"}
-"""Who moves the bytes, by engine: `auto` is vLLM's worker, which pickles them, where there is no GPU."""
+"""By engine, which side moves the bytes. With `auto`, vLLM's worker moves the bytes, and pickles them if there is no
+GPU.
+"""
 START_TIMEOUT = 120.0
 ENVIRONMENT = {
     # In place of a path that belongs to another environment.
@@ -35,7 +37,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Parameters of the C library's `mallopt`."""
+"""Parameters of the C library's function `mallopt`."""
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -54,7 +56,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _of_one_prompt(sizes: Mapping[Any, int]) -> dict[Any, int]:
-    """As many whole chunks as one prompt has, with their sizes; the tails of prompts are smaller."""
+    """Return the whole chunks of one prompt, with their sizes. Tails of prompts are smaller, and are left out."""
     if not sizes:
         raise LookupError("the tier has no chunks")
     whole = max(sizes.values())
@@ -63,9 +65,10 @@ def _of_one_prompt(sizes: Mapping[Any, int]) -> dict[Any, int]:
 
 
 def files_of(folder: Path, *, in_memory: bool) -> Callable[[], None]:
-    """Reads as many chunks' files as a prompt has, by one thread: past the page cache, or from memory with checksums.
+    """Return a function that reads the files of one prompt's chunks with one thread, past the page cache or,
+    `in_memory`, with checksums.
 
-    It reads into huge pages where there are any, as the disk tier does. Raises LookupError without files.
+    The function reads into huge pages, if there are any, as the disk tier does. Raises LookupError without files.
     """
     sizes = _of_one_prompt({path: path.stat().st_size for path in folder.joinpath("kv").rglob(f"*{SUFFIX}")})
     memory = Scratch().borrow("plain read", sum(sizes.values()))
@@ -88,7 +91,7 @@ def files_of(folder: Path, *, in_memory: bool) -> Callable[[], None]:
 
 
 def _direct_flag(path: Path) -> int:
-    """The flag of `open` for reads past the page cache; 0 where the file system has none."""
+    """Return the flag of `open` for reads past the page cache, or 0 if the file system has no such flag."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
     except OSError:
@@ -98,7 +101,9 @@ def _direct_flag(path: Path) -> int:
 
 @contextlib.contextmanager
 def whole_database(url: str | None) -> Iterator[None]:
-    """A Redis database that is empty before and after; nothing without a URL. Raises RuntimeError if it has keys."""
+    """Provide a Redis database that is empty before and after, or nothing without a URL. Raises RuntimeError if the
+    database has keys.
+    """
     if url is None:
         yield
         return
@@ -114,9 +119,10 @@ def whole_database(url: str | None) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep the memory that it frees, from now on.
+    """Make this process keep the memory that it frees, from now on.
 
-    The kernel's default maps new memory for each large value, which takes longer than to receive the value.
+    By the kernel's default, each large value gets newly mapped memory, and mapping takes longer than receiving the
+    value.
     """
     with suppress(AttributeError):  # not every C library has it
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
@@ -124,10 +130,11 @@ def keep_freed_memory() -> None:
 
 
 def values_of(url: str) -> Callable[[], None]:
-    """Gets as many chunks' values as a prompt has, by the client of a Redis whose database has nothing else.
+    """Return a function that gets the values of one prompt's chunks with the client of Redis. The database must have no
+    other values.
 
-    Waits until an engine has written all of them. Raises LookupError without values. From now on this process keeps
-    the memory that it frees.
+    Waits until an engine has written all values. Raises LookupError without values. From now on, this process keeps the
+    memory that it frees.
     """
     from redis import Redis
 
@@ -150,7 +157,7 @@ def values_of(url: str) -> Callable[[], None]:
 
 @define
 class RedisServer:
-    """Redis on loopback, in memory only, to be killed, stopped and started."""
+    """A Redis server on loopback, only in memory, which a benchmark kills, stops and starts."""
 
     program: str
     port: int = field(factory=lambda: free_ports(1)[0])
@@ -167,7 +174,7 @@ class RedisServer:
         raise SystemExit(f"{self.program} does not answer at port {self.port}")
 
     def signal(self, number: int) -> None:
-        """SIGSTOP leaves its connections open."""
+        """Send a signal to the server. SIGSTOP stops the server, but leaves its connections open."""
         assert self._process is not None
         self._process.send_signal(number)
 
@@ -178,7 +185,7 @@ class RedisServer:
 
 
 class LMCacheServer:
-    """`lmcache server` on loopback, in a process group of its own, with so many GiB for all engines' chunks."""
+    """`lmcache server` on loopback, in a separate process group. `gib`: GiB of memory for the chunks of all engines."""
 
     def __init__(self, python: str, gib: float, log: Path) -> None:
         self.port, http = free_ports(2)
@@ -209,7 +216,7 @@ class LMCacheServer:
         raise RuntimeError(f"LMCache's server did not start:\n{log.read_text()[-2000:]}")
 
     def spec(self, name: str, plain: EngineSpec) -> EngineSpec:
-        """The plain engine with LMCache's connector, which asks this server."""
+        """Return the engine `plain` with LMCache's connector, which asks this server."""
         settings = {
             "lmcache.mp.host": "tcp://127.0.0.1",
             "lmcache.mp.port": self.port,

@@ -1,14 +1,15 @@
-"""Conversations with a model that has recurrent layers: hits and first token of each turn, and bytes that are kept.
+"""Conversations with a model that has recurrent layers: the hit and the first token of each turn, and the kept bytes.
 
     python -m benchmarks.recurrent [--conversations 3] [--turns 6] [--interval 0] [--quick]
     python -m benchmarks.recurrent --edits [--conversations 3] [--turns 6] [--quick]
 
-A small Nemotron-H in float32 on vLLM's CPU build. Each conversation is had three times in turn, each with a salt of its
-own: with vLLM's own prefix cache alone, with lmkv alone (vLLM's cache is emptied before each turn), and without either.
-`--interval`: lmkv's `state_interval`.
+The model is a small Nemotron-H in float32 on vLLM's CPU build. Each conversation runs three times, each time with a
+separate salt: with vLLM's own prefix cache alone, with lmkv alone (vLLM's cache is emptied before each turn), and
+without any cache. `--interval`: lmkv's `state_interval`.
 
-`--edits`: conversations about a long document, where every second turn changes something that was said before, with
-lmkv alone, in steps of a chunk: what several `state_interval` find and keep. Counts alone, the same on any machine.
+`--edits`: conversations about a long document with lmkv alone, in steps of a chunk. Every second turn changes a part of
+the earlier conversation. The rows show the hits and the kept bytes for several values of `state_interval`. They are
+counts, which are the same on any machine.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ SIZES = {
 
 @define
 class Arm:
-    """Seconds to the first token, tokens hit, and tokens of the turn before, for each turn but the first."""
+    """The figures of each turn except the first: seconds to the first token, tokens of the hit, and tokens of the
+    turn before.
+    """
 
     seconds: list[float] = field(factory=list)
     hits: list[int] = field(factory=list)
@@ -61,7 +64,7 @@ class Arm:
 
 
 def converse(running: Engine, arm: str, number: int, turns: int, into: Arm) -> list[list[int]]:
-    """One conversation; its answers."""
+    """Run one conversation, and return its answers."""
     rng, history, answers = random.Random(number), [], []
     for turn in range(turns):
         history += [rng.randrange(5, 1000) for _ in range(QUESTION)]
@@ -86,7 +89,9 @@ INTERVALS = (1, 0, 4, 8, 16, 10_000)
 
 
 def edit(running: Engine, number: int, turns: int) -> tuple[int, int]:
-    """One conversation with edits; the tokens of its later turns that were hit, and all that another one had, too."""
+    """Run one conversation with edits. Return the tokens of its later turns that were hit, and the tokens that each
+    turn shares with an earlier turn.
+    """
     rng, seen, hits, shared = random.Random(number), list[list[int]](), 0, 0
     history = [rng.randrange(5, 1000) for _ in range(DOCUMENT)]
     for turn in range(turns):
@@ -104,7 +109,7 @@ def edit(running: Engine, number: int, turns: int) -> tuple[int, int]:
 
 
 def common(one: list[int], other: list[int]) -> int:
-    """Tokens that both begin with."""
+    """Return the number of tokens at the beginning that both lists have in common."""
     return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(other))
 
 

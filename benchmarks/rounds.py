@@ -1,4 +1,6 @@
-"""Shared by the benchmarks: options, turns of engines, and rows that are written with the machine and the versions."""
+"""The code that the benchmarks share: options, turns of engines, and rows that are written with the machine and the
+versions.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ __all__ = ["Row", "compared", "interleaved", "interval", "reached", "speeds"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAUSE = 1.5
-"""Seconds: vLLM's processes go on polling for a second after a request, at the cost of the next engine."""
+"""Seconds between two engines. vLLM's processes poll for a second after a request, which would slow the next engine."""
 
 
 def arguments(page: str | None, *, quick: str | None = None) -> argparse.ArgumentParser:
-    """A parser for the program that `page` describes. `quick`: what that means."""
+    """Return a parser for the program that `page` describes. `quick`: the meaning of the option `--quick`."""
     parser = argparse.ArgumentParser(description=page, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", action="store_true", help="one JSON object in the last line")
@@ -32,9 +34,10 @@ def arguments(page: str | None, *, quick: str | None = None) -> argparse.Argumen
 
 
 def finish(rows: Iterable[Row], options: argparse.Namespace) -> int:
-    """Print rows as they come; in the end all of them with the command, the date, the machine and the versions.
+    """Print each row as soon as it is measured. At the end, write all rows with the command, the date, the machine and
+    the versions.
 
-    An error in a late row does not lose the others. Returns exit code 0.
+    After an error in a late row, the earlier rows are still written. Returns exit code 0.
     """
     found: list[Row] = []
     try:
@@ -51,7 +54,7 @@ def finish(rows: Iterable[Row], options: argparse.Namespace) -> int:
 
 
 def where() -> dict[str, object]:
-    """The command without the file that it writes, the commit, and what `measured_on` says."""
+    """Return the command without the file that it writes, the commit, and the result of `measured_on`."""
     spec, given = sys.modules["__main__"].__spec__, list(sys.argv[1:])
     if "--write" in given:
         at = given.index("--write")
@@ -71,7 +74,9 @@ def line(row: Row) -> str:
 
 
 def beside(name: str, value: float, unit: str, of: str, other: float, target: float | None = None) -> Row:
-    """A row of figures that have no rounds, such as percentiles of all of them."""
+    """Return a row for a figure without rounds, such as a percentile, with its ratio to the figure `other` of the
+    case `of`.
+    """
     ratio = value / other if other else None
     met = None
     if target is not None and ratio is not None:
@@ -80,7 +85,7 @@ def beside(name: str, value: float, unit: str, of: str, other: float, target: fl
 
 
 def turns(engines: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Number of the round and engine to ask: all engines in each round, in shuffled order."""
+    """Yield `(round, engine)`: in each round every engine, in shuffled order."""
     for number in range(rounds):
         for name in random.sample(list(engines), len(engines)):
             time.sleep(PAUSE)

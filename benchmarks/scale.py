@@ -1,16 +1,18 @@
-"""An index of ten thousand to three million chunks: memory, time until all are found, and each call then.
+"""An index of ten thousand to three million chunks: its memory, the time until all chunks are found, and later calls.
 
     python -m benchmarks.scale [--rounds 9] [--only sizes,calls,files] [--files FOLDER] [--quick] [--write FILE]
 
-In each round every size has a process of its own; medians count. A made-up medium lists random keys as fast as they
-can be made, so that only lmkv is measured; with --files, real files of a local disk tier are listed beside it, up to
-300,000, and then inspected and deleted by `lmkv inspect` and `lmkv prune`, beside the removal of as many plain files.
-Times are CPU time, but for those of calls while chunks are being found, which are what a scheduler would wait. The last
-tier is as large as its content, so that each new chunk evicts one.
+In each round every size runs in a separate process, and the rows show medians. A simulated medium lists random keys as
+fast as it can make keys, so that only lmkv is measured. With --files, up to 300,000 real files of a local disk tier are
+listed as well, and then inspected and deleted by `lmkv inspect` and `lmkv prune`. The reference of these commands is
+the removal of the same number of plain files. Times are CPU time. Only calls while chunks are being found are in wall
+time, because a scheduler would wait for this time. The last tier is as large as its content, so each new chunk evicts
+another.
 
-calls: the scheduler's calls while a million chunks are being found below a full host memory; after each step the writes
-of the lower tier are waited for. Beside them the same calls while nothing is found, and both without the time of
-Python's collections of garbage. Their reference, bare hashing of 32k tokens, is timed between requests.
+calls: the scheduler's calls while a million chunks are being found below a full host memory. After each step, the
+program waits for the writes of the lower tier. For comparison, the same calls run while no chunk is being found. All
+calls are also shown without the time of garbage collections. The reference, bare hashing of 32k tokens, is timed
+between requests.
 """
 
 from __future__ import annotations
@@ -49,14 +51,16 @@ SIZES, FILES = (10_000, 100_000, 1_000_000, 3_000_000), (10_000, 100_000, 300_00
 MANY, QUICK = 1_000_000, 100_000
 SLOT_BYTES, CHAIN, LISTED = 4096, 64, 32
 FLAT = 1.5
-"""A chunk of a large index may take so many times what one of a small index takes."""
+"""Largest accepted time of a chunk in a large index, as a multiple of its time in a small index."""
 REQUESTS = 300
-"""Requests of each length while nothing is found. While chunks are found there may be more, but not fewer."""
+"""Number of requests of each length while no chunk is being found. While chunks are being found there may be more,
+but not fewer.
+"""
 DURING, ALONE = "while chunks are found", "while nothing is found"
 UNCOLLECTED = ", without collections of garbage"
 CONTENT = b"x" * 64
 Sizes = dict[int, dict[str, float]]
-"""Figures, by the number of chunks."""
+"""The figures, by the number of chunks in the index."""
 
 
 def key_of(number: int) -> ChunkKey:
@@ -64,7 +68,9 @@ def key_of(number: int) -> ChunkKey:
 
 
 class MadeUp(NullBackend):
-    """A medium that has the keys of the first `count` numbers, and takes every chunk. Its listing waits for `begin`."""
+    """A medium that has the keys of the first `count` numbers, and takes every chunk. Its listing waits until
+    `begin` is called.
+    """
 
     def __init__(self, count: int) -> None:
         super().__init__("disk")
@@ -88,7 +94,7 @@ def resident_bytes() -> int:
 
 
 def cpu_of(call: Callable[[], object], rounds: int, items: int) -> float:
-    """Median CPU time of an item, in microseconds."""
+    """Return the median CPU time of one item, in microseconds. `items`: number of items of a call."""
     found = []
     for _ in range(rounds):
         start = time.thread_time()
@@ -98,7 +104,9 @@ def cpu_of(call: Callable[[], object], rounds: int, items: int) -> float:
 
 
 def measured(count: int, folder: str | None) -> dict[str, float]:
-    """All figures of one size, in this process: a store whose last tier, as large as its content, is indexed."""
+    """Return all figures of one size, measured in this process. The last tier of the store is indexed, and as large
+    as its content.
+    """
     host = Tier(CPUPinnedBackend(1024 * SLOT_BYTES, SLOT_BYTES, populate=False), make_policy("LRU"))
     made_up = MadeUp(count)
     made_up.begin.set()
@@ -133,7 +141,7 @@ def measured(count: int, folder: str | None) -> dict[str, float]:
 
 
 def evicting(store: TieredStore) -> float:
-    """CPU time a chunk that is stored in a full tier, those of I/O threads included."""
+    """Return the CPU time of storing one chunk in a full tier. The time of I/O threads is included."""
     fresh = itertools.count(1 << 40)
     times = []
     for _ in range(40):
@@ -147,7 +155,7 @@ def evicting(store: TieredStore) -> float:
 
 
 def size_rows(kind: str, found: Sequence[Sizes]) -> Iterator[Row]:
-    """Each size beside the smallest in the same round."""
+    """Yield a row for each size, compared with the smallest size in the same round."""
     for name in found[0][min(found[0])] if found else ():
         title, _, unit = name.rpartition(", ")
         rounds = {f"{count:,} chunks": [sizes[count][name] for sizes in found] for count in found[0]}
@@ -161,7 +169,7 @@ def size_rows(kind: str, found: Sequence[Sizes]) -> Iterator[Row]:
 
 
 def fill(folder: Path, count: int) -> None:
-    """A folder with so many small chunks."""
+    """Write `count` small chunks into the folder."""
     folder.mkdir()
     payload = memoryview(CONTENT)
     with closing(LocalDiskBackend(folder, bytes(32), direct="off", min_free=0)) as backend:
@@ -171,7 +179,7 @@ def fill(folder: Path, count: int) -> None:
 
 
 def removing(folder: Path, count: int) -> float:
-    """CPU seconds that the removal of so many plain files takes, from folders like those of a disk tier."""
+    """Return the CPU seconds of removing `count` plain files from folders like those of a disk tier."""
     names = [str(folder / f"{number % 256:02x}" / key_of(number).hex()) for number in range(count)]
     for number in range(256):
         folder.joinpath(f"{number:02x}").mkdir(parents=True)
@@ -188,7 +196,9 @@ def removing(folder: Path, count: int) -> float:
 
 
 def of_files(folder: Path, filled: Path, count: int) -> dict[str, float]:
-    """All figures of a folder that gets so many small files, copies of `filled`, and is emptied again."""
+    """Return all figures of a folder. It gets `count` small files, which are copies of `filled`, and is emptied
+    again.
+    """
     subprocess.run(["cp", "-a", f"{filled}/.", folder], check=True)
     os.sync()
     found: dict[str, float] = in_a_process("--one", count, "--folder", folder)
@@ -200,7 +210,7 @@ def of_files(folder: Path, filled: Path, count: int) -> dict[str, float]:
 
 
 def command(*arguments: str) -> float:
-    """CPU seconds of an `lmkv` command."""
+    """Return the CPU seconds of an `lmkv` command."""
     before = os.times()
     program = [sys.executable, "-c", "from lmkv.cli import main; main()", *arguments]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -214,7 +224,9 @@ def command(*arguments: str) -> float:
 
 
 def calls_meanwhile(count: int, requests: int) -> dict[str, list[float]]:
-    """The p99 by call, length, kind and time, and its reference: the p99 of `LIMIT` while nothing is found."""
+    """Return the 99th percentiles by call, length, kind and time, and their reference: the one of `LIMIT` while no
+    chunk is being found.
+    """
     below = MadeUp(count)
     side = Side.make(Tier(below, make_policy("LRU")))
     store = side.store
@@ -256,7 +268,7 @@ def calls_meanwhile(count: int, requests: int) -> dict[str, list[float]]:
 
 
 def call_rows(found: Sequence[dict[str, list[float]]]) -> Iterator[Row]:
-    """Each p99 beside that of the reference in the same round."""
+    """Yield a row for each 99th percentile, compared with the reference in the same round."""
     for name in found[0] if found else ():
         values = [each[name][0] for each in found]
         ratios = [each[name][0] / each[name][1] for each in found]
@@ -267,7 +279,9 @@ def call_rows(found: Sequence[dict[str, list[float]]]) -> Iterator[Row]:
 
 
 def in_a_process(*words: object) -> Any:
-    """The JSON value in the last line that this program prints. Raises RuntimeError with its errors if it fails."""
+    """Return the JSON value in the last line that a new process of this program prints. Raises RuntimeError with the
+    program's errors if it fails.
+    """
     program = [sys.executable, "-m", "benchmarks.scale", *map(str, words)]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -3,12 +3,12 @@
     python -m benchmarks.start [--quick] [--json] [--write FILE]
     python -m benchmarks.start --weights 32 [--json] [--write FILE]
 
-Each sample is a fresh process; torch and numpy are imported before the clock starts. Times are beside those of numpy's
-import in the same process.
+Each sample is a new process, which imports torch and numpy before the clock starts. Times are compared with the time of
+numpy's import in the same process.
 
-`--weights`: vLLM's start and first tokens with Llama's 8B shape of so many layers, random weights in bfloat16 that
-vLLM makes itself: 16 GB with 32 layers. Without lmkv's plug-in, with the plug-in alone, and with the connector. Needs
-as much memory as the weights, and 4 GB.
+`--weights`: vLLM's start and first tokens with a model of Llama's 8B shape. The number is its number of layers. vLLM
+makes random weights in bfloat16: 16 GB with 32 layers. vLLM runs without lmkv's plug-in, with the plug-in alone, and
+with the connector. The machine needs memory for the weights, and 4 GB more.
 """
 
 from __future__ import annotations

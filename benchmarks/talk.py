@@ -1,4 +1,4 @@
-"""Users who talk for several turns: vLLM alone, with lmkv and with LMCache, where no memory takes all conversations.
+"""Users who talk for several turns with vLLM alone, with lmkv and with LMCache. No memory can hold all conversations.
 
     python -m benchmarks.talk [--users 32] [--turns 5] [--rounds 6] [--over 2,8] [--lmcache PYTHON]
                               [--policies LRU,ADAPTIVE] [--disk FOLDER] [--quick] [--json] [--write FILE]
@@ -8,27 +8,31 @@
     python -m benchmarks.talk --within [--rounds 40]
     python -m benchmarks.talk --decoded [--users 6]
 
-Each user sends a prompt, waits for the answer, thinks, and sends it all again with the next question behind it. Four
-requests are in flight at any time. The next speaker follows from random thinking times, longer for some users: nobody
-talks in a fixed circle, and with one LRU would have nothing for anyone. vLLM's own prefix cache is on in every engine,
-and its KV space takes three conversations of full length. `--over`: how many times more memory all conversations take
-at full length than lmkv has, and LMCache's server; with `--disk` another engine has a disk below that. With
-`--lmcache`, the interpreter of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector takes part
-by its fastest route. All engines run at once, each in processes of its own, and are asked in turn, in shuffled order,
-with new conversations in each round. Throughputs are compared within a round, times to first token over all rounds.
-In float32, so that answers should be equal: the last row of an engine says how many are.
+Each user sends a prompt, waits for the answer, thinks, and sends the whole conversation again with the next question at
+its end. Four requests are in flight at any time. Random thinking times, longer for some users, decide who speaks next.
+In a fixed order of speakers, LRU would evict every conversation before its next turn. vLLM's own prefix cache is on in
+every engine, and vLLM's KV space holds three conversations of full length.
 
-A second vLLM alone shows how far two equal engines are apart. vLLM also takes part with a connector that only copies
-the blocks that are full, and finds nothing, into as much memory as lmkv has where it has least: copies alone cost so
-much. Rows of ", neither storing nor loading" are of the same engine, whose connector skips all requests.
+`--over`: how many times more memory all conversations take at full length than lmkv, or LMCache's server, has. With
+`--disk`, another engine has a disk below that memory. `--lmcache` takes the interpreter of an environment that has
+vLLM, LMCache and the packages that lmkv needs. LMCacheMPConnector then takes part with its fastest route. All engines
+run at once, in separate processes. They are asked in turn, in shuffled order, with new conversations in each round.
+Throughputs are compared within a round, times to first token over all rounds. All engines use float32, so that answers
+should be equal. The last row of an engine says how many answers are equal.
 
-`--new`: no prompt begins like another one, so that nothing can hit, and lmkv evicts all the time; another connector
-does nothing at all. `--audits`: lmkv with and without audits of this share of the hits. Two engines differ by more than
-a connector costs. Therefore `--pairs` compares engines with themselves: pairs of small batches of new prompts, one of
-which the connector stores and one that it skips, in random order right after each other. vLLM alone, where both are the
-same, shows what is left of noise. `--within`: new prompts, and the time within the connector's methods, within its
-copies, and within metrics on vLLM's thread, of the same engine's time. `--decoded`: what storing generated tokens wins
-and costs, for chats and agents whose templates keep or strip thinking; counts alone, the same on any machine.
+A second vLLM alone shows how far two equal engines are apart. vLLM also takes part with a connector that finds nothing
+and only copies full blocks, into as much memory as the smallest that lmkv has. This engine shows the cost of copies
+alone. Rows of ", neither storing nor loading" belong to the same engine with requests that its connector skips.
+
+`--new`: no two prompts begin alike, so nothing can hit, and lmkv evicts all the time. Another connector does nothing at
+all. `--audits`: lmkv with and without audits of this share of the hits. `--pairs` compares engines with themselves,
+because two engines differ by more than a connector costs. A pair is two small batches of new prompts, right after each
+other in random order: the connector stores one batch and skips the other. For vLLM alone both batches are the same, so
+its rows show the noise.
+
+`--within`: new prompts, and the share of an engine's time within the connector's methods, within copies, and within
+metrics on vLLM's thread. `--decoded`: gain and cost of storing generated tokens, for chats and agents with templates
+that keep or strip thinking. These rows are counts, which are the same on any machine.
 """
 
 from __future__ import annotations
@@ -55,10 +59,12 @@ IDLE, COPYING = "vLLM, connector that does nothing", "vLLM, connector that only 
 BOUNDS = {IDLE: "IdleConnector", COPYING: "CopyingConnector"}
 ROUTE = "LMCache, shared memory"
 NEW_TARGET, AUDIT_TARGET, WITHIN_TARGETS = 0.995, 0.015, {"connector": 0.01, "copies": None, "metrics": 0.002}
-"""Shares of the throughput, and of the time."""
+"""Targets: shares of the throughput (new prompts, audits), and shares of the time (within parts of lmkv)."""
 AUDIT_RATE = 0.01
 PAIRS, WARM = 20, 13
-"""Pairs of batches of an engine in each round; rounds of `--within` after which the tier is full."""
+"""Number of pairs of batches of an engine in each round, and number of rounds of `--within` after which the tier is
+full.
+"""
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 WORKLOADS = {
     "chat": Load(users=1, turns=1, question=200, answer=300),
@@ -67,31 +73,35 @@ WORKLOADS = {
     "thinking agent, stripped": Load(users=1, turns=1, question=600, thinking=300, answer=80, stripped=True),
 }
 ROOMS = {"room for all": 0.83, "room for a third": 3.0}
-"""How many times more memory the conversations of `--decoded` take than lmkv has."""
+"""How many times more memory the conversations of `--decoded` take than lmkv has, by the label of the row."""
 PROMPTS, DECODED = "prompts alone", "generated tokens too"
 Found = Mapping[str, list[Round]]
 
 
 class Engines:
-    """Engines that run at once, each in a folder of its own, and LMCache's servers."""
+    """Engines that run at once, each in a separate folder, and LMCache's servers."""
 
     def __init__(self, load: Load, root: Path, stack: ExitStack) -> None:
         self._load, self._root, self._stack = load, root, stack
         self._engines: dict[str, Users] = {}
 
     def add(self, name: str, over: float | None = None, env: Mapping[str, str] | None = None, **settings: Any) -> None:
-        """vLLM alone, or with lmkv that has so much host memory."""
+        """Add an engine: vLLM alone if `over` is None, else with lmkv. `over`: how many times more memory all
+        conversations take than lmkv has.
+        """
         host = {} if over is None else {"max_local_cpu_size": host_gib(self._load, over), **settings}
         self._start(name, spec(self._load, host or None), {"LMKV_LOG_LEVEL": "WARNING", **(env or {})})
 
     def add_bound(self, name: str, over: float) -> None:
-        """vLLM with a connector that does nothing, or with one that copies into as much memory as lmkv has."""
+        """Add vLLM with a connector that does nothing, or with a connector that copies into as much memory as lmkv
+        has.
+        """
         settings = {"copied_tokens": int(self._load.users * self._load.tokens / over)}
         plain = spec(self._load, settings)
         self._start(name, evolve(plain, connector=BOUNDS[name], connector_module="benchmarks.bound_connectors"), {})
 
     def add_skipped(self, name: str) -> None:
-        """The same engine once more, with requests that its connector neither stores nor loads."""
+        """Add the engine `name` once more, with requests that its connector neither stores nor loads."""
         self._engines[skipped(name)] = self._engines[name]
 
     def add_disk(self, name: str, over: float, parent: Path) -> None:
@@ -112,7 +122,7 @@ class Engines:
         engine.run(evolve(self._load, users=(self._load.users + 1) // 2), -1)
 
     def logged(self, name: str) -> list[str]:
-        """The log of this engine from the first line on in which lmkv warns of something."""
+        """Return the log of this engine, beginning with the first warning of lmkv."""
         lines = self._engines[name].log.read_text(errors="replace").splitlines()
         return lines[next((at for at, line in enumerate(lines) if "lmkv:" in line), len(lines)) :]
 
@@ -125,7 +135,9 @@ class Engines:
         return found
 
     def pairs(self, rounds: int) -> dict[str, list[tuple[float, float]]]:
-        """Seconds of batches that the connector stores, and of those that it skips: the load's average prompts."""
+        """Return the seconds of batches that the connector stores, and of batches that the connector skips. Prompts
+        have the load's average length.
+        """
         length = self._load.prompt_tokens // (self._load.users * self._load.turns)
         batch = evolve(self._load, users=self._load.at_once, turns=1, question=length, new=True)
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in self._engines}
@@ -152,7 +164,7 @@ def throughputs(rounds: Sequence[Round]) -> list[float]:
 
 
 def rows(load: Load, found: Found) -> Iterator[Row]:
-    """All engines beside vLLM alone, and those whose requests are skipped, too, beside themselves."""
+    """Yield rows that compare all engines with vLLM alone, and engines with skipped requests with themselves."""
     shown = {name: rounds for name, rounds in found.items() if not is_skipped(name)}
     targets = {name: NEW_TARGET if load.new else 1.0 for name in shown if name.startswith("lmkv")}
     speeds = {name: throughputs(rounds) for name, rounds in found.items()}
@@ -186,7 +198,9 @@ def equal_answers(rounds: Sequence[Round], others: Sequence[Round]) -> float:
 
 
 def differences(found: Found) -> Iterator[tuple[str, str]]:
-    """Engine, round and answers (user-turn) that differ from vLLM alone's: an engine whose KV is right has none."""
+    """Yield `(engine and round, answers)` for answers (user-turn) that differ from those of vLLM alone. An engine
+    with right KV has none.
+    """
     for name in (name for name in found if not is_skipped(name)):
         for number, (one, other) in enumerate(zip(found[name], found[ALONE], strict=True)):
             if wrong := differing(one, other):
@@ -194,7 +208,9 @@ def differences(found: Found) -> Iterator[tuple[str, str]]:
 
 
 def pair_rows(pairs: Mapping[str, list[tuple[float, float]]]) -> Iterator[Row]:
-    """Throughput of what is stored beside that of what is skipped. The target is met only where the lower end is."""
+    """Yield rows that compare the throughput of stored batches with skipped batches. The lower end of the interval
+    must reach the target.
+    """
     for name, seconds in pairs.items():
         both = {"skipped": [1 / skip for _, skip in seconds], "stored": [1 / stored for stored, _ in seconds]}
         targets = {"stored": NEW_TARGET} if name.startswith("lmkv") else {}
@@ -219,7 +235,7 @@ def audit_rows(load: Load, plain: Sequence[Round], audited: Sequence[Round]) -> 
 
 
 def within_rows(rounds: Sequence[Round]) -> Iterator[Row]:
-    """The time within parts of lmkv, of the same rounds' time."""
+    """Yield rows with the share of a round's time that parts of lmkv take."""
     for part, target in WITHIN_TARGETS.items():
         shares = [one.within[part] / one.seconds for one in rounds]
         met = None if target is None else reached(shares, target, less=True)

@@ -1,16 +1,16 @@
-"""A tier's backend beside its raw bound: a folder beside plain files and vLLM's file tier, a store beside its client.
+"""A tier's backend, compared with its limit: a folder with plain files and vLLM's file tier, a store with its client.
 
     python -m benchmarks.tiers PLACE [PLACE ...] [--rounds 40] [--quick] [--json] [--write FILE]
 
     python -m benchmarks.tiers /mnt/nvme redis://localhost:6379 s3://bucket?endpoint=http://localhost:9000
 
-Every case moves the same eight values once a round, each round is shuffled: a disk's mood changes from minute to
-minute, and only neighbours compare. Plain files are written and read with O_DIRECT, without header, checksum or rename;
-reads are cold, for the page cache drops the files first. A store's client puts and gets bytes as its documentation
-shows it, and reads into nothing; Mooncake's puts from memory and gets into memory that is registered with it. lmkv
-computes and checks checksums of every byte, asks before it puts, and puts from and reads into slots of a slab. This
-process keeps the memory that it frees, without which redis-py takes three times as long. Wall time: a ratio below 1 is
-slower than the bound. The benchmark deletes the chunks it writes.
+Every case moves the same eight values once in a round, in shuffled order. The speed of a disk changes from minute to
+minute, so only cases of the same round are compared. Plain files are written and read with O_DIRECT, without header,
+checksum or rename. Their reads are cold, because the page cache drops the files before. A store's client puts and gets
+bytes as its documentation shows, and drops the bytes that it reads. Mooncake's client uses memory that is registered
+with it. lmkv computes and checks checksums of every byte, and asks for a key before it puts. It puts from slots of a
+slab, and reads into slots. This process keeps the memory that it frees, because otherwise redis-py takes three times as
+long. Times are wall time: a ratio below 1 is slower than the limit. The benchmark deletes the chunks that it writes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from lmkv.memory.slab import Slab
 from lmkv.protocols import Backend, Chunk, ReadStatus, RegistersMemory, WriteStatus
 
 COUNT = 8
-"""Values that are moved in a round."""
+"""Number of values that each case moves in a round."""
 REMOTE_TARGET, VLLM_TARGET = 0.8, 1.0
 LMKV, PLAIN, VLLM, CLIENT = "lmkv", "plain files", "vLLM's file tier", "its own client"
 Moves = Mapping[str, list[float]]
@@ -56,7 +56,9 @@ Moves = Mapping[str, list[float]]
 
 @frozen
 class Client:
-    """The bound. `put(name, value)` and `get(name, into)` may be called by any thread."""
+    """The client of a store, as the limit for lmkv's backend. Any thread may call `put(name, value)` and `get(name,
+    into)`.
+    """
 
     put: Callable[[str, memoryview], object]
     get: Callable[[str, memoryview], object]
@@ -86,7 +88,9 @@ def plain_files(folder: Path) -> Client:
 
 
 def vllm_files(folder: Path) -> Client:
-    """vLLM's own file names, functions and C extension, in our threads; it syncs nothing and checks nothing."""
+    """Return a client with vLLM's own file names, functions and C extension, in threads of the benchmark. This
+    client neither syncs nor checks data.
+    """
     from vllm.v1.kv_offload.base import make_offload_key
     from vllm.v1.kv_offload.file_mapper import FileMapper
     from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
@@ -170,7 +174,7 @@ def infinistore_client(url: str) -> Client:
     local = threading.local()
 
     def connected() -> Any:
-        """A connection does one call at a time."""
+        """Return a connection of this thread, because a connection makes one call at a time."""
         if not hasattr(local, "store"):
             kind = {"connection_type": infinistore.TYPE_TCP, "log_level": "error"}
             where = infinistore.ClientConfig(host_addr=parts.hostname, service_port=parts.port, **kind)
@@ -194,7 +198,7 @@ CLIENTS: dict[str, Callable[[str], Client]] = {
 
 
 def client_of(backend: Backend) -> Client:
-    """lmkv's own, with names for keys."""
+    """Return a client that calls lmkv's backend, with names in place of keys."""
 
     def key(name: str) -> bytes:
         return name.encode().ljust(32)
@@ -216,7 +220,9 @@ def moves(
     rounds: int,
     cool: Callable[[], object] = lambda: None,
 ) -> dict[str, Moves]:
-    """Seconds of puts and gets, by verb and by client and number of threads. `cool`: before each get."""
+    """Return the seconds of puts and gets, by verb and by client and number of threads. `cool()`: a function that is
+    called before each get.
+    """
     pool = ThreadPoolExecutor(max(max(each) for each in threads.values()))
     numbers, kept = itertools.count(), [f"lmkv-bench-{number}" for number in range(COUNT)]
     written: dict[str, list[str]] = {name: [] for name in clients}
@@ -240,7 +246,7 @@ def moves(
         all_of(name, count, lambda index: clients[name].get(kept[index], slots[COUNT + index]))
 
     def tidy(case: str) -> None:
-        """Delete the values of the side whose turn it is, so that it has just spoken with the store."""
+        """Delete the values of the client that is measured next, so that this client has just spoken with the store."""
         for name in clients:
             if case.startswith(name) and written[name]:
                 clients[name].delete(written[name])
@@ -267,7 +273,7 @@ def moves(
 
 @contextmanager
 def slots_of(nbytes: int) -> Iterator[tuple[Slab, list[memoryview]]]:
-    """Slots with different bytes: a half to put from, a half to get into."""
+    """Provide slots with different bytes: one half to put from, and the other half to get into."""
     slab = Slab(nbytes, 2 * COUNT * nbytes, shared=True)
     slots = [slab.view(index) for index in range(2 * COUNT)]
     for slot in slots:

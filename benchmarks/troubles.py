@@ -1,17 +1,18 @@
-"""Remote stores in trouble: the cost and the gain of waiting for a slow one, and one that dies and hangs under load.
+"""Remote stores in trouble: the cost and gain of waiting for a slow store, and a store that dies and hangs under load.
 
     python -m benchmarks.troubles waits [--rounds 12] [--server redis-server] [--quick] [--json] [--write FILE]
     python -m benchmarks.troubles outage [--requests 50] [--server redis-server] [--quick] [--json] [--write FILE]
 
-waits: prompts lie in Redis alone, behind a proxy that passes its bytes on at a given speed: as fast as it can, in a
-third of the time that computing the prompt takes, in three times that time, or not at all. In each round every prompt
-is asked once, of vLLM alone and of lmkv. Waiting must never be worse than computing, and hits that pay must not be
-lost. The first round teaches lmkv the speeds, and does not count.
+waits: prompts are only in Redis, behind a proxy with a given speed: as fast as possible, a third of the time to compute
+the prompt, three times that time, or no bytes at all. In each round vLLM alone and lmkv answer every prompt once.
+Waiting must never be worse than computing, and hits that save time must not be lost. In the first round, which does not
+count, lmkv learns the speeds.
 
-outage: two users ask prompts of 1,000 tokens, one after the other, of an engine whose host memory holds three of them:
-hits are reads of a Redis server. After so many requests it is killed; after as many more it is started again, empty;
-once hits are back, and after as many more, it is stopped without closing its connections; after as many more it goes
-on, until hits are back. vLLM alone computes as many requests of the same prompts. In float32: outputs must be equal.
+outage: two users send prompts of 1,000 tokens, one after the other, to an engine with host memory for three prompts, so
+hits are reads of a Redis server. There are `--requests` requests in each phase. After the first phase the server is
+killed. After the second phase it starts again, empty. When there are hits again, and after another phase, the server is
+stopped without closing its connections. After the next phase it continues, until there are hits again. vLLM alone
+computes the same number of requests with the same prompts. All engines use float32, so that outputs must be equal.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from lmkv.cli.small_model import SmallModel
 
 MODELS = {"fast model": SmallModel(layers=4, hidden=256), "slow model": SmallModel(layers=12, hidden=1024)}
 STORES = {"fast store": 0.0, "normal store": 1 / 3, "slow store": 3.0, "store that hangs": math.inf}
-"""Seconds for a prompt's bytes, in seconds that it takes to compute."""
+"""The time to transfer a prompt's bytes, as a multiple of the time to compute the prompt."""
 TOKENS, PROMPTS = 2048, 2
 ALONE, LMKV = "vLLM alone", "lmkv"
 WORST, PAYS, OUTAGE_TARGET = 1.1, 0.75, 1.5
 PIECE, BACK = 16 << 10, 60.0
-"""Bytes that are passed on at once; seconds in which hits are back."""
+"""Number of bytes that the proxy passes on at once, and seconds within which hits must be back."""
 LOAD = Load(users=2, turns=1, question=1000, answer=2, at_once=2, pool=12)
 
 
 @define
 class Proxy:
-    """Passes connections on to `port`; answers at `bytes_per_second`, all of them together."""
+    """Passes connections on to `port`. All answers together have `bytes_per_second`."""
 
     port: int
     bytes_per_second: float = math.inf
@@ -61,7 +62,7 @@ class Proxy:
     _sent_until: float = 0.0
 
     def start(self) -> int:
-        """The port to connect to."""
+        """Start the proxy, and return the port to connect to."""
         threading.Thread(target=self._accept, daemon=True).start()
         return int(self.listener.getsockname()[1])
 
@@ -84,7 +85,9 @@ class Proxy:
                 target.sendall(data)
 
     def _wait(self, nbytes: int) -> float:
-        """Seconds until the line has sent all bytes before; none below a millisecond, which no sleep keeps to."""
+        """Return the seconds until the line has sent all earlier bytes; 0 below a millisecond, because no sleep is
+        that exact.
+        """
         with self._lock:
             now = time.monotonic()
             self._sent_until = max(self._sent_until, now) + nbytes / self.bytes_per_second
@@ -121,7 +124,7 @@ def waits(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def waited(model: SmallModel, share: float, rounds: int, program: str) -> dict[str, list[tuple[float, int]]]:
-    """First tokens and hits of each engine, those of the first round first."""
+    """Return the first-token times and hits of each engine, in the order of the rounds."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmkv-troubles-")))
         server = RedisServer(program)
@@ -210,13 +213,15 @@ def outage(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def prompt_of(load: Load, which: str) -> tuple[int, ...]:
-    """The prompt of a request, as it is named in the answers of round 0."""
+    """Return the prompt of a request. `which`: the name of the request in the answers of round 0."""
     user, turn = map(int, which.split("-")[:2])
     return tuple(load.prompt(0, user, [], turn))
 
 
 def asked(engine: Users, load: Load, *, hits: bool) -> tuple[Round, float | None]:
-    """The requests of a phase. Where there are `hits` to come, wait for the first one before: its seconds."""
+    """Send the requests of a phase. If `hits` are expected, wait for the first hit before, and also return the
+    seconds of this wait.
+    """
     began, number = time.monotonic(), 0
     while hits and time.monotonic() < began + BACK:
         if engine.run(LOAD, number).cached:

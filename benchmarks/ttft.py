@@ -1,22 +1,24 @@
-"""Time to first token of a repeated prompt: vLLM's own prefix cache, and lmkv's tiers beside their bounds.
+"""Time to first token of a repeated prompt: vLLM's own prefix cache, and lmkv's tiers compared with their limits.
 
     python -m benchmarks.ttft [--redis URL] [--lmcache PYTHON] [--tokens 8000] [--rounds 25] [--only disk,...]
                               [--disk FOLDER] [--within-vllm] [--quick] [--json] [--write FILE]
 
-All engines run at once, each in processes of its own, and are asked in turn, in shuffled order, so that what disturbs
-one round disturbs all engines in it. In its turn an engine is asked twice: after a pause, in which its processes fell
-asleep, and again a quarter of a second after that answer, while they still poll each other as they do in a server in
-use. The engine of a lower tier keeps another prompt in host memory, and is asked for both, each in a turn of its own:
-equal engines differ by more than tiers do. A lower tier is shown beside the sum of its engine's time from host memory
-and 1.1 times that of a plain read of as many bytes in the same round: of as many files of the tier by one thread, from
-a disk with O_DIRECT, from shared memory with their checksums; of as many values of Redis by redis-py. In shared memory
-an engine that has ended has stored the chunks. Lower tiers are always loaded from, however slow they are.
+All engines run at once, in separate processes. They are asked in turn, in shuffled order, so that a disturbance of a
+round disturbs all engines. In its turn an engine is asked twice. The first time is after a pause, in which its
+processes fell asleep. The second time is a quarter of a second after the first answer, while the processes still poll
+each other, as in a server in use.
 
-With --within-vllm more engines are asked in turn: theirs have a request wait until one plain thread has read the disk's
-or Redis's part, and take the rest from vLLM's prefix cache. This read's time is a second bound. `--only` names
-lower tiers that take part, since engines that wait for their turn disturb the others. With --lmcache, the interpreter
-of an environment that has vLLM, LMCache and what lmkv needs, LMCacheMPConnector takes its turns too, by its default
-route and by its fastest.
+The engine of a lower tier keeps another prompt in host memory, and is asked for both prompts in separate turns, because
+equal engines differ by more than tiers do. The limit of a lower tier is the sum of two times in the same round: its
+engine's time from host memory, and 1.1 times a plain read of the same number of bytes. For a folder, one thread reads
+files of the tier: from a disk with O_DIRECT, from shared memory with checksums. For Redis, redis-py reads values. In
+shared memory, another engine has stored the chunks and has ended. Lower tiers are always used, even if they are slow.
+
+With --within-vllm, more engines are asked in turn. Their connector makes a request wait until one plain thread has read
+the prompt's part in the disk or Redis, and the KV comes from vLLM's prefix cache. The time of this read is a second
+limit. `--only` names the lower tiers that take part, because engines that wait for their turn disturb the others.
+`--lmcache` takes the interpreter of an environment that has vLLM, LMCache and the packages that lmkv needs.
+LMCacheMPConnector then takes part with its default route and with its fastest route.
 """
 
 from __future__ import annotations
@@ -46,21 +48,25 @@ SHARED, DISK, REDIS = "lmkv shared memory", "lmkv disk", "lmkv redis"
 BELOW = (SHARED, DISK, REDIS)
 TARGETS = {WITHIN: RAM_TARGET, BETWEEN: 1.10}
 MARGIN = 1.1
-"""A hit from a lower tier may take as long as one from host memory and this many times a plain read."""
+"""Factor for the limit of a lower tier. A hit may take the time of a hit from host memory, plus this factor times a
+plain read.
+"""
 HOST_GIB, MEMORY = 0.5, Path("/dev/shm")
 HELD_S = 86_000.0
-"""Seconds for which an engine with a lower tier keeps what is prefetched in host memory."""
+"""Seconds for which an engine with a lower tier keeps prefetched chunks in host memory."""
 OTHER_PROMPT, PROMPT, PAUSE = 1, 2, 0.25
 USED, PAUSED = "in use", "after a pause"
 READERS = {tier: f"vllm prefix cache, once a plain thread has read {tier}" for tier in (DISK, REDIS)}
-"""Engines whose connector has each request wait for that."""
+"""By tier, the name of an engine with a connector that makes each request wait until a plain thread has read the
+tier.
+"""
 Seconds = Mapping[str, Sequence[float]]
 
 
 def engine_specs(folder: Path, tokens: int, redis: str | None) -> dict[str, EngineSpec]:
-    """The configurations by name. `folder`: where a disk tier, or one in shared memory, stores its chunks.
+    """Return the engines to start, by name. `folder`: where a disk tier, or a tier in shared memory, stores its chunks.
 
-    Host memory above a lower tier keeps what is prefetched, and nothing else.
+    Host memory above a lower tier keeps prefetched chunks and nothing else.
     """
     small = SmallModel(dtype="bfloat16", max_position=max(32_768, 2 * tokens))
     plain = EngineSpec(model=small, max_tokens=tokens, kv_bytes=3 * (tokens + 256) * small.kv_bytes_per_token)
@@ -80,12 +86,12 @@ def engine_specs(folder: Path, tokens: int, redis: str | None) -> dict[str, Engi
 
 
 def own_ram(name: str) -> str:
-    """The name of a hit in the host memory of the engine that has the lower tier `name`."""
+    """Return the name of a hit in the host memory of the engine that has the lower tier `name`."""
     return f"{name}'s own host memory"
 
 
 def plain_read_of(name: str) -> str:
-    """The name of a plain read of what the lower tier `name` has of a prompt."""
+    """Return the name of a plain read of those bytes of a prompt that are in the lower tier `name`."""
     return f"a plain read of {name}"
 
 
@@ -94,16 +100,17 @@ def read_within(name: str) -> str:
 
 
 def send(engine: EngineProcess, tokens: int, seed: int = PROMPT, *, prefetch: bool = False) -> Answer:
-    """Send a prompt after a pause."""
+    """Send a prompt after a pause, and return the engine's answer."""
     time.sleep(PAUSE)
     # A second token, since vLLM wants the report of a request that ends before it tells of its copy.
     return engine.send(seed, tokens, 2, prefetch=prefetch)
 
 
 def first_time(engine: EngineProcess, folder: Path, tokens: int) -> Answer:
-    """The cold prompt, after another one: only the first long prompt allocates buffers and loads kernels.
+    """Send the cold prompt after another prompt, because the first long prompt also allocates buffers and loads
+    kernels.
 
-    Returns once the tier in `folder` has written the chunks of both.
+    Returns the answer to the cold prompt once the tier in `folder` has written the chunks of both prompts.
     """
     for seed in (OTHER_PROMPT, PROMPT):
         answer = send(engine, tokens, seed)
@@ -112,14 +119,14 @@ def first_time(engine: EngineProcess, folder: Path, tokens: int) -> Answer:
 
 
 def is_hit_in(name: str, answer: Answer, tokens: int) -> bool:
-    """Whether most of a prompt was found, and all of that in the tier `name`."""
+    """Return whether most of a prompt was found, and every found token was in the tier `name`."""
     below = sum(count for tier, count in answer.sources.items() if tier != "cpu")
     mixed = below and answer.sources.get("cpu")
     return answer.hit_tokens > tokens // 2 and (name in BELOW) == bool(below) and not mixed
 
 
 class Engines:
-    """Engines that run at once; who is asked for what, by name; and plain reads, which take turns too."""
+    """Engines that run at once, the prompts that each of them is asked for, and plain reads, which also take turns."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         self._options, self._stack = options, stack
@@ -130,7 +137,7 @@ class Engines:
         self.plain: dict[str, Any] = {}
         self.waits: dict[str, tuple[str, Path]] = {}
         self.computed: list[float] = []
-        """Seconds to the first token of the prompt where nothing was found, once in each engine."""
+        """Seconds to the first token of the prompt when nothing was found, once in each engine."""
 
     def start(self, name: str, spec: EngineSpec | None = None, env: Mapping[str, str] | None = None) -> None:
         folder, tokens = self._root / str(len(self._engines)), self._options.tokens
@@ -159,7 +166,7 @@ class Engines:
             self.plain[plain_read_of(name)] = read
 
     def start_reader(self, tier: str) -> None:
-        """An engine that waits until a plain thread has read the tier, but for the first prompt that it gets."""
+        """Start an engine whose requests, except the first, wait until a plain thread has read the tier."""
         waits = self._root / f"waits-{len(self._engines)}"
         redis = self._options.redis if tier == REDIS else None
         settings = {"plain_folder": str(self._folders[tier]), "waits": str(waits), "redis": redis}
@@ -176,7 +183,7 @@ class Engines:
             self.start(name, server.spec(name, plain), ENVIRONMENT)
 
     def run(self, rounds: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, list[Answer]]]:
-        """Seconds by moment and name, and the answers in use."""
+        """Return the seconds by moment and name, and the answers of engines in use."""
         found: dict[str, dict[str, list[float]]] = {when: defaultdict(list) for when in (PAUSED, USED)}
         answers: dict[str, list[Answer]] = defaultdict(list)
         for _, name in turns((*self.asked, *self.plain), rounds):
@@ -200,7 +207,7 @@ class Engines:
 
 
 def rows_of(when: str, seconds: Seconds) -> Iterator[Row]:
-    """All beside vLLM's prefix cache; each lower tier beside its bounds."""
+    """Yield rows that compare all cases with vLLM's prefix cache, and each lower tier with its limits."""
     yield from compared(f"first token, {when}", "s", seconds, OWN, TARGETS)
     for name in (name for name in BELOW if name in seconds):
         for read in (read for read in (plain_read_of(name), read_within(name)) if read in seconds):
@@ -211,7 +218,7 @@ def rows_of(when: str, seconds: Seconds) -> Iterator[Row]:
 
 
 def parts(answers: Mapping[str, Sequence[Answer]]) -> Iterator[Row]:
-    """The least hit, and where the time to a first token goes, as lmkv reports it."""
+    """Yield the smallest hit, and the parts of the time to a first token, as lmkv reports them."""
     for name, given in answers.items():
         yield Row(f"least hit, {name}", min(answer.hit_tokens for answer in given), "tokens")
         if not name.startswith("lmkv"):
@@ -242,7 +249,7 @@ def rows(options: argparse.Namespace, below: Sequence[str]) -> Iterator[Row]:
 
 
 def parsed(words: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the lower tiers that take part."""
+    """Return the options, and the lower tiers that take part."""
     parser = arguments(__doc__, quick="three rounds")
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=25)

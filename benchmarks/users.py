@@ -1,6 +1,7 @@
-"""Users who talk with one vLLM engine: their words, their order, and the process of the engine.
+"""Users who talk with one vLLM engine: the users' words, the order in which they speak, and the process of the engine.
 
-`python -m benchmarks.users FOLDER` is such a process. With BENCHMARK_CLOCKS it measures the time within lmkv.
+`python -m benchmarks.users FOLDER` runs the process of an engine. If the variable BENCHMARK_CLOCKS is set, the process
+measures the time within lmkv.
 """
 
 from __future__ import annotations
@@ -23,22 +24,26 @@ from lmkv.cli.small_model import SmallModel
 
 MODEL = SmallModel(layers=4, hidden=256)
 KV_SPACE = 3
-"""Conversations of full length that vLLM's KV space takes."""
+"""Number of conversations of full length that fit into vLLM's KV space."""
 PACES = 4.0
-"""How many times longer the slowest user thinks than the fastest."""
+"""Ratio of the thinking times of the slowest and the fastest user."""
 SKIPPED = {"lmkv.skip_save": True, "lmkv.skip_load": True}
-"""Parameters with which the connector neither stores nor loads a request."""
+"""Options of requests that the connector neither stores nor loads."""
 CLOCKS = {"BENCHMARK_CLOCKS": "1"}
 _SKIPPED = ", neither storing nor loading"
 
 
 @frozen(kw_only=True)
 class Load:
-    """Users who each send so many turns: a question of so many tokens, answered with so many.
+    """Users who each send `turns` prompts. A prompt has a new question of `question` tokens, and its answer has
+    `answer` tokens.
 
-    `thinking`: tokens before each answer; `stripped`: whether the next prompt has none of them. `new`: nothing is said
-    again, every prompt is as long as in the conversation, and new. `pool`: each prompt is one of so many, and follows
-    nothing. `skipped`: requests have the connector neither store nor load, and say something else, in the same order.
+    `thinking`: number of tokens before each answer. `stripped`: whether the next prompt leaves out the thinking tokens.
+    `at_once`: number of requests in flight.
+
+    `new`: whether all prompts are new, with the same lengths as in a conversation. `pool`: number of different prompts,
+    one of which is each prompt, without a conversation; 0 for conversations. `skipped`: whether the connector neither
+    stores nor loads the requests. The order stays the same, but the words differ.
     """
 
     users: int
@@ -54,19 +59,19 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a conversation of full length."""
+        """Number of tokens of a conversation of full length."""
         return self.turns * (self.question + self.answer + (not self.stripped) * self.thinking) + self.thinking
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens of all prompts together."""
         each = 0 if self.pool else self.question + self.answer + (not self.stripped) * self.thinking
         return self.users * sum(self.question + turn * each for turn in range(self.turns))
 
     def order(self, number: int) -> list[int]:
-        """The user who speaks in the round of this number.
+        """Return the users in the order in which they speak in round `number`.
 
-        Before each turn a user thinks for a random, exponentially distributed time; some users think longer.
+        Before each turn a user thinks for a random, exponentially distributed time. Some users think longer.
         """
         chance = random.Random(f"order {number}")
         due = []
@@ -78,7 +83,7 @@ class Load:
         return [user for _, user in sorted(due)]
 
     def prompt(self, number: int, user: int, before: Sequence[int], turn: int) -> list[int]:
-        """The prompt of a user's turn, which follows his conversation so far, in the round of this number."""
+        """Return the prompt of a user's turn in round `number`, which continues the conversation `before`."""
         if self.pool:
             which = (number * self.users * self.turns + turn * self.users + user) % self.pool
             return random.Random(f"pool {which}").choices(range(VOCABULARY), k=self.question)
@@ -90,10 +95,11 @@ class Load:
 
 @frozen(kw_only=True)
 class Round:
-    """One round of one engine. `cached`: prompt tokens that were not computed. `answers`: by user and turn.
+    """One round of one engine. `cached`: number of prompt tokens that were not computed. `answers`: token ids by user
+    and turn.
 
-    `cpu`: seconds of CPU time of all the engine's processes. `within`: seconds within parts of lmkv. `stored`: chunks
-    so far, where the engine core is in the process that answers.
+    `cpu`: CPU seconds of all processes of the engine. `within`: seconds within parts of lmkv. `stored`: number of
+    stored chunks so far, if the engine core is in the process that answers.
     """
 
     seconds: float
@@ -106,7 +112,7 @@ class Round:
 
 
 def skipped(name: str) -> str:
-    """The name of rounds of the engine `name` whose requests its connector neither stores nor loads."""
+    """Return the name for rounds of the engine `name` with requests that its connector neither stores nor loads."""
     return name + _SKIPPED
 
 
@@ -115,24 +121,24 @@ def is_skipped(name: str) -> bool:
 
 
 def differing(one: Round, other: Round) -> list[str]:
-    """User and turn of each answer that is another one in the other engine's round."""
+    """Return the user and turn of each answer that differs between the two rounds."""
     return [which for which, answer in one.answers.items() if answer != other.answers[which]]
 
 
 class Users(EngineProcess):
-    """An engine in processes of its own, that users talk with."""
+    """An engine in separate processes, with which users talk."""
 
     module = "benchmarks.users"
 
     def run(self, load: Load, number: int) -> Round:
-        """Run the load with conversations of this number, which no other number shares."""
+        """Run the load with the conversations of round `number`, which no other round has."""
         before = cpu_seconds(self._child.pid)
         found: dict[str, Any] = self.ask([asdict(load), number])
         return Round(**{**found, "cpu": cpu_seconds(self._child.pid) - before})
 
 
 def cpu_seconds(session: int) -> float:
-    """CPU time of all processes of a session so far."""
+    """Return the CPU seconds of all processes of a session so far."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -142,12 +148,14 @@ def cpu_seconds(session: int) -> float:
 
 
 def host_gib(load: Load, over: float) -> float:
-    """Memory that all conversations, at full length, oversubscribe so many times."""
+    """Return the GiB of memory of which all conversations, at full length, take `over` times as much."""
     return load.users * load.tokens * MODEL.kv_bytes_per_token / over / 2**30
 
 
 def spec(load: Load, settings: Mapping[str, Any] | None = None) -> EngineSpec:
-    """An engine with prefix caching, and room for few conversations. `settings`: of a connector, if it has one."""
+    """Return an engine with prefix caching and space for few conversations. `settings`: the settings of lmkv's
+    connector, or None without a connector.
+    """
     return EngineSpec(
         model=MODEL,
         max_tokens=load.tokens + 16,
@@ -162,7 +170,9 @@ def spec(load: Load, settings: Mapping[str, Any] | None = None) -> EngineSpec:
 
 
 class Clock:
-    """Seconds of the thread that made it within the methods of classes; one that another one calls counts once."""
+    """The seconds that the creating thread spends within methods of classes. A method that another one calls is not
+    counted again.
+    """
 
     def __init__(self, *owners: type) -> None:
         self.seconds = 0.0
@@ -189,7 +199,7 @@ class Clock:
 
 
 def clocks() -> dict[str, Clock]:
-    """The connector's methods; of them, copies; and what metrics take on vLLM's thread."""
+    """Return clocks for the connector's methods, for copies within these methods, and for metrics on vLLM's thread."""
     from lmkv.memory.copiers import CPUCopier
     from lmkv.vllm.connector import LMKVConnector
     from lmkv.vllm.publishing import LMKVPromMetrics, LMKVStats
@@ -214,7 +224,7 @@ def run(llm: Any, load: Load, number: int, clocks: Mapping[str, Clock]) -> Round
     before = {part: clock.seconds for part, clock in clocks.items()}
 
     def send() -> None:
-        """Send the next turns of the order whose users have got the answer before."""
+        """Send the next turns in the order, for users who have got the answer to their previous turn."""
         while len(busy) < load.at_once:
             user = next((user for user in waiting if user not in busy), None)
             if user is None:
@@ -245,7 +255,9 @@ def run(llm: Any, load: Load, number: int, clocks: Mapping[str, Clock]) -> Round
 
 
 def stored(engine: Any) -> int:
-    """Chunks that were stored in host memory, evicted ones included; 0 without lmkv in this process."""
+    """Return the number of chunks that were stored in host memory, including evicted chunks; 0 without lmkv in this
+    process.
+    """
     core = getattr(engine.engine_core, "engine_core", None)
     side = getattr(core and core.scheduler.connector, "_scheduler", None)
     if side is None:

@@ -1,6 +1,7 @@
-"""lmkv keeps the KV cache of an LLM server outside its GPU.
+"""lmkv keeps the KV cache of an LLM server outside the server's GPU.
 
-A name is imported when a program first uses it, so `lmkv.policies` and `lmkv.testing` work without torch.
+A name of this package is imported when a program first uses the name, so `lmkv.policies` and `lmkv.testing` work
+without torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds the store that a `Config` describes."""
+"""Builds the store that a `Config` (lmkv's settings) describes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lmkv.store.tiered import TieredStore
 logger = logging.getLogger(__name__)
 
 _THREADS_A_CORE = {"shared_memory": 2, "disk": 4}
-"""Largest useful number of I/O threads per core, by tier; more were slower. Other tiers have no limit."""
+"""Largest useful number of I/O threads per core, by tier. More threads were slower. Other tiers have no limit."""
 
 
 def build_store(
@@ -39,7 +39,7 @@ def build_store(
 ) -> TieredStore:
     """Make the store of a configuration. Raises ConfigError if host memory cannot hold one chunk.
 
-    `shared`: whether other processes map the slots, which they find by the name `engine`. `engines`: the number of
+    `shared`: whether other processes map the slots of host memory, under the name `engine`. `engines`: number of
     engines that start on this host.
     """
     for level, remark in config.remarks:
@@ -71,7 +71,9 @@ def build_store(
 
 
 def io_threads(config: Config, tiers: Sequence[str]) -> int:
-    """Return the number of I/O threads for these tiers: the setting, or by default as many as are useful."""
+    """Return the number of I/O threads for these tiers: the value of the setting, or by default the largest useful
+    number.
+    """
     if config.source("disk_io_threads") != DEFAULT:
         return config.disk_io_threads
     useful = max((_THREADS_A_CORE.get(name, math.inf) for name in tiers), default=math.inf)
@@ -86,14 +88,18 @@ def _policy(config: Config) -> Policy:
 
 
 def stored_namespace(namespace: Namespace, key: bytes | None) -> Namespace:
-    """Return the namespace of lower tiers, which depends on the authentication key."""
+    """Return the namespace of lower tiers: `namespace` itself, or a namespace that also depends on the
+    authentication key.
+    """
     if key is None:
         return namespace
     return evolve(namespace, extra={**dict(namespace.extra), "authentication": Authenticator(key).identifier})
 
 
 def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None, opened: ExitStack) -> Iterator[Tier]:
-    """Yield the lower tiers of a configuration, nearest first. `opened` closes their backends."""
+    """Yield the lower tiers of a configuration, the nearest tier first. `opened`: closes the backends of these
+    tiers.
+    """
     namespace = stored_namespace(namespace, key)
 
     def backend_in(folder: str, **options: Any) -> LocalDiskBackend:
@@ -135,7 +141,12 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None, opened
 def open_remote(
     config: Config, url: RemoteURL, namespace: bytes, key: bytes | None, *, name: str, chunk_tokens: int
 ) -> Backend:
-    """Open the backend of a remote store, with the settings of remote backends. Raises ConfigError."""
+    """Open the backend of a remote store, with the settings of remote backends. Raises ConfigError for invalid
+    settings.
+
+    `namespace`: the digest of the namespace. `key`: the authentication key. `name`: the name of the tier.
+    `chunk_tokens`: number of tokens in a chunk.
+    """
     options = RemoteOptions(
         username=config.remote_username,
         password=config.password,

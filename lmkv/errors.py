@@ -19,9 +19,9 @@ _SCHEME = re.compile(
 # Also a name without a value, so that no character is looked at from every ? before it.
 _IN_QUERY = re.compile(r"([?&])([^=&#]*)(?:=([^&]*))?")
 SECRET = re.compile(r"(?i)passw|pass\b|pwd|pw\b|secret|token|key|credential|signature|proxy|\bsig")
-"""Matches names of options with secret values."""
+"""Matches the names of options that have secret values."""
 _READ, _SHOWN = 8000, 1000
-"""Number of characters to read and to show of a text from outside."""
+"""Number of characters to read, and number of characters to show, of a text from outside."""
 
 
 def mask_secrets(text: str) -> str:
@@ -38,7 +38,9 @@ def _masked_users(text: str) -> str:
 
 
 def _masked_user(text: str) -> str:
-    """Mask one URL up to its last @, because users forget to encode : / ? # @ in a password."""
+    """Mask the user and password of one URL up to its last @, because users forget to encode : / ? # @ in a
+    password.
+    """
     if not (scheme := _SCHEME.search(text)):
         return text
     user, colon, rest = text[scheme.end() :].partition(":")
@@ -80,7 +82,7 @@ def outside(text: str) -> str:
 
 
 def _masked_repr(x: str, level: int) -> str:
-    """Return the repr of a string without passwords. `level`: the depth, which `reprlib` passes."""
+    """Return the repr of a string without passwords. `level`: the depth of nesting, which `reprlib` passes."""
     return reprlib.Repr.repr_str(_SHORT, mask_secrets(x), level)
 
 
@@ -90,7 +92,7 @@ _SHORT.repr_str = _masked_repr  # type: ignore[method-assign]
 
 
 def short_repr(value: object) -> str:
-    """Return a value's repr for a message: at most one line, without passwords of URLs. Never raises.
+    """Return a value's repr for a message: at most one line, and without the passwords in URLs. Never raises.
 
     >>> print(short_repr("a" * 100), short_repr([[["deep"]]]))
     'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' [[[...]]]
@@ -103,7 +105,7 @@ def short_repr(value: object) -> str:
 
 
 def safe_repr(error: BaseException) -> str:
-    """Return the repr of an error, shortened and without passwords, or the name of its type if the repr raises.
+    """Return the repr of an error, shortened and without passwords. If the repr raises, return the name of the type.
 
     >>> safe_repr(ValueError("no"))
     "ValueError('no')"
@@ -115,7 +117,7 @@ def safe_repr(error: BaseException) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs an extra of lmkv, from the place where lmkv was installed."""
+    """Return the command that installs an extra of lmkv from the source from which lmkv was installed."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
@@ -138,15 +140,17 @@ class LmkvError(Exception):
 
 
 class ConfigError(LmkvError, ValueError):
-    """A setting is unknown or has an invalid value, or cannot work here. The message names key, value and source."""
+    """A setting is unknown, has an invalid value, or cannot work on this machine. The message names key, value and
+    source of the setting.
+    """
 
 
 class ClosedError(LmkvError):
-    """The object was used after `close()`."""
+    """A program used an object after the object's `close()`."""
 
 
 class UsageError(LmkvError):
-    """An argument is wrong, such as a shape, a released lease or a block that does not exist."""
+    """An argument is wrong: for example a shape, a lease that was released, or a block that does not exist."""
 
 
 class BackendError(LmkvError):
@@ -172,8 +176,10 @@ class CorruptChunkError(BackendError):
 
 
 class NoSpaceError(BackendError):
-    """The medium is full or read-only. It takes no new chunks, but still serves existing chunks."""
+    """The medium of a backend is full or read-only. The backend takes no new chunks, but still serves existing
+    chunks.
+    """
 
 
 class BackendUnavailable(BackendError):
-    """The backend does not answer, or its folder cannot be used. lmkv tries it again later."""
+    """The backend does not answer, or its folder cannot be used. lmkv tries the backend again later."""

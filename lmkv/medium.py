@@ -15,7 +15,7 @@ _CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class MediumError(OSError):
-    """A folder is on another medium than when it was opened. lmkv must not write to it, or read from it."""
+    """The path of a folder now leads to another medium than before. lmkv must not read or write below this path."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(errno.ENODEV, f"{what}: mount that file system again, or restart the engine", path)
@@ -25,8 +25,8 @@ class Medium:
     """The medium of the folder at `path`, recognized by its device number and by a small file with random digits.
 
     A folder that is created again on the same device is on the same medium. A folder that is mounted again under
-    another device number is on the same medium if the file has the same digits. Without the file, only the device
-    counts. Thread-safe. Raises `OSError` if there is no folder.
+    another device number is on the same medium if the small file has the same digits. Without this file, only the
+    device number counts. Thread-safe. Raises `OSError` if there is no folder.
 
     Examples
     --------
@@ -42,9 +42,9 @@ class Medium:
         self._name = self._read() or self._read(os.O_CREAT | os.O_APPEND)
 
     def check(self, status: os.stat_result | None = None) -> None:
-        """Raise `MediumError` if the folder is on another medium now, and `OSError` if there is no folder.
+        """Raise `MediumError` if the folder is now on another medium, and `OSError` if there is no folder.
 
-        `status`: the result of `os.stat` for the folder, if the caller has it.
+        `status`: the result of `os.stat` for the folder, if the caller has this result.
         """
         device = (status or self._status()).st_dev
         if device == self._device:
@@ -67,14 +67,16 @@ class Medium:
             os.close(fd)
 
     def _device_above(self) -> int:
-        """Return the device number of the nearest folder above this one that exists."""
+        """Return the device number of the nearest existing folder at or above the path."""
         above = self.path
         while not os.path.isdir(above):
             above = os.path.dirname(above)
         return os.stat(above).st_dev
 
     def _read(self, more: int = 0) -> bytes:
-        """Return the content of the small file, empty if there is none. `more`: further flags for `open`."""
+        """Return the content of the small file, or b"" if there is none. `more`: further flags for `open`, such as
+        `os.O_CREAT`.
+        """
         with suppress(OSError):
             fd = os.open(os.path.join(self.path, NAME), os.O_RDWR * bool(more) | more | _CAREFULLY, 0o600)
             try:

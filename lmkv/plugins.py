@@ -21,7 +21,7 @@ _PLACE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
 
 
 def is_place(text: str) -> bool:
-    """Return whether a text names an object: `package.module:Class`.
+    """Return whether a text has the form of a place, `package.module:Class`, which names an object.
 
     >>> is_place("my_tiers.sqlite:SQLiteStore"), is_place("redis://host")
     (True, False)
@@ -30,12 +30,12 @@ def is_place(text: str) -> bool:
 
 
 def installed(group: str) -> Mapping[str, str]:
-    """Return the entry points of installed packages in a group, as name -> `package.module:Class`."""
+    """Return the entry points of installed packages in a group: for each name the place `package.module:Class`."""
     return {found.name: found.value for found in entry_points(group=group)}
 
 
 def load(place: str, wanted_by: str) -> Any:
-    """Return the object at `package.module:Class`.
+    """Return the object at `place`, which has the form `package.module:Class`.
 
     Raises ConfigError if the import fails. The message names the place, and the setting `wanted_by`.
     """
@@ -50,9 +50,10 @@ def load(place: str, wanted_by: str) -> Any:
 
 
 def make(place: str, wanted_by: str, kind: type[Any], *args: Any, **options: Any) -> Any:
-    """Return a new object of the class at `package.module:Class`, or the result of calling a function there.
+    """Return a new object of the class at `place` (`package.module:Class`), or the result of the function at `place`.
 
-    Raises ConfigError if the object cannot be made, or if it lacks methods of the protocol `kind`.
+    Raises ConfigError if the object cannot be made, or if the object lacks methods of the protocol `kind`. `wanted_by`:
+    the setting that names the place.
     """
     found = load(place, wanted_by)
     try:

@@ -1,7 +1,7 @@
-"""The interfaces between lmkv's parts, and the data that pass through them.
+"""The interfaces between lmkv's parts, and the data that pass through these interfaces.
 
-Calls for one key return misses and failures as values, and raise no exception for them. Optional methods of a backend
-form separate protocols; lmkv tests for them with `isinstance`.
+Calls for one key return misses and failures as values, and raise no exception for either. Optional methods of a backend
+are in separate protocols, which lmkv tests with `isinstance`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from lmkv.errors import BackendError, UsageError, outside
 
 
 class Presence(Enum):
-    """Whether a chunk is in host memory, only in a lower tier, or nowhere: a result of `Catalog.lookup`."""
+    """The place of a chunk: in host memory, only in a lower tier, or nowhere. `Catalog.lookup` returns this value."""
 
     MISS = "miss"
     READY = "ready"
-    """Complete in host memory; it can be leased now."""
+    """The chunk is complete in host memory, so a request can lease the chunk now."""
     PENDING = "pending"
-    """Being stored in host memory, or promoted into it."""
+    """The chunk is being stored in host memory, or promoted into host memory."""
     LOWER = "lower"
-    """In a lower tier only; it can be promoted."""
+    """The chunk is only in a lower tier, so a request can promote the chunk."""
 
 
 def miss_in_words(reason: str, tier: str | None) -> str:
-    """Return why tokens were missed, and where: `evicted from disk`, `not ready in cpu`."""
+    """Return in words why tokens were missed, and in which tier: `evicted from disk`, `not ready in cpu`."""
     words = {"slower": "too slow to load", "limited": "over max_load_tokens"}.get(reason, reason.replace("_", " "))
     return f"{words} {'from' if reason in ('evicted', 'slower') else 'in'} {tier}" if tier else words
 
@@ -64,9 +64,11 @@ class WriteStatus(Enum):
 
 @frozen
 class Written:
-    """The result of `Backend.write`. After STORED or PRESENT the chunk is complete; otherwise it is absent.
+    """The result of `Backend.write`. After STORED or PRESENT the backend has the complete chunk. After any other status
+    it does not have the chunk.
 
-    `lacking`: after REJECTED the number of bytes to delete first; 0 if unknown, None if that would not help.
+    `reason`: why the chunk was not stored. `lacking`: after REJECTED, the number of bytes to delete before the write
+    can succeed; 0 if unknown, None if deletions would not help.
     """
 
     status: WriteStatus
@@ -76,7 +78,9 @@ class Written:
 
     @classmethod
     def rejected(cls, reason: str, lacking: int | None = 0) -> Written:
-        """Make a result for a chunk that was not stored. `reason` is shortened, and shown without passwords."""
+        """Return a result for a chunk that was not stored. The text `reason` is shortened, and shown without
+        passwords.
+        """
         return cls(WriteStatus.REJECTED, outside(reason), lacking=lacking)
 
     @classmethod
@@ -89,16 +93,17 @@ PRESENT = Written(WriteStatus.PRESENT)
 
 
 ChunkKey = bytes
-"""32 raw bytes; see `lmkv.chunks.hashing`."""
+"""The key of a chunk: 32 raw bytes. `lmkv.chunks.hashing` computes keys."""
 
 
 @frozen
 class Chunk:
     """A chunk for `Backend.write`.
 
-    `payload`: the chunk's bytes, contiguous, in memory of the caller, which does not change until `write` returns.
-    `parent`: the key of the chunk before it; empty for the first chunk of a prompt. `tokens`: the chunk's token ids as
-    little-endian uint32; empty if unknown. A backend may record `parent` and `tokens` as a description.
+    `payload`: the chunk's bytes, in contiguous memory of the caller. This memory does not change until `write` returns.
+    `parent`: the key of the chunk before this chunk in its prompt; empty for the first chunk. `tokens`: the chunk's
+    token ids as little-endian uint32; empty if unknown. A backend may record `parent` and `tokens` as a description of
+    the chunk.
     """
 
     key: ChunkKey
@@ -116,11 +121,11 @@ class Chunk:
 
 @runtime_checkable
 class Backend(Protocol):
-    """Storage of immutable chunks by key. Its methods may block, and several threads call them at the same time.
+    """Storage of immutable chunks by key. The methods may block, and several threads call them at the same time.
 
-    `read` and `write` transfer one chunk, and return failures as values. `contains` and `delete` have several keys, and
-    raise `BackendError`. A backend neither counts bytes nor evicts, because its tier does both. `close` may be called
-    again; after it every other call raises `ClosedError`.
+    `read` and `write` transfer one chunk, and return failures as values. `contains` and `delete` take several keys, and
+    raise `BackendError`. A backend neither counts bytes nor evicts chunks, because the tier of the backend does both.
+    After `close`, every call except `close` raises `ClosedError`.
     """
 
     @property
@@ -131,16 +136,19 @@ class Backend(Protocol):
         ...
 
     def read(self, key: ChunkKey, into: memoryview) -> Read:
-        """Fill `into`, a buffer of the caller, with a chunk's payload; unless the result is HIT, its content is
-        undefined.
+        """Fill `into` with a chunk's payload, and return the result. `into`: a buffer of the caller, with the length of
+        the payload.
 
-        The buffer has the length of the payload. A stored chunk of another length is FAILED. After a
-        `CorruptChunkError` lmkv deletes the chunk. After any other error it keeps the chunk.
+        Unless the result is HIT, the content of the buffer is undefined. The result for a stored chunk of another
+        length is FAILED. After a result with `CorruptChunkError` lmkv deletes the chunk. After any other error lmkv
+        keeps the chunk.
         """
         ...
 
     def write(self, chunk: Chunk) -> Written:
-        """Store a chunk completely or not at all. If its key exists, keep the stored chunk and return PRESENT."""
+        """Store a chunk completely or not at all. If the chunk's key exists, keep the stored chunk and return
+        PRESENT.
+        """
         ...
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
@@ -152,7 +160,9 @@ class Backend(Protocol):
 
 @frozen
 class Listed:
-    """One chunk that `ListsKeys.list_keys` has found. `nbytes`: the bytes that it takes of the tier's capacity."""
+    """One chunk that `ListsKeys.list_keys` has found. `nbytes`: number of bytes of the tier's capacity that the
+    chunk takes.
+    """
 
     key: ChunkKey
     nbytes: int
@@ -161,10 +171,11 @@ class Listed:
 
 @runtime_checkable
 class ListsKeys(Protocol):
-    """A backend that can list its chunks, because they survive the end of its process."""
+    """A backend that can list its chunks, because the chunks remain after the end of the backend's process."""
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """Yield the stored chunks in batches, least recently used first if the medium knows their order.
+        """Yield the stored chunks in batches. If the medium knows when chunks were used, the least recently used chunks
+        come first.
 
         Reads no payload.
         """
@@ -173,17 +184,19 @@ class ListsKeys(Protocol):
 
 @runtime_checkable
 class SharesRoom(Protocol):
-    """A backend that shares its medium with other processes and namespaces, and counts the bytes of all of them.
+    """A backend that shares its medium with other processes and namespaces, and counts the bytes of all these writers.
 
     Chunks of other namespaces count, and may be evicted, but are never served. Their keys have more than 32 bytes.
     """
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count bytes that the caller is about to write, and return the bytes of all writers, these included."""
+        """Count `nbytes` bytes that the caller is about to write, and return the number of bytes of all writers. The
+        counted bytes are included.
+        """
         ...
 
     def release_bytes(self, nbytes: int) -> None:
-        """Subtract bytes that were reserved but not written."""
+        """Subtract `nbytes` bytes that `reserve_bytes` has counted but nobody has written."""
         ...
 
     def reclaim(self, keys: Sequence[ChunkKey]) -> int:
@@ -191,35 +204,36 @@ class SharesRoom(Protocol):
         ...
 
     def list_all(self) -> Iterator[list[Listed]]:
-        """Yield chunks as `list_keys` does, including those of other namespaces."""
+        """Yield chunks as `list_keys` does, but include the chunks of other namespaces."""
         ...
 
 
 @runtime_checkable
 class SizesChunks(Protocol):
-    """A backend where a stored chunk takes more space than its payload, for a header or padding."""
+    """A backend in which a stored chunk takes more space than its payload, for a header or padding."""
 
     def stored_bytes(self, payload_bytes: int) -> int: ...
 
 
 @runtime_checkable
 class RegistersMemory(Protocol):
-    """A backend that transfers payloads from and to registered memory without a copy."""
+    """A backend that transfers payloads between its store and registered memory without another copy."""
 
     def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
-        """Register memory whose payloads will be transferred: a whole memory file, mapped at `address`.
+        """Register memory from and into which payloads will be transferred: a whole memory file.
 
-        Called once, before any other call. The caller owns the file `descriptor`; the memory exists until `close`.
+        `descriptor`: the file descriptor of the memory file, which the caller owns. `address`, `nbytes`: where the file
+        is mapped in this process, and its size. Called once, before any other call. The memory exists until `close`.
         """
         ...
 
 
 @runtime_checkable
 class Shared(Protocol):
-    """A backend that other processes may write to, so that it may have chunks that the store does not know.
+    """A backend that other processes may write to, so that the backend may have chunks that the store does not know.
 
-    If `shared` is true, the store looks for such chunks with `contains` for each request, and lists a `ListsKeys`
-    backend repeatedly. The store reads `shared` once, when the store is made.
+    If `shared` is true, the store looks for such chunks with `contains` for each request. If the backend is also a
+    `ListsKeys`, the store lists its chunks repeatedly. The store reads `shared` once, when the store is made.
     """
 
     @property
@@ -228,23 +242,25 @@ class Shared(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides which keys a tier evicts, from their sizes in bytes and their uses, without a clock or I/O.
+    """Decides which keys a tier evicts, from the sizes of keys in bytes and from their uses, without a clock or I/O.
 
-    The store calls it while it holds its lock. A known key is either evictable or held. A policy evicts a chunk before
-    its parent, because a chunk cannot be found without its parent. `lmkv.policies.PolicyBase` implements everything
-    except the order.
+    The store calls a policy while the store holds its lock. A known key is either evictable or held. A policy evicts a
+    chunk before its parent (the chunk before it in its prompt), because no request finds a chunk without its parent.
+    `lmkv.policies.PolicyBase` implements everything except the order of eviction.
     """
 
     def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
-        """Add evictable keys of `size` bytes each, the last one first. Raises UsageError for a known key.
+        """Add evictable keys with chunks of `size` bytes each. `keys` are in the order of their prompt.
 
-        `parents`: for each key the key of the chunk before it; empty if there is none, or if it is unknown.
+        The policy adds the last of `keys` first. `parents`: for each key the key of the previous chunk; empty for the
+        first chunk of a prompt, or if the previous chunk is unknown. Raises UsageError for a known key.
         """
         ...
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note that a request has used these chunks of a prompt, given first to last. Keys may be unknown.
-        The request that stored a chunk also touches it, so the first touch is not a reuse.
+
+        The request that stored a chunk also touches this chunk, so the first touch of a chunk is not a reuse.
         """
         ...
 
@@ -253,41 +269,42 @@ class Policy(Protocol):
         ...
 
     def hold(self, key: ChunkKey) -> None:
-        """Keep a known key from eviction until it is released. Idempotent."""
+        """Keep a known key from eviction until `release` is called for the key. Idempotent."""
         ...
 
     def release(self, key: ChunkKey) -> None:
-        """Let a known key be evicted again; this counts as a use. Idempotent."""
+        """Allow the eviction of a known key again; this counts as a use. Idempotent."""
         ...
 
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
-        """Remove and return evictable keys of at least `nbytes` bytes together, none of them in `protect`.
+        """Remove and return evictable keys that together have at least `nbytes` bytes. No returned key is in `protect`.
 
-        If there are too few, it returns None and changes nothing.
+        If the evictable keys have too few bytes, return None and change nothing.
         """
         ...
 
 
 @runtime_checkable
 class TakesHints(Protocol):
-    """A policy that callers may tell which chunks to evict first or last."""
+    """A policy that takes hints from callers about which chunks to evict first or last."""
 
     def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
-        """Evict a prompt's keys, given first to last, before all others (priority below 0), in turn (0) or last (above
-        0).
+        """Set the priority of a prompt's keys, given first to last. Keys with a priority below 0 are evicted before all
+        others.
 
-        Among priorities above 0, keys of the lowest are evicted first. Keys may be unknown, because a write may still
-        be on its way to the tier.
+        Keys with the priority 0 are evicted when the policy chooses them. Keys with a priority above 0 are evicted
+        after all others, the lowest priority first. Keys may be unknown, because a write may still be on its way to the
+        tier.
         """
         ...
 
 
 @runtime_checkable
 class LabelsKeys(Protocol):
-    """A policy that knows to which tenant each chunk belongs."""
+    """A policy that knows to which tenant (a user or group with a quota) each chunk belongs."""
 
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
-        """Assign chunks, also before they are inserted, to the first of these names that has a quota."""
+        """Assign chunks to the first of these names that has a quota. The keys need not be inserted yet."""
         ...
 
     def used_bytes(self) -> Mapping[str, int]:
@@ -297,19 +314,22 @@ class LabelsKeys(Protocol):
 
 @runtime_checkable
 class DividesTier(Protocol):
-    """A policy that divides the tier among tenants."""
+    """A policy that divides the tier among tenants: users or groups with a quota."""
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """Return the tenant of a chunk, or else of its parent, and the tenant's share of the tier, 0 to 1.
+        """Return `(tenant, share)`: the name of a chunk's tenant, and the tenant's share of the tier, from 0 to 1.
 
-        The tenant "" has the rest.
+        For a chunk without a tenant, the result is about the tenant of `parent`, the chunk before it. The tenant "" has
+        the rest of the tier.
         """
         ...
 
 
 @runtime_checkable
 class Admission(Protocol):
-    """A filter that decides which new chunks a tier stores. The store calls it while it holds its lock."""
+    """A filter that decides which new chunks a tier stores. The store calls the filter while the store holds its
+    lock.
+    """
 
     def admit(self, key: ChunkKey) -> bool: ...
 
@@ -319,12 +339,14 @@ class SeesPrompts(Protocol):
     """An admission filter that needs to know the lengths of prompts."""
 
     def prompt(self, keys: Sequence[ChunkKey], tokens: int) -> None:
-        """Note that a request with `tokens` tokens has chunks with these keys, which may soon be offered."""
+        """Note that a request with `tokens` tokens has chunks with these keys. The tier may soon be offered these
+        chunks.
+        """
         ...
 
 
 class Clock(Protocol):
-    """A function that returns monotonic seconds, such as `time.monotonic`. Tests pass their own clock."""
+    """A function that returns monotonic seconds, such as `time.monotonic`. Tests pass a clock whose time the test sets."""
 
     def __call__(self) -> float: ...
 
@@ -340,12 +362,13 @@ class Tier:
     policy : Policy
         Decides what to evict. Every tier needs a separate policy object.
     capacity_bytes : int, optional
-        Largest number of bytes to store, or None for as many as the backend accepts. Host memory ignores it, because
-        it has a fixed number of slots.
+        Largest number of bytes to store, or None for as many as the backend accepts. Host memory ignores this number,
+        because host memory has a fixed number of slots.
     admission : Admission, optional
-        A filter for new chunks, or None to store all. Host memory must have none.
+        A filter for new chunks, or None to store all chunks. The tier of host memory must have None.
     write : str
-        "through": write a chunk to this tier when it is stored; "back": when host memory evicts it.
+        When the store writes a chunk to this tier: "through" when a request stores the chunk, "back" when host memory
+        evicts the chunk.
 
     Raises
     ------
@@ -354,7 +377,8 @@ class Tier:
 
     Notes
     -----
-    The store calls the policy and the filter while it holds its lock. It never calls the backend then.
+    The store calls the policy and the filter while the store holds its lock. The store never calls the backend while
+    holding its lock.
 
     Examples
     --------

@@ -1,1 +1,1 @@
-"""Any KV connector beside vLLM alone on a GPU: `python -m benchmarks.gpu`."""
+"""Compares any KV connector with vLLM alone on a GPU: `python -m benchmarks.gpu`."""

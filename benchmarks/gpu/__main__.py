@@ -1,28 +1,30 @@
-"""KV connectors beside vLLM alone on one GPU, with `alike` beside every speed.
+"""KV connectors, compared with vLLM alone on one GPU. Every speed has a share `alike` of equal answers.
 
     python -m benchmarks.gpu --engines alone,lmkv,native,lmcache [--steps facts,tests,torture,script,long-8k,...]
                              [--out DIR] [--box 540] [--shape 8B] [--graphs decode] [--rounds 5] [--tiny]
 
 Engines: vLLM `alone`; with a connector that does nothing (`idle`); with `lmkv`; with vLLM's own `native` and `simple`
-connectors for host memory; with LMCache in its process (`lmcache`) and by its server (`lmcache-mp`); any other one is
-its name in vLLM, with what `--settings` has for it: `--settings '{"MyConnector": {"cpu_gib": 8}}'`.
+connectors for host memory; with LMCache in vLLM's process (`lmcache`) and with LMCache's server (`lmcache-mp`). Any
+other name is the name of a connector in vLLM, and `--settings` has its settings: `--settings '{"MyConnector":
+{"cpu_gib": 8}}'`.
 
-Engines that fit the GPU are started together and answer in turns, in shuffled order; a ratio is the median over rounds
-of one engine divided by another in the same round. A run ends after `--box` seconds. Finished steps are in
-DIR/gpu.json, and the same command continues with the next one. Models have Qwen3's shape and random weights that make
-every answer depend on every layer's KV. `alike` is the share of answers that equal those of the same prompts computed:
-by the same engine before, and, in other steps, by vLLM alone. In bfloat16, batches of other shapes round differently.
+Engines that fit the GPU are started together and answer in turns, in shuffled order. A ratio is the median over rounds
+of one engine's figure divided by another engine's figure in the same round. A run ends after `--box` seconds. The file
+DIR/gpu.json has the finished steps, and the same command continues with the next step. Models have Qwen3's shape and
+random weights that make every answer depend on every layer's KV. `alike` is the share of answers that equal the answers
+to the same prompts without hits. The same engine has given these answers before, or, in some steps, vLLM alone has. In
+bfloat16, batches of other shapes round differently.
 
   facts     the device, its bus, versions
   tests     lmkv's tests for GPUs
   torture   kv_connector_torture around each connector: requests with aborts, preemptions, resets and restarts
-  script    ten long prompts, one token each: computed, again after vLLM's own prefix cache was emptied, again with it
+  script    ten long prompts, one token each: computed, again with vLLM's own prefix cache emptied, again with it full
   long-*    first token of one prompt: computed, loaded by the connector, and from vLLM's own prefix cache
-  talks     conversations, more than vLLM's own prefix cache and, by a quarter, than host memory take
+  talks     conversations: more than vLLM's own prefix cache can hold, and a quarter more than host memory can hold
   decode    milliseconds of a step that decodes, 1 and 8 requests
-  mixed     between two tokens of requests that decode, while long prompts come: stored, then loaded
-  sleep     levels 1 and 2 between a store and a load, in engines of their own
-  128k      as long-*, in engines of their own
+  mixed     time between two tokens of requests that decode, while long prompts come, which are stored, then loaded
+  sleep     levels 1 and 2 between a store and a load, in separate engines
+  128k      as long-*, in separate engines
 
 `--tiny`: a model for a CPU, whose figures mean nothing.
 """
@@ -51,10 +53,10 @@ from lmkv.cli.engines import ENVIRONMENT
 
 NOTHING_LOADED = ("alone", "idle")
 SETTLE = 0.6
-"""Seconds in which the stores of a prompt end."""
+"""Seconds after which the stores of a prompt have ended."""
 FACTS, TESTS, TORTURE, SLEEP = "facts", "tests", "torture", "sleep"
 COUNTS = ("hit", "alike", "cached", "requests")
-"""Beginnings of facts that are not compared between engines."""
+"""Prefixes of the names of facts that are not compared between engines."""
 PROBE = """
 import json, os, time, torch
 found = {"torch": torch.__version__, "cores": os.cpu_count(), "device": "cpu", "bytes": 0}
@@ -75,11 +77,13 @@ print(json.dumps(found))
 """
 Facts = dict[str, Any]
 Turn = Callable[[Engine, str, int], Facts]
-"""`(engine, its name, seed)`: what one engine says in a round."""
+"""A function `turn(engine, name, seed)` that returns the facts of one engine in a round."""
 
 
 class Book:
-    """Facts of steps, in a JSON file that is written after each: a run that is cut off goes on where it was."""
+    """The facts of each step, in a JSON file that is written after each step. A run that was interrupted continues
+    at its last step.
+    """
 
     def __init__(self, path: Path, box: float) -> None:
         self.path, self._deadline = path, time.monotonic() + box
@@ -102,7 +106,7 @@ class Book:
 
 
 class Group:
-    """Engines that run at the same time; one that does not start, or fails, is a fact."""
+    """Engines that run at the same time. If an engine does not start, or fails, the error is noted as a fact."""
 
     def __init__(self, plan: Plan, members: Sequence[str], book: Book, seconds: float) -> None:
         self.plan, self.book, self.label = plan, book, "+".join(members)
@@ -140,13 +144,14 @@ class Group:
 
     @property
     def left(self) -> float:
-        """Seconds of this group's part of the box."""
+        """Seconds that are left to this group of the time of the whole run."""
         return min(self.book.left, self._deadline - time.monotonic())
 
     def run(self, step: str, turn: Turn, most: int, least: float, share: float) -> None:
-        """All engines in each round, `most` rounds, as long as time is `left`; the first one is a warm-up.
+        """Run up to `most` rounds, each with a turn of every engine, while time is `left`. The first round is a
+        warm-up.
 
-        `least`: seconds that another round takes. `share`: of what is left, for this step.
+        `least`: seconds that another round takes. `share`: share of the time that is left that this step may take.
         """
         key = f"{self.label}: {step}"
         if self.book.done(key):
@@ -190,12 +195,12 @@ class Group:
 
 
 def alike(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> float:
-    """The share of answers that begin alike."""
+    """Return the share of answers in `one` whose first token equals that of the same answer in `other`."""
     return statistics.mean(mine[:1] == theirs[:1] for mine, theirs in zip(one, other, strict=True))
 
 
 def summary(rounds: Sequence[Mapping[str, Facts]]) -> dict[str, Facts]:
-    """Medians by engine and fact, and the median ratio to vLLM alone and to lmkv in the same round."""
+    """Return the medians by engine and fact, and the median ratios to vLLM alone and to lmkv in the same round."""
     found: dict[str, Facts] = {}
     for engine in dict.fromkeys(engine for one in rounds for engine in one):
         mine = [one for one in rounds if engine in one]
@@ -295,7 +300,9 @@ def mixed(plan: Plan) -> Turn:
 
 
 def sleeping(plan: Plan, engine: str, book: Book) -> Facts:
-    """Level 1 keeps the weights; level 2 discards them: dummies again, so that only what is loaded counts there."""
+    """Measure a hit after each level of sleep. Level 1 keeps the weights. Level 2 discards the weights, so only the
+    loaded bytes count.
+    """
     spec = plan.spec(engine, None, enable_sleep_mode=not plan.tiny)
     started = Engine(spec, plan.options.out / f"{int(time.time())}-sleep-{engine}", plan.env(engine), book.left)
     question = {"do": "batch", "prompts": [[(seed, plan.script_tokens)] for seed in range(5)]}
@@ -312,7 +319,7 @@ def sleeping(plan: Plan, engine: str, book: Book) -> Facts:
 
 
 def command(words: Sequence[str], seconds: float) -> Facts:
-    """Exit code and last lines of a program of this interpreter, which ends after so many seconds."""
+    """Return the exit code and the last lines of a Python program, which is ended after `seconds` seconds."""
     program = [sys.executable, *words]
     # Triton multiplies float32 in tf32 by default, which would look like wrong KV.
     env = {**os.environ, **ENVIRONMENT, "TRITON_F32_DEFAULT": "ieee", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -324,7 +331,7 @@ def command(words: Sequence[str], seconds: float) -> Facts:
 
 
 def alone_steps(plan: Plan, book: Book, engines: Sequence[str]) -> Iterator[tuple[str, Callable[[], Facts]]]:
-    """Steps that are no rounds, by name."""
+    """Yield `(name, call)` for each step without rounds."""
     cuda = ("-m", "not gpu") if plan.tiny else ("-m", "gpu")
     tests = ["-m", "pytest", "-q", "-x", "-o", "cache_dir=/tmp/pytest-gpu", *cuda, "tests/memory/test_cuda.py"]
     yield TESTS, lambda: command(tests, min(180.0, book.left))
@@ -338,7 +345,7 @@ def alone_steps(plan: Plan, book: Book, engines: Sequence[str]) -> Iterator[tupl
 
 
 def rounds_of(plan: Plan, steps: Sequence[str]) -> list[tuple[str, Turn, int, float]]:
-    """`Group.run`'s arguments of each step."""
+    """Return for each step the arguments of `Group.run`."""
     rounds = plan.options.rounds
     found = [
         (step, long_prompt(tokens), min(3, rounds) if plan.wide else rounds, 12.0) for step, tokens in plan.long.items()
@@ -356,7 +363,7 @@ def rounds_of(plan: Plan, steps: Sequence[str]) -> list[tuple[str, Turn, int, fl
 
 @contextmanager
 def noted(book: Book, step: str) -> Iterator[None]:
-    """An error of a step is a fact, and ends no other."""
+    """Note an error of a step as a fact, so that the other steps run."""
     try:
         yield
     except Exception as error:  # noqa: BLE001

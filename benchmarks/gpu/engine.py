@@ -1,7 +1,7 @@
-"""One vLLM engine, with any connector, in a child process that answers batches, talks and questions.
+"""One vLLM engine, with any connector, in a child process that answers batches, conversations and questions.
 
-`python -m benchmarks.gpu.engine FOLDER` is such a process: lines of JSON in, one line of JSON out for each. The first
-one is what `vllm.LLM` gets. Runs on a GPU and on a CPU.
+`python -m benchmarks.gpu.engine FOLDER` runs the child process. It reads lines of JSON, and answers each with one line
+of JSON. The first line has the arguments of `vllm.LLM`. The engine runs on a GPU or a CPU.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SHAPES = {
     "1.7B": (28, 2048, 6144, 16, 8, 128),
     "tiny": (2, 128, 256, 2, 1, 64),
 }
-"""Layers, hidden, intermediate, heads, KV heads, size of a head, of Qwen3's architecture."""
+"""For each of Qwen3's shapes: layers, hidden size, intermediate size, heads, KV heads, and size of a head."""
 WORDS = 151_936
-"""Tokens of its vocabulary."""
+"""Number of tokens in the vocabulary of Qwen3's models."""
 LOOPBACK = {
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -39,7 +39,7 @@ LOOPBACK = {
     "PYTHONHASHSEED": "0",
 }
 Prompt = Sequence[tuple[int, int]]
-"""Parts of a prompt: a seed and a count of random tokens; a count below 0 repeats one token."""
+"""Parts of a prompt, each `(seed, count)`: a number of random tokens, or one repeated token if the count is below 0."""
 
 
 def kv_bytes_per_token(shape: str, width: int) -> int:
@@ -53,7 +53,7 @@ def weight_bytes(shape: str) -> int:
 
 
 def write_model(folder: Path, shape: str, positions: int, dtype: str) -> str:
-    """config.json alone: vLLM's load format `dummy` makes the weights, on the GPU."""
+    """Write the model's config.json without weights. vLLM's load format `dummy` makes the weights on the GPU."""
     layers, hidden, inner, heads, kv_heads, size = SHAPES[shape]
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -81,7 +81,9 @@ def write_model(folder: Path, shape: str, positions: int, dtype: str) -> str:
 
 
 class Engine(ChildProcess):
-    """The parent's side. `info`: facts of the start. Raises ChildFailedError."""
+    """The parent's side of an engine in a child process. `info`: facts of the engine's start. Raises
+    ChildFailedError.
+    """
 
     def __init__(self, spec: Mapping[str, Any], folder: Path, env: Mapping[str, str], timeout: float) -> None:
         command = [sys.executable, "-P", "-m", "benchmarks.gpu.engine", str(folder)]
@@ -116,9 +118,10 @@ def tokens_of(parts: Prompt) -> list[int]:
 
 
 def randomize(worker: Any) -> None:
-    """Weights in place of vLLM's dummies, with which answers would not depend on the KV. In vLLM's worker.
+    """Replace vLLM's dummy weights, because answers of dummy weights would not depend on the KV. Called in vLLM's
+    worker.
 
-    Attention is narrow, so that an answer depends on few tokens, whichever they are, rather than on their mean.
+    Attention is narrow, so that an answer depends on a few tokens instead of the mean of all tokens.
     """
     import torch
 
@@ -135,7 +138,7 @@ def randomize(worker: Any) -> None:
 
 
 class Answering:
-    """An engine, and what can be asked of it: each public method answers a question of its name."""
+    """An engine in the child process. Each public method answers the question with the name of the method."""
 
     def __init__(self, spec: dict[str, Any], folder: Path) -> None:
         started = time.perf_counter()
@@ -171,7 +174,9 @@ class Answering:
         return SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False, **more)
 
     def _forget(self, wait: float = 10.0) -> None:
-        """Empty vLLM's own prefix cache: hits come from the connector alone. Blocks may be in use for a moment."""
+        """Empty vLLM's own prefix cache, so that hits come from the connector alone. Wait for up to `wait` seconds
+        while blocks are in use.
+        """
         deadline = time.monotonic() + wait
         while not self._llm.reset_prefix_cache():
             if time.monotonic() > deadline:
@@ -192,7 +197,9 @@ class Answering:
         }
 
     def talks(self, seed: int, users: int, turns: int, ask: int, answer: int, at_once: int) -> dict[str, Any]:
-        """Users who each say `turns` times `ask` new tokens, with all that was said before; `at_once` in flight."""
+        """Run conversations: each user sends `turns` prompts of `ask` new tokens after the whole conversation so
+        far. `at_once`: number of requests in flight.
+        """
         engine, params = self._llm.llm_engine, self._params(answer)
         said: list[list[int]] = [[] for _ in range(users)]
         turn, busy = [0] * users, set[int]()
@@ -230,7 +237,9 @@ class Answering:
         return {"seconds": time.perf_counter() - started, **found, "tokens": [tokens[name] for name in sorted(tokens)]}
 
     def mixed(self, seed: int, count: int, answer: int, length: int, prompts: int, every: float) -> dict[str, Any]:
-        """Seconds between the tokens of requests that decode, while long prompts come one after the other."""
+        """Return the seconds between the tokens of requests that decode, while long prompts come one after the
+        other.
+        """
         from vllm.sampling_params import RequestOutputKind
 
         engine, params = self._llm.llm_engine, self._params(answer, output_kind=RequestOutputKind.DELTA)
@@ -265,7 +274,9 @@ class Answering:
         return {**found, "tokens": [tokens[name] for name in sorted(tokens)]}
 
     def decode(self, seed: int, count: int, length: int, steps: int) -> dict[str, Any]:
-        """Milliseconds of a decode step: `count` prompts together, few and many tokens, the difference."""
+        """Return the milliseconds of a step that decodes `count` prompts together: the difference between few and
+        many tokens.
+        """
         prompts = [[(seed + number, length)] for number in range(count)]
         # The first one computes the prompts, for both.
         _, few, many = (self.batch(prompts, answer) for answer in (1, 8, 8 + steps))

@@ -1,4 +1,4 @@
-"""Which engines are compared, and the sizes of their prompts and memory."""
+"""Decides which engines are compared, and the sizes of prompts and memory."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "compiled": {},
 }
 OVERHEAD = 2.6e9
-"""Bytes of a process on the GPU beside weights and KV."""
+"""Bytes of a process on the GPU in addition to weights and KV."""
 WIDE = "128k"
 
 
 @frozen
 class Plan:
-    """Sizes that follow from the options. `wide`: of the step 128k."""
+    """The sizes that follow from the options. `wide`: whether the sizes are those of the step 128k."""
 
     options: argparse.Namespace
     wide: bool = False
@@ -123,7 +123,9 @@ class Plan:
 
 
 def together(engines: Sequence[str], each: float, total: float) -> list[list[str]]:
-    """Engines that fit the GPU; lmkv in each group, as what others are compared with."""
+    """Return groups of engines that fit the GPU together. lmkv is in each group, because the others are compared
+    with lmkv.
+    """
     fit = max(1, int((total - 1e9) / each)) if total else len(engines)
     if fit >= len(engines):
         return [list(engines)]

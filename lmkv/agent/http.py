@@ -260,8 +260,8 @@ class Guard:
 
 
 def _closing(send: Send) -> Send:
-    """Return a `send` that closes the connection after the answer. It is for callers without the token, who may not
-    keep connections.
+    """Return a `send` that closes the connection after the answer. Callers without the token get this `send`,
+    because only callers with the token may keep connections.
     """
 
     async def send_and_close(message: Message) -> None:
@@ -294,7 +294,7 @@ def as_json(detail: str, status: int) -> Response:
 
 
 async def refused(_: Request, error: Any) -> Response:
-    """Return a refusal that names the wrong fields. It leaves out their values, which may be prompts and salts."""
+    """Return a refusal that names the wrong fields, but not the fields' values, which may be prompts and salts."""
     assert isinstance(error, RequestValidationError)
     wrong = [f"{'.'.join(map(str, each['loc']))[:80]}: {each['msg']}" for each in error.errors()[:_SHOWN_ERRORS]]
     return as_json("; ".join(wrong), 422)
@@ -566,9 +566,7 @@ def application(
 
 
 def _at_once(call: Callable[[], dict[str, Any] | None]) -> Call:
-    """Return a call that runs in the thread of the event loop. It is for short work that must not wait for other
-    prompts.
-    """
+    """Return a call that runs in the event loop's thread, for short work that must not wait for other prompts."""
 
     async def made() -> dict[str, Any] | None:
         return call()

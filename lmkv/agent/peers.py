@@ -1,4 +1,6 @@
-"""`Peers`: lets the service of a server's first engine ask the server's other engines, and combine their answers."""
+"""`Peers`: lets the service of a server's first engine ask the server's other engines, and combine the answers of
+all engines.
+"""
 
 from __future__ import annotations
 
@@ -168,8 +170,8 @@ class Peers:
     """The engines of one server, by number. Every other engine announces itself to the first engine, repeatedly.
 
     `number`: the number of this engine. `url`: a function from an engine's number to the URL of the engine's service.
-    It may raise OSError. The URL must name a socket of this user, because the token is sent there. All methods are
-    called on the service's event loop.
+    The function may raise OSError. The URL must name a socket of this user, because `Peers` sends the token to this
+    socket. All methods are called on the service's event loop.
     """
 
     number: int = 0
@@ -292,8 +294,8 @@ def answering(answers: Mapping[int, Answer]) -> dict[int, Answer]:
 
 
 def merged(answers: Mapping[int, Answer]) -> Answer:
-    """Return one answer for all engines. If there are several, it is the best answer, with summed totals, and with
-    all answers in `engines`.
+    """Return one answer for all engines: the only answer, or the best of several answers. Totals are summed, and
+    `engines` has all answers.
     """
     here = answering(answers)
     if len(answers) == 1 and here:
@@ -309,8 +311,8 @@ def merged(answers: Mapping[int, Answer]) -> Answer:
 
 
 def merged_stats(answers: Mapping[int, Answer]) -> Answer:
-    """Return the counters of all engines. Sizes of host memory are summed. Lower tiers are shared, so their size
-    counts once.
+    """Return the counters of all engines. Sizes of host memory are summed. Engines share the lower tiers, so the
+    size of a lower tier counts once.
     """
     whole = merged(answers)
     if "engines" not in whole:

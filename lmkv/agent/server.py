@@ -65,9 +65,7 @@ class Address:
 
     @property
     def is_known(self) -> bool:
-        """Whether the address is known before it is bound. This is not so for port 0, for which the system chooses a
-        port.
-        """
+        """Whether the address is known before it is bound: False for port 0, because the system then chooses a port."""
         return not self.text.endswith(":0")
 
     def of_engine(self, number: int) -> Address:
@@ -352,7 +350,7 @@ _HEADER_BYTES = _READ_BYTES = 16 << 10
 _END_LIMIT = 5.0
 _MAX_CONNECTIONS = 128
 _SHARE_OF_FILES = 8
-"""Connections may take one of this number of parts of the files that the process may open: an eighth."""
+"""Number by which the files that the process may open are divided. Connections may take one part, an eighth."""
 
 
 def max_connections() -> int:

@@ -68,7 +68,7 @@ prompt] [-eight hexadecimal digits].
 _USUAL, _WIDEST = 8, 128
 """Characters per token: a number above the average of texts, and the largest possible number."""
 _AT_A_CUT = 256
-"""Number of additional tokens that a text may have at the place where it was cut."""
+"""Largest number of tokens by which a cut in a text may increase the number of its tokens."""
 _SHARED_LOOKUP_LIMIT = 1.0
 """Seconds that a lookup waits for the answers of shared tiers."""
 
@@ -90,29 +90,29 @@ class Prompt:
 
 
 Tokenize = Callable[[str | Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequence[int]]
-"""A function that returns the token ids of a text or of a chat. It takes the text or messages, and
+"""A function that returns the token ids of a text or of a chat. The arguments are the text or messages, and
 `Prompt.template`. The result ends before the beginning of an answer.
 """
 
 RootOf = Callable[[str | None, Mapping[str, str]], bytes | None]
-"""A function that returns the root of the keys of prompts, or None if the root is unknown. It takes their cache salt and
-tags.
+"""A function that returns the root of the keys of prompts, or None if the root is unknown. The arguments are the cache
+salt and the tags of the prompts.
 
 The root owns the pins, prefetches and sessions of these prompts.
 """
 
 KeysOf = Callable[[Sequence[int], str | None, Mapping[str, str]], list[ChunkKey]]
-"""A function that returns the keys of a prompt's chunks. It takes the prompt's tokens, cache salt and tags."""
+"""A function that returns the keys of a prompt's chunks. The arguments are the prompt's tokens, cache salt and tags."""
 
 Requests = Callable[[], Mapping[str, Any]]
-"""A function that returns the reports of the last `requests`, newest first, their complete `ids`, and the sums
-`lookup_tokens` and `hit_tokens`.
+"""A function that returns the reports of the last `requests`, newest first, the complete `ids` of these requests,
+and the sums `lookup_tokens` and `hit_tokens`.
 """
 
 
 ClearNamespace = Callable[[str], int]
-"""A function that deletes the chunks of a namespace, and returns the number of these chunks. It takes the first
-digits of the namespace.
+"""A function that deletes the chunks of a namespace, and returns the number of these chunks. The argument is the
+beginning of the namespace's hexadecimal digest.
 """
 
 
@@ -153,7 +153,7 @@ class CacheService:
     Parameters
     ----------
     store : TieredStore
-        The store of the engine. The service does not close it.
+        The store of the engine. The service does not close the store.
     keys_of, tokenize
         Functions that return the keys of a prompt, and the tokens of a text or chat (see `KeysOf` and `Tokenize`).
     chunk_size : int
@@ -295,9 +295,7 @@ class CacheService:
         return self._root_of(prompt.cache_salt, prompt.tags) or b""
 
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
-        """Keep a prompt's chunks in host memory for `seconds`, or for the default time. Only those first chunks
-        count that are there now.
-        """
+        """Pin the first chunks of a prompt that host memory has now, for `seconds` or for the default time."""
         keys = self._boundaries.keys_to_promote(self._read(prompt)[1])
         seconds = self._pin_ttl if seconds is None else seconds
         return {

@@ -1,4 +1,4 @@
-"""The `lmkv` command. Each module has one or a few subcommands, and `lmkv.cli.app` collects them."""
+"""The `lmkv` command. Each module has one or a few subcommands, and `lmkv.cli.app` collects all subcommands."""
 
 from __future__ import annotations
 

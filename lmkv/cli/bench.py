@@ -174,8 +174,8 @@ def pages(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> tuple[Calla
 
 
 def lookup(rounds: int) -> Iterator[Row]:
-    """Measure the time from the tokens of a long prompt to a lease on its chunks. Compare it with the time to hash
-    the tokens.
+    """Measure the time from the tokens of a long prompt to a lease on its chunks. Compare this time with the time to
+    hash the tokens.
     """
     slot_bytes = 4096
     store = TieredStore(Tier(CPUPinnedBackend(1024 * slot_bytes, slot_bytes, populate=False), make_policy("LRU")))

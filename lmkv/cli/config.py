@@ -1,6 +1,6 @@
 """`lmkv config`: shows settings with their sources, checks a file, and converts LMCache's file.
 
-All three report a setting as `lmkv doctor` and a server's start do, and end with the same exit status: 0 if every
+All three commands report a setting in the words of `lmkv doctor` and of a server's start. The exit status is 0 if every
 setting is used as it is, 1 if a remark concerns what is cached, and 2 if a setting is refused.
 """
 

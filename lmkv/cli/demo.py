@@ -229,8 +229,8 @@ def started(
 ) -> Iterator[EngineProcess]:
     """Provide an engine that is ready to answer, and end the engine afterwards.
 
-    The engine has already answered prompt `number`. The first long prompt also waits for buffers and kernels, which
-    would make the comparison unfair in lmkv's favour.
+    The engine has already answered prompt `number`. The first long prompt of an engine also waits for buffers and
+    kernels. This wait must not count in lmkv's favour.
     """
     echo(title)
     with closing(EngineProcess(plan.spec(settings), folder)) as engine:

@@ -1,7 +1,7 @@
-"""Starts vLLM engines to measure, each in a child process that answers prompts.
+"""Starts vLLM engines for measurements, each in a child process that answers prompts.
 
-`python -m lmkv.cli.engines FOLDER` runs such a process. Only the child imports vLLM. Parent and child exchange lines of
-JSON over the child's standard input and output.
+`python -m lmkv.cli.engines FOLDER` runs a child process. Only the child imports vLLM. Parent and child exchange lines
+of JSON over the child's standard input and output.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class EngineProcess(ChildProcess):
 
     def send(self, seed: int, tokens: int, output_tokens: int = 1, *, prefetch: bool = False) -> Answer:
         """Send alone the random prompt of a seed, and return the engine's answer. `prefetch`: whether lmkv promotes
-        the prompt's chunks and keeps them for a while.
+        the prompt's chunks and keeps these chunks for a while.
         """
         return Answer(
             **self.ask({"seed": seed, "tokens": tokens, "output_tokens": output_tokens, "prefetch": prefetch})

@@ -138,8 +138,8 @@ def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[
 
 
 def least_recently_used(found: list[Content], before: float, max_bytes: float) -> dict[bytes, list[Listed]]:
-    """Return the chunks to delete, by namespace. They are all chunks last used before the time `before`, and the
-    oldest others until `max_bytes` remain.
+    """Return by namespace the chunks to delete: all chunks last used before the time `before`, and the oldest others
+    until `max_bytes` remain.
     """
     excess = sum(content.nbytes for content in found) - max_bytes
     chosen: dict[bytes, list[Listed]] = {}

@@ -220,7 +220,9 @@ def refusal(url: str, status: int, text: str) -> str:
 
 
 def clean(answer: Any) -> Any:
-    """Return a server's answer without control characters in its texts. Raises ValueError for impossible numbers."""
+    """Return a server's answer without control characters in its texts. Raises ValueError for infinite and larger
+    numbers.
+    """
     match answer:
         case str():
             return printable(answer)

@@ -1,4 +1,4 @@
-"""`lmkv simulate`: replays request traces over lmkv's policies, and compares them with the optimum."""
+"""`lmkv simulate`: replays request traces over lmkv's eviction policies, and compares the policies with the optimum."""
 
 from __future__ import annotations
 

@@ -126,7 +126,9 @@ class KVDtype(StrEnum):
 BYTES = {KVDtype.FLOAT32: 4, KVDtype.BFLOAT16: 2, KVDtype.FLOAT16: 2, KVDtype.FP8: 1}
 KINDS = frozenset({"full_attention", "sliding_attention"})
 NOT_CACHED = ("mamba", "ssm_", "linear_num_", "index_topk")
-"""Prefixes of the settings of layers that keep a state, or that keep more than keys and values."""
+"""Prefixes of settings in config.json. A model with such settings has layers that keep a state, or more than keys
+and values.
+"""
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Sections of config.json in which a multimodal model has the settings of its language model."""
 

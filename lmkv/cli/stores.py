@@ -105,7 +105,7 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
 def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
     """Write, read and delete a chunk in a remote store, and return the reason for each of `VERBS` that fails.
 
-    The reasons are the store's texts. The chunk is in a separate namespace, which is the same in every call. Raises
+    The reasons are the store's texts. The chunk is in a separate namespace. Every call uses the same namespace. Raises
     ConfigError.
     """
     key, timeout = config.authentication_bytes, config.remote_timeout

@@ -95,7 +95,7 @@ def hint(key: object, value: object, names: Collection[str]) -> str:
 
 
 def _meant(key: str, names: Collection[str]) -> str:
-    """Return the shortest name of a setting with all words of a key, or "" if no setting has them. Names of stores
+    """Return the shortest name of a setting with all words of a key, or "" if no setting has all words. Names of stores
     count as "remote".
     """
     words = {"remote" if word in SCHEMES.keys() - {"file"} else word for word in key.split("_")}

@@ -1,5 +1,5 @@
-"""Parsers of settings: functions that convert a value as users write it, and raise ValueError with the reason if it is
-invalid.
+"""Parsers of settings: functions that convert a value as users write it, and raise ValueError, with the reason, for an
+invalid value.
 
 Values come from YAML, the environment, JSON and Python, so a number or a boolean may be text. A `Reading` has the
 meaning of one setting in lmkv. Commands and the server report a `Reading` in the same words.
@@ -28,7 +28,7 @@ GIB: Final = 1 << 30
 
 @frozen(repr=False)
 class Secret:
-    """A secret text. `str` and `repr` of this object do not show the text; `value` has it.
+    """A secret text. `str` and `repr` of this object do not show the text; `value` has the text.
 
     >>> Secret("letmein")
     '***'

@@ -85,8 +85,8 @@ class _Parsed:
 
 def _converter(attribute: Attribute[Any]) -> Parse:
     def convert(value: object) -> object:
-        """Return the parsed value. Return an error instead of raising it, so that it can be raised with the errors
-        of all other settings.
+        """Return the parsed value. If the value is invalid, return the error, so that the caller can raise one error
+        for all settings.
         """
         try:
             return (value if isinstance(value, _Parsed) else _parsed(attribute, value, KEYWORD)).value
@@ -320,7 +320,7 @@ class Config:
     ) -> Config:
         """Make a configuration from a file, the environment, vLLM's extra configuration and keywords.
 
-        A source overrides the sources that were named before it. `file`: a YAML file; by default the file that
+        A later source in this list overrides an earlier source. `file`: a YAML file; by default the file that
         LMKV_CONFIG_FILE names. `env`: variables such as LMKV_CHUNK_SIZE. `extra`: vLLM's `kv_connector_extra_config`,
         with keys such as `chunk_size` or `lmkv.chunk_size`. `overrides`: settings as keywords. Raises ConfigError for
         an unknown key or an invalid value in any source, even if another source overrides it.
@@ -513,8 +513,8 @@ _OPTIONS: Final[Mapping[str, Attribute[Any]]] = MappingProxyType(
 
 @frozen
 class Answer:
-    """The result of reading all given settings. The server and all commands use it, so that they report the same
-    problems.
+    """The result of reading all given settings. The server and all commands use this class, so that all of them report
+    the same problems.
 
     `config`: the configuration; None if a setting is refused. `readings`: the meaning of each given setting. `notes`:
     log lines about several settings together, each with its level. `problems`: texts about refused settings.

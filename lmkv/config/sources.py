@@ -193,7 +193,7 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
 
 
 def _yaml_reason(error: Exception) -> str:
-    """Return a text with the error and the number of its line. It quotes nothing from the file, which may have
+    """Return a text with the error and the number of its line. The text quotes nothing from the file, which may have
     passwords.
     """
     if isinstance(error, FileNotFoundError):
@@ -220,7 +220,7 @@ def _yaml_reason(error: Exception) -> str:
 
 
 def typed(value: object) -> object:
-    """Return a value with numbers in place of the texts that `read_yaml` leaves for them."""
+    """Return a value of `read_yaml` in which texts that are numbers have become numbers."""
     if isinstance(value, dict):
         return {key: typed(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -134,7 +134,7 @@ def _options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return the `kv_transfer_config` as vLLM reads it. The last JSON counts. Dotted arguments
+    """Return the `kv_transfer_config` that vLLM reads from `options`. The last JSON counts. Dotted arguments
     (`--kv-transfer-config.x`) replace all JSON.
     """
     found: dict[str, Any] = {}
@@ -249,7 +249,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
 
 
 def _keep_own(command: Command, items: Mapping[Any, object], env: Env) -> None:
-    """Keep the settings of lmkv in `items`. If there are any, LMCache's settings are not read."""
+    """Keep the settings of lmkv in `items`. If there are settings of lmkv, LMCache's settings are not read."""
     if env:
         command.notes.append((logging.WARNING, lmcache.not_read(list(env), list(map(str, items)))))
     for key, value in items.items():

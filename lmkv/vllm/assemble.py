@@ -102,8 +102,8 @@ def _call(given: Mapping[str, Any]) -> dict[str, Any]:
 def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: ServedModel) -> AgentServer | None:
     """Start the agent API and return its server. Return None if `agent_listen` is not set.
 
-    If the API cannot listen at that address, log an error and return None. Raises ConfigError for an address outside
-    this machine.
+    If the API cannot listen at the address `agent_listen`, log an error and return None. Raises ConfigError for an
+    address outside this machine.
     """
     if config.agent_listen is None:
         return None

@@ -212,7 +212,7 @@ def _calls_of(value: Any) -> Iterator[object]:
 
 def _has_values(call: Any, parts: Sequence[object] = ()) -> bool:
     """Return whether a function uses values that its source code does not show, such as bound arguments. Plain
-    default values do not count, because the source code shows them.
+    default values do not count, because the source code shows default values.
     """
     cells = [cell.cell_contents for cell in getattr(call, "__closure__", None) or () if cell != type(cell)()]
     given = [*(getattr(call, "__defaults__", None) or ()), *(getattr(call, "__kwdefaults__", None) or {}).values()]

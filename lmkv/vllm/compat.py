@@ -342,8 +342,8 @@ def stop_at(request: Any, tokens: int) -> None:
 
 
 def transfer_results(finished: set[str], failed: set[str]) -> Any:
-    """Return vLLM's `KVConnectorTransferResults` (0.30 and later) for requests whose load has `finished` or
-    `failed`.
+    """Return vLLM's `KVConnectorTransferResults` (0.30 and later) for the ids of requests with an ended load
+    (`finished`) or a failed load (`failed`).
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 

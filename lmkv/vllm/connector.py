@@ -54,14 +54,14 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 class LMKVConnectorMetadata(KVConnectorMetadata):
-    """A `StepPlan`, as vLLM passes it to the workers."""
+    """A `StepPlan` (the copy orders of a step) in the form in which vLLM passes metadata to the workers."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
 
 
 class LMKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """A `WorkerReport`, as vLLM passes it to the scheduler."""
+    """A `WorkerReport` (ended copies) in the form in which vLLM passes metadata to the scheduler."""
 
     def __init__(self, report: WorkerReport) -> None:
         self.report = report
@@ -111,11 +111,11 @@ def _never_raises(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
 
 
 class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's KV connector that offloads KV to host memory and lower tiers, and loads it from there.
+    """vLLM's KV connector that offloads KV to host memory and lower tiers, and loads KV from these tiers.
 
-    Named in vLLM's `--kv-transfer-config` as `"kv_connector": "LMKVConnector"` and made by vLLM: one instance
-    in the scheduler's process, one in each worker. A model that lmkv does not cache (see docs/compatibility.md) is
-    served without it, with one warning.
+    A server uses the connector if its `--kv-transfer-config` has `"kv_connector": "LMKVConnector"`. vLLM then makes one
+    instance in the scheduler's process, and one in each worker. A model that lmkv does not cache (see
+    docs/compatibility.md) is served without lmkv, with one warning.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     role : KVConnectorRole
         Which side this instance is: `SCHEDULER`, which has the index and the I/O threads, or `WORKER`, which copies.
     kv_cache_config : vllm.v1.kv_cache_interface.KVCacheConfig
-        The KV cache groups and the number of blocks, as vLLM has laid them out.
+        The KV cache groups and the number of blocks, in the layout that vLLM has chosen.
 
     Raises
     ------
@@ -137,8 +137,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     Notes
     -----
     Not thread-safe: vLLM calls the methods of each role from one thread. On the scheduler side no method waits for I/O
-    or a copy. An unexpected exception is logged, and counts as a miss. If it prevents a promised load, that load fails,
-    and vLLM recomputes the tokens if `kv_load_failure_policy` is "recompute".
+    or a copy. An unexpected exception is logged, and counts as a miss. If an exception prevents a promised load, the
+    load fails, and vLLM recomputes the tokens if `kv_load_failure_policy` is "recompute".
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:

@@ -123,7 +123,7 @@ class Comparing:
 
     @property
     def differences(self) -> list[Difference]:
-        """The chunks that differ. Call it once the comparison has ended."""
+        """The chunks that differ. Read this property only after the end of the comparison."""
         return self._future.result()
 
 

@@ -1,7 +1,7 @@
 """Computes the identity of the workers' model, from weights, constants of layers, configuration and code.
 
-vLLM's engine core asks its workers for this identity, and notes calls that may have changed it. lmkv does not read the
-weight files, because their content may have changed since vLLM read them.
+vLLM's engine core asks its workers for this identity, and notes calls that may have changed the identity. lmkv does not
+read the weight files, because their content may have changed since vLLM read them.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def identity(worker: Any) -> str:
 
 
 def note_constants(worker: Any) -> None:
-    """Note the constants of all layers before a call that may change constants."""
+    """Note the constants of all layers (numbers outside tensors) before a call that may change constants."""
     _before_call.update((layer, _changeable(layer)) for _, layer in _layers(worker.model_runner))
 
 
@@ -269,7 +269,7 @@ def experts_are_scattered(vllm_config: Any) -> bool:
 
 
 _ADDRESSES = 1 << 40
-"""Numbers from this one on are taken for memory addresses, which differ between processes."""
+"""Smallest number that lmkv takes for a memory address. Memory addresses differ between processes."""
 
 
 _HOW = re.compile("compile|guards|nvtx|_is_encoder|use_aiter|use_flashinfer|torchao_reload")

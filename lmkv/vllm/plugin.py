@@ -23,8 +23,8 @@ MODULE = "lmkv.vllm.connector"
 def register() -> None:
     """Register `LMKVConnector` with vLLM. vLLM calls this function in each of its processes, perhaps several times.
 
-    If lmkv refuses its settings, this function ends the server, or the engine of a program. It raises nothing else,
-    because an exception would end vLLM.
+    If lmkv refuses its settings, this function ends the server, or the engine of a program. The function raises nothing
+    else, because any other exception would end vLLM.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -108,8 +108,8 @@ def _started_here() -> tuple[dict[str, Any], bool, bool] | None:
     """Return `(transfer, offloads, by_program)` for the server or engine that starts in this process, or None in a
     child process.
 
-    The first two are as `of_command_line` returns them; the third is whether a program starts the engine. At this point
-    a server has only its command line. A program's arguments are in the calling frames.
+    `transfer` and `offloads` are the results of `of_command_line`. `by_program`: whether a program starts the engine.
+    At this point a server has only its command line. A program's arguments are in the calling frames.
     """
     if multiprocessing.parent_process() is not None:
         return None

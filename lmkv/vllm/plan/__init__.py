@@ -39,7 +39,9 @@ class CopyOrder:
 
 @frozen
 class ReadOrder:
-    """An order to read the blocks of the audited load with job number `load` again, and to compare both readings."""
+    """An order to read the blocks of the audited load with job number `load` again, and to compare this reading with
+    the first one.
+    """
 
     job: int
     load: int
@@ -66,8 +68,8 @@ class JobReport:
     """The result of a job: a copy order, or an order to read. `ranks`: number of ranks that have answered. `seconds`:
     the time of the slowest rank.
 
-    `ok`: whether the job has succeeded on all of these ranks. `nbytes`: bytes copied by all of them. `differences`: the
-    chunks or blocks that a comparison has found to differ.
+    `ok`: whether the job has succeeded on all of these ranks. `nbytes`: number of bytes that these ranks have copied
+    together. `differences`: the chunks or blocks that a comparison has found to differ.
     """
 
     ranks: int
@@ -97,8 +99,8 @@ class WorkerReport:
     adapters: set[tuple[int, str]] = field(factory=set)
 
     def merge(self, other: WorkerReport) -> WorkerReport:
-        """Return a report with the content of both reports. `a.merge(b)` equals `b.merge(a)`, because ranks answer
-        in any order.
+        """Return a report with the content of this report and of `other`. `a.merge(b)` equals `b.merge(a)`, because
+        ranks answer in any order.
         """
         merged = dict(self.jobs)
         for job, report in other.jobs.items():

@@ -13,8 +13,8 @@ _NOTHING = Run(0, [])
 """The run of a block table that the copied entry does not cover."""
 
 NULL_BLOCK = 0
-"""vLLM's placeholder in block tables. It replaces blocks that a sliding window has passed, and states that no longer
-exist.
+"""vLLM's placeholder in block tables. The placeholder replaces blocks that a sliding window has passed, and states
+that no longer exist.
 """
 
 

@@ -83,8 +83,8 @@ def folder_of(path: str, file: str = _CONFIG) -> Path:
 
 
 Adapter = tuple[str, Stamps]
-"""An adapter that a worker has loaded: a digest of the adapter's weights and scales, and the state of its files at
-the time of loading.
+"""An adapter that a worker has loaded: a digest of the adapter's weights and scales, and the `stamps` of its files
+before the load.
 """
 
 
@@ -149,9 +149,9 @@ class Media:
     """Identifies the images, sounds and videos of one engine's requests. Its methods are called on the scheduling
     thread only.
 
-    vLLM's caches use only identifiers. If two contents have the same identifier, vLLM may compute either content.
-    Therefore lmkv remembers the first digest of an identifier, and rejects any other digest. `by_name`: whether the
-    operator guarantees that names are unique, so that names serve as digests.
+    vLLM's caches use only identifiers. If two items with different content have the same identifier, vLLM may compute
+    either item. Therefore lmkv remembers the first digest of an identifier, and rejects any other digest. `by_name`:
+    whether the operator guarantees that names are unique, so that names serve as digests.
     """
 
     by_name: bool = False

@@ -271,11 +271,12 @@ class RequestOptions:
     `prefetch_tokens`: token ids of another prompt to prefetch, ignored if that prompt is longer than the longest
     prompt. `pin`: seconds for which the request's chunks are pinned after the request's end. `tag.<name>`: a text, a
     number, a boolean or null; only requests with equal tags share KV. `wait_for`: number of tokens at the beginning of
-    the prompt for which the request waits, because another server is storing their KV.
+    the prompt for which the request waits, because another server is storing the KV of these tokens.
 
-    lmkv does not cache a request, and ignores its options, if a tag has another type, if its tags are too many or too
-    long, or if it has more than 256 keys. It is unclear with which requests such a request may share KV. A request with
-    `lmcache.token_drop` is not cached either, because lmkv stores KV of all tokens.
+    lmkv does not cache a request, and ignores its options, if a tag has another type, or if the tags are too many or
+    too long. The same holds for `kv_transfer_params` with more than 256 keys. It is unclear with which requests such a
+    request may share KV. A request with `lmcache.token_drop` is not cached either, because lmkv stores KV of all
+    tokens.
 
     vLLM has four more options. `max_load_tokens`: largest number of tokens to load after vLLM's own hit.
     `max_offload_tokens`: largest number of tokens to store, from the first token on. `agent_hint` (RFC 52113): see
@@ -347,7 +348,7 @@ def _say_that_none_is_dropped() -> None:
 
 
 def _tags(params: Mapping[Any, Any]) -> tuple[tuple[str, str], ...] | None:
-    """Return the names and values of the tags, or None if a tag is unreadable or there are too many."""
+    """Return the names and values of the tags, or None if a tag is unreadable or there are too many tags."""
     if len(params) > _MAX_KEYS:
         return None
     found, room = dict[str, str](), MAX_TAG_CHARACTERS

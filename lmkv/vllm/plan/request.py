@@ -51,8 +51,8 @@ class Patience:
         """Return whether the request may continue to wait. `now`: the time in seconds. `arrived`: number of chunks that
         have arrived by now.
 
-        `limit`: a function that returns how many seconds this wait may last. It is called once, when the wait begins.
-        If it returns None, the wait continues while at least one chunk arrives every `STALL` seconds.
+        `limit`: a function that returns how many seconds this wait may last. The function is called once, when the wait
+        begins. If the result is None, the wait continues while at least one chunk arrives every `STALL` seconds.
         """
         if self.late:
             return False
@@ -98,7 +98,7 @@ class Miss:
 
     @property
     def looked_up(self) -> int:
-        """Number of tokens that a lookup did not find. It is 0 for a request that may not load."""
+        """Number of tokens that a lookup did not find. The number is 0 for a request that may not load."""
         return 0 if self.reason in ("skip_load", "unidentified") else self.tokens
 
     @property
@@ -123,8 +123,8 @@ class Miss:
 
 @define(eq=False)
 class Audit:
-    """An audit of a hit, which compares the hit's stored chunks with computed KV. It covers the chunks [first, end) and
-    the states after them.
+    """An audit of a hit, which compares the hit's stored chunks with computed KV. The audit covers the chunks [first,
+    end) and the states after these chunks.
 
     `next`: the number of the chunk to compare next. `tiers`: for each chunk, the tier that would have delivered the
     chunk. `computed`: number of tokens of vLLM's own hit before the chunks, which lmkv may have loaded earlier. `tail`:
@@ -183,8 +183,8 @@ class Waiting:
     steps. `shared_lookup`, `promotion`: the lookup and the promotion for which the request waits. `stored_elsewhere`:
     number of chunks of another server (`wait_for`) that were found so far. `look_at`: the time to look for more chunks
     of that server. `worth_loading`: how many of the first chunks load faster than they compute, or None until this is
-    decided. `longest_hit`: largest number of chunks of a hit, because states after more chunks load more slowly than
-    they compute. `deferred_since`: the time of the first answer that made vLLM ask again.
+    decided. `longest_hit`: largest number of chunks of a hit. States after more chunks would load more slowly than vLLM
+    computes the tokens. `deferred_since`: the time of the first answer that made vLLM ask again.
     """
 
     patience: Patience
@@ -296,10 +296,10 @@ class Report:
     this part.
 
     `sources`: number of tokens from each tier in the last promise. `source_chunks`: number of chunks from each tier in
-    the last promise. `promised`: the keys of the promised chunks, and of the chunks in vLLM's own hit before them.
-    `miss`: why the other tokens were not promised. `counted`: whether the metrics have counted the hit and the miss,
-    which happens when vLLM first schedules the request. `last_log_line`: the numbers of tokens in the last log line of
-    the request.
+    the last promise. `promised`: the keys of the promised chunks, and of the chunks in vLLM's own hit before the
+    promised chunks. `miss`: why the other tokens were not promised. `counted`: whether the metrics have counted the hit
+    and the miss, which happens when vLLM first schedules the request. `last_log_line`: the numbers of tokens in the
+    last log line of the request.
     """
 
     sources: dict[str, int] = field(factory=dict)
@@ -332,8 +332,8 @@ class Naming:
 
 @define(eq=False)
 class Request:
-    """One request between its arrival and its end. `Request.of` makes it. `vllm`: vLLM's request. `root`: the root
-    of the request's chunk keys.
+    """One request between its arrival and its end. `Request.of` makes a request. `vllm`: vLLM's request. `root`: the
+    root of the request's chunk keys.
     """
 
     vllm: VLLMRequest = field(repr=lambda request: request.request_id)
@@ -359,7 +359,7 @@ class Request:
     hashed_tokens: int = field(init=False, default=-1)
     """Number of prompt tokens that `chain` and `tail` cover. The prompt of a streamed session grows with each input."""
     tail: TailKey | None = field(init=False, default=None, repr=False)
-    """Key of the tokens after the last whole chunk of the prompt. It is None if there are no such tokens or tails
+    """Key of the tokens after the last whole chunk of the prompt. The key is None if there are no such tokens or tails
     are not stored.
     """
     tail_chunk: int = field(init=False, default=0)
@@ -429,7 +429,7 @@ class Request:
 
     @property
     def last_token(self) -> int:
-        """Index of the last token. vLLM always computes the last token, because vLLM needs its logits."""
+        """Index of the last token. vLLM always computes the last token, because vLLM needs the logits of this token."""
         return self.vllm.num_tokens - 1
 
     @property

@@ -1,7 +1,7 @@
 """The scheduler side of the connector: answers vLLM's lookups and plans the copies of each step.
 
 This package uses no types of vLLM, and reads only a few attributes of requests and scheduler outputs, so that tests can
-simulate any schedule. It never waits for I/O of tiers.
+simulate any schedule. No call waits for I/O of tiers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Scheduler:
 
     `namespace`: the namespace of all chunks. `block_map`: maps block tables to chunks. `events`: records KV events;
     None if vLLM publishes no events. `identify()`: a function that returns the identity of the workers' model, or None
-    if lmkv may cache nothing. It is called when the scheduler side is made and after each call of `suspect`.
+    if lmkv may cache nothing. The scheduler side calls this function when it is made and after each call of `suspect`.
     `load_adapter(lora)`: a function that returns an adapter as the workers have loaded it.
     """
 
@@ -146,8 +146,8 @@ class Scheduler:
     def on_new_request(self, vllm_request: VLLMRequest) -> None:
         """Hash the prompt of a new request, and begin to promote its chunks before vLLM schedules the request.
 
-        If the weights may have changed, both wait for the request's first lookup, because the engine may sleep until
-        then.
+        If the weights may have changed, hashing and promotion wait for the request's first lookup, because the engine
+        may sleep until then.
         """
         if self.changes.puts_off(vllm_request.request_id):
             return

@@ -94,11 +94,13 @@ class WrongChunks:
         self.purge(keys)
 
     def is_in(self, keys: Sequence[ChunkKey]) -> bool:
-        """Return whether a chunk with one of these keys was wrong at some time."""
+        """Return whether an audit has found a wrong chunk with one of these keys."""
         return self.first_of(keys) is not None
 
     def first_of(self, keys: Sequence[ChunkKey]) -> str | None:
-        """Return the finding for the first of these keys whose chunk was wrong at some time, or None."""
+        """Return the finding for the first of these keys with a wrong chunk in an audit, or None if no audit found a
+        wrong chunk.
+        """
         return next((self._keys[key] for key in keys if key in self._keys), None) if self._keys else None
 
     def purge(self, keys: Sequence[ChunkKey]) -> None:
@@ -430,8 +432,8 @@ class LoadAudits(Planner):
         return copies
 
     def forget(self, request: Request | None = None) -> None:
-        """Forget the audited loads of a request, or of all requests if `request` is None. Their blocks are
-        recomputed or lost.
+        """Forget the audited loads of a request, or of all requests if `request` is None. The blocks of these loads
+        are recomputed or lost.
         """
         if request is None:
             self._held.clear()

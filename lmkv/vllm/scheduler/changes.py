@@ -29,11 +29,11 @@ def _identities() -> Iterator[str]:
 class WeightChanges(Planner):
     """Asks the workers for the identity of their weights, and leaves out requests that run during a change of weights.
 
-    A request that is left out keeps running. It stores and loads nothing more, and shares none of its blocks.
+    A request that is left out keeps running, but stores and loads nothing more, and shares none of its blocks.
 
     `requests`: the scheduler's requests, by id. `identify()`: a function that returns the identity of the workers'
-    model, or None if lmkv may cache nothing. It is called when the object is made and after each call of `suspect`.
-    `evict()`: a function that empties vLLM's prefix cache.
+    model, or None if lmkv may cache nothing. This function is called when the object is made and after each call of
+    `suspect`. `evict()`: a function that empties vLLM's prefix cache.
     """
 
     def __init__(

@@ -29,11 +29,11 @@ class SchedulerOptions:
     otherwise write the rest of the last block before the load.
 
     `min_retrieve_tokens`: number of tokens of the smallest hit to load. `load_or_recompute`: whether to compute chunks
-    that load more slowly than they compute, as measured. `load_mode`: whether loads are within the step ("sync"),
-    between steps ("async"), or where they delay other requests less ("auto"). `concurrent_copies`: whether the device
-    copies while it computes. `prefetch_deadline`: largest number of seconds that a request waits for lower tiers.
-    `lookahead`: number of later tokens on which the KV of a position depends; a hit leaves out this number of tokens at
-    its end.
+    for which loading is slower than computing, by measured times. `load_mode`: whether loads are within the step
+    ("sync"), between steps ("async"), or where they delay other requests less ("auto"). `concurrent_copies`: whether
+    the device copies while it computes. `prefetch_deadline`: largest number of seconds that a request waits for lower
+    tiers. `lookahead`: number of later tokens on which the KV of a position depends; a hit leaves out this number of
+    tokens at its end.
 
     `state_interval`: number of chunks from one kept state of a long prompt to the next; with 0, states and chunks get
     equal space. `pin_ttl`: seconds for which prefetches and priorities last. `audit_rate`: share of loads that are read

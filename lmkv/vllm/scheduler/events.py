@@ -1,4 +1,5 @@
-"""Makes KV events for routers: which of vLLM's blocks have entered a tier of the store, and which blocks have left it.
+"""Makes KV events for routers: which of vLLM's blocks have entered a tier of the store, and which blocks have left a
+tier.
 
 Events cover chunks whose blocks are known, because this engine has stored or found the chunks. The store's threads note
 changes, and the scheduling thread turns the changes into events.

@@ -140,8 +140,9 @@ MAX_STALL = 0.005
 class LoadMode:
     """Decides whether to load within a step or between steps.
 
-    `concurrent`: whether the device can copy while it computes. A CPU cannot, so a load between steps is no faster
-    there. `computing`: number of requests of the last step, which a load within the next step would delay.
+    `concurrent`: whether the device can copy while it computes. A CPU cannot copy while it computes, so a load between
+    steps is no faster on a CPU. `computing`: number of requests of the last step, which a load within the next step
+    would delay.
     """
 
     mode: Literal["auto", "sync", "async"] = "auto"
