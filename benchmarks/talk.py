@@ -199,7 +199,7 @@ def equal_answers(rounds: Sequence[Round], others: Sequence[Round]) -> float:
 
 def differences(found: Found) -> Iterator[tuple[str, str]]:
     """Yield `(engine and round, answers)` for answers (user-turn) that differ from those of vLLM alone. An engine
-    with right KV has none.
+    with right KV has no such answers.
     """
     for name in (name for name in found if not is_skipped(name)):
         for number, (one, other) in enumerate(zip(found[name], found[ALONE], strict=True)):

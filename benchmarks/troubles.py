@@ -8,7 +8,7 @@ the prompt, three times that time, or no bytes at all. In each round vLLM alone 
 Waiting must never be worse than computing, and hits that save time must not be lost. In the first round, which does not
 count, lmkv learns the speeds.
 
-outage: two users send prompts of 1,000 tokens, one after the other, to an engine with host memory for three prompts, so
+outage: two users send prompts of 1,000 tokens, one after the other. The engine has host memory for three prompts, so
 hits are reads of a Redis server. There are `--requests` requests in each phase. After the first phase the server is
 killed. After the second phase it starts again, empty. When there are hits again, and after another phase, the server is
 stopped without closing its connections. After the next phase it continues, until there are hits again. vLLM alone

@@ -5,20 +5,20 @@
 
 All engines run at once, in separate processes. They are asked in turn, in shuffled order, so that a disturbance of a
 round disturbs all engines. In its turn an engine is asked twice. The first time is after a pause, in which its
-processes fell asleep. The second time is a quarter of a second after the first answer, while the processes still poll
+processes fell asleep. The second time is a quarter of a second after the first answer. The processes then still poll
 each other, as in a server in use.
 
-The engine of a lower tier keeps another prompt in host memory, and is asked for both prompts in separate turns, because
+The engine of a lower tier keeps another prompt in host memory. It is asked for both prompts in separate turns, because
 equal engines differ by more than tiers do. The limit of a lower tier is the sum of two times in the same round: its
 engine's time from host memory, and 1.1 times a plain read of the same number of bytes. For a folder, one thread reads
 files of the tier: from a disk with O_DIRECT, from shared memory with checksums. For Redis, redis-py reads values. In
 shared memory, another engine has stored the chunks and has ended. Lower tiers are always used, even if they are slow.
 
 With --within-vllm, more engines are asked in turn. Their connector makes a request wait until one plain thread has read
-the prompt's part in the disk or Redis, and the KV comes from vLLM's prefix cache. The time of this read is a second
-limit. `--only` names the lower tiers that take part, because engines that wait for their turn disturb the others.
-`--lmcache` takes the interpreter of an environment that has vLLM, LMCache and the packages that lmkv needs.
-LMCacheMPConnector then takes part with its default route and with its fastest route.
+the prompt's part in the disk or Redis. The KV comes from vLLM's prefix cache. The time of this read is a second limit.
+`--only` names the lower tiers that take part, because engines that wait for their turn disturb the others. `--lmcache`
+takes the interpreter of an environment that has vLLM, LMCache and the packages that lmkv needs. LMCacheMPConnector then
+takes part with its default route and with its fastest route.
 """
 
 from __future__ import annotations

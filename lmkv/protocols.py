@@ -346,7 +346,7 @@ class SeesPrompts(Protocol):
 
 
 class Clock(Protocol):
-    """A function that returns monotonic seconds, such as `time.monotonic`. Tests pass a clock whose time the test sets."""
+    """A function that returns monotonic seconds, such as `time.monotonic`. A test can pass a clock that it sets."""
 
     def __call__(self) -> float: ...
 

@@ -1,7 +1,7 @@
 """`lmkv config`: shows settings with their sources, checks a file, and converts LMCache's file.
 
-All three commands report a setting in the words of `lmkv doctor` and of a server's start. The exit status is 0 if every
-setting is used as it is, 1 if a remark concerns what is cached, and 2 if a setting is refused.
+All three commands report a setting in the words of `lmkv doctor` and of a server's start. The exit status is 2 if a
+setting is refused, and 1 if a remark concerns what is cached. It is 0 if every setting is used as it is.
 """
 
 from __future__ import annotations

@@ -311,7 +311,7 @@ def _drop_disk_without_room(given: _Given, result: Translation) -> None:
 
 
 def _drop_memory_of_nothing(given: _Given, result: Translation) -> None:
-    """Leave out a size of 0 GiB where LMCache keeps nothing in host memory."""
+    """Drop the setting of a host memory of 0 GiB, if LMCache keeps nothing in host memory."""
     size, kept = given.get("max_local_cpu_size"), given.get("local_cpu")
     if size is not None and kept is not None and _word(size[0]) in ("0", "0.0") and _word(kept[0]) == "false":
         why = "local_cpu is off, and chunks pass through lmkv's default of 5 GiB"

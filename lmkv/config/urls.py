@@ -104,7 +104,7 @@ class RemoteURL:
 
     @property
     def store_kind(self) -> str:
-        """Name of stores of this scheme in logs and statistics."""
+        """The name of the kind of store in logs and statistics."""
         return SCHEMES.get(self.scheme, self.scheme.rpartition(":")[2].lower())
 
     @property

@@ -109,7 +109,7 @@ def as_words(content: Mapping[Any, object]) -> list[str]:
 
 
 def connector_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return the `kv_transfer_config` of a command line of vLLM. Raises ValueError if it is invalid."""
+    """Return the `kv_transfer_config` of a command line of vLLM. Raises ValueError for an invalid value."""
     return _transfer(_options(words)[0])
 
 

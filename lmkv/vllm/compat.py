@@ -210,7 +210,7 @@ def recomputes_within_step(vllm_config: Any) -> bool:
     """Return whether vLLM can recompute blocks that a load within a step has failed to fill.
 
     vLLM cannot do this if the next step is already scheduled, as with pipeline stages. Model Runner V2 cannot do this
-    either, because it would write outside vLLM's KV space.
+    either, because V2 would write outside vLLM's KV space.
     """
     pipelined = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
     return not (pipelined or has_runner_v2(vllm_config))

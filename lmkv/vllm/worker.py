@@ -457,7 +457,7 @@ class Worker:
         return report if report.jobs or report.steps or report.adapters else None
 
     def take_failed_blocks(self) -> set[int]:
-        """Return the blocks that loads have failed to fill since the last call."""
+        """Return the blocks that loads have left unfilled since the last call of this method."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 

@@ -273,8 +273,8 @@ class RequestOptions:
     number, a boolean or null; only requests with equal tags share KV. `wait_for`: number of tokens at the beginning of
     the prompt for which the request waits, because another server is storing the KV of these tokens.
 
-    lmkv does not cache a request, and ignores its options, if a tag has another type, or if the tags are too many or
-    too long. The same holds for `kv_transfer_params` with more than 256 keys. It is unclear with which requests such a
+    lmkv does not cache a request, and ignores its options, if a tag has another type, or if tags are too many or too
+    long. The same holds for `kv_transfer_params` with more than 256 keys. It is unclear with which requests such a
     request may share KV. A request with `lmcache.token_drop` is not cached either, because lmkv stores KV of all
     tokens.
 
