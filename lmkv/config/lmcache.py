@@ -132,8 +132,8 @@ def table() -> Mapping[str, KnownSetting]:
 
 @functools.cache
 def commands() -> Mapping[str, Mapping[str, KnownSetting]]:
-    """Return by name all known options of LMCache's `server` and of vLLM's own `offloading`, and the keys of the
-    `tiers` of both programs.
+    """Return by name all known options of LMCache's `server` and of vLLM's own `offloading`, and the keys of `tiers`
+    in LMCache's server and in vLLM's offloading.
     """
     return MappingProxyType({name: _entries(groups) for name, groups in _read_table("commands.toml").items()})
 

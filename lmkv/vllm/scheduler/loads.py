@@ -334,8 +334,8 @@ class Loads(Planner):
         self._jobs.begin(job, made)
 
     def begin(self, request: Request, keys: Sequence[ChunkKey], tables: BlockTables, end: int) -> None:
-        """Begin a load between steps of the chunks of `keys`, up to token `end`. The first chunk contains the first
-        token to load.
+        """Begin a load between steps. It copies the chunks of `keys`, up to token `end`. The first chunk contains
+        the first token to load.
         """
         here = self._store.catalog.count_prefix(keys)[0]
         limit = self._timing.limit(keys, here, len(keys)) if here < len(keys) else None
