@@ -1,8 +1,9 @@
-"""`Catalog`: tells which tier has which chunk, from the indexes of the tiers. `TierScanner`: keeps these indexes right.
+"""`Catalog` tells which tier has which chunk, from the indexes of the tiers. `TierScanner` keeps the indexes right.
 
 The scanner lists a tier at the start; meanwhile the store already serves the chunks that are indexed. If other
-processes change a tier, the scanner lists it repeatedly, to find their chunks and to forget deleted ones. If a shared
-backend has no list, its chunks are forgotten after one or two intervals, and looked up again when a request needs them.
+processes change a tier, the scanner lists the tier repeatedly, to find new chunks and to forget deleted ones. If a
+shared backend cannot list its chunks, the index forgets each chunk after one or two intervals. A request that needs a
+forgotten chunk looks the chunk up again.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ _SHARE = 0.01
 """Largest share of the time spent on listings."""
 
 _BATCH_KEYS = 32
-"""Chunks that are indexed under one hold of the lock: some 0.06 ms."""
+"""Number of chunks that are indexed while the lock is held once, for some 0.06 ms."""
 PAUSE_SECONDS = 5e-5
-"""Pause between batches, so that other threads get the GIL. Without the pause, they wait 5 ms for it each time."""
+"""Pause in seconds between batches, so that other threads get the GIL. Without the pause, each thread waits 5 ms for
+the GIL.
+"""
 
 
 @define(eq=False, repr=False)
 class Catalog(Part):
-    """Tells which tiers have which chunks, and notifies observers of changes. Changes no tier itself. Thread-safe."""
+    """Tells which tiers have which chunks, and notifies observers of changes. A catalog changes no tier itself.
+    Thread-safe.
+    """
 
     _promoter: Promoter
     _observers: list[StoreObserver]
@@ -60,17 +65,20 @@ class Catalog(Part):
         return Presence.LOWER if first_tier_with(self._tiers, key) else Presence.MISS
 
     def count_prefix(self, keys: Sequence[ChunkKey]) -> tuple[int, int]:
-        """Return `(ready, found)`: how many of the first chunks are in host memory, and how many are in any tier."""
+        """Return `(ready, found)`: how many chunks from `keys[0]` on are in host memory, and how many are in some tier.
+
+        Each count ends before the first missing chunk.
+        """
         with self._lock:
             ready = len(self._primary.leading_ready(keys))
             return ready, self.count_found(keys, ready)
 
     @locked
     def count_found(self, keys: Sequence[ChunkKey], found: int = 0) -> int:
-        """Return how many of the first chunks are known to be in any tier, up to the first chunk that is not.
+        """Return how many chunks from `keys[0]` on are in some tier. The count ends before the first missing chunk.
 
-        `found`: the number of first chunks for which the caller knows this already. A chunk whose load hangs does not
-        count, because it may never arrive.
+        `found`: the number of chunks from `keys[0]` on that the caller knows to be in some tier. If the load of a chunk
+        hangs, the chunk counts as missing, because it may never arrive.
         """
         entries, hangs = self._primary.entries, self._promoter.is_stuck
         indexes = [tier.index for tier in self._tiers if tier.usable]
@@ -83,9 +91,11 @@ class Catalog(Part):
 
     @locked
     def unknown(self, keys: Sequence[ChunkKey], states: int) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
-        """Return `(chunks, states)` that no index knows: all chunks from the first unknown one on, and unknown states.
+        """Return `(chunks, states)`: the keys from the first chunk on that no index knows, and the keys of unknown
+        states.
 
-        `states`: the number of state entries after each chunk. States before a known state are left out.
+        `states`: the number of state entries after each chunk. If all states after a chunk are known, the states of
+        this chunk and of earlier chunks are left out.
         """
         behind: list[ChunkKey] = []
         for key in reversed(keys):
@@ -96,7 +106,9 @@ class Catalog(Part):
         return keys[self.count_found(keys) :], behind
 
     def count_stored(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many of the first chunks are completely stored in some tier, up to the first that is not."""
+        """Return how many chunks from `keys[0]` on are completely stored in some tier, up to the first chunk that is
+        not.
+        """
         with self._lock:
             entries = self._primary.entries
             indexes = [tier.index for tier in self._tiers if tier.usable]
@@ -107,10 +119,10 @@ class Catalog(Part):
         return len(keys)
 
     def longest_prefix(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
-        """Return `(key, count)`: the chunk in host memory that has most first tokens in common with `tokens`.
+        """Return `(key, count)` for the chunk in host memory whose tokens have the longest common prefix with `tokens`.
 
-        `count`: the number of common tokens. `tokens`: ids as little-endian uint32. `origin`: see `KeyChain.origin`.
-        Returns `(b"", 0)` if there is no such chunk.
+        `count`: the number of tokens in the common prefix. `tokens`: token ids as little-endian uint32. `origin`: only
+        chunks of this origin are compared; see `KeyChain.origin`. Returns `(b"", 0)` if no chunk has a common prefix.
         """
         with self._lock:
             return self._primary.prefixes.longest(origin, tokens)
@@ -128,9 +140,9 @@ class Catalog(Part):
             return tier.name if tier else None
 
     def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, tuple[int, int]]:
-        """Return, by name of each lower tier, `(chunks, bytes)` that this tier would deliver.
+        """Return, for the name of each lower tier, how many chunks and how many bytes the tier would deliver.
 
-        Chunks in no lower tier count under None. The tiers are in the order of their first chunks.
+        Chunks in no lower tier count under None. The tiers are in the order in which `keys` first needs them.
         """
         found: dict[str | None, tuple[int, int]] = {}
         with self._lock:
@@ -149,7 +161,7 @@ class Catalog(Part):
     def drain_latencies(self) -> list[tuple[str, Operation, float]]:
         """Return `(tier, operation, seconds)` for each successful read and write since the last call.
 
-        Only the last 1,000 of each tier are kept.
+        Only the latest 1,000 reads and writes of each tier are kept.
         """
         with self._lock:
             drained = [(tier.name, *each) for tier in self._tiers for each in tier.times]
@@ -158,13 +170,15 @@ class Catalog(Part):
         return drained
 
     def add_observer(self, observer: StoreObserver) -> None:
-        """Notify this observer of chunks that enter and leave tiers from now on. `replay_to` reports earlier ones."""
+        """Notify this observer of chunks that enter and leave tiers from now on. `replay_to` reports the chunks that
+        tiers have already.
+        """
         with self._lock:
             self._observers.append(GuardedObserver(observer))
 
     def replay_to(self, observer: StoreObserver, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Call `observer.stored` for each chunk and each tier that has it. Returns for each chunk whether any tier
-        does.
+        """Call `observer.stored` for each chunk and each tier that has the chunk. Returns, for each chunk, whether any
+        tier has it.
         """
         with self._lock:
             return [self._replay_to(observer, key) for key in keys]
@@ -181,25 +195,29 @@ class Catalog(Part):
 
 @frozen
 class Boundaries:
-    """Finds the ends of hits in the store's indexes. `states`: entries of each boundary; if 0, any chunk may end a hit.
+    """Finds hits in the store's indexes. A hit is the stored chunks at the start of a prompt.
 
-    A chain is the keys of a prompt's chunks. `first`: boundaries after this many chunks or fewer do not count.
-    Thread-safe.
+    A hit of a model with recurrent layers can end only at a boundary: after a chunk whose states are stored. `states`:
+    the number of state entries at each boundary; if 0, any chunk may end a hit. A `chain` is the keys of a prompt's
+    chunks. `first`: a hit that ends after at most `first` chunks does not count. Thread-safe.
     """
 
     _catalog: Catalog
     states: int
 
     def with_states(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return the keys that a hit of these chunks needs: the chunks, and the states after the last one."""
+        """Return the keys that a hit of the chunks in `chain` needs: the chunks, and the states after the last
+        chunk.
+        """
         return [*chain, *(state_keys(chain[-1], self.states) if chain and self.states else ())]
 
     def without_states(self, entries: int) -> int:
-        """Return how many of the first `entries` entries are chunks."""
+        """Return how many chunks a hit of `entries` entries has, if the last entries are states."""
         return max(0, entries - self.states)
 
     def last_with_states(self, chain: Sequence[ChunkKey], first: int = 0, *, ready: bool = False) -> int:
-        """Return the number of first chunks after the last point where all states are stored, or 0 if there is none.
+        """Return the number of chunks before the last boundary whose states are all stored, or 0 without such a
+        boundary.
 
         `ready`: whether the states must be in host memory.
         """
@@ -210,9 +228,7 @@ class Boundaries:
         return 0
 
     def stored_hit(self, chain: Sequence[ChunkKey], first: int = 0) -> list[ChunkKey]:
-        """Return the keys of the longest hit that tiers store; all leading chunks if the model has no recurrent
-        layers.
-        """
+        """Return the keys of the longest hit that the tiers store together."""
         stored = chain[: self._catalog.count_prefix(chain)[1]]
         return self.with_states(stored[: self.last_with_states(stored, first)] if self.states else stored)
 
@@ -222,13 +238,16 @@ class Boundaries:
         return self.with_states(here[: self.last_with_states(here, first, ready=True)] if self.states else here)
 
     def keys_to_promote(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return the keys to promote for a prompt: its longest hit, or all its chunks without recurrent layers."""
+        """Return the keys to promote for a prompt: those of its longest hit, or all of `chain` without recurrent
+        layers.
+        """
         return self.stored_hit(chain) if self.states else list(chain)
 
 
 class TierScanner:
-    """Lists one tier on a separate thread. `lock`: the store's. `listed`: whether a listing has ended; `bell` rings
-    then.
+    """Lists the chunks of one tier on a separate thread. `lock`: the store's lock.
+
+    `listed`: whether a listing has ended. `bell`: rings when a listing ends.
     """
 
     def __init__(self, tier: LowerTier, lock: threading.Lock, interval: float = INTERVAL) -> None:
@@ -266,7 +285,7 @@ class TierScanner:
             self._wait(max(self._interval * random.uniform(0.8, 1.2), min(before, took) / _SHARE))
 
     def _wait(self, seconds: float) -> None:
-        """Wait, and meanwhile probe a tier that fails."""
+        """Wait for `seconds`, and meanwhile probe the tier if it fails."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and not self._stop.wait(min(left, self._interval / _PROBES)):
             self._tier.probe()
@@ -278,7 +297,7 @@ class TierScanner:
         return False
 
     def _list(self) -> bool:
-        """List the tier once. False if it must be listed later."""
+        """List the tier once. Returns False if the tier must be listed again later."""
         index, backend = self._tier.index, self._tier.backend
         if index.clearing:
             self._tier.delete_all()

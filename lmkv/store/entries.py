@@ -16,7 +16,7 @@ from lmkv.protocols import ChunkKey
 Chain = Sequence[ChunkKey]
 """Keys of consecutive chunks, first to last."""
 _TAILS_IN_SMALL_MEMORY = 32
-"""Largest number of tails in host memory of 256 to 1,024 slots. In smaller memory, tails get an eighth of the slots."""
+"""Largest number of tails (chunks with fewer tokens) in 256 to 1,024 slots. Of fewer slots, tails get an eighth."""
 _SLOTS_PER_TAIL = 32
 """Slots per tail in larger host memory. Tails are few, because most of a tail's slot is unused."""
 _STATE_SHARE = 2 / 3
@@ -34,12 +34,13 @@ class State(Enum):
 
 @define(eq=False)
 class Entry:
-    """A chunk in host memory. The store changes it only while it holds its lock.
+    """A chunk in host memory. The store changes an entry only while the store's lock is held.
 
     `refs`: the number of leases, reservations, reads, writes, promotions and pins that use the slot. `removed`: whether
-    the entry has left the index; its slot is freed when `refs` is 0. `flushing`: whether it was evicted and is still
-    being written to lower tiers. `in_policy`: whether the policy knows it. `origin`: see `KeyChain.origin`; empty for a
-    chunk that is found only by its key. `prefetched`: whether a prefetch has read it, and nobody has leased it since.
+    the entry has left the index; the slot is freed when `refs` is 0. `flushing`: whether the entry was evicted and is
+    still being written to lower tiers. `in_policy`: whether the policy knows the entry. `origin`: see
+    `KeyChain.origin`; empty for a chunk that is found only by its key. `prefetched`: whether a prefetch has read the
+    chunk, and nobody has leased the chunk since.
     """
 
     key: ChunkKey = field(repr=bytes.hex)
@@ -61,9 +62,10 @@ class Entry:
 
 @define(eq=False)
 class Share:
-    """The tails, or the states, in host memory, least recently used first. The caller holds the store's lock.
+    """All tails in host memory, or all states, least recently used first. The caller holds the store's lock.
 
-    `limit`: the largest number of slots for them.
+    A tail is a chunk with fewer tokens than others; a state belongs to recurrent layers. `limit`: the largest number of
+    slots for all entries of the share.
     """
 
     limit: int
@@ -82,7 +84,7 @@ class Share:
 
     @property
     def full(self) -> bool:
-        """Whether the limit is reached, so that a new entry must replace one of the share."""
+        """Whether the limit is reached, so that a new entry must replace another entry of the share."""
         return len(self._entries) >= self.limit
 
     def add(self, entry: Entry, tenant: str = "", part: float = 1.0) -> None:
@@ -119,7 +121,7 @@ class Share:
         return sum(entry.ready for entry in self._entries.values())
 
     def oldest_unused(self, tenant: str = "") -> Entry | None:
-        """Return the least recently used entry without references, of the tenant that exceeds its part by the most.
+        """Return the least recently used entry without references of the tenant that exceeds its part by the most.
 
         `tenant`: the tenant that wants to add an entry. Returns None if all entries have references.
         """
@@ -132,17 +134,17 @@ class Share:
 
 
 def shares(num_slots: int) -> dict[type, Share]:
-    """Return the `Share` of tails and that of states in `num_slots` slots, by the type of their keys."""
+    """Return the `Share` of tails and the `Share` of states in `num_slots` slots, by the type of the keys."""
     tails = max(num_slots // _SLOTS_PER_TAIL, min(num_slots // 8, _TAILS_IN_SMALL_MEMORY))
     return {TailKey: Share(max(1, tails)), StateKey: Share(max(1, int(num_slots * _STATE_SHARE)))}
 
 
 @frozen
 class Payloads:
-    """Finds the bytes of a slot that lower tiers store: a whole chunk, a whole state, or the pages of a tail.
+    """Finds the bytes of a slot that lower tiers store: a whole chunk, a whole state, or the filled parts of a tail.
 
-    `spans(tokens)`: returns the byte ranges of a tail of `tokens` tokens in a slot. `sizes`: the bytes of a chunk and
-    of each state entry; empty if all of them fill their slots.
+    `spans(tokens)`: a function that returns the byte ranges which a tail of `tokens` tokens fills in a slot. `sizes`:
+    the bytes of a chunk and of each state entry; empty if chunks and states fill their slots.
     """
 
     slot_bytes: int
@@ -186,7 +188,9 @@ class PrefixIndex:
     """Finds chunks by their origin (see `KeyChain.origin`) and their first tokens, as bytes. Not thread-safe."""
 
     _chunks: dict[bytes, list[tuple[bytes, ChunkKey]]] = field(init=False, factory=dict, repr=False)
-    """For each origin its chunks, sorted by tokens, so that a neighbour has the longest common prefix."""
+    """For each origin, the tokens and key of each chunk, sorted by tokens. So the longest common prefix is that of a
+    neighbour.
+    """
 
     def add(self, origin: bytes, tokens: bytes, key: ChunkKey) -> None:
         insort(self._chunks.setdefault(origin, []), (tokens, key))
@@ -198,8 +202,9 @@ class PrefixIndex:
             del self._chunks[origin]
 
     def longest(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
-        """Return `(key, count)`: the chunk whose first `count` tokens are those of `tokens`; `(b"", 0)` if there is
-        none.
+        """Return `(key, count)` for the chunk whose tokens have the longest common prefix with `tokens`.
+
+        `count`: the number of tokens in this prefix. Returns `(b"", 0)` if no chunk has a common prefix.
         """
         best, most = b"", 0
         chunks = self._chunks.get(origin, [])
@@ -211,7 +216,9 @@ class PrefixIndex:
         return best, most
 
     def shorter(self, origin: bytes, tokens: bytes) -> Iterator[ChunkKey]:
-        """Yield the keys of the chunks whose tokens are a true prefix of `tokens`, from the longest on."""
+        """Yield the keys of the chunks whose tokens are a prefix of `tokens` and fewer than `tokens`, longest prefix
+        first.
+        """
         chunks = self._chunks.get(origin, [])
         for found, key in reversed(chunks[: bisect_left(chunks, (tokens, b""))]):
             if not tokens.startswith(found):
@@ -220,7 +227,7 @@ class PrefixIndex:
 
 
 def _common(left: bytes, right: bytes) -> int:
-    """Return how many of the first tokens are equal."""
+    """Return how many tokens the common prefix of two sequences has. A token is four bytes."""
     low, high = 0, min(len(left), len(right)) // _TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2

@@ -25,7 +25,7 @@ from lmkv.errors import safe_repr
 from lmkv.protocols import Admission, Backend, ChunkKey, DividesTier, LabelsKeys, Policy, SeesPrompts, TakesHints
 
 CHECKED = os.environ.get("LMKV_CHECK_LOCKS") == "1"
-"""Whether `locked` checks calls, which costs a Python call each. The variable is read when lmkv is imported."""
+"""Whether `locked` checks that the lock is held, at the cost of a Python call. Set when lmkv is imported."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,7 +39,9 @@ _wanted = threading.Event()
 
 
 def locked(method: F) -> F:
-    """Mark a method that must be called with `self._lock` held. With LMKV_CHECK_LOCKS=1 a call without it raises."""
+    """Mark a method that must be called with `self._lock` held. With LMKV_CHECK_LOCKS=1, a call without the lock
+    raises.
+    """
     if not CHECKED:
         return method
 
@@ -53,7 +55,7 @@ def locked(method: F) -> F:
 
 
 def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
-    """Return the result of `call()`, or of `failed(exception)` if it raises."""
+    """Return the result of `call()`; if the call raises an exception, return the result of `failed(exception)`."""
     try:
         return call()
     except Exception as error:
@@ -67,22 +69,22 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
 
 @define(eq=False, repr=False)
 class Bell:
-    """Wakes threads that wait for a condition, which they check again at each `ring`. Thread-safe, without a lock.
+    """Wakes threads that wait for a condition. Each thread checks its condition again at each `ring`. Thread-safe.
 
-    After a KeyboardInterrupt in a waiting thread, a `threading.Condition` or `Event` may keep its lock, or release that
-    of another thread. Here each wait has a separate lock, which is released at most once.
+    After a KeyboardInterrupt in a waiting thread, a `threading.Condition` or `Event` may keep its lock, or release the
+    lock of another thread. In a bell, each wait has a separate lock, which is released at most once.
     """
 
     _waiters: list[threading.Lock] = field(init=False, factory=list)
 
     def ring(self) -> None:
-        """Wake everybody. Call it after the state has changed."""
+        """Wake all waiting threads. Call `ring` after a change that may fulfil their conditions."""
         while self._waiters:
             with suppress(IndexError):
                 self._waiters.pop().release()
 
     def wait_for(self, true: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `true()` holds, for at most `timeout` seconds. Returns whether it does."""
+        """Wait until `true()` returns True, for at most `timeout` seconds. Returns the last result of `true()`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             waiter = threading.Lock()
@@ -103,9 +105,9 @@ class Changes:
     """Detects interrupted changes of a store, and repairs them: `with self._lock, self._changes`.
 
     Ctrl-C or a MemoryError may interrupt a change between any two lines. Therefore a mark is set before the first line
-    and cleared after the last. If the next change finds the mark set, it first calls `repair`, which recounts
-    everything. An exception within these methods leaves the mark correct as well. The lock is written in C, so no
-    interruption can come between the lock and the mark.
+    and cleared after the last. If the next change finds the mark set, the change first calls `repair`, which recounts
+    everything. An exception in the methods of this class leaves the mark correct as well. The lock is written in C, so
+    no interruption can come between the lock and the mark.
     """
 
     repair: Callable[[], None] = field(default=lambda: None)
@@ -123,7 +125,7 @@ class Changes:
             self.cut_short = False
 
     def put_right(self) -> None:
-        """Repair the store now. The caller holds the lock."""
+        """Repair the store now, without waiting for the next change. The caller holds the lock."""
         self.cut_short = True
         self.lost.clear()
         attempt(
@@ -136,7 +138,9 @@ class Changes:
 
 
 def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
-    """Close backends, given with their names. If a backend hangs, its daemon thread keeps running."""
+    """Close backends, given as pairs of name and backend. If a backend hangs, the daemon thread that closes it keeps
+    running.
+    """
     deadline = time.monotonic() + PATIENCE
     closing = [(name, _begin(partial(_close, name, backend), name)) for name, backend in backends]
     for name, thread in closing:
@@ -145,7 +149,9 @@ def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
 
 
 def ends_in_time(work: Callable[[], None]) -> bool:
-    """Run `work` on a separate thread. Returns whether it ended within `PATIENCE`; if not, it keeps running."""
+    """Run `work` on a separate thread. Returns whether `work` ended within `PATIENCE` seconds; otherwise `work` keeps
+    running.
+    """
     failed = partial(logger.error, "lmkv: emptying host memory failed: %r; lmkv closes all tiers nevertheless")
     return _ended(_begin(partial(attempt, work, failed), "store"), PATIENCE)
 
@@ -173,18 +179,18 @@ def _close(name: str, backend: Backend) -> None:
 
 @define(eq=False)
 class Freezer:
-    """Calls `gc.freeze` when an index has grown, or when many of its entries were replaced.
+    """Calls `gc.freeze` when an index has grown, or when many entries of the index were replaced.
 
     A full collection visits every object of all indexes and stops all threads: 0.7 s with three million chunks. Entries
     are never part of a cycle, so they are freed without a collection. `gc.freeze` runs after the next full collection,
-    to keep no garbage. A cycle in use at that time is never freed.
+    so that no garbage is frozen. A cycle that is in use at that time is never freed.
     """
 
     _size: int = 0
     _new: int = 0
 
     def added(self, count: int, size: int) -> None:
-        """Note `count` new entries of an index that has `size` now. The caller holds the store's lock."""
+        """Note `count` new entries of an index that now has `size` entries. The caller holds the store's lock."""
         self._new += count
         self._size = min(self._size, size)
         if size - self._size >= _GROWN or self._new >= _REPLACED:
@@ -211,7 +217,7 @@ _objects: weakref.WeakSet[ClosesAfterFork] = weakref.WeakSet()
 
 
 def close_after_fork(instance: ClosesAfterFork) -> None:
-    """Call `instance.after_fork` in every forked child, as long as the object lives."""
+    """Call `instance.after_fork` in every forked child, as long as `instance` lives."""
     _objects.add(instance)
 
 
@@ -228,11 +234,13 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 MAX_GIVEN_UP: Final = 1 << 16
-"""Largest number of chunks to remember that are being written to a tier although no session needs them any more."""
+"""Largest number of remembered chunks that are still being written to a tier although no session needs them any more.
+"""
 
 
 class StoreObserver(Protocol):
-    """Is called when a tier begins to serve a chunk, and when a chunk is evicted, deleted or lost.
+    """An object that the store notifies when a tier begins to serve a chunk, and when a chunk is evicted, deleted or
+    lost.
 
     The store calls the methods on any thread, while it holds its lock. They must return quickly, and must not wait,
     call the store or raise an exception. Keys of more than 32 bytes belong to other namespaces.
@@ -248,7 +256,9 @@ def _ignore(keys: Sequence[ChunkKey], what: Any) -> None: ...
 
 @define(eq=False)
 class Plain:
-    """A simple LRU policy that never raises, in place of a policy that has raised. It does not know parents."""
+    """A simple LRU policy that never raises, and that replaces a policy which has raised. `Plain` ignores parents of
+    chunks.
+    """
 
     _sizes: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
     _held: set[ChunkKey] = field(init=False, factory=set)
@@ -294,8 +304,10 @@ class Plain:
 
 @frozen
 class Content:
-    """The content of a tier, for a new policy. `chains`: arguments of `Policy.insert_chain`, least recently used
-    first.
+    """The content of a tier, with which a new policy is filled.
+
+    `chains`: arguments for calls of `Policy.insert_chain`, least recently used chunks first. `held`: chunks that are in
+    use.
     """
 
     chains: Iterable[tuple[Sequence[ChunkKey], int, Sequence[ChunkKey]]]
@@ -305,10 +317,10 @@ class Content:
 class Order:
     """Calls a tier's policy. If the policy raises, a `Plain` policy replaces it, and the log says so once.
 
-    When a chunk arrives, it also tells the policy earlier hints about it: the priority (`priority_of`) of a chunk in
-    `wished`, and whether its session has ended. `content`: a function that returns the tier's content. `freed`: returns
-    the bytes of given chunks, or 0 if one of them is in use or absent. `has`: returns whether the tier has a chunk. The
-    caller holds the store's lock.
+    When a chunk arrives, the policy also gets earlier hints about the chunk: a priority, or that its session has ended.
+    `wished`: the chunks that have a priority; `priority_of` returns the priority. `content`: a function that returns
+    the tier's content. `freed`: a function that returns the bytes of given chunks, or 0 if any of these chunks is in
+    use or absent. `has`: a function that returns whether the tier has a chunk. The caller holds the store's lock.
     """
 
     def __init__(
@@ -380,7 +392,9 @@ class Order:
         return victims
 
     def part_of(self, key: ChunkKey, parent: ChunkKey) -> tuple[str, float]:
-        """Return a chunk's tenant and its share; see `DividesTier`. Without quotas, no chunk has a tenant."""
+        """Return a chunk's tenant and the tenant's share of the tier, 0 to 1; see `DividesTier`. Without quotas, no
+        chunk has a tenant.
+        """
         return self._do(lambda policy: policy.part_of(key, parent) if isinstance(policy, DividesTier) else ("", 1.0))
 
     def _hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
@@ -401,8 +415,8 @@ class Order:
         return self._do(lambda policy: dict(policy.used_bytes()) if isinstance(policy, LabelsKeys) else {})
 
     def _after(self, error: BaseException) -> Policy:
-        """Return the replacement of a policy that raised. Re-raises Ctrl-C. For calls about one chunk, where `_do` is
-        slow.
+        """Return the replacement of a policy that raised `error`. Re-raises Ctrl-C. Calls about one chunk use this
+        instead of `_do`, which is slow.
         """
 
         def again() -> Policy:
@@ -421,7 +435,7 @@ class Order:
         self._telling = False
 
     def _filled(self, policy: Policy, before: Policy | None = None) -> Policy:
-        """Fill a new policy with the tier's content, and return it. `before`: a policy that knows the chunks'
+        """Fill a new policy with the tier's content, and return this policy. `before`: a policy that knows the chunks'
         tenants.
         """
         content = self._content()
@@ -443,7 +457,7 @@ class Order:
 
 @define(eq=False)
 class GuardedAdmission:
-    """Calls an admission filter. If the filter raises, nothing is admitted."""
+    """Calls an admission filter. If the filter raises, the chunk is not admitted."""
 
     _admission: Admission
     _tier: str

@@ -1,4 +1,4 @@
-"""The health of tiers: counters, breakers, what a backend's results say about it, and log lines about failures."""
+"""The health of tiers: counters, circuit breakers, judgements of a backend's results, and log lines about failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmkv.store.entries import Entry
 BreakerState = Literal["closed", "open", "half-open"]
 
 _SHARE = 0.01
-"""Largest share of time to spend on trying a tier that fails."""
+"""Largest share of time, 0 to 1, to spend on trials of a failing tier."""
 logger = logging.getLogger(__name__)
 _EVERY = 60.0
 _MOST = 100
@@ -33,7 +33,7 @@ _THEN = {
     "write": "lmkv does not store the chunk in this tier",
     "list": "lmkv tries again later",
 }
-"""The consequence of a failed call, by its action."""
+"""The consequence of a failed call, by the action that failed."""
 T = TypeVar("T")
 
 
@@ -56,21 +56,22 @@ class TierCounters:
     dropped: int = 0
     """Chunks that were not written because too many writes were waiting, or because the tier hangs."""
     prefetched: int = 0
-    """Chunks that a prefetch brought into host memory: `prefetch_hits` of them were leased later, `prefetch_expired`
-    were removed without a lease."""
+    """Chunks that a prefetch brought into host memory. `prefetch_hits` counts those that were leased later,
+    `prefetch_expired` those that were removed without a lease.
+    """
     prefetch_hits: int = 0
     prefetch_expired: int = 0
 
 
 @frozen(kw_only=True)
 class TierStats(TierCounters):
-    """A tier at one moment: its content, its capacity, and its totals so far.
+    """The state of a tier at one moment: its content, its capacity, and its totals so far.
 
-    `states`: states of recurrent layers in host memory; lower tiers count them as chunks. `breaker`: "open" while the
-    tier keeps failing and is not used, "half-open" when it is about to be tried again. `write_breaker`: the same for
-    writes; stored chunks are still served. `hung_reads`, `hung_writes`: calls that have run for more than five seconds;
-    deletions count as writes. Until such a call ends, it occupies a thread of the tier, and perhaps a slot of host
-    memory.
+    `states`: number of states of recurrent layers in host memory; lower tiers count states as chunks. `breaker`: "open"
+    while the tier keeps failing and is not used, "half-open" when the tier is about to be tried again. `write_breaker`:
+    the same for writes alone; while only this breaker is open, stored chunks are still served. `hung_reads`,
+    `hung_writes`: calls that have run for more than five seconds; deletions count as writes. Until such a call ends, it
+    occupies a thread of the tier, and perhaps a slot of host memory.
     """
 
     name: str
@@ -86,7 +87,7 @@ class TierStats(TierCounters):
 
 @frozen
 class StoreStats:
-    """A `TieredStore` at one moment.
+    """The state of a `TieredStore` at one moment.
 
     `leased`: slots in use, including pinned ones. `pinned`: pinned chunks. `writing` and `loading`: slots that are
     being filled by stores and by loads. `pending_io`: reads and writes of lower tiers that are queued or running.
@@ -106,9 +107,10 @@ class StoreStats:
 
 @frozen
 class Stored:
-    """The content of a lower tier's index. `sizes`: the bytes of each stored chunk.
+    """The content of a lower tier's index. `sizes`: the bytes of each stored chunk. `writing`: chunks that are being
+    written.
 
-    `rewriting`: the keys of `writing` that are stored as well. `tombstones`: chunks that are never served again.
+    `rewriting`: the chunks in `writing` that are stored as well. `tombstones`: chunks that are never served again.
     `reclaiming`: chunks that are being deleted.
     """
 
@@ -122,11 +124,12 @@ class Stored:
 
 @frozen
 class Snapshot:
-    """The complete content of a `TieredStore` at one moment. `held`: the chunks in host memory. `tiers`: lower tiers.
+    """The complete content of a `TieredStore` at one moment. `held`: the chunks in host memory. `tiers`: the indexes of
+    the lower tiers.
 
     `prefetched`: the key of each slot that prefetches keep, even if its chunk was removed. `wished`: the number of
-    slots that pins and prefetches keep, by the type of the keys. `promotions`: the number of promotions that are not
-    released.
+    slots that pins and prefetches keep, by the type of the keys (chunk, tail or state). `promotions`: the number of
+    promotions that are not released.
     """
 
     held: Mapping[ChunkKey, Entry]
@@ -141,10 +144,11 @@ class Snapshot:
 class Breaker:
     """A circuit breaker: refuses calls of a tier that fails. Not thread-safe, and reads all times from `clock`.
 
-    It opens after `threshold` failures in a row, and then refuses calls for `first_delay` seconds. Afterwards it is
-    half-open, and allows one call as a trial. If the trial fails, the breaker opens again for twice as long, up to
-    `longest_delay`. Any success closes it. If failures come immediately, a trial costs nothing, and the breaker opens
-    for at most `quick_delay`. While a call runs for more than `patience` seconds, the breaker stays open.
+    The breaker opens after `threshold` failures in a row, and then refuses calls for `first_delay` seconds. Afterwards
+    the breaker is half-open, and allows one call as a trial. If the trial fails, the breaker opens again for twice as
+    long, up to `longest_delay`. Any success closes the breaker. If failures come immediately, a trial costs nothing,
+    and the breaker opens for at most `quick_delay`. While a call runs for more than `patience` seconds, the breaker
+    stays open.
     """
 
     clock: Clock
@@ -170,7 +174,7 @@ class Breaker:
 
     @property
     def usable(self) -> bool:
-        """Whether `begin` would allow a call now."""
+        """Whether a call of the tier is allowed now, so that `begin` would return a number."""
         if self._retry_at is None:
             return not self.hangs
         return self._probe is None and self.state == "half-open"
@@ -191,7 +195,7 @@ class Breaker:
         return self.busy and self.clock() - next(iter(self._running.values())) > self.patience
 
     def begin(self) -> int | None:
-        """Note that a call begins, and return its number for `end`, or None if the call is refused."""
+        """Note that a call begins, and return the call's number for `end`, or None if the breaker refuses the call."""
         if not self.usable:
             return None
         self._last_call += 1
@@ -201,7 +205,9 @@ class Breaker:
         return self._last_call
 
     def end(self, call: int, ok: bool | None) -> None:
-        """Note that a call has ended. `ok`: whether it succeeded, or None if its result says nothing about the tier."""
+        """Note that a call has ended. `ok`: whether the call succeeded, or None if the result says nothing about the
+        tier.
+        """
         took = self.clock() - self._running.pop(call)
         probing = call == self._probe
         if probing:
@@ -232,16 +238,18 @@ class Breaker:
 
 @define(eq=False)
 class Complaints:
-    """Logs the failures of one tier, each at most once a minute. Thread-safe. The caller must not hold the lock."""
+    """Logs the failures of one tier, each at most once a minute. Thread-safe. The caller must not hold the store's
+    lock.
+    """
 
     name: str
     clock: Clock
     _said: dict[str, tuple[float, int]] = field(init=False, factory=dict)
-    """For each topic: when it was logged last, and how often it was suppressed since."""
+    """For each topic: the time of its last log line, and the number of lines suppressed since then."""
     _lock: threading.Lock = field(init=False, factory=threading.Lock)
 
     def failed(self, error: BackendError | None, *, then: str = "") -> None:
-        """Log a failed call. `then`: its consequence, if it is not the usual one."""
+        """Log a failed call. `then`: the consequence of the failure, if not the usual one."""
         if error is None:
             return
         # The same topic for any key and duration.
@@ -250,7 +258,7 @@ class Complaints:
         self._say(topic, lambda: f"{_with_names(str(error), 1)}{then and f'; {then}'}")
 
     def wrote(self, result: Written, until_deleted: str) -> None:
-        """Log a failed or refused write. `until_deleted`: the consequence if a deletion failed."""
+        """Log a failed or refused write. `until_deleted`: the consequence that the line names if a deletion failed."""
         if result.status is WriteStatus.REJECTED:
             reason = _with_names(result.reason, 1)
             self._say("refused", lambda: f"tier {self.name!r} did not store a chunk: {reason}")
@@ -293,14 +301,14 @@ def _with_names(text: str, most: int) -> str:
 
 
 def read_works(result: Read) -> bool | None:
-    """Return whether a read shows that the tier can be read, or None if the read says nothing about that."""
+    """Return whether the result of a read shows that the tier can be read, or None if it shows neither."""
     if result.status is ReadStatus.MISS:
         return None
     return result.status is ReadStatus.HIT or isinstance(result.error, CorruptChunkError)
 
 
 def write_works(result: Written) -> bool | None:
-    """Return whether a write shows that the tier can be written, or None if the write says nothing about that."""
+    """Return whether the result of a write shows that the tier can be written, or None if it shows neither."""
     return {WriteStatus.STORED: True, WriteStatus.FAILED: False}.get(result.status)
 
 

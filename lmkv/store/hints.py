@@ -20,14 +20,16 @@ DEFAULT_SECONDS: Final = 300.0
 _SESSION_SECONDS: Final = 86_400.0
 """A session without a request for this long is forgotten."""
 MAX_HINTED: Final = 1 << 18
-"""Largest number of chunks of all sessions together, and of all priorities together; their keys take about 20 MiB."""
+"""Largest number of chunks in all sessions, and also in all priorities. The keys of this number of chunks take about 20
+MiB.
+"""
 _OVERHEAD: Final = 16
-"""The memory that a wish takes besides its chunks, counted in keys."""
+"""The memory that a wish (one client's priority for a prompt) takes besides its chunks' keys, in units of a key."""
 _MAX_ENDING: Final = 16
-"""Largest number of wishes for the same chunks, from several sessions or with several priorities."""
+"""Largest number of priorities for the same prompt, from several sessions or of several levels."""
 _MAX_SHED: Final = 64
 _MAX_ENDED: Final = 1 << 14
-"""Number of chunks, approximately, whose wishes one call ends. Other wishes end at their time."""
+"""Approximate number of chunks of earlier priorities that one new priority ends. Other priorities end at their time."""
 _MAX_SESSION: Final = 1 << 14
 """Largest number of chunks of a session."""
 _MAX_BRANCHES: Final = 16
@@ -45,7 +47,7 @@ class _Priority:
 
 @define(eq=False)
 class _Wished:
-    """A chunk with a priority: the number of wishes for each level, and the owner whose limit the chunk counts for."""
+    """A chunk with a priority: how many clients' wishes each level has, and the owner for whom the chunk counts."""
 
     owner: bytes
     tenant: str
@@ -54,12 +56,12 @@ class _Wished:
 
 @define(eq=False, repr=False)
 class Hints:
-    """Passes hints on to the policies that accept them. Thread-safe. `lock`: the store's lock.
+    """Passes clients' hints on to the policies that accept hints. Thread-safe. `lock`: the store's lock.
 
     An `owner` is the root of a request's keys: sessions of the same name with different owners are different sessions.
-    Priorities are limited to `most` chunks, and for each tenant to its part of them (`part_of`, see `DividesTier`).
-    Beyond that, the oldest priorities of the owner with the most chunks end. If several priorities were set for a
-    chunk, it has the highest one.
+    At most `most` chunks have a priority; of these, each tenant may have its part (`part_of`, see `DividesTier`).
+    Beyond these limits, the oldest priorities of the owner with the most chunks end. If several priorities were set for
+    a chunk, the highest one counts.
 
     Examples
     --------
@@ -87,7 +89,7 @@ class Hints:
     _wished: dict[ChunkKey, _Wished] = field(init=False, factory=dict)
     _tenants: dict[str, Owners] = field(init=False, factory=dict)
     _ending: dict[ChunkKey, dict[_Priority, None]] = field(init=False, factory=dict)
-    """For each chunk, the few wishes that end with it."""
+    """For each chunk, the few priorities of prompts that have this chunk as their last one."""
     _sessions: Wishes[bytes, list[Chain]] = field(init=False, factory=Wishes)
     """For each session, the latest chain of keys of each branch."""
     _branches: Counter[ChunkKey] = field(init=False, factory=Counter)
@@ -105,8 +107,9 @@ class Hints:
     ) -> None:
         """Set the priority of a prompt's chunks; see `TakesHints.hint`.
 
-        `seconds`: how long a priority above 0 lasts; 0 ends the priority of the session for this prompt. A priority
-        also ends with its `session`. A shorter or lower priority does not end another one.
+        `seconds`: how long a priority above 0 lasts. A `priority` of 0 ends the session's priority for this prompt. A
+        priority also ends with its `session`. A new priority that is shorter or lower than an earlier one does not end
+        the earlier one.
         """
         with self._lock, self._changes:
             if priority < 0:
@@ -157,7 +160,7 @@ class Hints:
 
     @locked
     def _shed(self, tenant: Owners, most: int) -> None:
-        """End wishes beyond the limits, at most `_MAX_SHED` in one call."""
+        """End priorities beyond the limits, at most `_MAX_SHED` of them in one call."""
         for _ in range(_MAX_SHED):
             if tenant.total <= most and self._priorities.total <= MAX_HINTED:
                 break
@@ -226,7 +229,7 @@ class Hints:
 
     @locked
     def _give_up(self, keys: Chain) -> None:
-        """Give up the chunks that no session has and no wish covers."""
+        """Give up the chunks that are in no session and have no priority: policies evict such chunks first."""
         kept = [number for number, key in enumerate(keys) if key in self._wished or key in self._branches]
         if left := keys[kept[-1] + 1 :] if kept else keys:
             self._tell(left, -1)
@@ -239,7 +242,7 @@ class Hints:
                     admission.prompt(keys, tokens)
 
     def label(self, keys: Chain, names: Sequence[str]) -> None:
-        """Assign these chunks to the first of these tenants that has a quota."""
+        """Assign the chunks `keys` to the first tenant in `names` that has a quota."""
         if not self._labelled or not names:
             return
         with self._lock, self._changes:
@@ -256,16 +259,17 @@ class Hints:
             return {name: dict(policy.used_bytes()) for name, policy in tiers if isinstance(policy, LabelsKeys)}
 
     def session(self, owner: bytes, name: str, keys: Chain, *, ended: bool = False) -> None:
-        """Note that a request of a session has ended. Chunks that the session no longer needs are evicted first.
+        """Note that a request of the session `name` has ended. Chunks that the session no longer needs are evicted
+        first.
 
-        `ended`: whether the session ends as well. Then all its chunks are evicted first, unless another session shares
-        them.
+        `ended`: whether the session ends as well. If so, all its chunks are evicted first, except those that another
+        session shares.
         """
         with self._lock, self._changes:
             self._session(owner, name, keys, ended=ended)
 
     def end_session(self, owner: bytes, name: str) -> bool:
-        """End a session, so that its chunks are evicted first. Returns whether it was known."""
+        """End a session, so that its chunks are evicted first. Returns whether the session was known."""
         with self._lock, self._changes:
             key = _session_key(owner, name)
             branches = self._sessions.pop(key) or []
@@ -293,7 +297,7 @@ class Hints:
 
     @locked
     def _continue(self, branches: list[Chain], keys: Chain) -> None:
-        """Count a branch instead of the one that it continues."""
+        """Count the branch `keys` instead of the branch that `keys` continues."""
         for branch in branches:
             # Equal keys have equal prefixes: this request continues that one, but perhaps for its last chunk.
             at = len(branch) - 2
@@ -316,7 +320,9 @@ class Hints:
                     del counts[key]
 
     def counts(self) -> dict[str, int]:
-        """Return the number of records of each kind, for tests and for debugging; 0 once all wishes have ended."""
+        """Return the number of records of each kind, for tests and for debugging. All are 0 once all sessions and
+        priorities have ended.
+        """
         counts = {"sessions": self._sessions.total, "branches": self._branches.total()}
         counts |= {"priorities": len(self._priorities), "wished": len(self._wished), "ending": len(self._ending)}
         return counts
@@ -327,7 +333,7 @@ class Hints:
 
     @locked
     def recount(self) -> None:
-        """Count the known wishes again after an exception, and pass them to the policies, which were made anew."""
+        """Count the known priorities again after an exception, and pass them to the policies, which were made anew."""
         self._priorities, self._sessions = self._priorities.rebuilt(), self._sessions.rebuilt()
         self._wished.clear()
         self._ending, self._tenants = {}, {}
@@ -349,7 +355,9 @@ class Hints:
 
 
 def _session_key(owner: bytes, name: str) -> bytes:
-    """Return a digest, because clients' names may have any length. Empty without a name: there is no session."""
+    """Return a digest of the owner and the session's name, which may have any length. The digest is empty if the name
+    is empty, because there is no session then.
+    """
     if not name:
         return b""
     text = name.encode("utf-8", "surrogatepass")

@@ -1,9 +1,10 @@
-"""The index of a lower tier: its keys, their sizes, and how much of its capacity they take.
+"""The index of a lower tier: the keys of the tier's chunks, their sizes, and how much of the tier's capacity they take.
 
-A key is absent, being written, or stored. A stored key that could not be read is *distrusted*: it counts, but is not
-found until it is written again or seen on the medium again. A *tombstone* is never served again, but its bytes are
-still there. While its bytes are being deleted, it is *reclaimed*. Only an absent key, a distrusted key or a tombstone
-can be written, so that old bytes are never taken for new ones.
+A key is absent, being written, or stored. A stored key whose chunk could not be read is *distrusted*: the key takes
+capacity, but requests do not find it. A write of the chunk, or a listing that finds it, ends the distrust. A
+*tombstone* is a key that is never served again, although its bytes are still on the medium. While these bytes are being
+deleted, the tombstone is *reclaimed*. Only an absent key, a distrusted key or a tombstone can be written, so that old
+bytes are never taken for new ones.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from lmkv.store.health import Stored
 
 
 class Victims(dict[ChunkKey, int]):
-    """Chunks to delete from the backend, and their sizes. Only one thread may delete them.
+    """Chunks to delete from the backend, and their sizes in bytes. Only one thread may delete these chunks.
 
-    `room`: the number of bytes that nothing else may use until the chunks are deleted.
+    `room`: the number of bytes that no other write may use until the chunks are deleted.
     """
 
     room = 0
@@ -32,9 +33,10 @@ class Victims(dict[ChunkKey, int]):
 
 @define(eq=False)
 class ScanGuard:
-    """The keys that have changed since a scan of the medium started, for which the results of the scan are stale.
+    """The keys that have changed since a scan (a listing or a lookup) of the medium started. For these keys, the
+    results of the scan are stale.
 
-    `valid`: False after a `clear`, when no result of the scan may be indexed.
+    `valid`: False after a `clear`; then no result of the scan may be indexed.
     """
 
     changed: set[ChunkKey] = field(factory=set)
@@ -42,13 +44,14 @@ class ScanGuard:
 
 
 class TierIndex:
-    """The keys of a lower tier, with their sizes and their order of eviction. The caller holds the store's lock.
+    """The keys of a lower tier's chunks, with their sizes and the order of eviction. The caller holds the store's lock.
 
-    `used`: bytes of the chunks that are stored or being written, never more than `capacity`. Tombstones are deleted
-    before anything is written in their place, so the medium does not exceed the capacity either.
+    `used`: bytes of the chunks that are stored or being written, never more than `capacity`. The bytes of tombstones
+    (deleted keys) do not count. They are deleted before other bytes are written in their place, so the medium does not
+    exceed the capacity either.
 
-    `other_namespace`: how many of the chunks belong to other namespaces (`SharesRoom`); they are evicted like all
-    others. `name`: the name of the tier, for the `observers`.
+    `other_namespace`: how many of the chunks belong to other namespaces (see `SharesRoom`); such chunks are evicted
+    like all others. `name`: the name of the tier, for the `observers`.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class TierIndex:
         # A write that ends without an answer may lie in a buffer on its way to the store. Without a clear it does no
         # harm: its bytes are those of its key. After a clear the same key stands for new bytes.
         self.unanswered: set[ChunkKey] = set()
-        """Keys that were written without an answer of the backend."""
+        """Keys of writes that the backend has not answered."""
         self.suspect: set[ChunkKey] = set()
         """Keys under which bytes from before a clear may still appear, until this process has stored them again."""
         self._tombstones: dict[ChunkKey, int] = {}
@@ -78,9 +81,9 @@ class TierIndex:
         self._scans: list[ScanGuard] = []
         self._listing: ScanGuard | None = None
         self._unseen: dict[ChunkKey, int] = {}
-        """Stored chunks that the listing under way has not found yet. They are in `_sizes` otherwise.
+        """Sizes of stored chunks that the listing under way has not found yet. `_sizes` has all other stored chunks.
 
-        A copy of all keys instead would keep the scheduler waiting: 0.1 s for three million.
+        A copy of all keys would keep the scheduler waiting, for 0.1 s with three million keys.
         """
         self._last_used, self._newest = math.inf, 0.0
         self._freezer = Freezer()
@@ -117,12 +120,14 @@ class TierIndex:
         return key in self._sizes or key in self._unseen
 
     def begin_read(self, key: ChunkKey) -> None:
-        """Keep a stored chunk from eviction while it is being read."""
+        """Keep a stored chunk from eviction until `end_read`."""
         self._reading.add(key)
         self.order.hold(key)
 
     def end_read(self, key: ChunkKey) -> None:
-        """End a read, which counts as a use; the chunk may have been removed meanwhile."""
+        """Allow the chunk's eviction again after a read, which counts as a use. The chunk may have been removed
+        meanwhile.
+        """
         self._reading.discard(key)
         if self._has(key):
             self.order.release(key)
@@ -138,9 +143,9 @@ class TierIndex:
     ) -> Victims | None:
         """Reserve capacity for a chunk, and return the chunks that the caller must delete before it writes.
 
-        Afterwards the caller passes these to `reclaimed`. Returns None if there is not enough capacity, or while old
-        bytes of this key are being deleted. `protect` returns the keys that must not be evicted, and is called only if
-        something must be evicted.
+        After the deletion, the caller passes the returned chunks to `reclaimed`. Returns None if there is not enough
+        capacity, or while old bytes of this key are being deleted. `protect()` returns the keys that must not be
+        evicted; it is called only if something must be evicted.
         """
         if self.clearing or self.knows(key) or key in self._reclaiming:
             return None
@@ -160,7 +165,9 @@ class TierIndex:
         return self.take_tombstones(max(0, nbytes - self._rewriting.get(key, 0)))
 
     def evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
-        """Evict `nbytes` more than this tier's capacity requires. Returns None if that is impossible."""
+        """Evict chunks of `nbytes` bytes, although the tier's capacity does not require it. Returns these chunks, or
+        None if there are too few.
+        """
         evicted = self._evict_bytes(nbytes, protect)
         if evicted is None:
             return None
@@ -170,7 +177,9 @@ class TierIndex:
     def end_write(
         self, key: ChunkKey, nbytes: int, *, stored: bool, wanted: bool = True, parent: ChunkKey = b""
     ) -> None:
-        """End a write: index the chunk if it was `stored`, and delete it again if nobody wants it any more."""
+        """End a write. If `stored`, index the chunk; if no longer `wanted`, make it a tombstone, so that its bytes are
+        deleted.
+        """
         self._writing.pop(key, None)
         self._note(key)
         self.used -= nbytes
@@ -181,7 +190,7 @@ class TierIndex:
             self._tombstones[key] = nbytes
 
     def _end_rewriting(self, key: ChunkKey, *, stored: bool, wanted: bool) -> None:
-        """Restore a distrusted chunk whose write has failed."""
+        """End the write of a chunk that was distrusted, and restore the chunk if the write has failed."""
         nbytes = self._rewriting.pop(key, None)
         if nbytes is None or stored:
             return
@@ -235,7 +244,7 @@ class TierIndex:
     # -- removing -----------------------------------------------------------------------------------------
 
     def discard(self, key: ChunkKey) -> None:
-        """Forget a chunk that the backend does not have."""
+        """Forget a chunk, because the backend does not have it."""
         if self._has(key):
             self._drop(key)
             self.order.discard(key)
@@ -253,9 +262,9 @@ class TierIndex:
             self._tell_stored(key)
 
     def mark_deleted(self, keys: Iterable[ChunkKey], *, unknown: bool = False) -> None:
-        """Make these chunks tombstones: never serve them again, and delete their bytes later.
+        """Make chunks tombstones: requests no longer find the chunks, and their bytes are deleted later.
 
-        `unknown`: whether to include keys that are not indexed.
+        `unknown`: whether keys that are not indexed become tombstones as well.
         """
         for key in keys:
             if self._has(key):
@@ -268,7 +277,7 @@ class TierIndex:
                 self._tombstones[key] = 0
 
     def clear(self) -> Collection[ChunkKey]:
-        """Mark all chunks as deleted, indexed or not, except those of other namespaces, and return the indexed keys.
+        """Mark all chunks except those of other namespaces as deleted, even unindexed ones. Returns the indexed keys.
 
         Ends a listing under way.
         """
@@ -283,8 +292,8 @@ class TierIndex:
         return stored
 
     def take_tombstones(self, replaced_by: int = 0) -> Victims:
-        """Return the tombstones, whose bytes the caller must delete. `replaced_by`: bytes that the caller then
-        writes.
+        """Return the tombstones, whose bytes the caller must delete. `replaced_by`: the number of bytes that the caller
+        then writes.
         """
         victims, self._tombstones = Victims(self._tombstones), {}
         self._reclaiming.update(victims)
@@ -293,7 +302,9 @@ class TierIndex:
         return victims
 
     def reclaimed(self, victims: Victims, ok: bool) -> None:
-        """Note that the bytes of these tombstones are deleted, or if not `ok`, that they are tombstones again."""
+        """Note that the bytes of `victims` are deleted. If not `ok`, the deletion has failed, and the victims are
+        tombstones again.
+        """
         self._reclaiming.difference_update(victims)
         for key in victims:
             self._note(key)
@@ -304,7 +315,7 @@ class TierIndex:
     # -- scans of the medium ------------------------------------------------------------------------------
 
     def begin_scan(self) -> ScanGuard | None:
-        """Begin to note which keys change during a scan of the medium. Returns None while everything is being
+        """Begin to note which keys change during a scan of the medium. Returns None while all chunks are being
         deleted.
         """
         if self.clearing:
@@ -321,7 +332,7 @@ class TierIndex:
             scan.changed.add(key)
 
     def add_found(self, sizes: Mapping[ChunkKey, int], scan: ScanGuard) -> None:
-        """Index chunks that a scan has seen, given with their sizes in bytes, if they fit."""
+        """Index chunks that a scan has seen, up to the capacity. `sizes`: the bytes of each chunk."""
         if not scan.valid:
             return
         for key, nbytes in sizes.items():
@@ -342,7 +353,9 @@ class TierIndex:
         return not (self.knows(key) or key in scan.changed or self._is_deleted(key))
 
     def _refuse_late(self, key: ChunkKey, nbytes: int) -> bool:
-        """Make a value a tombstone if it may be from before a clear. Returns whether it did."""
+        """Make a key a tombstone if its bytes may be from before a clear. Returns whether the key is now a
+        tombstone.
+        """
         if key not in self.suspect or self.knows(key):
             return False
         if key not in self._reclaiming:
@@ -353,7 +366,7 @@ class TierIndex:
         return key in self._tombstones or key in self._reclaiming
 
     def begin_listing(self) -> bool:
-        """Begin a listing of the medium. Returns False if none is possible now."""
+        """Begin a listing of the medium. Returns False if a listing is not possible now."""
         self._listing = self.begin_scan()
         if self._listing is None:
             return False
@@ -364,7 +377,7 @@ class TierIndex:
     def adopt(self, found: Sequence[Listed]) -> bool:
         """Index chunks that a listing has found, oldest use first. Chunks beyond the capacity are deleted.
 
-        Returns False if everything was cleared since the listing began, so that the caller must end it.
+        Returns False if `clear` was called since the listing began; the caller then ends the listing.
         """
         if self._listing is None:
             return False
@@ -395,7 +408,7 @@ class TierIndex:
         return True
 
     def _adopt(self, new: Mapping[ChunkKey, int]) -> None:
-        """Index new chunks, given with their bytes, least recently used first."""
+        """Index new chunks. `new`: the size of each chunk in bytes, least recently used first."""
         fit = self.capacity is None or self.used + self._reclaiming_bytes + sum(new.values()) <= self.capacity
         if fit:
             # One call for all of a size: a listing holds the lock that the scheduler waits for.
@@ -408,11 +421,11 @@ class TierIndex:
                 self._tombstones[key] = nbytes
 
     def forget_unseen(self, most: int) -> bool:
-        """Drop up to `most` chunks that were stored during the whole listing and that it has not found.
+        """Drop up to `most` chunks that were stored before the listing began and that the listing has not found.
 
-        Other processes have deleted them.
+        Other processes have deleted these chunks.
 
-        Returns True while there may be more.
+        Returns True while there may be more such chunks.
         """
         for _ in range(min(most, len(self._unseen))):
             key, self._sizes[key] = self._unseen.popitem()
@@ -421,7 +434,7 @@ class TierIndex:
         return bool(self._unseen)
 
     def end_listing(self) -> None:
-        """End a listing, whether or not it has found everything."""
+        """End a listing, complete or not."""
         if self._listing is not None:
             self.end_scan(self._listing)
         if self._unseen:

@@ -1,4 +1,6 @@
-"""The threads that read and write lower tiers. The store plans their work under its lock, and queues it afterwards."""
+"""The threads that read and write lower tiers. The store plans the work of these threads while it holds its lock, and
+queues the work afterwards.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,16 @@ from attrs import define, field
 from lmkv.store.guards import Bell, locked
 
 _TRIES = 10
-"""Number of Ctrl-C that one job or callback survives."""
+"""Number of times that one job or callback is tried again after a Ctrl-C."""
 
 
 logger = logging.getLogger(__name__)
 
 
 class Priority(IntEnum):
-    """The order of jobs, lowest number first: loads that a request waits for, prefetches, deletions, stores."""
+    """The priority of a job. Jobs with the lowest number run first: loads that a request waits for, then prefetches,
+    deletions, stores.
+    """
 
     LOAD = 0
     PREFETCH = 1
@@ -32,9 +36,10 @@ class Priority(IntEnum):
 
 @define(eq=False)
 class Job:
-    """A function for an I/O thread: `work`, which handles its own errors. If the pool refuses the job, `refused` runs.
+    """The function `work`, which an I/O thread runs and which handles its errors. If the pool refuses the job,
+    `refused` runs.
 
-    Both functions get a `Deferred` for further plans, which runs after them. `lane`: the name of the tier.
+    Both functions get a `Deferred` as argument, for plans that run after the function. `lane`: the name of the tier.
     """
 
     work: Callable[[Deferred], None]
@@ -45,16 +50,19 @@ class Job:
 
 @define(eq=False)
 class Deferred:
-    """Plans that are made under a lock and run after its release. `callbacks` run after `jobs`, and must not raise."""
+    """Plans that are made while a lock is held, and that run after its release. `callbacks` run after `jobs`, and must
+    not raise.
+    """
 
     jobs: list[Job] = field(factory=list)
     callbacks: deque[Callable[[Deferred], None]] = field(factory=deque)
 
     def run(self, submit: Callable[[Sequence[Job]], list[Job]]) -> None:
-        """Run all plans, including those that are added meanwhile. The caller holds no lock.
+        """Run all plans, including plans that are added meanwhile. The caller holds no lock.
 
         `submit`: `IOPool.submit`, which queues jobs and returns the refused ones. An exception in one plan, or Ctrl-C,
-        does not stop the others; it is raised at the end. The interrupted plan runs again, which is harmless.
+        does not stop the other plans; the exception is raised at the end. The interrupted plan runs again, which is
+        harmless.
         """
         raised: BaseException | None = None
         tries = _TRIES
@@ -94,7 +102,7 @@ def deletion(work: Callable[[], None], lane: str) -> Job:
 
 @define(eq=False)
 class _Lane:
-    """The queues of a tier, and the number of its threads. `running`: the number of running jobs."""
+    """The queues of a tier's jobs, and the number of the tier's threads. `running`: the number of running jobs."""
 
     wakeup: threading.Condition
     threads: int = 0
@@ -113,7 +121,7 @@ class _Lane:
         return None
 
     def take(self, first: Priority = Priority.LOAD) -> list[Job]:
-        """Return all waiting jobs of this priority and lower ones."""
+        """Remove and return the waiting jobs of priority `first` and of less urgent priorities."""
         queues = [queue for priority, queue in self.queues.items() if priority >= first]
         taken = [job for queue in queues for job in queue]
         for queue in queues:
@@ -124,8 +132,9 @@ class _Lane:
 class IOPool:
     """Runs jobs on `threads` daemon threads for each lane, at least two, in the order of priorities. Thread-safe.
 
-    Each tier is a lane, so a tier that hangs delays no other tier. A quarter of a lane's threads, at least one, runs
-    only loads, so that no load waits for a write or a deletion. A closed pool refuses jobs.
+    Each tier has a lane: queues and threads for this tier only. So a tier that hangs delays no other tier. A quarter of
+    a lane's threads, at least one, runs only loads, so that no load waits for a write or a deletion. A closed pool
+    refuses jobs.
     """
 
     def __init__(self, threads: int = 16, name: str = "lmkv-io") -> None:
@@ -139,7 +148,7 @@ class IOPool:
         self._closed = False
 
     def submit(self, jobs: Sequence[Job]) -> list[Job]:
-        """Queue jobs, and return those that a closed pool refuses."""
+        """Queue jobs, and return the refused jobs: all of them if the pool is closed, else none."""
         with self._lock:
             lanes = {name: self._lane(name) for name in {job.lane for job in jobs}}
             queued = [self._queue(lanes[job.lane], job) for job in jobs]
@@ -163,7 +172,9 @@ class IOPool:
         return not self._closed
 
     def withdraw(self, lane: str, first: Priority) -> list[Job]:
-        """Remove and return a lane's waiting jobs of this priority and of less urgent ones, in the order of service."""
+        """Remove and return a lane's waiting jobs of priority `first` and of less urgent priorities, most urgent
+        first.
+        """
         with self._lock:
             jobs = self._lane(lane).take(first)
         self._idle.ring()
@@ -171,7 +182,7 @@ class IOPool:
 
     @locked
     def _start_threads(self, lane: _Lane) -> None:
-        """Start as many threads as there is work for. The last threads of a lane run only loads."""
+        """Start as many threads as the lane has work for. The last threads of a lane run only loads."""
         while lane.threads < min(self._size, lane.pending):
             name, loads_only = f"{self._name}-{len(self._threads)}", lane.threads >= self._storing
             thread = threading.Thread(target=self._work, args=(lane, loads_only), name=name, daemon=True)
@@ -225,17 +236,19 @@ class IOPool:
             return self._pending
 
     def after_fork(self) -> None:
-        """Reset the pool in a forked child, which has no threads, and where the lock may be held forever."""
+        """Reset the pool in a forked child, which has none of the threads, and where the pool's lock may be held
+        forever.
+        """
         self._lock = threading.Lock()
         self._idle = Bell()
         self._threads, self._lanes, self._closed = [], {}, True
 
     def runs_here(self) -> bool:
-        """Return whether this thread is one of the pool's, which cannot wait for the pool."""
+        """Return whether the calling thread is one of the pool's threads. Such a thread cannot wait for the pool."""
         return threading.current_thread() in self._threads
 
     def drain(self, timeout: float) -> bool:
-        """Wait until no job waits or runs, for at most `timeout` seconds. Returns whether none does."""
+        """Wait until no job waits or runs, for at most `timeout` seconds. Returns False if the time was too short."""
         return self._idle.wait_for(lambda: not self.pending, timeout)
 
     def close(self, timeout: float = 5.0) -> bool:

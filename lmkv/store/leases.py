@@ -20,7 +20,7 @@ from lmkv.store.writes import Part, SlotAllocator, Writes
 
 
 class Lease(AbstractContextManager["Lease"]):
-    """Keeps the first chunks of a request in host memory, so that their slots can be read, until `release`."""
+    """Keeps chunks from the start of a request in host memory until `release`, so that their slots can be read."""
 
     def __init__(self, chunks: Sequence[Entry], release: Callable[[Lease], None]) -> None:
         self.chunks = chunks
@@ -53,9 +53,9 @@ class Lease(AbstractContextManager["Lease"]):
 class Reservation(AbstractContextManager["Reservation"]):
     """Slots of host memory for chunks that a caller is about to store. Not thread-safe.
 
-    Fill `slots`, then call `commit`. `accepted`: how many of the first wanted keys are reserved here, stored already,
-    or being stored by another caller; it is smaller than wanted if there is no slot for the next one. The end of the
-    `with` block frees slots that were not committed.
+    Fill `slots`, then call `commit`. `accepted`: how many wanted keys, from the first one on, are reserved here, stored
+    already, or being stored by another caller. `accepted` is smaller than the number of wanted keys if the next key
+    gets no slot. The end of the `with` block frees slots that were not committed.
     """
 
     def __init__(self, entries: dict[ChunkKey, Entry], accepted: int, commit: _End, abort: _End) -> None:
@@ -73,14 +73,16 @@ class Reservation(AbstractContextManager["Reservation"]):
 
     @property
     def _chunks(self) -> list[Entry]:
-        """The entries of these slots."""
+        """The entries of the reserved slots."""
         return list(self._open.values())
 
     def __len__(self) -> int:
         return len(self._open)
 
     def commit(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """Declare the slots of `keys` filled (by default all), so that requests find them. Takes the store's lock."""
+        """Declare the slots of `keys` (by default all) filled, so that requests find the chunks. Takes the store's
+        lock.
+        """
         self._end(keys, self._commit)
 
     def abort(self, keys: Sequence[ChunkKey] | None = None) -> None:
@@ -92,7 +94,9 @@ class Reservation(AbstractContextManager["Reservation"]):
             how(self, keys)
 
     def take(self, keys: Sequence[ChunkKey] | None) -> list[Entry]:
-        """Hand the entries of these keys (all if None) over to the caller, who holds the store's lock."""
+        """Remove the entries of `keys` (all if None) from the reservation, and return them. The caller holds the
+        store's lock.
+        """
         if keys is None:
             entries, self._open = list(self._open.values()), {}
             return entries
@@ -108,10 +112,10 @@ _End: TypeAlias = Callable[[Reservation, Sequence[ChunkKey] | None], None]
 
 @define(eq=False, repr=False)
 class Holders(Part):
-    """Makes and ends leases and reservations, and knows all that have not ended.
+    """Makes and ends leases and reservations (together: holders), and knows all holders that have not ended.
 
-    A holder may be garbage-collected before it ends, if an exception came before its caller received it. A recount then
-    finds its slots.
+    If an exception comes before the caller receives a holder, the holder may be garbage-collected before its end. A
+    recount of the store then frees the holder's slots.
     """
 
     _allocator: SlotAllocator
@@ -127,7 +131,9 @@ class Holders(Part):
 
     @locked
     def entries(self) -> Iterator[tuple[Entry, bool]]:
-        """Yield each reference to an entry, and whether its holder fills it."""
+        """Yield, for each reference of a holder to an entry, the entry and whether the holder fills the entry's
+        slot.
+        """
         # A copy, because the garbage collector may run in between.
         for key, found in list(self._holders.items()):
             holder = found()
@@ -206,7 +212,9 @@ class Holders(Part):
 
     @locked
     def _only_copies(self, keys: Sequence[ChunkKey], chain: Sequence[ChunkKey]) -> set[ChunkKey] | None:
-        """Return the chunks before `keys` that no lower tier stores, or None if nothing must be evicted for `keys`."""
+        """Return the chunks of `chain` before `keys` that no lower tier stores, or None if `keys` require no
+        eviction.
+        """
         if self._primary.slab.free_slots >= len(keys):
             return None
         before = chain[: chain.index(keys[0])] if keys[0] in chain else chain

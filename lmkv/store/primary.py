@@ -29,16 +29,16 @@ _refs = attrgetter("refs")
 
 @runtime_checkable
 class HostMemory(Protocol):
-    """A backend that a store can have as its first tier, because the store can take over its slots."""
+    """A backend with slots that a store can take over. Only such a backend can be the first tier of a store."""
 
     def take_slab(self) -> Slab: ...
 
 
 class PrimaryTier:
-    """The chunks in host memory. `retain`: False if host memory is only a buffer, which keeps a chunk only while in
-    use.
+    """The chunks in host memory. `retain`: False if host memory is only a buffer, which keeps a chunk only while the
+    chunk is in use.
 
-    `spans`, `sizes`: see `Payloads`. `shares`: the slots for tails and for states, by the type of their keys.
+    `spans`, `sizes`: see `Payloads`. `shares`: the `Share` of tails and the `Share` of states, by the type of the keys.
     """
 
     def __init__(
@@ -81,8 +81,10 @@ class PrimaryTier:
         return self.order.policy
 
     def slots_for_wishes(self, kind: type) -> int:
-        """Return how many more slots pins and prefetches may keep. An eighth of each kind is left to loads and
-        stores.
+        """Return how many more slots of a kind pins and prefetches may keep. Loads and stores keep an eighth of each
+        kind.
+
+        `kind`: the type of the keys, which differs for chunks, tails and states.
         """
         slots: int = self.slab.num_slots
         left = slots - max(1, slots // 8) - self.wished.total()
@@ -92,7 +94,7 @@ class PrimaryTier:
         return max(0, left)
 
     def slots_of(self, share: float, kind: type) -> int:
-        """Return the number of slots in a share (0 to 1) of the slots for a type of keys: 0 for 0, else at least 1."""
+        """Return `share` (0 to 1) of the number of slots for keys of type `kind`: 0 for a share of 0, else at least 1."""
         slots = self.shares[kind].limit if kind in self.shares else self.slab.num_slots
         return max(1, int(slots * share)) if share > 0 else 0
 
@@ -110,7 +112,7 @@ class PrimaryTier:
         return found
 
     def use(self, entries: Sequence[Entry]) -> None:
-        """Add a reference to each of these READY entries of a prompt, and note their use."""
+        """Add a reference to each of a prompt's READY entries, and note the use of these entries."""
         for entry in entries:
             self.ref(entry)
             if entry.prefetched:
@@ -120,7 +122,7 @@ class PrimaryTier:
         self.counters.hits += len(entries)
 
     def _touch_shares(self, entries: Sequence[Entry]) -> None:
-        """Note the use of a prompt's tail or states, which are its last entries."""
+        """Note the use of a prompt's tail or states, which are the last of `entries`."""
         for entry in reversed(entries):
             share = self.shares.get(type(entry.key))
             if share is None:
@@ -142,7 +144,7 @@ class PrimaryTier:
         entry.refs += 1
 
     def unref(self, entry: Entry) -> None:
-        """Drop one reference. For a prompt, drop those of its last chunk first, so that its first chunk is evicted
+        """Drop one reference. For a prompt, call `unref` for the last chunk first, so that the first chunk is evicted
         last.
         """
         entry.refs -= 1
@@ -200,7 +202,7 @@ class PrimaryTier:
         return entry
 
     def mark_chain_ready(self, entries: Sequence[Entry]) -> None:
-        """Mark a prompt's entries as READY, and remove the tails that are prefixes of them."""
+        """Mark a prompt's entries as READY, and remove each tail whose tokens are a prefix of an entry's tokens."""
         written = 0
         for entry in entries:
             if entry.origin or entry.removed or entry.state is not _WRITING:
@@ -220,7 +222,9 @@ class PrimaryTier:
         self._freezer.added(written, len(self.entries))
 
     def mark_ready(self, entry: Entry) -> None:
-        """Mark an entry as READY, because its bytes are complete. The reference of its writer or load remains."""
+        """Mark an entry as READY, because its bytes are complete. The writer or load that filled the entry keeps its
+        reference.
+        """
         if not entry.removed:
             if entry.state is _WRITING:
                 self.writing -= 1
@@ -261,8 +265,8 @@ class PrimaryTier:
     # -- eviction -----------------------------------------------------------------------------------------
 
     def victims(self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1) -> Sequence[Entry]:
-        """Return entries to evict for `slots` slots, or none if there are too few. The caller removes or flushes
-        them.
+        """Return entries to evict for `slots` slots, or none if there are too few. The caller removes or flushes these
+        entries.
         """
         evicted = self.order.evict(slots * self.slot_bytes, protect)
         entries = [self.entries[key] for key in evicted or ()]
@@ -303,7 +307,7 @@ class PrimaryTier:
         return victim
 
     def begin_flush(self, victim: Entry) -> None:
-        """Keep an evicted entry until its flush has ended, or longer if somebody leases it."""
+        """Keep an evicted entry until it is written to lower tiers, or longer if somebody leases it."""
         victim.flushing = True
         victim.refs = 1
         if type(victim.key) in self.shares:
@@ -318,17 +322,20 @@ class PrimaryTier:
     # -- all of it ----------------------------------------------------------------------------------------
 
     def clear(self) -> list[ChunkKey]:
-        """Remove all entries, and return their keys. Slots with references keep their bytes until the last one ends."""
+        """Remove all entries, and return their keys. A slot with references keeps its bytes until the last reference
+        ends.
+        """
         keys = list(self.entries)
         for entry in list(self.entries.values()):
             self.remove(entry)
         return keys
 
     def recount(self, refs: Mapping[Entry, int], filled: Collection[Entry]) -> None:
-        """Recount after a change that was cut short.
+        """Recount references, shares and free slots after a change that was interrupted.
 
-        `refs`: references to each entry. `filled`: entries that their writer or load will mark as READY, or remove. An
-        exception within leaves the same work to do: entries change first, counts last.
+        `refs`: the number of references to each entry. `filled`: entries that a writer or load is filling and will mark
+        as READY, or remove. If an exception interrupts the recount, another call does the same work: entries change
+        first, counts last.
         """
         entries = {}
         for key, entry in self.entries.items():
@@ -369,7 +376,9 @@ class PrimaryTier:
         return Content(self._chains(known), [entry.key for entry in known if entry.refs])
 
     def _chains(self, entries: Iterable[Entry]) -> Iterator[tuple[Sequence[ChunkKey], int, Sequence[ChunkKey]]]:
-        """Yield runs of entries that were stored one after the other and belong to one prompt."""
+        """Yield arguments of `Policy.insert_chain` for each run of entries that were stored one after the other for one
+        prompt.
+        """
         keys: list[ChunkKey] = []
         parents: list[ChunkKey] = []
         for entry in entries:

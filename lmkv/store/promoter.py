@@ -20,20 +20,21 @@ from lmkv.store.wishes import Owners, Wishes
 from lmkv.store.writes import Part, SlotAllocator
 
 _MAX_KEPT: Final = 1 << 16
-"""Numbers of prefetches, and of their chunks, that may always be kept."""
+"""Number of prefetches, and number of chunks in prefetches, that may always be kept."""
 _DEMANDS: Final = b"demands"
 """The owner of promotions that are not prefetches."""
 _MAX_RELEASED: Final = 64
-"""Largest number of prefetches that end so that another one gets a slot."""
+"""Largest number of prefetches that are ended to get a slot for another prefetch."""
 
 
 @define(eq=False)
 class _Work:
-    """A promotion, and the state of it that callers do not see.
+    """A promotion (a read of chunks into host memory), and the part of its state that callers do not see.
 
-    `end`: when its time to live is over. `owner`: of the request, `tenant`: of its chunks, `part`: of that tenant.
-    `missing`: keys that wait for `lookup`, or for slots while chunks are flushed. `awaited`: entries not filled yet, by
-    the tier that fills them. `chain`: all keys of the request; the promotion may be its beginning.
+    `end`: the time at which its time to live is over. `owner`: the owner of the request. `tenant`: the tenant of the
+    chunks. `part`: the tenant's part of host memory, 0 to 1. `missing`: keys that wait for `lookup`, or for slots while
+    chunks are flushed. `awaited`: for each tier, the entries that the tier has not filled yet. `chain`: all keys of the
+    request; the promotion may be its beginning.
     """
 
     promotion: Promotion
@@ -46,13 +47,13 @@ class _Work:
     missing: Sequence[ChunkKey] = ()
     lookup: SharedLookup | None = None
     begun: bool = field(init=False, default=False)
-    """Whether `promote` has returned. If not, no caller has the promotion."""
+    """Whether `promote` has returned. Before that, no caller has the promotion."""
     awaited: dict[Entry, str] = field(init=False, factory=dict)
 
 
 @define(eq=False)
 class _Load:
-    """The read that fills an entry. `prefetch`: whether only prefetches want it."""
+    """The read that fills an entry. `prefetch`: whether only prefetches want the entry."""
 
     tier: LowerTier
     prefetch: bool
@@ -77,13 +78,13 @@ class Promoter(Part):
     _prefetches: Counter[Entry] = field(init=False, factory=Counter)
     """Number of prefetches that refer to each entry; absent if 0."""
     _prefetched: Counter[tuple[str, type]] = field(init=False, factory=Counter)
-    """Number of prefetched entries of each tenant, by the type of their keys."""
+    """Number of prefetched entries of each tenant, by the tenant and the type of the keys."""
     _tenants: dict[Entry, tuple[str, bytes]] = field(init=False, factory=dict)
     """The tenant and the owner of each prefetched entry."""
     _owners: dict[str, Owners] = field(init=False, factory=dict)
-    """Number of prefetched entries of each tenant's owners."""
+    """For each tenant, the number of prefetched entries of each owner."""
     _kept: dict[str, Wishes[Promotion, _Work]] = field(init=False, factory=dict)
-    """The prefetches, and other promotions with an end, by tenant."""
+    """For each tenant, the prefetches and other promotions that have a time to live."""
 
     def snapshot(self) -> tuple[tuple[ChunkKey, ...], int]:
         """Return the key of each entry that prefetches refer to, and how many promotions are not released."""
@@ -103,7 +104,7 @@ class Promoter(Part):
     ) -> Promotion:
         """Begin a promotion now, or when `lookup` is done. The caller has released expired promotions.
 
-        If it must evict chunks, other chunks of `chain` that no lower tier stores are evicted last.
+        If the promotion must evict chunks, the chunks of `chain` that no lower tier stores are evicted last.
         """
         promotion = Promotion(self.release, lambda: self.forked)
         end = math.inf if ttl is None else self._clock() + ttl
@@ -121,7 +122,7 @@ class Promoter(Part):
 
     @locked
     def _extend(self, work: _Work, keys: Sequence[ChunkKey], after: Deferred) -> None:
-        """Add the first chunks of `keys` to a promotion. Chunks for which there is no slot yet become `missing`."""
+        """Add chunks to a promotion, from `keys[0]` on. Chunks for which there is no slot yet become `missing`."""
         work.missing = ()
         promotion = work.promotion
         parent = promotion.entries[-1].key if promotion.entries else b""
@@ -159,7 +160,9 @@ class Promoter(Part):
 
     @locked
     def _keep(self, work: _Work, after: Deferred) -> None:
-        """Note the size of a promotion that has a time to live. If there are too many, the oldest ones end."""
+        """Note the size of a promotion that has a time to live. If there are too many such promotions, the oldest ones
+        end.
+        """
         if work.promotion.released:
             return
         kept = self._keep_as(work)
@@ -176,7 +179,9 @@ class Promoter(Part):
 
     @locked
     def _finds_room(self, work: _Work, key: ChunkKey, after: Deferred) -> bool:
-        """Return whether a prefetch may use another slot. For it, owners with more prefetches lose their oldest."""
+        """Return whether a prefetch may use one more slot. If all slots for prefetches are in use, the owner with the
+        most loses its oldest prefetch, unless the prefetch's owner has as many.
+        """
         if self._primary.entries.get(key) in self._tenants:
             return True
         primary, kind, share = self._primary, type(key), self._prefetch_share * work.part
@@ -198,7 +203,9 @@ class Promoter(Part):
         after.jobs.append(Job(partial(self._load, entry), priority, partial(self._refused, entry), lane))
 
     def _join(self, work: _Work, entry: Entry, tier: LowerTier | None, after: Deferred) -> None:
-        """Add an entry to a promotion, which from now on holds a reference to it and waits until it is filled."""
+        """Add an entry to a promotion. The promotion then holds a reference to the entry, and waits until the entry is
+        filled.
+        """
         self._primary.ref(entry)
         source = tier.name if tier else self._primary.name
         work.promotion.entries.append(entry)
@@ -275,7 +282,7 @@ class Promoter(Part):
 
     @locked
     def is_stuck(self, entry: Entry) -> bool:
-        """Return whether the entry is LOADING from a tier that cannot be read now, so that the load may never end."""
+        """Return whether the entry is LOADING from a tier that cannot be read now. Such a load may never end."""
         load = self._loads.get(entry)
         return load is not None and not load.tier.usable
 
@@ -301,7 +308,7 @@ class Promoter(Part):
 
     @locked
     def resume(self, after: Deferred) -> None:
-        """Continue waiting promotions, in their order, because slots may be free or a shared lookup may be done."""
+        """Continue waiting promotions, the oldest first, because slots may be free or a shared lookup may be done."""
         waiting, self._waiting = self._waiting, []
         for work in waiting:
             if work.lookup is not None and not work.lookup.done:
@@ -353,9 +360,9 @@ class Promoter(Part):
 
     @locked
     def end_prefetches(self, after: Deferred, removed: Collection[ChunkKey] | None = None) -> None:
-        """Release prefetches that have lost chunks, because their other chunks are useless without these.
+        """Release prefetches that have lost chunks, because the other chunks of such a prefetch are useless.
 
-        `removed`: the chunks that were lost; None to check all promotions with a time to live.
+        `removed`: the lost chunks, or None to check all promotions with a time to live.
         """
         for work in list(self._unreleased.values()):
             if work.end < math.inf and (work.prefetch or removed is None):
@@ -392,7 +399,9 @@ class Promoter(Part):
 
     @locked
     def plan_again(self, after: Deferred) -> None:
-        """Find again what each promotion waits for, and queue loads that have not begun, after a recount."""
+        """After a recount, find again which entries each promotion waits for, and queue the loads that have not
+        begun.
+        """
         # Callers may also wait for a released promotion.
         works = dict.fromkeys(
             (*self._unreleased.values(), *(work for waiting in self.waiters.values() for work in waiting))

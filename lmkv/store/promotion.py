@@ -24,7 +24,7 @@ _CALLBACK_FAILED = "lmkv: the callback %r of a promotion failed: %r; lmkv contin
 
 @define(eq=False, repr=False)
 class Handle:
-    """A handle of work that callers can wait for. Thread-safe."""
+    """A handle of work in other threads, for which callers can wait. Thread-safe."""
 
     done: bool = field(init=False, default=False)
     """Whether the work is finished."""
@@ -32,17 +32,19 @@ class Handle:
     _callbacks: deque[Callable[[], None]] = field(init=False, factory=deque)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the work is finished, for at most `timeout` seconds. Returns `done`."""
+        """Wait until the work is finished, for at most `timeout` seconds. Returns whether the work is finished."""
         return self._bell.wait_for(lambda: self.done, timeout)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the thread that finishes the work, or now if it is done. It must not block."""
+        """Call `callback` on the thread that finishes the work, or now if the work is done. `callback` must not
+        block.
+        """
         self._callbacks.append(callback)
         if self.done:
             self._call_back()
 
     def finish(self) -> None:
-        """Mark the work as done. Called by the worker, without the store's lock. Idempotent."""
+        """Mark the work as done. The thread that does the work calls `finish`, without the store's lock. Idempotent."""
         self.done = True
         self._bell.ring()
         self._call_back()
@@ -59,10 +61,9 @@ class Handle:
 class Promotion(Handle):
     """The handle that `TieredStore.promote` returns for chunks that are being read into host memory.
 
-    Notes
-    -----
-    Its chunks stay in host memory until `release`. If several promotions want a chunk, it is read once. Once `done`,
-    the first `ready` chunks can be leased. Thread-safe. Only the store changes the public attributes, under its lock.
+    Notes ----- The chunks of a promotion stay in host memory until `release`. If several promotions want a chunk, the
+    chunk is read once. When the promotion is `done`, its first `ready` chunks can be leased. Thread-safe. Only the
+    store changes the public attributes, under its lock.
     """
 
     _release: Callable[[Promotion], None]
@@ -71,7 +72,7 @@ class Promotion(Handle):
     origins: list[str] = field(init=False, factory=list)
     """For each entry, the tier that had its chunk when the promotion asked for it."""
     delivered: dict[str, tuple[int, float]] = field(init=False, factory=dict)
-    """Bytes that have arrived from each tier, and the time of the last chunk."""
+    """For each tier, the number of bytes that have arrived from the tier, and the time when its last chunk arrived."""
     failed_at: int | None = field(init=False, default=None)
     """The index of the first chunk that will never arrive, or None."""
     released: bool = field(init=False, default=False)
@@ -81,7 +82,9 @@ class Promotion(Handle):
         return f"<Promotion {state}: {self.ready} of {len(self)} chunks ready>"
 
     def __len__(self) -> int:
-        """Return how many of the first chunks some tier had. Some of them may fail to arrive."""
+        """Return the number of chunks in the promotion, from the first wanted key on. Some of these chunks may fail to
+        arrive.
+        """
         return len(self.entries) if self.failed_at is None else self.failed_at
 
     @property
@@ -90,7 +93,7 @@ class Promotion(Handle):
 
     @property
     def ready(self) -> int:
-        """How many of the first chunks are in host memory by now."""
+        """How many chunks, from the first one on, are in host memory by now."""
         for count, entry in enumerate(self.entries[: len(self)]):
             if not entry.ready:
                 return count
@@ -103,11 +106,11 @@ class Promotion(Handle):
 
     @property
     def arrived(self) -> dict[str, int]:
-        """The number of `ready` chunks that each tier had, by the name of the tier."""
+        """How many of the `ready` chunks came from each tier, by the name of the tier."""
         return dict(Counter(self.origins[: self.ready]))
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the promotion is done, for at most `timeout` seconds. Returns `done`.
+        """Wait until the promotion is done, for at most `timeout` seconds. Returns whether the promotion is done.
 
         Raises ClosedError in a forked child, which has no threads that could finish it.
         """
@@ -116,7 +119,7 @@ class Promotion(Handle):
         return super().wait(timeout)
 
     def release(self) -> None:
-        """Let the chunks be evicted, and skip reads that have not begun and that no other promotion needs.
+        """Allow the eviction of the chunks, and cancel reads that have not begun, unless other promotions need them.
         Idempotent.
         """
         self._release(self)
@@ -126,11 +129,11 @@ class Promotion(Handle):
 class SharedLookup(Handle):
     """A search for chunks in shared tiers, which `TieredStore.look_up_shared` starts.
 
-    The tiers are asked one after the other, fastest first, for the keys that no tier so far has. The search is done
+    The search asks one tier after the other, fastest first, for the keys that no earlier tier has. The search is done
     when all chunks are found, or when all tiers have answered or failed. Thread-safe.
 
-    `states`: keys of states after these chunks, to search for as well. `on_done`: a function that is called once,
-    without the store's lock. `seconds`: the duration of the search, by the `clock`.
+    `states`: keys of states to search for as well as chunks. `on_done`: a function that is called once, without the
+    store's lock. `seconds`: how long the search took, measured with `clock`.
     """
 
     _keys: Sequence[ChunkKey]
@@ -152,7 +155,7 @@ class SharedLookup(Handle):
         return self._job(self._keys, self._tiers)
 
     def _job(self, unknown: Sequence[ChunkKey], tiers: Sequence[LowerTier]) -> Job:
-        """Return a job that asks the first of these tiers, and afterwards the others."""
+        """Return a job that asks the first of `tiers`, and then queues a job for the other tiers."""
         work, refused = partial(self._ask, unknown, tiers), partial(self._go_on, unknown, tiers[1:])
         return Job(work, Priority.LOAD, refused, tiers[0].name)
 

@@ -1,6 +1,7 @@
-"""A lower tier of a store: its index, its counters, and reads and writes of its backend that never raise.
+"""A lower tier of a store: an index, counters, and reads and writes of the tier's backend that never raise.
 
-Methods without `@locked` run on I/O threads. They take the lock to plan and to note a result, but not during I/O.
+Methods without `@locked` run on I/O threads. Such methods take the lock to plan and to note a result, but do not hold
+the lock during I/O.
 """
 
 from __future__ import annotations
@@ -54,15 +55,16 @@ _ANY = bytes(KEY_BYTES)
 _LONGEST_PAUSE = 4.0
 """Longest time in seconds between two writes to a tier whose writes fail."""
 _MAX_PAUSE = 600.0
-"""Longest time in seconds without an eviction for a medium that evictions leave full."""
+"""Longest time in seconds without evictions when the medium stays full despite evictions."""
 
 
 class LowerTier:
-    """A lower tier of a store, with its index and its backend.
+    """A lower tier of a store: a backend and the index of its chunks.
 
-    `payload_bytes`: a function that returns the size of a chunk, given its key. `lock`, `observers`: those of the
-    store. `times`: durations of the latest successful reads and writes, until `Catalog.drain_latencies` takes them.
-    `shared`: whether other processes write to the medium, so that it may have chunks that the index does not know.
+    `payload_bytes`: a function that returns the size in bytes of a chunk, given its key. `lock`, `observers`: the lock
+    and the observers of the store. `times`: durations of the latest successful reads and writes, until
+    `Catalog.drain_latencies` takes them. `shared`: whether other processes write to the medium, so that the medium may
+    have chunks that the index does not know.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class LowerTier:
 
     @property
     def usable(self) -> bool:
-        """Whether its chunks can be read now."""
+        """Whether the tier's chunks can be read now."""
         return self._reads.usable and not self._lookups.hangs and not self._closed
 
     @property
@@ -111,7 +113,9 @@ class LowerTier:
 
     @property
     def hangs(self) -> Priority | None:
-        """The most urgent priority that must not be queued because calls of the backend hang; None if none hangs."""
+        """The most urgent priority of jobs that must not be queued, because calls of the backend hang; None if no call
+        hangs.
+        """
         if self._reads.hangs or self._lookups.hangs:
             return Priority.LOAD
         return Priority.DELETION if any(each.hangs for each in (self._writes, self._others, self._clears)) else None
@@ -122,7 +126,7 @@ class LowerTier:
 
     @locked
     def wants(self, key: ChunkKey) -> bool:
-        """Return whether to write the key here: whether it is admitted, and neither stored nor being written."""
+        """Return whether the tier should write the chunk: it is admitted, and neither stored nor being written."""
         return not self.index.knows(key) and (self.admission is None or self.admission.admit(key))
 
     def _cost(self, key: ChunkKey) -> int:
@@ -133,7 +137,9 @@ class LowerTier:
         return self._unless_hanging(lambda: checked(backend.stored_bytes(nbytes), int), nbytes)
 
     def _unless_hanging(self, call: Callable[[], T], default: T) -> T:
-        """Return the result of a call other than a read or write, or the default if it raises or another call hangs."""
+        """Return the result of `call()`, or `default` if the call raises or an earlier call hangs. Not for reads and
+        writes.
+        """
         with self._lock:
             number = self._others.begin()
         if number is None:
@@ -159,7 +165,7 @@ class LowerTier:
 
     @locked
     def count_dropped(self, chunks: int = 1) -> None:
-        """Count chunks that were not written because too many others waited, or because the tier hangs."""
+        """Count chunks that were not written because too many other writes waited, or because the tier hangs."""
         self._counters.dropped += chunks
 
     @locked
@@ -170,9 +176,11 @@ class LowerTier:
     # -- existence ----------------------------------------------------------------------------------------
 
     def look_up(self, keys: Sequence[ChunkKey], *, each: bool = False) -> int:
-        """Ask the backend for the first chunks of `keys`, which the index does not know. Index and count those found.
+        """Ask the backend which of `keys`, from the first one on, it has, although the index does not know them. Index
+        the found chunks, and return their number.
 
-        Batches grow, so an unknown prompt costs few calls. `each`: whether to ask for all keys in one call.
+        Each call asks for more keys than the call before, so a prompt whose chunks are missing costs few calls. `each`:
+        whether to ask for all keys in one call instead.
         """
         with self._lock:
             scan = self.index.begin_scan() if self.usable else None
@@ -199,7 +207,9 @@ class LowerTier:
         return there
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return the backend's answer for each key, or an empty list if the call fails."""
+        """Return, for each key, whether the backend says that it has the chunk. Returns an empty list if the call
+        fails.
+        """
         answer: list[bool] = []
         with self._lock:
             call = self._lookups.begin()
@@ -213,9 +223,9 @@ class LowerTier:
         return answer
 
     def probe(self) -> None:
-        """Try whether a failing tier works again, so that no request has to try it.
+        """Find out whether a failing tier works again, so that no request has to find out.
 
-        A lookup does not prove that reads work. If reads have failed, this also reads one chunk.
+        A lookup does not prove that reads work. If reads have failed, `probe` also reads one chunk.
         """
         breakers = self._lookups, self._reads, self._writes
         with self._lock:
@@ -241,7 +251,7 @@ class LowerTier:
     # -- reading ------------------------------------------------------------------------------------------
 
     def read(self, key: ChunkKey, into: memoryview) -> bool:
-        """Fill `into` with an indexed chunk. Returns whether that worked."""
+        """Fill `into` with an indexed chunk. Returns whether `into` now has the right bytes."""
         with self._lock:
             call = self._reads.begin()
         if call is None:
@@ -275,7 +285,7 @@ class LowerTier:
 
     @locked
     def _note_read(self, key: ChunkKey, result: Read) -> bool:
-        """Note the result of a chunk's read. Returns True if the chunk's bytes are wrong and must be deleted."""
+        """Note the result of reading a chunk. Returns True if the chunk's bytes are wrong and must be deleted."""
         if isinstance(result.error, BackendUnavailable) and not self._failed_before(key):
             return False
         self._failed_once.discard(key)
@@ -291,7 +301,9 @@ class LowerTier:
 
     @locked
     def _failed_before(self, key: ChunkKey) -> bool:
-        """Return whether the chunk may be at fault rather than its tier: others can be read, and it failed before."""
+        """Return whether an earlier read of this chunk failed while other chunks could be read. Then the chunk may be
+        at fault, not the tier.
+        """
         if self._reads.state != "closed":
             self._failed_once.clear()
             return False
@@ -302,10 +314,10 @@ class LowerTier:
     # -- writing ------------------------------------------------------------------------------------------
 
     def write(self, chunk: Chunk, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]) -> None:
-        """Write a chunk to the backend, after evicting others if necessary.
+        """Write a chunk to the backend, after evicting other chunks if necessary.
 
-        It calls `is_wanted()` and `protect()` while it holds the lock. `protect()` returns the keys that must not be
-        evicted for the chunk.
+        `is_wanted`: a function that returns whether the chunk is still to be stored. `protect`: a function that returns
+        the keys that must not be evicted for the chunk. `write` calls both functions while it holds the lock.
         """
         if self.index.clearing:
             self.delete_all()
@@ -339,7 +351,7 @@ class LowerTier:
 
     @locked
     def _is_stored(self, key: ChunkKey, result: Written, *, wanted: bool) -> bool:
-        """Return whether the medium has the chunk now, and not one from before a clear."""
+        """Return whether the medium has the chunk's bytes now, and not bytes from before a clear."""
         index = self.index
         if result.status is WriteStatus.STORED:
             index.unanswered.discard(key)
@@ -372,8 +384,8 @@ class LowerTier:
     ) -> Written | None:
         """Delete the victims, and more chunks if other processes have filled the medium.
 
-        Returns the refusal if there is no space, else None. A writer that reserves bytes beyond the capacity first
-        frees as many bytes itself. So all processes together never exceed the capacity.
+        Returns the refused write if there is no space, else None. If a writer's reservation exceeds the capacity, the
+        writer first frees the exceeding bytes. So all processes together never exceed the capacity.
         """
         if self.index.capacity is None:
             # Their room is not needed: if they cannot be deleted, other chunks are still written.
@@ -399,9 +411,10 @@ class LowerTier:
         return victims
 
     def _write(self, chunk: Chunk, cost: int, protect: Callable[[], frozenset[ChunkKey]]) -> Written:
-        """Write a chunk. If the medium is full although the tier is not, evict once and write again.
+        """Write a chunk. If the medium is full although the tier's capacity is not reached, evict chunks once and write
+        again.
 
-        If that does not help, because other programs fill the freed space, nothing is evicted for a while.
+        If the second write fails as well, because other programs fill the freed space, nothing is evicted for a while.
         """
         written = checked(self.backend.write(chunk), Written)
         with self._lock, self._changes:
@@ -439,7 +452,9 @@ class LowerTier:
     # -- deleting -----------------------------------------------------------------------------------------
 
     def reclaim(self) -> None:
-        """Delete the bytes of tombstones. A chunk that cannot be deleted now is tried again at the next write."""
+        """Delete the bytes of tombstones (keys that are no longer served). If a deletion fails, the next write tries it
+        again.
+        """
         # Repeated for tombstones added while a call hung.
         while self._unless_hanging(self._reclaim_once, False):
             pass
@@ -456,7 +471,9 @@ class LowerTier:
         return bool(victims) and self._tried("delete", lambda: self._reclaim(victims), then=self._until_deleted)
 
     def delete_all(self) -> None:
-        """Delete all chunks of the backend, even unlisted ones. Until this has worked, nothing is written."""
+        """Delete all chunks of the backend, even unlisted chunks. Until the deletion has succeeded, nothing is
+        written.
+        """
         with self._lock:
             call = None if self._clearing else self._clears.begin()
             if call is None:
@@ -472,7 +489,9 @@ class LowerTier:
             self._clearing = False
 
     def _tried(self, action: str, call: Callable[[], object], *, then: str = "") -> bool:
-        """Make a call and log its failure, with the consequence. Returns whether it succeeded."""
+        """Make a call, and log a failure of the call with its consequence `then`. Returns whether the call
+        succeeded.
+        """
 
         def run() -> bool:
             call()
@@ -485,7 +504,9 @@ class LowerTier:
         return attempt(run, failed)
 
     def _reclaim(self, victims: Victims) -> int:
-        """Delete chunks that the index gave out, and return the freed bytes. Raises the backend's exceptions."""
+        """Delete the chunks that the index has evicted, and return the number of freed bytes. Raises the backend's
+        exceptions.
+        """
         ok = False
         try:
             freed = self._delete(victims)
@@ -510,5 +531,5 @@ class LowerTier:
 
 
 def first_tier_with(tiers: Iterable[LowerTier], key: ChunkKey) -> LowerTier | None:
-    """Locked. The fastest of the tiers that stores the chunk."""
+    """Return the fastest tier that stores the chunk, or None. The caller holds the store's lock."""
     return next((tier for tier in tiers if tier.has(key)), None)

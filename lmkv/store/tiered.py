@@ -1,7 +1,7 @@
 """`TieredStore`: stores chunks in host memory and in lower tiers.
 
-One lock guards the metadata of all tiers, and all parts of a store share it. No thread holds the lock during I/O,
-copies, log lines or callbacks. Each method plans these in a `Deferred`, which runs after the lock is released.
+One lock guards the metadata of all tiers; all parts of a store share this lock. No thread holds the lock during I/O,
+copies, log lines or callbacks. Each method plans such work in a `Deferred`, which runs after the lock is released.
 """
 
 from __future__ import annotations
@@ -56,16 +56,18 @@ class TieredStore(Part):
     lower : sequence of Tier
         Lower tiers, fastest first. Persistent tiers already serve chunks while the store lists them.
     io_threads : int
-        Threads for the I/O of each lower tier; three quarters of them also write.
+        Number of threads for the I/O of each lower tier. All of these threads read; three quarters of them also write.
     prefetch_share : float
         Largest share of the slots for prefetched chunks, 0 to 1.
     pin_share : float
-        Largest share of the slots for pinned chunks, 0 to 1. With quotas, both are shares of each tenant's quota. Pins
-        and prefetches together leave an eighth of the slots free for loads.
+        Largest share of the slots for pinned chunks, 0 to 1. With quotas, `prefetch_share` and `pin_share` are shares
+        of each tenant's quota. Pins and prefetches together leave an eighth of the slots free for loads.
     retain : bool
-        If False, host memory is only a buffer for lower tiers: a chunk is removed as soon as nothing uses it.
+        If False, host memory is only a buffer for lower tiers: a chunk leaves host memory as soon as nothing uses the
+        chunk.
     spans, sizes : optional
-        `KVLayout.spans` and `.sizes`, so that lower tiers get only the filled parts of the slots of tails and states.
+        `KVLayout.spans` and `KVLayout.sizes`. With these, lower tiers get only the filled parts of the slots of tails
+        and states.
     clock : Clock
         A function that returns monotonic seconds.
 
@@ -128,7 +130,7 @@ class TieredStore(Part):
         self._shared = [tier for tier in below if tier.shared]
         # Writes must leave slots to loads.
         self.max_pending_stores = max(1, min(_MAX_STORES, slots // 2)) if lower else slots
-        """Chunks that can be stored at a time without a refused write to a lower tier."""
+        """Number of chunks that can be stored at a time without a refused write to a lower tier."""
         self._pins = Pins(host, clock, pin_share)
         orders = {host.name: host.order, **{tier.name: tier.index.order for tier in below}}
         prompted = [tier.admission for tier in below if tier.admission and tier.admission.sees_prompts]
@@ -147,7 +149,7 @@ class TieredStore(Part):
         self._begin()
 
     def _begin(self) -> None:
-        """Begin to index the persistent tiers; nothing else is running yet."""
+        """Begin to index the persistent tiers. No other thread uses the store yet."""
         try:
             for tier in self._tiers:
                 if tier.shared or isinstance(tier.backend, ListsKeys):
@@ -174,11 +176,14 @@ class TieredStore(Part):
     # -- reading ------------------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[ChunkKey]) -> Lease:
-        """Lease the first chunks of `keys`, up to the first one that is not in host memory, for reading."""
+        """Lease chunks for reading, from `keys[0]` up to the first chunk that is not in host memory.
+
+        A leased chunk stays in host memory until the lease ends.
+        """
         return self._holders.lease(keys)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note in every tier that a request has used these chunks of a prompt, given first to last."""
+        """Note in every tier that a request has used the chunks `keys` of a prompt, given first to last."""
         with self._lock, self._changes:
             for order in (self._primary.order, *(tier.index.order for tier in self._tiers)):
                 order.touch(keys)
@@ -196,10 +201,10 @@ class TieredStore(Part):
     ) -> Reservation:
         """Reserve slots for consecutive chunks of a prompt, first to last, and evict other chunks if necessary.
 
-        `parent`: the key of the chunk before `keys[0]`. `tokens`: the token ids of these chunks as little-endian
+        `parent`: the key of the chunk before `keys[0]`. `tokens`: the token ids of the chunks `keys` as little-endian
         uint32, for backends that record them. `origins`: each chunk's `KeyChain.origin`, so that
-        `Catalog.longest_prefix` finds the chunk. `protect`: the keys of the whole prompt, first to last; a chunk of
-        them that comes before `keys` is evicted only if a lower tier stores it.
+        `Catalog.longest_prefix` finds the chunk. `protect`: the keys of the whole prompt, first to last. If one of the
+        prompt's chunks comes before `keys`, it is evicted only if a lower tier stores it.
         """
 
         def plan(after: Deferred) -> Reservation:
@@ -209,35 +214,38 @@ class TieredStore(Part):
         return self._change(plan, Reservation.abort)
 
     def write_to_shared(self, keys: Sequence[ChunkKey]) -> int:
-        """Write the first chunks of `keys` to shared tiers that lack them. Returns how many are there or being written.
+        """Write chunks, from `keys[0]` on, to the shared tiers that lack them. Returns how many chunks are in a shared
+        tier or being written to one.
 
-        Chunks that are still being stored are written after they are committed.
+        If a chunk is still being stored in host memory, it is written after its commit.
         """
         return self._change(partial(self._writes.write_to_shared, keys))
 
     def write_lost(self, keys: Sequence[ChunkKey]) -> None:
-        """Write chunks from host memory to lower tiers that have lost them, if these tiers have no capacity limit."""
+        """Write chunks from host memory to the lower tiers without a capacity limit that have lost the chunks."""
         self._change(partial(self._writes.write_lost, () if self._closed else keys))
 
     # -- pins ---------------------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes = b"") -> int:
-        """Keep the first chunks of `keys` in host memory for `ttl` seconds, and return how many chunks they are.
+        """Keep chunks in host memory for `ttl` seconds, from `keys[0]` on, and return the number of pinned chunks.
 
-        Only chunks before the first one that is not in host memory are pinned. If pins exceed their share, the oldest
-        pins of the owner with the most pins end.
+        Only chunks before the first one that is not in host memory are pinned. `owner`: an id of the client for whom
+        the pins count. If pins exceed their share of the slots, the oldest pins of the owner with the most pins end.
         """
         with self._lock, self._changes:
             return self._pins.pin(keys, ttl, owner)
 
     def unpin(self, keys: Sequence[ChunkKey]) -> int:
-        """End the pins of `keys`, and return how many there were."""
+        """End the pins of the chunks `keys`, and return the number of ended pins."""
         with self._lock, self._changes:
             return sum(self._pins.unpin(key) for key in reversed(keys))
 
     @locked
     def _expire(self, after: Deferred) -> None:
-        """End pins and promotions whose time is over, and jobs that wait for a tier that hangs: slots are wanted."""
+        """End expired pins and promotions, and jobs that wait for a tier that hangs, so that their slots become
+        free.
+        """
         self._pins.expire()
         self.hints.expire()
         self._promoter.expire(after)
@@ -259,13 +267,14 @@ class TieredStore(Part):
         owner: bytes = b"",
         look_up_shared: bool = False,
     ) -> Promotion:
-        """Start to read the first chunks of `keys`, at most `limit` of them, into host memory. Never waits.
+        """Start to read chunks into host memory, from `keys[0]` on, at most `limit` chunks. Never waits.
 
         The promotion ends before the first chunk that no tier stores, or for which there is no slot. A `prefetch` is
-        read after all other promotions, and never exceeds its share of the slots. If the share is full, the owner with
-        the most prefetches loses its oldest one, unless `owner` has as many. With `look_up_shared`, shared tiers are
-        first asked for chunks that no index knows. The chunks stay in host memory until the promotion is released.
-        After `ttl` seconds the next call that needs slots releases it.
+        read after all other promotions, and never exceeds its share of the slots. `owner`: an id of the client for whom
+        a prefetch counts. If the share is full, the owner with the most prefetched chunks loses its oldest prefetch,
+        unless `owner` has as many chunks. With `look_up_shared`, shared tiers are first asked for chunks that no index
+        knows. The chunks stay in host memory until the promotion is released. After `ttl` seconds, the next call that
+        needs slots releases the promotion.
         """
 
         def plan(after: Deferred) -> Promotion:
@@ -283,9 +292,10 @@ class TieredStore(Part):
             self._promoter.resume(after)
 
     def look_up_shared(self, keys: Sequence[ChunkKey], states: int = 0) -> SharedLookup | None:
-        """Start a search in shared tiers for chunks that no index knows, and for `states` state entries after each.
+        """Start a search in shared tiers for the chunks that no index knows, and for `states` state entries after each
+        chunk.
 
-        Never waits. Returns None if no tier is shared, or if the indexes know all chunks.
+        Never waits. Returns None if no tier is shared, or if the indexes know all chunks and states.
         """
         if not self._shared or self._closed:
             return None
@@ -304,7 +314,9 @@ class TieredStore(Part):
         return lookup
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
-        """Wait until all persistent tiers are listed, for at most `timeout` seconds. Returns whether they are."""
+        """Wait until all persistent tiers are listed, for at most `timeout` seconds. Returns whether all of them are
+        listed.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         for scanner in self._scanners:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -328,7 +340,8 @@ class TieredStore(Part):
             self._promoter.end_prefetches(after, frozenset(keys))
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
-        """Remove chunks from every tier, and return how many were in any tier. Leased chunks stay readable.
+        """Remove chunks from every tier, and return how many of the chunks were in some tier. Leased chunks stay
+        readable.
 
         Requests no longer find these chunks. `drain` waits until their bytes in lower tiers are deleted.
         """
@@ -347,8 +360,8 @@ class TieredStore(Part):
     def clear(self, *, lower: bool = True) -> int:
         """Remove all chunks, or with `lower=False` those in host memory, and return how many were removed.
 
-        Requests no longer find any of them. This includes chunks that are being stored or loaded now, and chunks of
-        other processes in a shared tier. `drain` waits until their bytes in lower tiers are deleted.
+        Requests no longer find any removed chunk. Chunks that are being stored or loaded now are removed as well, and
+        so are chunks of other processes in a shared tier. `drain` waits until their bytes in lower tiers are deleted.
         """
 
         def plan(after: Deferred) -> int:
@@ -375,8 +388,9 @@ class TieredStore(Part):
         return StoreStats(tiers, *counts, self._pool.pending)
 
     def snapshot(self) -> Snapshot:
-        """Return all chunks and who refers to them, for tests and for debugging. Takes time proportional to the number
-        of chunks, and holds the lock.
+        """Return all chunks and the references to them, for tests and for debugging.
+
+        The call takes time proportional to the number of chunks, and holds the store's lock meanwhile.
         """
         with self._lock:
             held = {key: copy(entry) for key, entry in self._primary.entries.items()}
@@ -397,20 +411,22 @@ class TieredStore(Part):
     def wait_for_room(self, timeout: float) -> bool:
         """Wait until lower tiers accept `max_pending_stores` more chunks, for at most `timeout` seconds.
 
-        Returns whether they do. Does not wait for tiers that hang.
+        Returns whether all lower tiers except those that hang accept the chunks. Tiers that hang are ignored.
         """
         return self._writes.wait_for_room(self.max_pending_stores, timeout)
 
     def drain(self, timeout: float = 10.0) -> bool:
-        """Wait until no I/O is queued or running, for at most `timeout` seconds. Returns whether that is so."""
+        """Wait until no I/O is queued or running, for at most `timeout` seconds. Returns False if the time was too
+        short.
+        """
         return self._pool.drain(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """Finish I/O that is running, for at most `timeout` seconds, and close every backend. Idempotent.
 
-        If a read or write hangs, its daemon thread keeps running, and promotions that wait for it fail. Backends have
-        some more seconds to close. If a policy hangs, host memory is not freed. After an interruption, call `close`
-        again.
+        If a read or write hangs, its daemon thread keeps running, and promotions that wait for this read or write fail.
+        After `timeout`, backends have some more seconds to close. If a policy hangs, host memory is not freed. After an
+        interruption, call `close` again.
         """
         deadline = time.monotonic() + timeout
         # Without the lock, which a policy of another package may hold forever.
@@ -434,7 +450,7 @@ class TieredStore(Part):
             close_all([(self._primary.name, self._primary.backend)])
 
     def _empty(self) -> None:
-        """Serve nothing more, and finish every promotion that waits."""
+        """Remove all chunks, so that requests find none, and finish every promotion that waits."""
 
         def plan(after: Deferred) -> None:
             self._promoter.close(after)
@@ -448,9 +464,10 @@ class TieredStore(Part):
 
     @locked
     def _recount(self, tiers: Sequence[LowerTier], *, cut_short: bool) -> None:
-        """Recount references and free slots, and rebuild the policies, of host memory and of `tiers`.
+        """Recount the references and free slots of host memory, and rebuild the policies of host memory and of `tiers`.
 
-        Trusts only the entries and their holders. An exception within leaves the same work to do.
+        The recount trusts only the entries and the holders of references to them. If an exception interrupts the
+        recount, another call does the same work.
         """
         after = Deferred()
         refs = Counter(self._pins.recount())
@@ -469,7 +486,7 @@ class TieredStore(Part):
         self._pool.submit([Job(partial(_run, after, cut_short), Priority.LOAD, lambda after: None)])
 
     def after_fork(self) -> None:
-        """Close the store in a forked child, which has none of the threads."""
+        """Close the store in a forked child, which has none of the store's threads."""
         self._closed = self._ended = self.forked = self._promoter.forked = True
         self._lock._at_fork_reinit()  # type: ignore[attr-defined]
         self._pool.after_fork()

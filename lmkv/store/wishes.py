@@ -1,5 +1,5 @@
-"""`Wishes`: the pins, prefetches or priorities of clients, each with an owner, a size and an end, and a common
-limit.
+"""`Wishes`: the pins, prefetches or priorities that clients have asked for. Each wish has an owner, a size and an end;
+all wishes have a common limit.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 STEP: Final = 1024
-"""Number of chunks, approximately, that one call handles; later calls handle the rest."""
+"""Approximate number of chunks that one call handles. Later calls handle the rest."""
 
 
 @define(eq=False)
 class Ranked(Generic[K]):
-    """Keys in the order of their numbers, the smallest first. Equal numbers keep the order of insertion. A binary heap
-    that knows the place of each key."""
+    """Keys in the order of their numbers, smallest number first. Keys with equal numbers keep the order of insertion.
+    The data structure is a binary heap that knows the place of each key.
+    """
 
     _heap: list[tuple[float, int, K]] = field(init=False, factory=list)
     _places: dict[K, int] = field(init=False, factory=dict)
@@ -46,7 +47,7 @@ class Ranked(Generic[K]):
         return (self._heap[0][0], self._heap[0][2]) if self._heap else None
 
     def _settle(self, item: tuple[float, int, K], place: int) -> None:
-        """Put an item at a place, from where it rises or sinks."""
+        """Put an item at a place in the heap, and let the item rise or sink to its right place."""
         heap = self._heap
         if place == len(heap):
             heap.append(item)
@@ -68,7 +69,10 @@ class Ranked(Generic[K]):
 
 @define(eq=False)
 class Owners:
-    """Counts the size of each owner's wishes, and finds the owner with the most. `total`: the size of all wishes."""
+    """Sums the sizes of each owner's wishes (pins, prefetches or priorities), and finds the owner with the largest sum.
+
+    `total`: the sum of the sizes of all wishes. `owned`: the sum for each owner.
+    """
 
     total: int = 0
     owned: Counter[bytes] = field(factory=Counter)
@@ -84,7 +88,7 @@ class Owners:
             self._most.drop(owner)
 
     def first(self) -> bytes:
-        """Return the owner whose wishes have the largest size, or b"" if there are none."""
+        """Return the owner whose wishes have the largest sum of sizes, or b"" if there are no wishes."""
         found = self._most.first()
         return b"" if found is None else found[1]
 
@@ -98,11 +102,11 @@ class Wish(NamedTuple, Generic[V]):
 
 @define(eq=False, repr=False)
 class Wishes(Generic[K, V]):
-    """Wishes by key, with an owner, a size and an end each. Not thread-safe: the caller holds the store's lock.
+    """Wishes (pins, prefetches or priorities) by key. Not thread-safe: the caller holds the store's lock.
 
-    If the sum of all sizes exceeds a limit, the owner with the largest sum loses its oldest wish. So an owner never
-    loses a wish to an owner with a larger sum. `total`: the sum of the sizes. Each call takes O(log n) time for n
-    wishes.
+    Each wish has an owner, a size in chunks, and an end in seconds of the store's clock. If the sum of all sizes
+    exceeds a limit, the owner with the largest sum loses its oldest wish. So an owner never loses a wish to an owner
+    with a larger sum. `total`: the sum of all sizes. Each call takes O(log n) time for n wishes.
 
     Examples
     --------
@@ -131,7 +135,9 @@ class Wishes(Generic[K, V]):
         return key in self._wishes
 
     def add(self, key: K, owner: bytes, *, size: int, end: float, value: V) -> None:
-        """Add a wish. It replaces an earlier one with the same key. A wish with an infinite `end` does not expire."""
+        """Add a wish, which replaces an earlier wish with the same key. A wish with an infinite `end` does not
+        expire.
+        """
         self.pop(key)
         self._wishes[key] = Wish(owner, size, end, value)
         self._of.setdefault(owner, OrderedDict())[key] = None
@@ -140,7 +146,7 @@ class Wishes(Generic[K, V]):
             self._ends.rank(key, end)
 
     def pop(self, key: K) -> V | None:
-        """End a wish and return its value, or None if there is no such wish."""
+        """End a wish and return the wish's value, or None if there is no such wish."""
         wish = self._wishes.pop(key, None)
         if wish is None:
             return None
@@ -162,35 +168,39 @@ class Wishes(Generic[K, V]):
         return self._sizes.owned[owner]
 
     def due(self, now: float) -> Iterator[tuple[K, V]]:
-        """End expired wishes, the oldest first, and yield them. Stops after about `STEP` chunks."""
+        """End expired wishes, the oldest first, and yield the key and value of each. Stops after about `STEP`
+        chunks.
+        """
         size = 0
         while size < STEP and (found := self._ends.first()) is not None and found[0] <= now:
             size += self._wishes[found[1]].size
             yield found[1], self._ended(found[1])
 
     def excess(self, limit: int) -> Iterator[tuple[K, V]]:
-        """End wishes until the sum of all sizes is within the limit, and yield the ended ones."""
+        """End wishes until the sum of all sizes is within `limit`, and yield the key and value of each ended wish."""
         while self.total > limit and self._wishes:
             yield self.shed()
 
     def oldest_of(self, owner: bytes) -> K | None:
-        """Return the key of an owner's oldest wish, or None if there is none."""
+        """Return the key of an owner's oldest wish, or None if the owner has no wish."""
         return next(iter(self._of.get(owner, ())), None)
 
     def shed(self) -> tuple[K, V]:
-        """End the oldest wish of the owner with the largest sum, and return it. There must be a wish."""
+        """End the oldest wish of the owner with the largest sum, and return the wish's key and value. There must be a
+        wish.
+        """
         key = next(iter(self._of[self._sizes.first()]))
         return key, self._ended(key)
 
     def rebuilt(self) -> Wishes[K, V]:
-        """Return a copy with new counts, after an exception may have cut a call short."""
+        """Return a copy with recounted sums. Needed after an exception that may have interrupted a call."""
         made: Wishes[K, V] = Wishes()
         for key, wish in self._wishes.items():
             made.add(key, wish.owner, size=wish.size, end=wish.end, value=wish.value)
         return made
 
     def clear(self) -> Iterator[tuple[K, V]]:
-        """End all wishes, the newest first, and yield them."""
+        """End all wishes, the newest first, and yield the key and value of each."""
         for key in list(reversed(self._wishes)):
             yield key, self._ended(key)
 
@@ -221,10 +231,11 @@ class Pins:
         return iter(self._of_key)
 
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes) -> int:
-        """Pin the first chunks of `keys` that are in host memory for `ttl` seconds, and return how many they are.
+        """Pin chunks for `ttl` seconds, from `keys[0]` up to the first chunk that is not in host memory. Returns how
+        many.
 
-        An existing pin never ends sooner because of this. If pins exceed their share, the oldest pins of the owner with
-        the most pins end, those of each prompt from its last chunk on.
+        A chunk's earlier pin never ends sooner because of a new one. If pins exceed their share, the oldest pins of the
+        owner with the most pins end. Of one prompt, the pin of the last chunk ends first.
         """
         entries, end = self._primary.leading_ready(keys), self._clock() + ttl
         for kind, group in groupby(entries, lambda entry: type(entry.key)):
@@ -252,7 +263,7 @@ class Pins:
         self._end(pins.excess(most))
 
     def unpin(self, key: ChunkKey) -> bool:
-        """End a pin. Returns whether there was one."""
+        """End the pin of a chunk. Returns whether the chunk was pinned."""
         pins = self._of_key.get(key)
         entry = pins.pop(key) if pins is not None else None
         self._end([(key, entry)] if entry is not None else ())

@@ -20,7 +20,9 @@ from lmkv.store.tier import LowerTier
 
 T = TypeVar("T")
 _FREE_SHARE = 16
-"""With write-back, 1/`_FREE_SHARE` of the slots is kept free, and at most as many chunks are flushed at a time."""
+"""With write-back, 1/`_FREE_SHARE` of the slots is kept free. At most this number of evicted chunks is written at a
+time.
+"""
 
 
 @define(eq=False, repr=False)
@@ -35,8 +37,9 @@ class Part:
     _clock: Clock
 
     def _change(self, plan: Callable[[Deferred], T], undo: Callable[[T], object] = lambda result: None) -> T:
-        """Call `plan` with the lock held, and then run what it has planned. If that raises, call `undo` on its
-        result.
+        """Call `plan` with the lock held, release the lock, and run the planned work. Returns the result of `plan`.
+
+        If the planned work raises, call `undo` with the result of `plan`.
         """
         after, results = Deferred(), list[T]()
         try:
@@ -56,7 +59,7 @@ class Part:
 class _Flush:
     """Copies of a prompt's chunks to one tier, first to last. All chunks stay in host memory until the last copy ends.
 
-    `chain`: the keys of the prompt. For one of these chunks, the tier evicts none of the chunks before it.
+    `chain`: the keys of the prompt. To write a chunk, the tier evicts no earlier chunk of `chain`.
     """
 
     tier: LowerTier
@@ -64,7 +67,7 @@ class _Flush:
     copies: list[Entry]
     running: list[Entry] = field(init=False, factory=list)
     queued: deque[Entry] = field(init=False)
-    """The copies that no thread has begun."""
+    """The entries whose copies no thread has begun."""
 
     def __attrs_post_init__(self) -> None:
         self.queued = deque(self.copies)
@@ -75,10 +78,11 @@ class _Flush:
 
 @define(eq=False, repr=False)
 class Writes(Part):
-    """Copies chunks to lower tiers. `on_slots_freed`: called without the lock when ended copies may have freed slots.
+    """Copies chunks to lower tiers. `on_slots_freed`: a function that is called, without the lock, when ended copies
+    may have freed slots.
 
-    `most`: largest number of copies to one tier that are queued or running. Only these copies keep slots of host
-    memory, so that some slots are left for loads.
+    `most`: largest number of copies to one tier that are queued or running. Only queued and running copies keep slots
+    of host memory, so that some slots are left for loads.
     """
 
     _on_slots_freed: Callable[[Deferred], None]
@@ -86,7 +90,9 @@ class Writes(Part):
     _late: defaultdict[LowerTier, deque[tuple[Entry, Sequence[ChunkKey]]]] = field(
         init=False, factory=lambda: defaultdict(deque)
     )
-    """Copies beyond `most`, with their chains. They keep no slot, so their chunks may be evicted first."""
+    """Entries to copy beyond `most`, with the chains of their prompts. Such an entry may be evicted before its copy
+    begins.
+    """
     _flushes: dict[_Flush, None] = field(init=False, factory=dict)
     """Flushes that have not ended."""
     _ended: Bell = field(init=False, factory=Bell)
@@ -110,12 +116,12 @@ class Writes(Part):
         tier.count_dropped(max(0, len(wanted) - room - left))
 
     def _room(self, tier: LowerTier) -> int:
-        """Return the number of copies of a tier that can be planned now."""
+        """Return the number of copies to a tier that can be planned now."""
         flushes = [flush for flush in self._flushes if flush.tier is tier]
         return max(0, self._most - sum(len(flush.queued) + len(flush.running) for flush in flushes))
 
     def wait_for_room(self, copies: int, timeout: float) -> bool:
-        """Wait until each tier can take this number of copies, for at most `timeout` seconds. Ignores hanging tiers."""
+        """Wait until each tier can take `copies` more copies, for at most `timeout` seconds. Ignores hanging tiers."""
 
         def has_room() -> bool:
             with self._lock, self._changes:
@@ -125,7 +131,7 @@ class Writes(Part):
 
     @locked
     def write_lost(self, chain: Sequence[ChunkKey], after: Deferred) -> None:
-        """Plan copies of chunks in host memory to tiers without a capacity limit that have lost them."""
+        """Plan copies of chunks in host memory to the tiers without a capacity limit that have lost the chunks."""
         ready = [entry for key in chain if (entry := self._primary.entries.get(key)) is not None and entry.ready]
         for tier in self._tiers:
             if tier.index.capacity is None and tier.writable:
@@ -134,7 +140,9 @@ class Writes(Part):
 
     @locked
     def write_to_shared(self, keys: Sequence[ChunkKey], after: Deferred) -> int:
-        """Plan copies of the first chunks to shared tiers that lack them. Returns how many are or will be there."""
+        """Plan copies of chunks, from `keys[0]` on, to shared tiers that lack them. Returns how many chunks are or will
+        be in a shared tier.
+        """
         shared = [tier for tier in self._tiers if tier.shared and tier.usable and tier.write_mode == "through"]
         writable = any(tier.writable for tier in shared)
         entries, count = [], 0
@@ -152,7 +160,7 @@ class Writes(Part):
 
     @locked
     def flush(self, victim: Entry, after: Deferred) -> bool:
-        """Plan copies of an evicted chunk to write-back tiers. Returns False if none of them wants it."""
+        """Plan copies of an evicted chunk to write-back tiers. Returns False if no tier wants the chunk."""
         wanted = [tier for tier in self._tiers if self._wanted(tier, (victim,), "back")]
         tiers = [tier for tier in wanted if self._room(tier)]
         for tier in wanted:
@@ -216,7 +224,7 @@ class Writes(Part):
 
     @locked
     def _plan_late(self, tier: LowerTier, after: Deferred) -> None:
-        """Queue one of the copies in `_late`, because another copy has ended."""
+        """Queue one of the copies to `tier` that `_late` holds back, because another copy has ended."""
         late = self._late[tier]
         while late:
             entry, chain = late.popleft()
@@ -261,7 +269,7 @@ class Writes(Part):
 
     @locked
     def recount(self, refs: Counter[Entry], after: Deferred) -> None:
-        """Add the references of all copies to `refs`, and queue copies again that no thread has begun."""
+        """Add the references of all copies to `refs`, and queue again the copies that no thread has begun."""
         for flush in list(self._flushes):
             # Some may have been refused, or ended, only in part.
             flush.queued = deque(entry for entry in flush.queued if entry in flush.copies)
@@ -274,9 +282,11 @@ class Writes(Part):
 
 
 class SlotAllocator:
-    """Finds slots for new chunks, and evicts others for them. The caller holds the store's lock; nothing here waits.
+    """Finds slots for new chunks, and evicts other chunks if necessary. The caller holds the store's lock. No method
+    waits.
 
-    `max_flushing`: largest number of evicted chunks that are being written to lower tiers; 0 without write-back.
+    `max_flushing`: largest number of evicted chunks that are being written to lower tiers at a time; 0 without
+    write-back.
     """
 
     def __init__(self, primary: PrimaryTier, writes: Writes, max_flushing: int) -> None:
@@ -303,16 +313,19 @@ class SlotAllocator:
         return slot
 
     def free_up(self, count: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> None:
-        """Evict chunks until `count` slots are free, in half the time of separate calls.
+        """Evict chunks until `count` slots are free. One call takes half the time of separate evictions.
 
-        With write-back it does nothing, because then only `allocate` evicts, and limits the number of flushes.
+        With write-back, `free_up` does nothing: there, only `allocate` evicts, and limits the number of writes under
+        way.
         """
         missing = count - self._primary.slab.free_slots
         if missing > 1 and not self._write_back:
             self._primary.evict(protect, missing)
 
     def _evict(self, after: Deferred, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> bool:
-        """Evict a chunk, which frees its slot now or after its flush. Returns False if the policy has no victim."""
+        """Evict a chunk. Its slot is free now, or after a write to lower tiers. Returns False if no chunk can be
+        evicted.
+        """
         victims = self._primary.victims(protect)
         for victim in victims:
             self._drop(victim, after)
