@@ -1,4 +1,6 @@
-"""The backends, which store the chunks of tiers. Each is imported when a program first uses its name."""
+"""The backends, which store the chunks of tiers. The module of a backend is imported when a program first uses the
+backend's name.
+"""
 
 from __future__ import annotations
 

@@ -47,10 +47,8 @@ logger = logging.getLogger(__name__)
 class AsyncBackend(Protocol):
     """The methods of `Backend` as coroutines, with the same arguments, results and errors.
 
-    Notes
-    -----
-    All coroutines run in one event loop, that of the `AsyncAdapter`, so they need no lock between two `await`s. A
-    coroutine may be cancelled at any `await`. Nothing is called after `close`.
+    Notes ----- All coroutines run in the one event loop of the `AsyncAdapter`, so the code between two `await`s needs
+    no lock. A coroutine may be cancelled at any `await`. No coroutine is called after `close`.
 
     Examples
     --------
@@ -96,7 +94,7 @@ class AsyncListsKeys(Protocol):
 
 
 class AsyncAdapter:
-    """Makes a `Backend` of an `AsyncBackend`: runs its coroutines in an event loop on a separate thread.
+    """Makes a `Backend` of an `AsyncBackend`: runs the coroutines in an event loop on a separate thread.
 
     Parameters
     ----------
@@ -106,13 +104,11 @@ class AsyncAdapter:
         Seconds for one call. A read or write that takes longer returns FAILED with a `BackendUnavailable`; other calls
         that take longer raise this exception.
 
-    Notes
-    -----
-    A coroutine may keep running after its deadline, because a thread in a system call cannot be cancelled. So that it
-    cannot reach the caller's memory then, each call copies the payload, or reads into a separate buffer. If that copy
-    is too slow, write a blocking backend.
+    Notes ----- A coroutine may keep running after its deadline, because a thread in a system call cannot be cancelled.
+    Such a coroutine must not reach the caller's memory. So each write copies the payload, and each read fills a
+    separate buffer first. If this copy is too slow, write a blocking backend.
 
-    Thread-safe: a lock prevents calls from starting after `close`, and is not held while a call runs.
+    Thread-safe: a lock prevents calls from starting after `close`. The lock is not held while a call runs.
 
     Examples
     --------
@@ -180,7 +176,7 @@ class AsyncAdapter:
             yield batch
 
     def close(self) -> None:
-        """Cancel running calls, close the inner backend, and end the thread, all within the deadline."""
+        """Cancel running calls, close the inner backend, and end the thread, all together within the deadline."""
         with self._lock:
             if self._closed:
                 return
@@ -198,7 +194,7 @@ class AsyncAdapter:
             self._thread.join(self.deadline)
 
     def _call(self, action: str, work: Coroutine[Any, Any, T], key: ChunkKey = b"") -> T:
-        """Run a coroutine in the event loop, wait until the deadline at most, and return its result."""
+        """Run a coroutine in the event loop, wait for at most the deadline, and return the coroutine's result."""
         with self._lock:
             if self._closed:
                 work.close()
@@ -254,18 +250,17 @@ class AsyncFileBackend:
     Parameters
     ----------
     folder
-        Folder for the files, on a file system with hard links. A missing folder is created for this user alone.
+        Folder for the files, on a file system with hard links. A missing folder is created so that only this user may
+        use it.
 
     Raises
     ------
     OSError
         The folder cannot be created.
 
-    Notes
-    -----
-    A file gets its name only when it is complete and on the medium, and never changes afterwards. A read returns FAILED
-    if the file has another length than the buffer. Bytes that have changed on the medium are not detected. Links are
-    not followed, but nothing checks who owns the folder.
+    Notes ----- A file gets its name only when the file is complete and on the medium. Afterwards the file never
+    changes. A read returns FAILED if the file has another length than the buffer. Bytes that have changed on the medium
+    are not detected. Links are not followed, but nothing checks who owns the folder.
 
     Examples
     --------
@@ -348,7 +343,7 @@ class AsyncFileBackend:
     async def close(self) -> None: ...
 
     async def _check_medium(self) -> None:
-        """Raise `MediumError` if the folder is on another medium than at first. A removed folder has no chunks."""
+        """Raise `MediumError` if the folder is on another medium than at first. A removed folder counts as empty."""
         with contextlib.suppress(FileNotFoundError):
             await asyncio.to_thread(self._medium.check)
 
@@ -417,7 +412,9 @@ class WrapperBackend:
         return self.inner.name
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
-        """Forward one call: return `call()`. Every call except `close` comes here. `verb`: the name of the method."""
+        """Forward one call: return `call()`. Every method except `close` calls `around`. `verb`: the name of that
+        method.
+        """
         return call()
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:

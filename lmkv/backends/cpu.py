@@ -21,27 +21,25 @@ class CPUPinnedBackend:
     Parameters
     ----------
     capacity_bytes
-        Host memory to use. If the machine has less available, lmkv uses less and logs a warning.
+        Bytes of host memory to use. If fewer bytes are available, lmkv uses fewer and logs a warning.
     slot_bytes
         Bytes for one chunk, rounded up to whole memory pages; pass `KVLayout.slot_bytes`.
     shared
         Whether other processes of this host will map the memory.
     populate
-        Whether to map all pages in the background now, instead of each at its first use.
+        Whether to map all memory pages in the background now, instead of mapping each page at its first use.
     engine
-        Name by which other processes find the shared memory, see `lmkv.memory.slab.wait_for_slab`.
+        Name by which other processes find the shared memory; see `lmkv.memory.slab.wait_for_slab`.
     engines
-        Number of engines that start on this host and share its memory.
+        Number of engines that start on this host and share the host's memory.
 
     Raises
     ------
     ConfigError
-        There is no memory for a single slot.
+        There is not enough memory for a single slot.
 
-    Notes
-    -----
-    Thread-safe: the methods of `Backend` copy while they hold a lock. A store with this backend as its first tier takes
-    over the slots by `take_slab`. From then on these methods raise `UsageError`.
+    Notes ----- Thread-safe: the methods of `Backend` copy while they hold a lock. A store with this backend as its
+    first tier takes over the slots by `take_slab`. From then on, the methods of `Backend` raise `UsageError`.
 
     Examples
     --------
@@ -84,9 +82,9 @@ class CPUPinnedBackend:
         return f"<CPUPinnedBackend {self.name!r}: {slots} are free>"
 
     def take_slab(self) -> Slab:
-        """Hand the slots over to a store, which allocates, fills and frees them from now on.
+        """Hand the slots over to a store. From now on, only the store allocates, fills and frees slots.
 
-        Raises UsageError if another store has them already, or if there are chunks in them.
+        Raises UsageError if another store has the slots already, or if any slot contains a chunk.
         """
         with self._lock:
             self._check_open()

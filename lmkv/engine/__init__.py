@@ -37,7 +37,7 @@ def open_store(
     block_axis: int,
     **identity: Any,
 ) -> tuple[TieredStore, Namespace, KVLayout, PagedMemory]:
-    """Make the store, namespace, layout and memory of an engine. Raises UsageError and ConfigError.
+    """Return the store, namespace, layout and memory of a new engine. Raises UsageError and ConfigError.
 
     `identity`: the fields of the namespace that do not follow from the tensors.
     """
@@ -62,25 +62,29 @@ def open_store(
 
 
 def _page_format(tensor: torch.Tensor, block_axis: int) -> tuple[object, ...]:
-    """Return everything that decides which value each byte of a layer's pages belongs to."""
+    """Return the dtype, and the shape and strides without the axis of blocks: they decide where in a page each number
+    is.
+    """
     inner = block_axis + 1
     return str(tensor.dtype), (*tensor.shape[:block_axis], *tensor.shape[inner:]), tensor.stride()[inner:]
 
 
 _READ_TIMEOUT = 30.0
 _MARGIN = 60.0
-"""Seconds from the end of a wait to the lease that follows it, at most."""
+"""Longest time in seconds from the end of a wait for chunks to the lease of these chunks."""
 
 
 def _look_up_shared(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) -> None:
-    """Ask shared tiers for chunks that the indexes do not know, for at most `timeout` seconds."""
+    """Ask shared tiers for the chunks that the store's indexes do not know, for at most `timeout` seconds."""
     limit, lookup = seconds(timeout, "timeout"), store.look_up_shared(keys)
     if lookup is not None:
         lookup.wait(limit)
 
 
 def _lease_window(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) -> Lease:
-    """Return a lease on the leading chunks in host memory; if there is none, on chunks that can be promoted."""
+    """Return a lease on chunks from `keys[0]` on. If `keys[0]` is not in host memory, read chunks from lower tiers
+    first.
+    """
     lease = store.lease(keys)
     if lease:
         return lease
@@ -96,20 +100,23 @@ def _lease_window(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) 
 
 
 class Engine:
-    """Stores the KV of prompts from paged tensors in a `TieredStore`, and loads it back. `Engine.open` makes one.
+    """Stores the KV of prompts from paged tensors in a `TieredStore`, and loads the KV back. `Engine.open` makes an
+    engine.
 
     Parameters
     ----------
     store : TieredStore
         The store. The engine closes it.
     namespace : Namespace
-        What prompts must have in common to share KV; see `Namespace`. All chunk keys depend on it.
+        The model, layout and versions that prompts must have in common to share KV. All chunk keys depend on the
+        namespace.
     layout : KVLayout
         The order of a chunk's bytes in a slot of the store.
     memory : PagedMemory, optional
-        The paged tensors. Without them the engine can look up, prefetch and pin, but not copy.
+        The paged tensors. Without paged tensors, the engine can look up, prefetch and pin KV, but not store or retrieve
+        it.
     rank : int
-        The rank of this memory in the layout.
+        The rank of `memory` in the layout: the index of its part of each chunk.
     pin_ttl : float
         Seconds for which pins and prefetched chunks stay in host memory.
     name : str
@@ -118,12 +125,11 @@ class Engine:
     Raises
     ------
     UsageError
-        The layout's chunks do not fit into the store's slots, or the layout is not one of this memory.
+        The layout's chunks do not fit into the store's slots, or `memory` has another layout.
 
-    Notes
-    -----
-    Thread-safe: calls that copy run one at a time, and all other calls run concurrently. The engine owns threads,
-    memory and files, so close it, or use it as a context manager. In a forked child every call raises ClosedError.
+    Notes ----- Thread-safe: calls that copy run one at a time, and all other calls run concurrently. The engine owns
+    threads, memory and files, so close the engine, or use it in a `with` statement. In a forked child every call raises
+    ClosedError.
 
     Examples
     --------
@@ -186,10 +192,10 @@ class Engine:
     ) -> Self:
         """Make an engine for paged KV tensors, one per layer, with the tiers that `config` names.
 
-        Each tensor has blocks of `block_size` tokens along its axis `block_axis` (0, or 1 for `[2, block, ...]`). Any
-        dtype is possible. Models that compute different KV need a different `model` or `revision`. Tensors with other
-        shapes, strides, dtypes, or names (if `kv_caches` is a mapping) do not share KV. Raises UsageError if a block of
-        a tensor is not dense in memory, and ConfigError for settings that cannot work here.
+        Each tensor has blocks of `block_size` tokens along its axis `block_axis` (0, or 1 for the shape `[2, block,
+        ...]`). Any dtype is possible. Models that compute different KV need different values of `model` or `revision`.
+        Tensors with other shapes, strides, dtypes, or names (if `kv_caches` is a mapping) do not share KV. Raises
+        UsageError if a block of a tensor is not dense in memory, and ConfigError for settings that cannot work here.
         """
         if model == "":
             raise UsageError("the argument model is empty: engines with equal names share KV")
@@ -223,15 +229,16 @@ class Engine:
     # -- copying ------------------------------------------------------------------------------------------
 
     def store(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN, wait: float = 0.0) -> int:
-        """Store the KV of a prompt from `blocks`, and return how many of its first tokens are stored now.
+        """Store the KV of a prompt from `blocks`. Returns how many tokens, from the first one on, are stored now.
 
         `blocks`: the indexes of the prompt's blocks, in order; the first block holds the first token. Only whole chunks
         that `blocks` covers are stored. Chunks that a tier already has are not copied again. The result is smaller
         than the prompt if there is no space, or while another thread stores some of the chunks.
 
-        Without `wait` the call copies into host memory and returns, and lower tiers get the chunks in the background;
-        if they are slow, they may miss some. With `wait`, the call blocks for up to this number of seconds, so that
-        lower tiers get all chunks. The prompt may then be longer than host memory. Calls with `wait` run one at a time.
+        Without `wait`, the call copies into host memory and returns; lower tiers get the chunks in the background. If
+        lower tiers are slow, they may not get some chunks. With `wait`, the call blocks for up to `wait` seconds, so
+        that lower tiers get all chunks. The prompt may then be longer than host memory. Calls with `wait` run one at a
+        time.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
@@ -260,7 +267,9 @@ class Engine:
         return self._store.catalog.count_stored(keys[:done]) * self.chunk_size
 
     def _store_window(self, request: Request, first: int, end: int) -> int:
-        """Store chunks [first, end) as far as there are slots; how many are stored, here or by others."""
+        """Store chunks [first, end) as far as there are slots. Returns how many are stored now, by this call or by
+        others.
+        """
         with request.reserve(self._store, first, end) as reservation:
             copies = request.copies_to_slots(reservation.slots, first, end)
             # Not `_locked_copier`: its generator is slow in the cold caches after a copy.
@@ -279,12 +288,12 @@ class Engine:
         variant: Variant = PLAIN,
         timeout: float = _READ_TIMEOUT,
     ) -> int:
-        """Fill `blocks` with the stored KV of a prompt's first tokens, and return how many tokens they are.
+        """Fill `blocks` with the stored KV of a prompt, and return how many tokens, from the first one on, are loaded.
 
-        `blocks`: the indexes of the prompt's blocks, in order. Tokens before `skip_tokens`, rounded down to a whole
-        chunk, are not loaded, but count in the result. Chunks of lower tiers are read through host memory, window by
-        window, so the prompt may be longer than host memory. If a window takes more than `timeout` seconds, loading
-        ends before it.
+        `blocks`: the indexes of the prompt's blocks, in order. Tokens before `skip_tokens` (rounded down to a whole
+        chunk) are not loaded, but count in the result. Chunks of lower tiers are read through host memory in windows:
+        runs of chunks that fit together. So the prompt may be longer than host memory. If a window takes more than
+        `timeout` seconds, loading ends before this window.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
@@ -313,8 +322,8 @@ class Engine:
     ) -> Iterator[LayerReader]:
         """Fill `blocks` as `retrieve` does, but layer by layer, while the model computes: `with ... as reader`.
 
-        `reader.wait(layer)` waits until a layer is in `blocks`. The first `reader.tokens` tokens are loaded, at most as
-        many as fit into host memory together. The end of the `with` block waits for the copies of all layers.
+        `reader.wait(layer)` waits until a layer is in `blocks`. The first `reader.tokens` tokens of the prompt are
+        loaded, at most as many as fit into host memory. The end of the `with` block waits for the copies of all layers.
         """
         copier, request = self._check_copies(), self._request(tokens, blocks, variant)
         keys = request.keys
@@ -334,8 +343,9 @@ class Engine:
     def store_layers(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN) -> Iterator[LayerWriter]:
         """Store KV as `store` does, but layer by layer, while the model computes: `with ... as writer`.
 
-        Call `writer.save(layer)` once a layer is computed. The end of the `with` block saves the other layers, and then
-        the first `writer.tokens` tokens can be found. After an exception nothing is stored.
+        Call `writer.save(layer)` once a layer is computed. The end of the `with` block saves the other layers.
+        Afterwards, lookups find the first `writer.tokens` tokens of the prompt. After an exception in the block,
+        nothing is stored.
         """
         copier, request = self._check_copies(), self._request(tokens, blocks, variant)
         keys = request.keys
@@ -361,13 +371,15 @@ class Engine:
         return Request(self._chain(tokens, variant), blocks, self.chunk_size, self._pages)
 
     def _found(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many leading chunks some tier has. Writes chunks in host memory to stores that have lost them."""
+        """Return how many chunks, from `keys[0]` on, are in some tier. Writes chunks in host memory to lower tiers that
+        have lost them.
+        """
         found = self._store.catalog.count_prefix(keys)[1]
         self._store.write_lost(keys[:found])
         return found
 
     def _note_retrieved(self, keys: Sequence[ChunkKey], start: int, done: int) -> None:
-        """Count chunks [start, done) as loaded, and note a use of every chunk before `done`."""
+        """Count chunks [start, done) as loaded, and note a use of each chunk before the index `done`."""
         self._store.touch(keys[:done])
         with self._copy_lock:
             self._requested += len(keys) * self.chunk_size
@@ -381,7 +393,9 @@ class Engine:
 
     @contextlib.contextmanager
     def _locked_copier(self) -> Iterator[Copier]:
-        """Hold `_copy_lock`. Raises ClosedError once the engine is closed."""
+        """Provide the copier for a `with` block, and hold `_copy_lock` meanwhile. Raises ClosedError once the engine is
+        closed.
+        """
         with self._copy_lock:
             yield self._check_copies()
 
@@ -394,9 +408,10 @@ class Engine:
     # -- looking ahead ------------------------------------------------------------------------------------
 
     def lookup(self, tokens: Tokens, *, variant: Variant = PLAIN, timeout: float = 1.0) -> int:
-        """Return how many of a prompt's first tokens are stored in any tier. They may be evicted before `retrieve`.
+        """Return how many tokens of a prompt, from the first one on, have stored KV. The KV may be evicted before
+        `retrieve`.
 
-        To find chunks of other processes, the call asks shared tiers, for at most `timeout` seconds.
+        To find KV of other processes, the call asks shared tiers, for at most `timeout` seconds.
         """
         self._check_open()
         keys = self.keys(tokens, variant)
@@ -406,8 +421,8 @@ class Engine:
     def prefetch(self, tokens: Tokens, *, variant: Variant = PLAIN) -> Prefetch:
         """Start to load a prompt's KV into host memory, and return at once.
 
-        Reads for `retrieve` run before reads for prefetches. Prefetches share a limited part of host memory, and chunks
-        that do not fit are not loaded. Loaded chunks stay in host memory for the engine's `pin_ttl` seconds.
+        Reads for `retrieve` run before reads for prefetches. All prefetches together get a limited part of host memory;
+        chunks that do not fit are not loaded. Loaded chunks stay in host memory for the engine's `pin_ttl` seconds.
         """
         self._check_open()
         keys = self.keys(tokens, variant)
@@ -416,10 +431,12 @@ class Engine:
         return Prefetch(promotion, self.chunk_size, self._layout.chunk_bytes)
 
     def pin(self, tokens: Tokens, *, ttl: float | None = None, variant: Variant = PLAIN) -> int:
-        """Keep a prompt's first chunks in host memory for `ttl` seconds, and return how many tokens they have.
+        """Keep a prompt's chunks in host memory for `ttl` seconds, from the first chunk on. Returns the number of
+        pinned tokens.
 
-        Only chunks that are in host memory already are pinned. `ttl`: the engine's `pin_ttl` by default. Pins may fill
-        a limited share of host memory. Beyond that, the oldest pins of the variant with the most pins end.
+        Pinning ends before the first chunk that is not in host memory. `ttl`: the engine's `pin_ttl` by default. Pins
+        may fill a limited share of host memory. Beyond this share, the oldest pins of the variant with the most pins
+        end.
         """
         self._check_open()
         limit = self._pin_ttl if ttl is None else seconds(ttl, "ttl")
@@ -432,7 +449,9 @@ class Engine:
         return self._store.unpin(self.keys(tokens, variant)) * self.chunk_size
 
     def clear(self, tokens: Tokens | None = None, *, variant: Variant = PLAIN) -> int:
-        """Remove a prompt's chunks from every tier, or all chunks, and return how many tokens were removed."""
+        """Remove the KV of a prompt (without `tokens`: all KV) from every tier, and return how many tokens were
+        removed.
+        """
         self._check_open()
         if tokens is None:
             return self._store.clear() * self.chunk_size
@@ -456,12 +475,16 @@ class Engine:
         return EngineStats(self._stored, self._retrieved, self._requested, self._store.stats())
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
-        """Wait until persistent tiers are listed, for at most `timeout` seconds. Returns whether they are."""
+        """Wait until persistent tiers are listed, for at most `timeout` seconds. Returns whether all these tiers are
+        listed.
+        """
         self._check_open()
         return self._store.wait_indexed(None if timeout is None else seconds(timeout, "timeout"))
 
     def drain(self, timeout: float = 10.0) -> bool:
-        """Wait until stored chunks are in all their tiers, for at most `timeout` seconds. Returns whether they are."""
+        """Wait until all stored chunks are written to the lower tiers, for at most `timeout` seconds. Returns False if
+        the time was too short.
+        """
         if self._store.forked:
             self._check_open()
         return self._store.drain(seconds(timeout, "timeout"))
@@ -515,7 +538,7 @@ def get(name: str) -> Engine:
 
 
 def destroy(name: str) -> None:
-    """Close the engine called `name` and remove its name. Without such an engine nothing happens."""
+    """Close the engine called `name` and forget the name. If there is no such engine, nothing happens."""
     with _lock:
         engine = _engines.pop(name, None)
     if engine is not None:

@@ -22,7 +22,7 @@ from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
 
 _FOREVER = 1e9
-"""Seconds, more than thirty years: every clock can add them."""
+"""Seconds of more than thirty years: a number that every clock can add to its time."""
 
 
 def whole(value: Any, name: str, least: int) -> int:
@@ -32,7 +32,9 @@ def whole(value: Any, name: str, least: int) -> int:
 
 
 def seconds(value: Any, name: str) -> float:
-    """Return the value as a float that every clock can add."""
+    """Return the value as a number of seconds that every clock can add to its time. `name`: the argument's name, for
+    errors.
+    """
     if isinstance(value, bool) or not isinstance(value, (float, Real)) or value != value:
         raise UsageError(f"{name} must be a number of seconds, not {short_repr(value)}")
     try:
@@ -43,20 +45,18 @@ def seconds(value: Any, name: str) -> float:
 
 @frozen
 class Variant:
-    """Everything that two prompts must have in common to share KV, apart from their tokens.
+    """Separates prompts with equal tokens: two prompts share KV only if their variants are equal.
 
     Parameters
     ----------
     cache_salt
         A tenant's text: prompts with different salts share no KV.
     lora
-        Name and path of a LoRA adapter.
+        Name and path of the prompt's LoRA adapter.
     tags
         Names and values of anything else that separates prompts.
 
-    Notes
-    -----
-    Immutable, so any number of threads may share it.
+    Notes ----- Immutable, so any number of threads may share one variant.
 
     Examples
     --------
@@ -73,7 +73,9 @@ PLAIN = Variant()
 
 
 def root_of(variant: Variant, namespace: Namespace) -> bytes:
-    """Return the root of the chunk keys of a prompt. Raises UsageError for a variant with parts of other types."""
+    """Return the root of a prompt's chunk keys: a digest that every key depends on. Raises UsageError if a part of the
+    variant has the wrong type.
+    """
     _check(variant)
     tags = {f"tag.{name}": value for name, value in variant.tags.items()}
     return namespace.root(cache_salt=variant.cache_salt, lora=variant.lora, extra=tags)
@@ -91,7 +93,9 @@ def _check(given: object) -> None:
 
 
 class Request:
-    """The `keys` of the whole chunks that `blocks` covers, each of `chunk_size` tokens and `pages` blocks."""
+    """The tokens and `blocks` of a call. `keys`: one key for each whole chunk that `blocks` covers. A chunk has
+    `chunk_size` tokens, in `pages` blocks.
+    """
 
     def __init__(self, chain: KeyChain, blocks: object, chunk_size: int, pages: int) -> None:
         self._chain = chain
@@ -101,8 +105,7 @@ class Request:
         self.keys = chain.keys[: len(self._blocks) // pages]
 
     def chunks_in(self, tokens: object) -> int:
-        """Return how many of the chunks lie within the first `tokens` tokens. Raises UsageError for anything but a
-        count."""
+        """Return how many whole chunks the first `tokens` tokens have. Raises UsageError if `tokens` is not a count."""
         return min(whole(tokens, "skip_tokens", 0) // self._chunk_size, len(self.keys))
 
     def reserve(self, store: TieredStore, first: int, end: int) -> Reservation:
@@ -113,12 +116,12 @@ class Request:
         return store.reserve(keys, parent=self._chain.parent(first), tokens=ids, protect=self.keys)
 
     def copies_to_slots(self, slots: Mapping[ChunkKey, int], first: int, end: int) -> list[ChunkCopy]:
-        """Return the copies that fill these slots. The chunks are some of [first, end)."""
+        """Return the copies from blocks that fill `slots`, whose keys are some of the chunks [first, end)."""
         keys = enumerate(self.keys[first:end], first)
         return [self._copy(slots[key], index) for index, key in keys if key in slots]
 
     def copies_to_blocks(self, slots: Sequence[int], first: int) -> list[ChunkCopy]:
-        """Return the copies from the slots of chunks `first`, `first` + 1, ..."""
+        """Return the copies from `slots` to blocks. `slots`: the slots of the chunks from the index `first` on."""
         return [self._copy(slot, index) for index, slot in enumerate(slots, first)]
 
     def _copy(self, slot: int, index: int) -> ChunkCopy:
@@ -131,11 +134,10 @@ class Request:
 
 @frozen
 class EngineStats:
-    """The result of `Engine.stats`: totals of the engine's calls in tokens, and the state of its store.
+    """The result of `Engine.stats`: totals of the engine's calls in tokens, and the state of the engine's store.
 
-    Notes
-    -----
-    A snapshot, which never changes. `requested_tokens` counts the tokens of all chunks that callers wanted to load.
+    Notes ----- The object never changes. `requested_tokens` counts the tokens of all chunks that callers wanted to
+    load.
     """
 
     stored_tokens: int
@@ -146,7 +148,9 @@ class EngineStats:
 
 @frozen
 class Progress:
-    """The progress of a prefetch: tokens and bytes in any tier, and in host memory now."""
+    """The progress of a prefetch: how many tokens and bytes were found in some tier, and how many are in host memory
+    now.
+    """
 
     found_tokens: int
     ready_tokens: int
@@ -210,15 +214,15 @@ class Prefetch:
         return MappingProxyType({name: count * self._chunk_size for name, count in chunks.items()})
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the prefetch is done, for at most `timeout` seconds. Returns `done`."""
+        """Wait until the prefetch is done, for at most `timeout` seconds. Returns whether the prefetch is done."""
         return self._promotion.wait(timeout)
 
     def cancel(self) -> None:
-        """Stop the prefetch, and let its chunks be evicted. Reads that are running finish. Idempotent."""
+        """Stop the prefetch, and allow the eviction of its chunks. Reads that are running finish. Idempotent."""
         self._promotion.release()
 
     def __await__(self) -> Generator[object, None, int]:
-        """Wait in the running event loop, without blocking a thread. The result is `tokens`."""
+        """Wait for the prefetch in the running event loop, without blocking a thread. The result is `tokens`."""
         loop = asyncio.get_running_loop()
         finished: asyncio.Future[None] = loop.create_future()
 

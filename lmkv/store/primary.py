@@ -94,7 +94,9 @@ class PrimaryTier:
         return max(0, left)
 
     def slots_of(self, share: float, kind: type) -> int:
-        """Return `share` (0 to 1) of the number of slots for keys of type `kind`: 0 for a share of 0, else at least 1."""
+        """Return `share` (0 to 1) of the number of slots for keys of type `kind`: 0 for a share of 0, else at
+        least 1.
+        """
         slots = self.shares[kind].limit if kind in self.shares else self.slab.num_slots
         return max(1, int(slots * share)) if share > 0 else 0
 

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 LIST_BATCH = 1024
 _PAUSE_AFTER, _PAUSE = 64, 5e-5
-"""A listing pauses after each 64 files, for 50 us, so that other threads may run; see `lmkv.store.catalog`."""
+"""Number of files after which a listing pauses, and seconds of the pause, so that other threads may run."""
 _REFUSED = {ENOSPC, EDQUOT, EROFS, EFBIG}
 _MAX_UNREADABLE = 4096
 
@@ -59,15 +59,16 @@ class LocalDiskBackend:
     namespace
         `Namespace.digest`, 32 bytes. Chunks of other namespaces are never served.
     sync
-        "none": a chunk survives the end of the process, but perhaps not a power failure; writing is up to twice as
-        fast. "data": the bytes of a chunk are on the medium before its file gets its name. "full": the name is on the
-        medium as well before `write` returns. Checksums detect damage in any case.
+        "none": a chunk survives the end of the process, but perhaps not a power failure; writing is up to twice as fast
+        as with "data". "data": the bytes of a chunk are on the medium before the chunk's file gets its name. "full":
+        the file's name is on the medium as well before `write` returns. Checksums detect damage in any case.
     direct
         Whether to use O_DIRECT, which bypasses the page cache: "auto" if the file system supports it, "on" always,
         "off" never. Memory that is not aligned to pages always goes through the page cache. The property `direct_io`
         tells whether O_DIRECT is in use.
     min_free
-        Bytes of the file system to leave free. If a chunk would use some of them, its write returns REJECTED.
+        Bytes of the file system to leave free. If fewer bytes would remain free after a write, the write returns
+        REJECTED.
     segment_bytes
         Bytes of payload for each checksum: 1 to 4096 times 4096 bytes.
     chunk_tokens
@@ -75,8 +76,8 @@ class LocalDiskBackend:
     shared
         Whether the store lists the folder repeatedly, to find chunks of other processes.
     authentication_key
-        32 random bytes or more. lmkv then serves only chunks that were written with this key, even if others write to
-        the folder. Use another namespace for each key: chunks of another key count as damaged.
+        A secret of 32 random bytes or more. lmkv then serves only chunks that were written with this secret, even if
+        others write to the folder. Use a separate namespace for each secret: chunks of another secret count as damaged.
     name
         Name of the tier in logs and statistics.
     clock
@@ -85,16 +86,14 @@ class LocalDiskBackend:
     Raises
     ------
     ConfigError
-        An argument is invalid, the key is too short, or `direct="on"` does not work here.
+        An argument is invalid, `authentication_key` is too short, or `direct="on"` does not work below `path`.
     BackendUnavailable
-        `path` cannot be created, or another user may have created it (docs/security.md).
+        `path` cannot be created, or another user may have created this folder (docs/security.md).
 
-    Notes
-    -----
-    Thread-safe; no lock is held during I/O, except for some microseconds. `read` and `write` return a failure of the
-    medium as a value. `contains`, `delete`, `reclaim` and the listings first try every key, and then raise a
-    `BackendError`. Each call tries the medium anew. Only a file with wrong bytes is removed. A file that cannot be read
-    is replaced when its chunk is written again.
+    Notes ----- Thread-safe; no lock is held during I/O, except for some microseconds. `read` and `write` return a
+    failure of the medium as a value. If a key fails, `contains`, `delete`, `reclaim` and the listings first try all
+    other keys, and then raise a `BackendError`. Each call tries the medium again, even after failures. Only a file with
+    wrong bytes is removed. A file that cannot be read is replaced when the same chunk is written again.
 
     Examples
     --------
@@ -148,11 +147,11 @@ class LocalDiskBackend:
         return self._files.direct
 
     def stored_bytes(self, payload_bytes: int) -> int:
-        """Return the size of the file for a payload of this length."""
+        """Return the size in bytes of the file for a payload of `payload_bytes` bytes."""
         return self._files.file_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return whether a file of a possible size exists for each key. A read verifies its bytes."""
+        """Return, for each key, whether a file of a possible size exists. Only `read` verifies the bytes of a file."""
         self._check_keys(keys)
         try:
             with self._folder.entered() as folder:
@@ -192,8 +191,8 @@ class LocalDiskBackend:
             return Written.failed(self._translated(error, "write", chunk.key))
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove the files of these chunks. If some cannot be removed, raise `BackendError` for the first, at the
-        end.
+        """Remove the files of the chunks `keys`. If a file cannot be removed, remove the others and then raise
+        `BackendError`.
         """
         self._check_keys(keys)
         self.reclaim(keys)
@@ -201,7 +200,7 @@ class LocalDiskBackend:
     def reclaim(self, keys: Sequence[ChunkKey]) -> int:
         """Delete chunks of any namespace, and return the number of freed bytes. May raise `BackendError`.
 
-        A key of another namespace begins with that namespace.
+        A key of another namespace consists of the namespace's digest and the chunk's key.
         """
         self._check_open()
         freed, failed = 0, []
@@ -218,7 +217,7 @@ class LocalDiskBackend:
         return freed
 
     def _unlink(self, folder: Folder, name: str) -> int:
-        """Remove a file, and return the bytes that this freed. Raises `OSError`, also when there is none."""
+        """Remove a file, and return the number of freed bytes. Raises `OSError`, for example if the file is missing."""
         nbytes = folder.stat(name).st_size
         # Before the removal. A listing that sets the count in between still counts the file: too much until
         # the next one. The other way round the file would be subtracted twice, and the count be too low.
@@ -233,15 +232,18 @@ class LocalDiskBackend:
         return nbytes
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count bytes that the caller is about to write, and return the bytes of all processes below the root."""
+        """Count `nbytes` bytes that the caller is about to write. Returns the sum of all processes' bytes below the
+        root.
+        """
         return self._usage.reserve_bytes(nbytes)
 
     def release_bytes(self, nbytes: int) -> None:
-        """Subtract bytes that were reserved but not written."""
+        """Subtract `nbytes` bytes that `reserve_bytes` has counted and that were not written."""
         self._usage.release_bytes(nbytes)
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """Yield the chunks of this namespace in batches, least recently used first (to the minute). Opens no file.
+        """Yield the chunks of this namespace in batches, least recently used first (to the minute), without opening
+        files.
 
         Also removes files of impossible sizes and stale temporary files. Raises `BackendError`.
         """
@@ -251,7 +253,7 @@ class LocalDiskBackend:
     def list_all(self) -> Iterator[list[Listed]]:
         """Yield the chunks of all namespaces below the root, as `list_keys` does. Raises `BackendError`.
 
-        Afterwards the count of `reserve_bytes` is the sum of their sizes.
+        At the end of the listing, the sum that `reserve_bytes` returns is set to the sum of the listed sizes.
         """
         self._check_open()
         return self._listing(self._count_all())
@@ -315,7 +317,7 @@ class LocalDiskBackend:
     def _bytes_to_replace(self, chunk: Chunk, folder: Folder, name: str) -> int | None:
         """Return the size of a chunk's unreadable file, 0 if there is no file, or None if the chunk is stored.
 
-        A file of another chunk, or of another length, is removed, because its reads would always fail.
+        If the file has another chunk or another length, it is removed, because each read of it would fail.
         """
         try:
             stored = self._files.header(folder, name, chunk.key).payload_bytes == len(chunk.payload)
@@ -357,7 +359,7 @@ class LocalDiskBackend:
             raise self._translated(error, "open") from error
 
     def _prepare_folder(self) -> bool:
-        """Create the folder of the namespace, if that is possible, and return whether to use O_DIRECT there."""
+        """Create the folder of the namespace if possible, and return whether to use O_DIRECT in this folder."""
         try:
             self._folder.make()
             with self._folder.entered() as folder:
@@ -398,7 +400,7 @@ def _is_damage(error: Exception, folder: Folder, name: str) -> bool:
 
 
 def check_settings(namespace: bytes, sync: str, direct: str, segment_bytes: int) -> None:
-    """Raise ConfigError if one of these arguments is invalid."""
+    """Raise ConfigError if one of the arguments is invalid."""
     if len(namespace) != KEY_BYTES:
         raise ConfigError(f"namespace must have {KEY_BYTES} bytes, not {len(namespace)}")
     if sync not in ("none", "data", "full"):
@@ -412,7 +414,7 @@ def check_settings(namespace: bytes, sync: str, direct: str, segment_bytes: int)
 def clear_namespace(root: str, digest: bytes) -> int:
     """Delete all chunks of a namespace, and return their number. Raises BackendError.
 
-    Engines that are running then miss these chunks.
+    Engines that are running no longer find the deleted chunks.
     """
     backend = LocalDiskBackend(root, digest, direct="off")
     try:

@@ -1,4 +1,4 @@
-"""Writes and reads the files of chunks: a file appears only when it is complete, and is verified when it is read."""
+"""Writes and reads the files of chunks. A file appears only when it is complete, and each read verifies it."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ PIECE = 2 << 20
 """Bytes per system call: enough for a fast disk, and few enough that checksums overlap with other I/O."""
 
 SMALL = 2 * PIECE
-"""Size of the largest payload that is written by one system call, together with its header."""
+"""Size in bytes of the largest payload that one system call writes together with the header."""
 
 
 class WrongLengthError(Exception):
-    """The file is valid, but its payload has another length than the caller expects."""
+    """A valid file has a payload of another length than the caller expects."""
 
 
 @define
 class ChunkFiles:
-    """Writes and reads the files of one namespace. Any number of threads may use it; there are no locks.
+    """Writes and reads the files of one namespace. Any number of threads may use the object, which has no locks.
 
     `direct`: whether to use O_DIRECT for memory that is aligned to pages. `sync`: see `LocalDiskBackend`.
     """
@@ -60,8 +60,8 @@ class ChunkFiles:
     def write(self, chunk: Chunk, folder: Folder, name: str, *, replace: bool = False) -> None:
         """Create the file of a chunk, completely or not at all.
 
-        If the header has no space for all token ids, it records none. Raises `FileExistsError` if there is a file and
-        `replace` is false, and `OSError` if the medium fails.
+        If the header has no space for all token ids, it records none of them. Raises `FileExistsError` if the file
+        exists and `replace` is false, and `OSError` if the medium fails.
         """
         with temporary(folder, self._direct_flag(address_of(chunk.payload))) as (fd, unfinished):
             if len(chunk.payload) <= SMALL:
@@ -100,8 +100,8 @@ class ChunkFiles:
     def read(self, folder: Folder, name: str, key: ChunkKey, into: memoryview) -> None:
         """Fill `into` with the payload of a chunk's file.
 
-        Raises `FormatError` if the file is damaged, `WrongLengthError` if its payload does not have `len(into)` bytes,
-        and `OSError`.
+        Raises `FormatError` if the file is damaged, `WrongLengthError` if the payload does not have `len(into)` bytes,
+        and `OSError` if the medium fails.
         """
         with self._opened(folder, name, address_of(into)) as (fd, status):
             header, done = self._read_start(fd, status.st_size, key, into)
@@ -114,10 +114,10 @@ class ChunkFiles:
                 _copy(piece, part)
 
     def _read_start(self, fd: int, size: int, key: ChunkKey, into: memoryview) -> tuple[Header, int]:
-        """Return the header, and how many bytes of `into` were read together with it and are verified.
+        """Return the header, and how many bytes of `into` were read together with the header and are verified.
 
-        If the file has the size that `write` would give it, one system call reads header and first piece. If the header
-        then has another length, the piece is read again.
+        If the file has the size that `write` would give it, one system call reads the header and the first piece. If
+        the header turns out to have another length than expected, the piece is read again.
         """
         header_bytes, first = self.format.header_bytes(len(into)), into[: self._piece(self.format.segment_bytes)]
         if size == self.file_bytes(len(into)):
@@ -138,14 +138,15 @@ class ChunkFiles:
     def _staged(self, part: memoryview) -> memoryview:
         """Return the memory to read a part into: `part` itself, or with O_DIRECT scratch memory in huge pages.
 
-        A disk fills one huge page faster than 512 scattered small pages. The caller then copies the part.
+        A disk fills one huge page faster than 512 scattered small pages. The caller then copies the bytes from the
+        scratch memory.
         """
         large = HUGE <= len(part) <= 2 * HUGE
         staged = large and has_huge_pages() and self._direct_flag(address_of(part))
         return self._scratch.borrow("piece", len(part)) if staged else part
 
     def _fill(self, fd: int, offset: int, into: memoryview, *before: memoryview) -> None:
-        """Fill `before`, then `into`, from `offset` on.
+        """Fill `before`, then `into`, with the file's bytes from `offset` on.
 
         The end of `into` beyond whole pages goes through scratch memory, because O_DIRECT reads whole pages.
         """
@@ -170,7 +171,7 @@ class ChunkFiles:
 
     @contextlib.contextmanager
     def _opened(self, folder: Folder, name: str, misalignment: int) -> Iterator[tuple[int, os.stat_result]]:
-        """Open a chunk's file for reading, and note its use at the end of the block."""
+        """Open a chunk's file for reading in a `with` block. The end of the block records the use of the file."""
         with folder.opened(name, os.O_RDONLY | self._direct_flag(misalignment)) as fd:
             status = _regular(fd)
             yield fd, status
@@ -180,7 +181,9 @@ class ChunkFiles:
                     os.utime(fd)
 
     def _padded(self, payload: memoryview) -> list[memoryview]:
-        """Return the payload as whole pages: its own memory, and the rest in scratch memory, padded with zeros."""
+        """Return the payload as whole pages: its full pages in place, and the rest in scratch memory, padded with
+        zeros.
+        """
         rest = len(payload) % PAGE
         if not rest:
             return [payload]
@@ -213,13 +216,15 @@ def _regular(fd: int) -> os.stat_result:
 
 
 def _copy(piece: memoryview, part: memoryview) -> None:
-    """Copy a piece that was read into scratch memory. Releases the GIL, unlike an assignment to a memoryview."""
+    """Copy a piece from scratch memory. The copy releases the GIL, unlike an assignment to a memoryview."""
     if piece is not part:
         np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(piece, np.uint8))
 
 
 def _sync_or_remove(folder: Folder, name: str) -> None:
-    """Sync the file's name to the medium. If that fails, remove the file, because a FAILED write must leave none."""
+    """Sync the file's name to the medium. If the sync fails, remove the file, because a FAILED write must leave no
+    file.
+    """
     try:
         folder.sync()
     except OSError:

@@ -1,6 +1,6 @@
 """File I/O without any format: complete reads and writes, temporary files with locks, atomic renames, free space.
 
-All functions release the GIL during system calls, and raise `OSError` if these fail.
+All functions release the GIL during system calls, and raise `OSError` if a system call fails.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def address_of(view: memoryview) -> int:
 
 @cache
 def has_huge_pages() -> bool:
-    """Return whether the kernel gives huge pages of this size to memory that asks for them."""
+    """Return whether the kernel gives huge pages of `HUGE` bytes to memory that asks for huge pages."""
     folder = "/sys/kernel/mm/transparent_hugepage"
     try:
         with open(f"{folder}/enabled") as enabled, open(f"{folder}/hpage_pmd_size") as size:
@@ -81,7 +81,7 @@ class Scratch(threading.local):
 
 
 def _advance(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Return the views that remain after the first `nbytes` were transferred."""
+    """Return the part of `views` that remains after the first `nbytes` bytes were transferred."""
     for index, view in enumerate(views):
         if nbytes < len(view):
             return [view[nbytes:], *views[index + 1 :]]
@@ -112,13 +112,13 @@ def read_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
 
 
 _open: dict[object, Sequence[str]] = {}
-"""Names of files and folders that threads of this process are opening or have open."""
+"""For each `closed_in_children` block that is running, the names of the files and folders that the block has open."""
 
 
 def _close_inherited() -> None:
     """Close the parent's files in a forked child, because open copies would keep locks and deleted files.
 
-    The files are found by name, because a thread may have been in `os.open` during the fork.
+    The function finds the files by name, because a thread may have been in `os.open` during the fork.
     """
     names = {name for opened in _open.values() for name in opened}
     _open.clear()
@@ -134,7 +134,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 @contextlib.contextmanager
 def closed_in_children(*names: str) -> Iterator[None]:
-    """Make a forked child close the files and folders that a block has open."""
+    """Make forked children close the files and folders `names`, which a `with` block has open."""
     this = object()
     _open[this] = names
     try:
@@ -145,7 +145,7 @@ def closed_in_children(*names: str) -> Iterator[None]:
 
 @frozen
 class Folder:
-    """An open folder. Its entries are opened relative to it, so renames of folders above it do not matter.
+    """An open folder. Entries are opened relative to the open folder, so renames of folders above it do not matter.
 
     `path`: the path for messages. `status`: the status of the folder when it was opened.
     """
@@ -156,7 +156,9 @@ class Folder:
 
     @property
     def for_group(self) -> bool:
-        """Whether new entries belong to the folder's group: it is setgid, its group may write, and others may not."""
+        """Whether new entries belong to the folder's group: the folder is setgid, its group may write, and others may
+        not.
+        """
         wanted = stat.S_ISGID | stat.S_IWGRP
         return self.status.st_mode & (wanted | stat.S_IWOTH) == wanted
 
@@ -175,7 +177,7 @@ class Folder:
                 os.close(fd)
 
     def make(self, name: str) -> None:
-        """Create a folder in this one, unless an entry of that name exists."""
+        """Create a folder called `name` in this folder, unless an entry of this name exists."""
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=self.fd)
             if self.for_group:
@@ -213,10 +215,11 @@ class Folder:
 
 @contextlib.contextmanager
 def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
-    """Provide a new file with a unique name, locked while it is written and removed when the block ends.
+    """Provide a new file with a unique name for a `with` block. The file is locked during the block, and removed at its
+    end.
 
-    By the lock, `is_abandoned` knows whether the writer still runs, because the kernel releases the lock when the
-    process ends. Process ids would not tell this, because they are reused, and differ between containers.
+    The lock tells `is_abandoned` whether the writer still runs, because the kernel releases the lock when the process
+    ends. Process ids would not tell whether the writer runs, because ids are reused, and differ between containers.
     """
     name = f".{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
     with folder.opened(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags) as fd:
@@ -232,9 +235,9 @@ def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
 
 
 class OwnFile:
-    """A file that this process keeps locked, so that others know by `is_abandoned` when the process has ended.
+    """A file that this process keeps locked, so that `is_abandoned` tells other processes when this process has ended.
 
-    Forked children close it. Without a call of `remove`, an abandoned file remains.
+    Forked children close the file. Without a call of `remove`, the abandoned file remains.
     """
 
     def __init__(self, fd: int, name: str) -> None:
@@ -276,7 +279,9 @@ class OwnFile:
 
 
 def is_abandoned(folder: Folder, name: str) -> bool:
-    """Return whether the writer of a temporary file has ended, or False if this is unknown."""
+    """Return whether the writer of a temporary file has ended. Returns False if it is unknown whether the writer
+    runs.
+    """
     try:
         # NFS locks only files that are open for writing.
         with folder.opened(name, os.O_RDWR) as fd:
@@ -289,7 +294,7 @@ def is_abandoned(folder: Folder, name: str) -> bool:
 def publish(folder: Folder, unfinished: str, name: str, *, replace: bool = False) -> None:
     """Give a complete file its final name, atomically. Raises `FileExistsError` if the name is taken.
 
-    `replace`: whether to replace an existing file, because it cannot be read.
+    `replace`: whether to replace an existing file, because the existing file cannot be read.
     """
     here = {"src_dir_fd": folder.fd, "dst_dir_fd": folder.fd}
     if replace or not _link(unfinished, name, here):
@@ -327,7 +332,7 @@ def probe_direct(folder: Folder) -> bool:
 
 @define
 class FreeSpace:
-    """Knows the free bytes of a file system, and asks the kernel at most once in `max_age` seconds.
+    """Knows the number of free bytes of a file system, and asks the kernel for it at most once in `max_age` seconds.
 
     Thread-safe: a lock guards the remembered number. A writer asks the kernel while it holds the lock, so that
     concurrent writers ask only once.
@@ -342,8 +347,8 @@ class FreeSpace:
     _lock: threading.Lock = field(factory=threading.Lock, init=False, repr=False)
 
     def claim(self, nbytes: int) -> int:
-        """Claim `nbytes` of the free bytes. If less than `min_free` would remain, claim nothing and return what is
-        missing.
+        """Claim `nbytes` of the free bytes, and return 0. If fewer than `min_free` bytes would remain, claim nothing
+        and return the number of missing bytes.
         """
         if not self.min_free:
             return 0

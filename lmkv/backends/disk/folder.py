@@ -1,7 +1,7 @@
-"""Manages the folders of namespaces below a root folder, their descriptions, and the count of all their bytes.
+"""Manages the folders of namespaces below a root folder, the descriptions of namespaces, and the count of all bytes.
 
-This module opens no payload. Any number of threads and processes may use a folder at the same time. A file that another
-process has just removed counts as absent.
+This module opens no files with payloads. Any number of threads and processes may use a folder at the same time. A file
+that another process has just removed counts as absent.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ChunkFolder:
     """The files of a namespace: `<root>/<namespace>/<first byte of the key>/<key>.kv1`, in lower-case hexadecimal.
 
     Names consist of digests, which can neither collide nor point outside the folder. The root belongs to the operator:
-    if somebody removed it, it is not created again. Everything below belongs to lmkv, and is for its user only, or for
-    the root's group (`Folder.for_group`).
+    if somebody has removed the root, lmkv does not create it again. Everything below the root belongs to lmkv. Only the
+    user of the process may access it, or also the root's group (`Folder.for_group`).
     """
 
     root: Root
@@ -65,8 +65,8 @@ class ChunkFolder:
 
     @contextlib.contextmanager
     def place_of(self, key: ChunkKey) -> Iterator[tuple[Folder, str]]:
-        """Provide the folder of a chunk, and its name there. Raises `FileNotFoundError` if there is no such folder, and
-        `OSError`.
+        """Provide, for a `with` block, the folder of a chunk's file and the file's name in it. Raises
+        `FileNotFoundError` if there is no such folder, and `OSError` if the folder cannot be opened.
         """
         *folders, name = self._names_of(key)
         with self.root.entered(*folders) as folder:
@@ -74,12 +74,12 @@ class ChunkFolder:
 
     @contextlib.contextmanager
     def entered(self, *below: str) -> Iterator[Folder]:
-        """Provide the namespace's folder, or one `below` it. Raises `OSError`."""
+        """Provide, for a `with` block, the namespace's folder, or the folder `below` it. Raises `OSError`."""
         with self.root.entered(self.namespace.hex(), *below) as folder:
             yield folder
 
     def make(self, *below: str) -> None:
-        """Create the namespace's folder, and one `below` it. Raises `OSError` when there is no root."""
+        """Create the namespace's folder, and the folder `below` it. Raises `OSError` if there is no root."""
         self.root.make(self.namespace.hex(), *below)
 
     def make_place_of(self, key: ChunkKey) -> None:
@@ -89,7 +89,7 @@ class ChunkFolder:
     def discard(self, folder: Folder, name: str) -> None:
         """Remove a damaged file, or move an entry that cannot be removed, such as a folder, to `quarantine/`.
 
-        Raises `OSError` if both fail.
+        Raises `OSError` if neither is possible.
         """
         try:
             folder.unlink(name)
@@ -100,7 +100,9 @@ class ChunkFolder:
                 os.rename(name, moved, src_dir_fd=folder.fd, dst_dir_fd=quarantine.fd)
 
     def scan_others(self) -> Iterator[Listed]:
-        """Yield the chunks of other namespaces that this user may delete. Their keys begin with the namespace."""
+        """Yield the chunks of other namespaces that this user may delete. The key of each begins with the namespace's
+        digest.
+        """
         for namespace in namespaces(self.root):
             if namespace != self.namespace:
                 other = ChunkFolder(self.root, namespace)
@@ -152,7 +154,7 @@ def namespaces(root: Root) -> list[bytes]:
 
 @contextlib.contextmanager
 def _absent_if_removed() -> Iterator[None]:
-    """Treat a missing folder, or a file in its place, as an empty folder."""
+    """Treat a missing folder, or a file in place of a folder, as an empty folder."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         yield
 
@@ -189,7 +191,9 @@ def _remove_if_stale(folder: Folder, name: str) -> None:
 
 
 def digests(root: str | Path, beginning: str = "") -> list[bytes]:
-    """Return the digests of namespaces that begin with these hexadecimal digits, sorted. Raises OSError."""
+    """Return, sorted, the digests of the namespaces below `root` that begin with the hexadecimal digits `beginning`.
+    Raises OSError.
+    """
     return sorted(digest for digest in namespaces(Root.checked(root)) if digest.hex().startswith(beginning.lower()))
 
 
@@ -201,7 +205,7 @@ _MAX_DESCRIPTION_BYTES = 1 << 16
 
 
 def describe(root: str, namespace: Namespace) -> None:
-    """Write the description of a namespace into its folder, unless there is one.
+    """Write the description of a namespace into its folder, unless the folder has a description.
 
     Never raises: a medium that cannot store the description may still store chunks.
     """
@@ -256,14 +260,14 @@ _PAUSE = 0.001
 
 @define(eq=False)
 class Usage:
-    """Counts the bytes that all processes use below a root, and all bytes that were ever reserved, in a file there.
+    """Counts, in a file below a root folder, the bytes that all processes use there, and all bytes reserved so far.
 
-    Any number of threads and processes may use it: each change locks the file for about 10 us. If a process is killed
-    between counting and writing, the count is too high until the next listing of the root. A count that cannot be read
-    or changed is 0, and no error.
+    Any number of threads and processes may use the count: each change locks the file for about 10 us. If a process is
+    killed between counting and writing, the count is too high until the next listing of the root. If the count cannot
+    be read or changed, it counts as 0, without an error.
 
-    A listing misses files that are written after it has passed their folder. So each process keeps the number of its
-    reserved, unwritten bytes in a small separate file, which it keeps locked.
+    A listing misses files that are written after the listing has passed their folder. So each process keeps the number
+    of its reserved, unwritten bytes in a small separate file, and keeps this file locked.
     """
 
     root: Root
@@ -274,26 +278,28 @@ class Usage:
     _lock: threading.Lock = field(factory=threading.Lock, init=False, repr=False)
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count bytes that the caller is about to write, and return the bytes in use, these included."""
+        """Count `nbytes` bytes that the caller is about to write, and return the bytes in use, including `nbytes`."""
         # Before they are counted: a listing that begins in between counts them twice, not never.
         self._pend(nbytes)
         return self._change(os.O_CREAT, nbytes, nbytes)
 
     def release_bytes(self, nbytes: int) -> None:
-        """Subtract bytes that were reserved but not written."""
+        """Subtract `nbytes` bytes that were reserved but not written."""
         self.subtract(nbytes)
         self._pend(-nbytes)
 
     def wrote(self, nbytes: int) -> None:
-        """Note that reserved bytes are now in a file."""
+        """Note that `nbytes` reserved bytes are now in a file."""
         self._pend(-nbytes)
 
     def subtract(self, nbytes: int) -> None:
-        """Subtract bytes that were deleted."""
+        """Subtract `nbytes` bytes that were deleted."""
         self._change(0, -nbytes)
 
     def listed_from(self) -> tuple[int, int]:
-        """Return all bytes reserved so far, and how many of them are not written yet, for `set` after a listing."""
+        """Return the number of bytes reserved so far, and how many of these bytes are not written yet, for a later
+        `set`.
+        """
         # In this order: bytes that stop pending in between are in a file, which the listing finds.
         reserved = 0
         with contextlib.suppress(OSError), self._open(0) as fd:
@@ -329,7 +335,7 @@ class Usage:
             self._own.write(_NUMBER.pack(min(self._pending, _MAX_COUNT)))
 
     def _pending_of_all(self) -> int:
-        """Return how many bytes all processes have reserved and not written, and remove the files of ended
+        """Return how many bytes all processes have reserved and not written. Removes the separate files of ended
         processes.
         """
         found = 0
@@ -377,8 +383,8 @@ class Usage:
 
 
 def _lock(fd: int) -> None:
-    """Lock the file. Raises `BlockingIOError` after `_PATIENCE` seconds, because a stopped process may have the
-    lock.
+    """Lock the open file `fd`. Raises `BlockingIOError` after `_PATIENCE` seconds, because a stopped process may have
+    the lock.
     """
     until = time.monotonic() + _PATIENCE
     while True:

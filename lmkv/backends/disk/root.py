@@ -1,8 +1,8 @@
 """The root folder of the disk tier: checks who may have created it, and opens the folders below it.
 
 In a world-writable folder such as /dev/shm another user may create the root first. So a folder that anybody could have
-created must belong to this process's user or to root. The owner of any other folder has chosen its writers, so all
-entries there are trusted.
+created must belong to this process's user or to root. The owner of any other folder has chosen who may write to it, so
+all entries of such a folder are trusted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class NotTrustedError(PermissionError):
-    """Another user may have created a folder, or may write to it."""
+    """Another user may have created a folder, or may write to the folder."""
 
 
 @define
 class Root:
-    """A root folder, which need not exist yet. Thread-safe, without locks.
+    """The root folder of a disk tier. The folder need not exist yet. Thread-safe, without locks.
 
     `trusted`: the ids of trusted users. `medium`: the medium on which the folder must be, if any.
     """
@@ -62,7 +62,7 @@ class Root:
 
     @classmethod
     def made(cls, path: str | os.PathLike[str]) -> Self:
-        """Create the folder, and folders above it, if they are missing. Then return the root as `checked` does.
+        """Create the folder `path`, and missing folders above it. Then return the root as `checked` does.
 
         From then on the folder must stay on its medium.
         """
@@ -77,7 +77,7 @@ class Root:
     def _walk(self) -> os.stat_result:
         """Check the path to the root folder, and return the status of the folder.
 
-        Owners of folders and links on the path are trusted if nobody else could have created these.
+        The owner of a folder or link on the path is trusted if no other user could have created this folder or link.
         """
         at, above, links = "/", os.stat("/"), 0
         self.trusted.add(above.st_uid)
@@ -105,7 +105,7 @@ class Root:
     def check_owner(self, name: str, status: os.stat_result, folder: Folder) -> None:
         """Raise `NotTrustedError` if a user who is not trusted may have put a file into an open folder.
 
-        This includes a hard link to another user's file.
+        The file may also be a hard link to another user's file.
         """
         path = f"{folder.path}/{name}"
         self._check_owner(path, status, folder.status)
@@ -133,16 +133,18 @@ class Root:
 
     @staticmethod
     def _as_shown(folder: Folder) -> os.stat_result:
-        """Return the owner and mode that the file system gives to a private file of this user."""
+        """Return the status, with owner and mode, that the file system shows for a private file of this user."""
         with temporary(folder, 0) as (fd, _):
             return os.fstat(fd)
 
     @contextlib.contextmanager
     def entered(self, *names: str) -> Iterator[Folder]:
-        """Provide the root folder, or the folder with these names below it, opened without following links.
+        """Provide, for a `with` block, the root folder, or the folder `names` below the root, opened without following
+        links.
 
         If another folder has replaced the root, that folder and its path are checked again. Raises `NotTrustedError` if
-        other users may have put it there or may write to it, `MediumError` on another medium, and `OSError`.
+        other users may have created the folder or may write to it. Raises `MediumError` if the folder is on another
+        medium than before, and `OSError` if it cannot be opened.
         """
         paths = [self._real]
         for name in names:
@@ -188,7 +190,9 @@ class Root:
         return folder
 
     def make(self, *names: str) -> None:
-        """Create the folder with these names below the root, and folders above it. Raises `OSError` without a root."""
+        """Create the folder `names` below the root, and missing folders between. Raises `OSError` if there is no
+        root.
+        """
         for depth, name in enumerate(names):
             with self.entered(*names[:depth]) as folder:
                 folder.make(name)

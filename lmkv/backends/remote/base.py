@@ -30,30 +30,29 @@ logger = logging.getLogger(__name__)
 
 @frozen(kw_only=True)
 class RemoteOptions:
-    """Settings of a remote backend. A backend that cannot follow one of them raises ConfigError, or warns about it.
+    """Settings of a remote backend. A backend that cannot follow a setting raises ConfigError, or logs a warning.
 
     Parameters
     ----------
     username, password
         User name and password for a URL that has none.
     renew_password
-        A function that reads the password again from its file, which may change; see `password_now`.
+        A function that reads the password again from the password's file, which may change; see `password_now`.
     prefix
-        The beginning of every name in the store, so that access rules can match it.
+        The beginning of every name that lmkv writes to the store, so that access rules can match these names.
     ttl
-        Seconds after which the store drops a value, or None if it keeps the value until it evicts it.
+        Seconds after which the store drops a value, or None if the store keeps each value until an eviction.
     timeout
-        Seconds to wait for a connection or an answer, plus a second for each 16 MiB of a value.
+        Seconds to wait for a connection or an answer. For a value, one more second for each 16 MiB is added.
     chunk_tokens
         Largest number of token ids that a value records.
     name
         Name of the tier in logs and statistics; by default the backend's module.
     authentication_key
-        32 random bytes or more. The backend then serves only values that were written with the same key.
+        A secret of 32 random bytes or more. The backend then serves only values that were written with the same secret.
 
-    Notes
-    -----
-    Immutable, so any number of threads may share it. `repr` shows neither the password nor the key.
+    Notes ----- Immutable, so any number of threads may share one object. `repr` shows neither the password nor the
+    authentication key.
 
     Examples
     --------
@@ -72,7 +71,7 @@ class RemoteOptions:
     authentication_key: bytes | None = field(default=None, repr=False)
 
     def password_now(self) -> str | None:
-        """Return the password, from its file if there is one. If the file is unreadable, return the first password."""
+        """Return the password, read again if it comes from a file. If the file is unreadable, return `password`."""
         try:
             return self.renew_password() if self.renew_password else self.password
         except (OSError, ValueError):
@@ -102,12 +101,12 @@ def filler(value: memoryview) -> Fill:
 
 @frozen
 class ValueCodec:
-    """Makes and checks the values of one namespace: each is a header and a chunk's payload."""
+    """Makes and checks the values of one namespace. A value consists of a header and a chunk's payload."""
 
     format: ChunkFormat
 
     def value_bytes(self, payload_bytes: int) -> int:
-        """Return the length of the whole value."""
+        """Return the length in bytes of the value for a payload of `payload_bytes` bytes."""
         return self.format.header_bytes(payload_bytes) + payload_bytes
 
     def header_of(self, chunk: Chunk) -> memoryview:
@@ -130,8 +129,8 @@ class ValueCodec:
         return header
 
     def receive(self, key: ChunkKey, nbytes: int, fill: Fill, into: memoryview) -> None:
-        """Fill `into` with the payload of a value of `nbytes` bytes. `fill` reads its next bytes. Raises what `parsed`
-        raises.
+        """Fill `into` with the payload of a value of `nbytes` bytes. `fill` reads the next bytes of the value. Raises
+        `FormatError` if the value is not the chunk `key`.
         """
         header_bytes = self.format.header_bytes(len(into))
         start = memoryview(bytearray(min(nbytes, header_bytes)))
@@ -142,7 +141,9 @@ class ValueCodec:
         self.receive_payload(header, fill, into)
 
     def receive_payload(self, header: Header, fill: Fill, into: memoryview) -> None:
-        """Fill `into` with a payload. `fill` reads its next bytes. Raises `FormatError`."""
+        """Fill `into` with the payload that follows `header`. `fill` reads the payload's next bytes. Raises
+        `FormatError`.
+        """
         for index, at in enumerate(range(0, len(into), header.segment_bytes)):
             segment = into[at : at + header.segment_bytes]
             fill(segment)
@@ -150,7 +151,7 @@ class ValueCodec:
             self.format.verify(header, segment, index)
 
     def unpack(self, key: ChunkKey, value: memoryview, into: memoryview) -> None:
-        """Fill `into` with the payload of a whole value. Raises what `parsed` raises."""
+        """Fill `into` with the payload of a whole value. Raises `FormatError` if the value is not the chunk `key`."""
         self.receive(key, len(value), filler(value), into)
 
 
@@ -158,7 +159,7 @@ class ValueCodec:
 
 
 MIN_BYTES_PER_SECOND = 16 << 20
-"""Lowest speed of a transfer, in bytes per second. A slower transfer fails."""
+"""Lowest speed of a transfer in bytes per second. A slower transfer fails."""
 _MAX_PAGES = 100_000
 QUIET_SECONDS = 60.0
 """Largest number of pages, and of seconds, of a listing without any chunk. A store may have many other names."""
@@ -168,7 +169,9 @@ _MAX_VALUE_BYTES = 1 << 36
 
 
 def split_url(url: str) -> SplitResult:
-    """Return the parts of a URL. The ConfigError never quotes the unparsable part, which may contain a password."""
+    """Return the parts of a URL. Raises a ConfigError that does not quote the invalid part, which may contain a
+    password.
+    """
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -187,23 +190,22 @@ def batches(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 class RemoteBackend(ABC):
-    """Base class of backends that store each chunk as one named value, where other processes and machines find it.
+    """Base class of backends that store each chunk as one named value in a store that other processes and machines
+    share.
 
     Parameters
     ----------
     url
-        The address of the store, which the subclass parses. `repr` shows it without passwords.
+        The address of the store, in the form that the subclass parses. `repr` shows the address without passwords.
     namespace
         32 bytes: a digest of the model, layout and versions. Chunks of other namespaces have other names.
     options
         The settings of remote backends.
 
-    Notes
-    -----
-    Thread-safe; no lock is held during I/O. Other processes change the store, so a tier lists it repeatedly. `read` and
-    `write` return failures as values; `contains` and `delete` raise `BackendError`. If a value is not the chunk that
-    its name says, `read` returns FAILED with a `CorruptChunkError`. lmkv uses nothing of such a value, and never
-    unpickles.
+    Notes ----- Thread-safe; no lock is held during I/O. Other processes change the store, so a tier lists the store's
+    chunks repeatedly. `read` and `write` return failures as values; `contains` and `delete` raise `BackendError`. If a
+    value is not the chunk that its name says, `read` returns FAILED with a `CorruptChunkError`. lmkv uses no byte of
+    such a value. lmkv never unpickles values.
 
     Examples
     --------
@@ -260,11 +262,13 @@ class RemoteBackend(ABC):
         return f"{self._root}/{key.hex()}"
 
     def stored_bytes(self, payload_bytes: int) -> int:
-        """Return the length of the value for a payload of this length."""
+        """Return the length in bytes of the value for a payload of `payload_bytes` bytes."""
         return self.codec.value_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return a bool for each key: whether the store has a value for it. Only `read` verifies the value's bytes."""
+        """Return, for each key, whether the store has a value for the key. Only `read` verifies the bytes of a
+        value.
+        """
         self._check_open()
         names = [self.name_of(key) for key in keys]
         try:
@@ -305,7 +309,9 @@ class RemoteBackend(ABC):
             raise self._translated(error, "delete") from error
 
     def _listing(self, found: Iterator[list[Listed]]) -> Iterator[list[Listed]]:
-        """Yield the pages of a store's listing, up to plausible limits. Raises a `BackendError`."""
+        """Yield the pages of a store's listing. A page is the chunks of one answer. Raises a `BackendError` if the
+        store fails, or if the listing has implausibly many chunks or pages.
+        """
         self._check_open()
         count, until = 0, time.monotonic() + QUIET_SECONDS
         try:
@@ -333,9 +339,7 @@ class RemoteBackend(ABC):
             raise ClosedError(f"backend {self.name!r} is closed")
 
     def _translated(self, error: BaseException, action: str, key: ChunkKey = b"") -> BackendError:
-        """Return the `BackendError` for an error of the client. Raises an error that is not the client's, such as
-        Ctrl-C.
-        """
+        """Return the `BackendError` for an error of the client. Other errors, such as Ctrl-C, are raised again."""
         if isinstance(error, ClosedError):
             raise error
         if not isinstance(error, Exception):
@@ -353,15 +357,19 @@ class RemoteBackend(ABC):
 
     @abstractmethod
     def _exist(self, names: Sequence[str]) -> list[bool]:
-        """Return whether there is a value of each name, in as few round trips as the store allows."""
+        """Return, for each name, whether the store has a value, in as few round trips as the store allows."""
 
     @abstractmethod
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
-        """Fill `into` with the payload of a value, checked by `codec`. Returns False if there is no value."""
+        """Fill `into` with the payload of the value called `name`, checked by `codec`. Returns False if there is no
+        value.
+        """
 
     @abstractmethod
     def _put(self, name: str, chunk: Chunk) -> Written:
-        """Store a value completely or not at all. If the name has a value, keep that and return PRESENT."""
+        """Store a value completely or not at all. If the name has a value already, keep this value and return
+        PRESENT.
+        """
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> None:
@@ -373,7 +381,9 @@ class RemoteBackend(ABC):
 
     @abstractmethod
     def _is_unavailable(self, error: Exception) -> bool:
-        """Return whether the error means that the whole store is unavailable: it does not answer, or refuses lmkv."""
+        """Return whether the error means that the whole store is unavailable: the store does not answer, or refuses
+        lmkv.
+        """
 
 
 class HostPortBackend(RemoteBackend):
@@ -391,7 +401,7 @@ class HostPortBackend(RemoteBackend):
             logger.warning("lmkv: the store at %s does not support %s; lmkv ignores the value", self._safe_url, names)
 
     def _parse_url(self, url: str) -> dict[str, Any]:
-        """Return the host, port and options of the query."""
+        """Return the host and the port of a URL, and the options in its query."""
         parts = split_url(url)
         given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
         if unknown := sorted(given.keys() - self.known.keys()):

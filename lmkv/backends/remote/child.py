@@ -24,9 +24,11 @@ from typing import Any
 from lmkv.errors import outside
 
 ROOM, SLAB = 0, 1
-"""Indexes of the memories: the buffer between the processes, and the parent's slab if it is registered."""
+"""Indexes of the shared memories: the buffer between parent and child, and the parent's slab if the slab is
+registered.
+"""
 Part = tuple[int, int, int]
-"""A run of a value's bytes: index of the memory, offset, length."""
+"""A run of a value's bytes in shared memory: the index of the memory, and the run's offset and length in bytes."""
 MAX_MESSAGE_BYTES = 1 << 17
 """Size of the largest message, which fits into the buffer of a socket."""
 

@@ -3,9 +3,10 @@
 This module implements the server's protocol itself, because InfiniStore's client waits forever for a missing value, and
 crashes together with its server. Bytes are copied directly between the caller's memory and the socket.
 
-A chunk is two values: its payload under a random name, then an entry under the chunk's own name, with that random name
-and the header. The server reports a value as soon as its first byte arrives, and crashes if the value is read or
-deleted before its last byte. So the payload's name stays secret until the payload is complete.
+The server stores a chunk as two values. First comes the payload, under a random name. Then comes an entry under the
+chunk's name, which contains the header and the random name. The server reports a value as soon as its first byte
+arrives, and crashes if the value is read or deleted before its last byte. So the payload's name stays secret until the
+payload is complete.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ class Connection:
         self.in_step = True
         """Whether the next byte begins a new answer."""
         self.is_behind = False
-        """Whether the rest of a value, or its length, has not arrived yet."""
+        """Whether a value's length, or the rest of a value, has not arrived yet."""
         self._left = 0
         self._answer = bytearray()
 
     def ask(self, names: Sequence[str]) -> None:
-        """Ask which of these names exist; `found` reads the answers."""
+        """Ask which of `names` exist. `found` reads the answers."""
         self._send([b"".join(_request(_EXIST, name.encode()) for name in names)])
 
     def found(self, count: int) -> list[bool]:
@@ -74,7 +75,9 @@ class Connection:
         return [absent == 0 for _, absent in answers]
 
     def get(self, name: str) -> int | None:
-        """Return the length of a value, which `fill` reads next, or None if there is no value."""
+        """Return the length in bytes of the value called `name`, or None if there is no value. `fill` then reads the
+        value.
+        """
         self._send([_request(_VALUE, _value_request(name, 0, _GET))])
         self.is_behind = True
         return self._length()
@@ -97,7 +100,7 @@ class Connection:
             self._answer += some[: self._receive(memoryview(some))]
 
     def fill(self, view: memoryview) -> None:
-        """Fill `view` with the next bytes of the value."""
+        """Fill `view` with the next bytes of the value that `get` has found."""
         while len(view):
             received = self._receive(view)
             view = view[received:]
@@ -152,7 +155,7 @@ class Connection:
         return read
 
     def _receive(self, view: memoryview) -> int:
-        """Read some bytes into `view`, and return how many."""
+        """Read some bytes into `view`, and return the number of bytes."""
         self._socket.settimeout(_remaining(self.deadline))
         # The server's next packet may wait for an acknowledgement, which Linux delays by 40 ms.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
@@ -236,18 +239,16 @@ class InfiniStoreBackend(HostPortBackend):
     namespace
         32 bytes: a digest of the model, layout and versions.
     options
-        The settings of remote backends. InfiniStore has no `username`, `password` and `ttl`.
+        The settings of remote backends. `username`, `password` and `ttl` do not work with InfiniStore.
 
     Raises
     ------
     ConfigError
         The URL has no port, or an unknown option.
 
-    Notes
-    -----
-    Thread-safe. The backend connects at the first call, and each call has a connection for itself. InfiniStore replaces
-    existing values, so a write first looks its name up. If two engines store a chunk at the same moment, both write the
-    same bytes.
+    Notes ----- Thread-safe. The backend connects at the first call, and concurrent calls use separate connections.
+    InfiniStore replaces existing values, so a write first checks whether its name has a value. If two engines store a
+    chunk at the same moment, both write the same bytes.
 
     Examples
     --------
@@ -360,7 +361,9 @@ class InfiniStoreBackend(HostPortBackend):
     # -- connections --------------------------------------------------------------------------------------
 
     def _call(self, work: Callable[[Connection], T], moving: int = 0) -> T:
-        """Return the result of `work` with a connection, or with a new one if the server had closed the first."""
+        """Call `work` with a connection, and return the result. If the server has closed this connection, use a new
+        connection.
+        """
         deadline = time.monotonic() + self.options.timeout + moving / MIN_BYTES_PER_SECOND
         if connection := self._taken():
             with suppress(ConnectionError):
@@ -396,7 +399,9 @@ class InfiniStoreBackend(HostPortBackend):
         return self._pick(lambda each: each.in_step and each.value_ended_at < self._answered_at)
 
     def _pick(self, fits: Callable[[Connection], bool]) -> Connection | None:
-        """Return the most recently used connection that fits, because its TCP window is open."""
+        """Return the most recently used connection for which `fits` returns True. The TCP window of such a connection
+        is open.
+        """
         with self._lock:
             found = next(filter(fits, reversed(self._idle)), None)
             if found is not None:

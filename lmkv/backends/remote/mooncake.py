@@ -34,29 +34,27 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
     Parameters
     ----------
     url
-        `mooncake://host:port/` with the address of the store's master; LMCache's `mooncakestore://` works as well. Its
-        query may set `segment_size`, the bytes of this host that become part of the store (default 0),
-        `local_hostname` (default: this host's address towards the master), `protocol` (`tcp` or `rdma`),
-        `device_name`, `metadata_server` (default `P2PHANDSHAKE`), `local_buffer_size` (bytes, default 0), `clients`,
-        the number of client processes (default 2), and `zero_copy` (default 1; 0: do not register host memory).
+        `mooncake://host:port/` with the address of the store's master; LMCache's `mooncakestore://` works as well. The
+        query of the URL may set `segment_size`, the bytes of this host that become part of the store (default 0),
+        `local_hostname` (default: this host's address towards the master), `protocol` (`tcp` or `rdma`), `device_name`,
+        `metadata_server` (default `P2PHANDSHAKE`), `local_buffer_size` (bytes, default 0), `clients`, the number of
+        client processes (default 2), and `zero_copy` (default 1; 0: do not register host memory).
     namespace
         32 bytes: a digest of the model, layout and versions.
     options
-        The settings of remote backends. Mooncake has no `username`, `password` and `ttl`.
+        The settings of remote backends. `username`, `password` and `ttl` do not work with Mooncake.
 
     Raises
     ------
     ConfigError
         mooncake-transfer-engine is not installed, or the URL has no port or an unknown option.
 
-    Notes
-    -----
-    The backend connects at the first call. Mooncake's client runs in separate processes, because its `setup` holds the
-    GIL for half a minute if the master does not answer, and a read from a dead host takes equally long. Host memory is
-    registered with the client, so that it transfers values without a copy. After a failed read, lmkv ends the client's
-    process, so that late bytes cannot reach a slot that another chunk uses by then. Anybody who reaches the client's
-    port can read and write registered memory. Over TCP, `drop_inbound` drops all packets to this port. Over RDMA, host
-    memory is not registered if an `authentication_key` is set.
+    Notes ----- The backend connects at the first call. Mooncake's client runs in separate processes, because the
+    client's `setup` holds the GIL for half a minute if the master does not answer. A read from a dead host takes
+    equally long. Host memory is registered with the client, so that values are transferred without a copy. After a
+    failed read, lmkv ends the client's process, so that late bytes cannot reach a slot that another chunk uses by then.
+    Anybody who reaches the client's port can read and write registered memory. Over TCP, `drop_inbound` drops all
+    packets to this port. Over RDMA, host memory is not registered if an `authentication_key` is set.
 
     Examples
     --------
@@ -159,7 +157,9 @@ class StoreClient:
         return [bool(_checked(found, "is_exist")) for found in self._store.batch_is_exist(names)]
 
     def get(self, name: str, parts: Sequence[Part]) -> int | None:
-        """Fill these parts with a value if its length fits, and return its length, or None if there is no value."""
+        """Fill the memory `parts` with a value if the value's length fits. Returns this length in bytes, or None
+        without a value.
+        """
         self.connect()
         addresses, sizes = self._located(parts)
         (code,) = self._store.batch_get_into_multi_buffers([name], [addresses], [sizes])
@@ -175,8 +175,8 @@ class StoreClient:
     def put(self, name: str, parts: Sequence[Part]) -> str:
         """Store these parts as one value.
 
-        It uses a session, which fails at once if another client is writing a value of this name. A plain put would
-        report success in that case.
+        The write uses a Mooncake session, which fails at once if another client is writing a value of this name. A
+        plain put of Mooncake would report success in that case.
         """
         self.connect()
         addresses, sizes = self._located(parts)
@@ -195,7 +195,9 @@ class StoreClient:
         return "stored"
 
     def remove(self, names: Sequence[str]) -> int:
-        """Delete values, even while others read them, and return how many. Readers verify every byte."""
+        """Delete values, even while other processes read them, and return the number of deleted values. Readers verify
+        every byte.
+        """
         self.connect()
         for code in self._store.batch_remove(names, True):
             if code not in _ABSENT:
@@ -220,9 +222,9 @@ _SO_ATTACH_FILTER = 26
 _KEEP_NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
 """The classic BPF instruction that keeps 0 bytes of each packet."""
 _PROGRAM = struct.pack("HP", 1, ctypes.addressof(_KEEP_NOTHING))
-"""A BPF program of that instruction."""
+"""A BPF program that consists of the instruction `_KEEP_NOTHING`."""
 _UNACKED = struct.Struct("24xI")
-"""The place in a listening socket's `tcp_info` of the number of connections that are not yet accepted."""
+"""The format of a listening socket's `tcp_info`, from which it reads the number of connections not yet accepted."""
 _LIMIT = 1.0
 """Seconds that the client has to accept earlier connections."""
 
@@ -230,7 +232,7 @@ _LIMIT = 1.0
 def drop_inbound() -> None:
     """Make the kernel drop all packets to the ports on which this process listens. Linux only.
 
-    Connections that the client makes itself continue to work. Raises ConnectionError while a caller is connected but
+    Connections that this process makes itself continue to work. Raises ConnectionError while a caller is connected but
     not accepted, because such a connection cannot be filtered.
     """
     deadline = time.monotonic() + _LIMIT
@@ -243,7 +245,9 @@ def drop_inbound() -> None:
 
 
 def _drop_once() -> int:
-    """Filter listening sockets and their connections, and return the number of connections not yet accepted."""
+    """Attach the filter to listening sockets and their connections. Returns the number of connections not yet
+    accepted.
+    """
     with _sockets() as sockets:
         listening = [each for each in sockets if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
         ports = {each.getsockname()[1] for each in listening}

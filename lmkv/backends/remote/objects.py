@@ -1,6 +1,6 @@
 """`ObjectStoreBackend`: stores chunks as objects in S3, Google Cloud Storage or Azure, or as files in a folder.
 
-The library obstore signs requests, connects and retries. It allocates as many bytes as an answer promises, and its
+The library obstore signs requests, connects and retries. obstore allocates as many bytes as an answer promises, and its
 process ends if there is not enough memory. So `StoreClient` runs obstore in a child process.
 """
 
@@ -42,7 +42,7 @@ _STORES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     "gs": (GCSStore, ()),
     "az": (AzureStore, ("account_name", "account_key")),
 }
-"""For each scheme the class of obstore, and its options for a name and a password."""
+"""For each scheme, the class of obstore, and the names of its options for a user name and a password."""
 
 _MAX_CERTIFICATES = 16 << 20
 _ENDPOINT = re.compile(
@@ -55,11 +55,11 @@ _BATCH_NAMES = 1000
 _LOOK_SECONDS = 0.1
 """Seconds that a call waits for the next page of a listing."""
 _ERROR_CHARACTERS = 10_000
-"""Number of characters to read of an error."""
+"""Largest number of characters of an error's text to read."""
 _NO_SPACE = ("(os error 28)", "(os error 122)")
 _UNCONDITIONAL = ("501 Not Implemented", "NotImplemented", "400 Bad Request")
 _MAX_BYTES = 4 << 30
-"""Largest number of bytes of memory for this process, no matter how many an answer promises."""
+"""Largest number of bytes of memory for this process, no matter how many bytes an answer promises."""
 
 
 class ObjectStoreBackend(SubprocessBackend):
@@ -68,9 +68,9 @@ class ObjectStoreBackend(SubprocessBackend):
     Parameters
     ----------
     url
-        `s3://bucket/path`, `gs://bucket/path`, `az://container/path` or `file:///folder`. Its query may have options
-        of obstore, such as `?endpoint=http://localhost:9000&region=eu-west-1`, and two of lmkv: `ssl_ca_certs`, a file
-        with the certificates of a private authority, and `clients`, the number of processes that transfer values
+        `s3://bucket/path`, `gs://bucket/path`, `az://container/path` or `file:///folder`. The query of the URL may have
+        options of obstore, such as `?endpoint=http://localhost:9000&region=eu-west-1`, and two of lmkv: `ssl_ca_certs`,
+        a file with the certificates of a private authority, and `clients`, the number of processes that transfer values
         (default 4).
     namespace
         32 bytes: a digest of the model, layout and versions.
@@ -78,20 +78,19 @@ class ObjectStoreBackend(SubprocessBackend):
         The settings of remote backends. `username` and `password` are the access key id and secret access key of S3, or
         the account name and account key of Azure. Without them, obstore reads environment variables such as
         `AWS_ACCESS_KEY_ID`, and then uses the machine's identity. A `ttl` is refused, because only a lifecycle rule of
-        the bucket can expire objects. A request that fails before its `timeout` is repeated once, if that is safe.
+        the bucket can expire objects. A request that fails before its `timeout` is repeated once, if a repetition is
+        safe.
 
     Raises
     ------
     ConfigError
         The URL or an option is invalid, or there is a `ttl`.
 
-    Notes
-    -----
-    Thread-safe. The backend connects at the first call. obstore runs in separate processes, because a server's wrong
-    answer can crash its process. Each value is written by one request, completely or not at all, and only if its name
-    is free (`If-None-Match`). A store that ignores this condition keeps the last of several concurrent writes. If a
-    store refuses the condition, add `conditional_put=disabled` to the URL. No repr and no message shows keys, tokens or
-    signatures.
+    Notes ----- Thread-safe. The backend connects at the first call. obstore runs in separate processes, because a
+    server's wrong answer can crash obstore. Each value is written by one request, completely or not at all, and only if
+    no object has its name (`If-None-Match`). A store that ignores this condition keeps the last of several concurrent
+    writes. If a store refuses the condition, add `conditional_put=disabled` to the URL. No repr and no message shows
+    keys, tokens or signatures.
 
     Examples
     --------
@@ -166,9 +165,7 @@ class ObjectStoreBackend(SubprocessBackend):
 
 
 class StoreClient:
-    """Runs obstore in the child process, for the URL of an `ObjectStoreBackend` in the parent, which makes the
-    calls.
-    """
+    """Runs obstore in the child process. An `ObjectStoreBackend` in the parent process makes the calls."""
 
     unavailable: ClassVar[tuple[type[Exception], ...]] = (
         exceptions.GenericError,
@@ -216,7 +213,7 @@ class StoreClient:
         return [memoryview(self._memories[memory].view)[at : at + nbytes] for memory, at, nbytes in parts]
 
     def _is_other(self, name: str) -> bool:
-        """Return whether a name in the folder is not a file. It may be a pipe, and opening it would wait for its
+        """Return whether a name in the folder is no file. For example, opening a pipe would wait for the pipe's
         writer.
         """
         with suppress(OSError):
@@ -234,9 +231,9 @@ class StoreClient:
         return True
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Return a bool for each name: whether there is an object.
+        """Return, for each name, whether the store has an object of this name.
 
-        If a request fails, its object counts as absent, unless all requests fail.
+        If a request fails, its object counts as absent. If all requests fail, the error is raised.
         """
         store = self._store()
         asked = [self._threads.submit(self._exists, store, name) for name in names]
@@ -249,7 +246,9 @@ class StoreClient:
         return [each.done() and not each.cancelled() and not each.exception() and each.result() for each in asked]
 
     def get(self, name: str, parts: Sequence[Part]) -> int | None:
-        """Fill these parts with an object if its length fits, and return its length, or None if there is no object."""
+        """Fill the memory `parts` with an object if the object's length fits. Returns this length in bytes, or None
+        without an object.
+        """
         nbytes = sum(part[2] for part in parts)
         if self._is_other(name):
             return 0
@@ -265,7 +264,7 @@ class StoreClient:
         return int(found.meta["size"])
 
     def put(self, name: str, parts: Sequence[Part]) -> str:
-        """Store these parts as one object."""
+        """Store the bytes in the memory `parts` as one object."""
         # Look it up first, so that an existing object is not sent.
         if self._exists(self._store(), name):
             return "present"
@@ -285,7 +284,9 @@ class StoreClient:
         return "stored"
 
     def remove(self, names: Sequence[str]) -> int:
-        """Delete objects in their order, until the time is over, and return how many. Absent ones count, too."""
+        """Delete the objects `names` in this order, until the time is over. Returns how many are deleted or were
+        absent.
+        """
         until = time.monotonic() + self._timeout
         if self._deletes_many:
             try:
@@ -312,7 +313,7 @@ class StoreClient:
         self._listings[number] = _Listing(self._store(), root, self._loop)
 
     def next_page(self, number: int) -> list[tuple[str, int]] | None:
-        """Return the keys (in hexadecimal) and lengths of the next chunks of a listing.
+        """Return the keys (in hexadecimal) and lengths in bytes of the next chunks of the listing `number`.
 
         Returns an empty list if the store has not answered in time, and None at the end of the listing.
         """
@@ -361,7 +362,7 @@ def _remove(store: Any, name: str) -> None:
 
 
 def folder_of(url: str) -> str:
-    """Return the folder of a `file:` URL; empty for others."""
+    """Return the folder of a `file:` URL, or "" for another URL."""
     parts = split_url(url)
     return unquote(parts.path) if parts.scheme == "file" else ""
 
@@ -375,7 +376,9 @@ def _certificates(path: str) -> bytes:
 
 
 def check(root: str, *place: Any) -> None:
-    """Raise ValueError or OSError if no store can be opened at this place, or if `root` cannot be part of a name."""
+    """Raise ValueError or OSError if no store can be opened with the arguments `place`, or if `root` cannot be part of
+    a name.
+    """
     try:
         obstore.list(opened(*place, makes_folder=True), root)
     except exceptions.BaseError as error:
@@ -383,15 +386,15 @@ def check(root: str, *place: Any) -> None:
 
 
 def _places(options: Mapping[str, str]) -> dict[str, str]:
-    """Return those options and environment variables that name a file which exists."""
+    """Return the options and environment variables that name an existing file."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))}
     named = {**variables, **options}.items()
     return {name: each for name, each in named if "/" in each and "://" not in each and os.path.exists(each)}
 
 
 def _check_files(options: Mapping[str, str]) -> None:
-    """Raise an error for a path that is no file, because obstore would read it without an end, and block all
-    threads.
+    """Raise an error for an option whose path is no regular file. obstore would read a pipe or device forever, and
+    block all threads.
     """
     for name, place in _places(options).items():
         if not os.path.isfile(place):

@@ -1,7 +1,7 @@
 """`RedisBackend`: stores chunks as values in Redis or Valkey, on one server or in a cluster.
 
-The library redis-py connects, authenticates, routes and retries. The bytes of a value bypass its parser, and are copied
-directly between the caller's memory and the socket.
+The library redis-py connects, authenticates, routes and retries. The bytes of a value bypass redis-py's parser: they
+are copied directly between the caller's memory and the socket.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NOT_YOU = (
     exceptions.BusyLoadingError,
     exceptions.AuthenticationError,
 )
-"""Errors of a server that has perhaps been replaced at this address."""
+"""Errors after which the client connects again, because another server may have taken the address."""
 _LAST_WORDS = 0.1
 """Seconds to wait for a server's last answer before it closed a connection."""
 _TOO_LARGE = "invalid bulk length"
@@ -57,14 +57,13 @@ class RedisBackend(RemoteBackend):
     url
         `redis://[user[:password]@]host[:port][/db]`; `rediss://` for TLS; `unix:///path/to/socket`;
         `redis+cluster://host[:port][,host[:port]...]` or `rediss+cluster://` for a cluster, with the addresses of some
-        of its nodes; or
-        `redis+sentinel://host[:port][,host[:port]...]/service[/db]` for the master of a service that sentinels watch.
-        `valkey` may replace `redis` in each of these. The query may have options of redis-py, such as
-        `?ssl_ca_certs=/path/ca.pem`.
+        nodes; or `redis+sentinel://host[:port][,host[:port]...]/service[/db]` for the master of a service that
+        sentinels watch. `valkey` may replace `redis` in each of these forms. The query may have options of redis-py,
+        such as `?ssl_ca_certs=/path/ca.pem`.
     namespace
         32 bytes: a digest of the model, layout and versions.
     options
-        The settings of remote backends. redis-py repeats a failed command once, if that is safe.
+        The settings of remote backends. redis-py repeats a failed command once, if a repetition is safe.
 
     Raises
     ------
@@ -132,7 +131,9 @@ class RedisBackend(RemoteBackend):
                 seen.add(cursor)
 
     def _sized(self, names: Sequence[str], known: dict[ChunkKey, int]) -> list[Listed]:
-        """Return the chunks of these names. Only unknown lengths are requested, because a request counts as a use."""
+        """Return the chunks called `names`, with their lengths. Only lengths that `known` lacks are requested, because
+        a request counts as a use.
+        """
         # SCAN may give a name twice.
         names_of = {bytes.fromhex(name[-2 * KEY_BYTES :]): name for name in names}
         sizes = {key: known.get(key) or self._sizes.get(key, 0) for key in names_of}
@@ -163,7 +164,7 @@ class RedisBackend(RemoteBackend):
     ) -> list[Any]:
         """Return the answer or error of one command for each name.
 
-        `untouched`: whether the commands should not count as uses, if the server supports that.
+        `untouched`: whether the commands should not count as uses of the values, if the server supports this.
         """
         answers: list[Any] = []
         switches = untouched and not self._is_cluster
@@ -297,10 +298,11 @@ class RedisBackend(RemoteBackend):
         return [] if client is None else [client.connection_pool]
 
     def _routed(self, name: str, work: Callable[[Any], T], slow: float = 0.0) -> T:
-        """Return the result of `work` with a connection to the server that has the name, after redirections of a
-        cluster.
+        """Call `work` with a connection to the server that has the name, after redirections of a cluster. Returns the
+        result.
 
-        `work` is one command, because ASKING holds only for one. `slow`: seconds that its value may take in addition.
+        `work` sends one command, because a redirection by ASKING is valid for one command. `slow`: seconds that the
+        command's value may take in addition to the timeout.
         """
         with self._turns.turn(self.options.timeout + slow):
             return self._follow(self._connected(), name, work)
@@ -365,9 +367,7 @@ open_url = RedisBackend
 
 
 class _Turns:
-    """Allows at most `most` calls at a time. Other calls wait as long as calls keep ending within `patience`
-    seconds.
-    """
+    """Allows at most `most` calls at a time. A waiting call fails if no other call ends within `patience` seconds."""
 
     def __init__(self, most: int, patience: float) -> None:
         self._free, self._patience = most, patience
@@ -375,7 +375,9 @@ class _Turns:
 
     @contextmanager
     def turn(self, seconds: float = 0.0) -> Iterator[None]:
-        """Run the block as one of the calls. `seconds`: how long it may take; the longest call decides the patience."""
+        """Run a `with` block as one of the calls. `seconds`: how long the block may take; if longer, this becomes the
+        patience of all calls.
+        """
         with self._changed:
             self._patience = max(self._patience, seconds)
             while not self._free:
@@ -391,7 +393,7 @@ class _Turns:
 
 
 def _send(connection: Any, pieces: Iterable[bytes | memoryview]) -> None:
-    """Send a value. If the server closes the connection, raise its last answer."""
+    """Send a value. If the server closes the connection, raise the last error that the server answered."""
     connection.check_health()
     try:
         for piece in pieces:
@@ -403,7 +405,7 @@ def _send(connection: Any, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def _last_words(connection: Any) -> Exception | None:
-    """Return the server's last answer before it closed the connection, or None if that is no error."""
+    """Return the error that the server answered before it closed the connection, or None if there is no such error."""
     with suppress(OSError, exceptions.RedisError), within(_LAST_WORDS):
         answer = connection._parser.read_response()
         return answer if isinstance(answer, exceptions.ResponseError) else None
@@ -411,7 +413,9 @@ def _last_words(connection: Any) -> Exception | None:
 
 
 def _number(answer: Any) -> int:
-    """Return the number in an answer. Raises the answer if it is an error, and InvalidResponse if it is no number."""
+    """Return the number in an answer. An answer that is an error is raised. Another answer without a number raises
+    InvalidResponse.
+    """
     if isinstance(answer, Exception):
         raise answer
     if not isinstance(answer, int):

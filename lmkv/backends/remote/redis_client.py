@@ -1,8 +1,8 @@
 """The client of Redis or Valkey: `RedisURL` checks a URL at the start, and `Answers` parses answers within limits.
 
-The limits of time and bytes also hold if the program at the address is no Redis server. redis-py's own parsers allocate
-any announced size, and hiredis holds the GIL while it parses. `Answers` parses the bytes that have arrived, and lets
-other threads run in between.
+The limits of time and bytes also hold if the program at the server's address is not Redis. redis-py's own parsers
+allocate any announced size, and hiredis holds the GIL while it parses. `Answers` parses the bytes that have arrived,
+and lets other threads run in between.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ MAX_NODES = 1024
 
 @define
 class _Budget:
-    """The time, bytes and items that answers to a call may still take. Values in the caller's memory do not count."""
+    """The time, the bytes and the items that the answers to a call may still take. Values that are read into the
+    caller's memory do not count.
+    """
 
     deadline: float
     nbytes: int = _MAX_BYTES
@@ -69,7 +71,7 @@ _limit = _Limit()
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit the time of all answers to this thread within the block, and the sum of their bytes and items."""
+    """Limit all answers to this thread within a `with` block: their time, and the sums of their bytes and items."""
     before, _limit.budget = _limit.budget, _Budget(time.monotonic() + seconds)
     try:
         yield
@@ -78,7 +80,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 class Answers:
-    """A parser for redis-py: reads the answers on one connection, for one thread at a time."""
+    """A parser for redis-py, which reads the answers on one connection, for one thread at a time."""
 
     EXCEPTION_CLASSES = _RESP2Parser.EXCEPTION_CLASSES
     parse_error = _RESP2Parser.parse_error
@@ -112,7 +114,7 @@ class Answers:
         return bool(self._ahead)
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
-        """Return the next answer: bytes, a number, None, an error, or a list of these."""
+        """Return the next answer: bytes, a number, None, an error, or a list of answers."""
         with self._bounded():
             return self._answer(_MAX_DEPTH)
 
@@ -148,7 +150,8 @@ class Answers:
         return error
 
     def length(self) -> int | None:
-        """Return the length of a value, which `fill` reads next, or None if there is no value.
+        """Return the length in bytes of the value that the server answers, or None if there is no value. `fill` then
+        reads it.
 
         Raises an error that the server answers.
         """
@@ -234,8 +237,8 @@ class OneSentinel(Redis):
 
 
 class NodeAnswers(Answers):
-    """A parser for answers of a cluster's node, which checks slots, because redis-py makes a client for each named
-    node.
+    """A parser for answers of a cluster's node. The parser checks the slots, because redis-py makes a client for each
+    node that an answer names.
     """
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
@@ -246,7 +249,7 @@ class NodeAnswers(Answers):
 
 
 def _check_slots(answer: Sequence[Any]) -> None:
-    """Raise InvalidResponse if no cluster can have these ranges of slots."""
+    """Raise InvalidResponse if no cluster can have the ranges of slots in `answer`."""
     slots, nodes = 0, set[str]()
     for each in answer:
         # As redis-py reads them: numbers may be texts. Other lists begin with other things.
@@ -261,7 +264,7 @@ def _check_slots(answer: Sequence[Any]) -> None:
 class Cluster(RedisCluster):
     """redis-py's client of a cluster with lmkv's parser, and with a `close` that closes all connections.
 
-    redis-py's own `close` leaves connections open: those of a client that could not be made, and those to former nodes.
+    redis-py's own `close` leaves connections open: those to former nodes, and those of a client whose setup failed.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -304,14 +307,16 @@ _PLAIN = {"valkey": "redis", "valkeys": "rediss"}
 _PORT, _SENTINEL_PORT = 6379, 26379
 _ADDRESS = {"ip", "port"}
 _SERVICE_VARIABLE = "REDIS_SERVICE_NAME"
-"""The variable with LMCache's name of the service, which is not in its URLs."""
+"""The environment variable in which LMCache expects the name of the service, because LMCache's URLs do not contain the
+name.
+"""
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _TLS = {*_FILES, "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs", "ssl_check_hostname", "ssl_ciphers", "ssl_min_version"}
 _TLS |= {"ssl_password", "ssl_include_verify_flags", "ssl_exclude_verify_flags"}
 _OPTIONS = {"client_name", "db", "health_check_interval", "max_connections", "password", "socket_connect_timeout"}
 _OPTIONS |= {"socket_keepalive", "socket_read_size", "socket_timeout", "username", *_TLS}
 _SENTINEL_OPTIONS = {"service_name", "sentinel_username", "sentinel_password"}
-"""The options of redis-py that a URL may have. Others fail only in use, or would change names or answers."""
+"""The options of redis-py that a sentinel's URL may have in addition to those of other URLs."""
 _LONGEST = 1e6
 _NO_DATABASE = "the database must be a number, such as /0; use remote_prefix for a name"
 
@@ -467,7 +472,9 @@ class RedisURL:
 
 
 class _Renewed:
-    """A provider of credentials for redis-py, which reads the password from its file each time."""
+    """A provider of credentials for redis-py. For each connection, it reads the password from the password's file
+    again.
+    """
 
     def __init__(self, options: RemoteOptions, username: str | None) -> None:
         self._options, self._username = options, username

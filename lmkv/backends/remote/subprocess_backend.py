@@ -1,8 +1,8 @@
 """`SubprocessBackend`: the base class for stores with a client in C++ or Rust, which may hang, crash or hold the GIL.
 
-The client runs in child processes (`child`), which share memory with this one: a buffer, and the slab if it is
-registered. A late call or a failed read ends its process, so that it cannot write anywhere later. The next call starts
-another process.
+The client runs in child processes (module `child`). Parent and child share memory: a buffer, and the slab if the slab
+is registered. After a late call or a failed read, the parent ends the child, so that no late bytes reach the memory.
+The next call starts another child.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lmkv.errors import ConfigError, UsageError, how_to_install
 from lmkv.protocols import PRESENT, STORED, Chunk, ChunkKey, Written
 
 START_LIMIT = 10.0
-"""Seconds within which a process must start and import its client."""
+"""Seconds within which a child process must start and import the client."""
 
 _END_LIMIT = 5.0
 _MAX_CLIENTS = 64
@@ -41,8 +41,8 @@ _MAX_ROOM_BYTES = 1 << 30
 class SubprocessBackend(RemoteBackend):
     """Runs the client that a subclass names in child processes. The URL may have the options `clients` and `zero_copy`.
 
-    All calls for a name go to one process, one after the other. So this backend never writes a name between its lookup
-    and the store of its value.
+    All calls for a name go to one process, one after the other. So no other call of this backend comes between the
+    lookup of a name and the write of its value.
     """
 
     module: ClassVar[str]
@@ -55,7 +55,7 @@ class SubprocessBackend(RemoteBackend):
     """The name of the module with `StoreClient`, which runs in the child; by default the module of the subclass."""
 
     requests: ClassVar[int] = 1
-    """Largest number of requests that a call makes one after the other. Each of them may take the whole timeout."""
+    """Largest number of requests that a call makes one after the other. Each request may take the whole timeout."""
 
     def _set_up(self, options: dict[str, Any]) -> None:
         self._module = self.client_module or type(self).__module__
@@ -72,7 +72,7 @@ class SubprocessBackend(RemoteBackend):
         return ClientProcess(self._module, options, self.requests * self.options.timeout)
 
     def _renewed(self, options: dict[str, Any]) -> Mapping[str, Any] | Callable[[], Any]:
-        """Return the options for the client, or a function that returns the present options."""
+        """Return the options for the client, or a function that returns the options as they are when it is called."""
         return options
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +80,9 @@ class SubprocessBackend(RemoteBackend):
         return options
 
     def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
-        """Register memory, so that payloads there are transferred without a copy, unless the URL has `zero_copy=0`."""
+        """Register memory, so that payloads in it are transferred without a copy. Without effect if the URL has
+        `zero_copy=0`.
+        """
         if self._zero_copy:
             for client in self._clients:
                 client.register(descriptor, address, nbytes, self._seconds_to_register(nbytes))
@@ -131,14 +133,15 @@ class SubprocessBackend(RemoteBackend):
 
 
 def _batch_size(names: Sequence[str]) -> int:
-    """Return how many of these names, which have equal lengths, fit into one message."""
+    """Return how many of `names` fit into one message. All names have the same length."""
     return max(1, (MAX_MESSAGE_BYTES - 1000) // (len(json.dumps(names[0])) + 2)) if names else 1
 
 
 class ClientProcess:
-    """A child process with a client, and the memory that parent and child share. It runs one call at a time.
+    """A child process with a client, and the memory that parent and child share. The process runs one call at a time.
 
-    `options` may be a function. If a call fails and the options have changed, the next call starts another process.
+    `options`: the options of the client, or a function that returns them. If a call fails and the options have changed,
+    the next call starts another process.
 
     Raises
     ------
@@ -161,7 +164,7 @@ class ClientProcess:
         _clients.add(self)
 
     def register(self, descriptor: int, address: int, nbytes: int, seconds: float) -> None:
-        """Register memory with the client, so that payloads there are transferred without a copy.
+        """Register memory with the client, so that payloads in this memory are transferred without a copy.
 
         Because of the registration, the first call may take `seconds` longer. Raises UsageError after the first call.
         """
@@ -177,7 +180,8 @@ class ClientProcess:
 
     @contextmanager
     def value(self, name: str, header_bytes: int, into: memoryview) -> Iterator[tuple[int, Fill] | None]:
-        """Provide the length of a value, and a function that reads its next bytes, or None if there is no value.
+        """Provide, for a `with` block, the length of a value in bytes and a function that reads the next bytes of the
+        value. Provides None if there is no value.
 
         If `into` is registered memory, the payload is already in `into`.
         """
@@ -216,7 +220,9 @@ class ClientProcess:
             return str(self._ask("put", name, [(ROOM, 0, len(header)), place], moving=nbytes))
 
     def _place(self, payload: memoryview, otherwise: int) -> Part:
-        """Return the place of these bytes in registered memory, or else in the buffer, at the offset `otherwise`."""
+        """Return the place of a payload in registered memory. A payload elsewhere gets the place at offset `otherwise`
+        in the buffer.
+        """
         nbytes = len(payload)
         _, start, length = self._slab
         if length and nbytes and not payload.readonly:
