@@ -1,4 +1,4 @@
-"""Compares the numbers of a chunk that a model has just computed with those of the stored chunk.
+"""Compares the numbers that a model has just computed for a chunk with the numbers of the stored chunk.
 
 The same computation in another batch, or in steps of other sizes, gives slightly different numbers. docs/audits.md has
 the tolerances.
@@ -27,21 +27,27 @@ TOLERANCE = {
     torch.float8_e4m3fn: 0.25,
     torch.float8_e5m2: 0.35,
 }
-"""The largest `deviation` of a page that counts as equal, by the type of its numbers. Other types are not compared."""
+"""The largest `deviation` at which a page counts as equal, by the dtype of its numbers. Other dtypes are not
+compared.
+"""
 _RUN = 16
-"""How many numbers are compared together: numbers of one head's keys, or of its values."""
+"""How many numbers are compared together, as one run: numbers of one head's keys, or of one head's values."""
 _ROUNDING, _LEAST = 4.0, 0.05
-"""The spread of a run counts as at least `_ROUNDING` roundings, and as at least `_LEAST` of the page's median
-spread."""
+"""The spread of a run counts as at least `_ROUNDING` rounding errors, and as at least `_LEAST` times the page's median
+spread.
+"""
 
 
 @frozen
 class Part:
-    """Describes the numbers of one layer in a page of plane `plane`: `nbytes` from `offset` on, of type `dtype`.
+    """Describes the numbers of one layer in the pages of a plane (an array of pages).
 
-    `strides`: possible distances between the same channel of two tokens, in numbers. `loose`: the share of a page that
-    may differ, because a rounding may choose another expert for a token. `source`: the type of the numbers from which
-    they are computed, which decides their rounding errors.
+    `plane`: the index of the plane. `offset`, `nbytes`: the bytes of the numbers in a page. `dtype`: the type of the
+    numbers.
+
+    `strides`: possible distances between the same channel of two tokens, counted in numbers. `loose`: the share of a
+    page that may differ, because a rounding may choose another expert for a token. `source`: the type of the numbers
+    from which the page's numbers are computed; this type decides the rounding errors.
     """
 
     layer: str
@@ -56,9 +62,10 @@ class Part:
 
 @frozen
 class Difference:
-    """A chunk that differs on one rank, in `layers`. `copy`: the index of its copy in the order.
+    """A chunk that differs from the stored chunk on one rank. `layers`: the names of the layers that differ. `copy`:
+    the index of the chunk in the compared copies.
 
-    `first`, `end`: the range of differing tokens, in whole pages. `deviation`: the largest deviation of a page.
+    `first`, `end`: the range of differing tokens, in whole pages. `deviation`: the largest `deviation` of any page.
     `blocks`: the blocks that a load has filled.
     """
 
@@ -78,15 +85,16 @@ def deviation(
     rounding: float = 0.0,
     loose: float = 0.0,
 ) -> torch.Tensor:
-    """Return for each page how far it differs: shape [page] for arguments of shape [page, number].
+    """Return, for each page, how far its computed and stored numbers differ: shape [page], from arguments of shape
+    [page, number].
 
-    In each page, the run of 16 numbers that differs most counts. `loose`: the share of runs to leave out, those that
-    differ most.
+    In each page, the run of 16 numbers that differs most counts. `loose`: the share of runs, 0 to 1, to leave out; the
+    runs that differ most are left out.
 
-    A run's difference is relative to its computed spread from token to token, so that neither a large mean nor the
-    page's other runs hide it. `strides`: see `Part`; the smallest spread counts. `rounding`: the relative rounding
-    error of these numbers. The result is 0 for equal pages, about 1 for unrelated ones, and infinite if only one of two
-    numbers is finite.
+    A run's difference is divided by the run's spread: how much its computed numbers change from token to token. So
+    neither a large mean nor other runs of the page hide the difference. `strides`: see `Part`; the smallest spread
+    counts. `rounding`: the relative rounding error of the numbers. The result is 0 for equal pages and about 1 for
+    unrelated pages. If only one of two numbers is finite, the result is infinite.
 
     >>> page = torch.randn((1, 64), generator=torch.Generator().manual_seed(1))
     >>> other = page.clone()
@@ -106,14 +114,16 @@ def deviation(
 
 
 def _runs(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the mean square of each run, `[page, run]`; the last one is filled up with zeros."""
+    """Return the mean square of each run, shape [page, run]. The last run of a page is filled up with zeros."""
     squares = torch.nn.functional.pad(numbers.double().square(), (0, -numbers.shape[1] % _RUN))
     found: torch.Tensor = squares.unflatten(1, (-1, _RUN)).mean(2)
     return found
 
 
 def _steps(numbers: torch.Tensor, stride: int) -> torch.Tensor:
-    """Return the difference between each number and the one `stride` later, or at the end, `stride` earlier."""
+    """Return the difference between each number and the number `stride` places later; at the end of a page, `stride`
+    places earlier.
+    """
     steps = numbers[:, stride:] - numbers[:, :-stride]
     return torch.cat([steps, steps[:, -stride:]], 1)
 
@@ -132,7 +142,9 @@ class Comparison:
     _tolerances: dict[torch.dtype, float] = field(factory=TOLERANCE.copy)
 
     def differences(self, copies: Sequence[ChunkCopy], stored: Sequence[int]) -> list[Difference]:
-        """Return the copies whose slots differ from the slots `stored`, one for each copy."""
+        """Return the differences between the slots of `copies` and the slots `stored`, which has one slot for each
+        copy.
+        """
         found = []
         for number, (copy, slot) in enumerate(zip(copies, stored, strict=True)):
             wrong = list(self._wrong(copy, slot))
@@ -143,7 +155,7 @@ class Comparison:
         return found
 
     def _wrong(self, copy: ChunkCopy, stored: int) -> Iterator[tuple[str, int, int, float]]:
-        """Yield `(layer, first token, end, deviation)` of each layer that differs."""
+        """Yield `(layer, first token, end, deviation)` for each layer of the chunk that differs."""
         for part in self._parts:
             tolerance = self._tolerances.get(part.dtype)
             if tolerance is not None and part.source is not None:
@@ -158,7 +170,9 @@ class Comparison:
                 yield part.layer, (first + pages[0]) * size, (first + pages[-1] + 1) * size, float(found.max())
 
     def measure(self, part: Part, copy: ChunkCopy, stored: int) -> torch.Tensor | None:
-        """Return the `deviation` of each page of a part, or None if every byte is equal or nothing was copied."""
+        """Return the `deviation` of each page of `part`, or None if all bytes are equal or the copy has no such
+        page.
+        """
         computed, known = (
             _pages(self._layout, self._slab, self._rank, part, copy, slot) for slot in (copy.slot, stored)
         )
@@ -170,7 +184,7 @@ class Comparison:
 
 
 def _pages(layout: KVLayout, slab: SlabMap, rank: int, part: Part, copy: ChunkCopy, slot: int) -> npt.NDArray[np.uint8]:
-    """Return a part of a copy's pages, in this slot."""
+    """Return the bytes of `part` in each page of a copy, read from `slot`: uint8 [page, byte]."""
     shape, (offset, nbytes) = layout.layers[part.plane], layout.span(rank, part.plane)
     run = copy.runs[shape.group]
     rows = slice(run.first, run.first + len(run.blocks)), slice(part.offset, part.offset + part.nbytes)
@@ -188,7 +202,7 @@ Digests = list[list[torch.Tensor]]
 """For each part and each copy, a tensor of digests: int64 [page]."""
 
 _WORDS = 1 << 20
-"""32-bit words per digest kernel: 4 MiB, with 20 MiB of scratch memory."""
+"""Number of 32-bit words that one kernel digests: 4 MiB, with 20 MiB of scratch memory."""
 
 
 def factors(row: int, count: int, device: torch.device) -> torch.Tensor:
@@ -205,8 +219,9 @@ _page_factors = lru_cache(64)(factors)
 def page_digests(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """Return the digests of the pages `blocks` of `rows`: int64 [page], for rows of uint8 [block, byte].
 
-    They are computed on the device of `rows`. A digest is the sum, modulo 2**64, of all 32-bit words, each multiplied
-    by a factor of its place. Different pages have equal digests with a probability of about 2**-33.
+    The digests are computed on the device of `rows`. A digest is the sum, modulo 2**64, of a page's 32-bit words, each
+    multiplied by a factor that depends on its place in the page. Different pages have equal digests with a probability
+    of about 2**-33.
 
     >>> rows = torch.arange(32, dtype=torch.uint8).reshape(4, 8)
     >>> one, other, again = page_digests(rows, torch.tensor([0, 3, 0])).tolist()
@@ -226,7 +241,9 @@ def page_digests(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 @frozen
 class Reading:
-    """The digests of the pages that were read, in their order. They are valid once `event` is reached."""
+    """The digests of the pages that were read, in the order of reading. The digests are valid once `event` is
+    reached.
+    """
 
     event: Event
     found: torch.Tensor
@@ -240,8 +257,8 @@ class Reading:
 
 @define(eq=False)
 class ReadBack:
-    """Reads one rank's paged memory. `parts`: the content of its pages, by layer. `staging`: the staging memory of its
-    device; None for a CPU.
+    """Reads one rank's paged memory back. `parts`: the content of the pages, by layer. `staging`: the staging memory of
+    the rank's device; None for a CPU.
     """
 
     _memory: PagedMemory
@@ -251,7 +268,9 @@ class ReadBack:
     _staging: Staging | None
 
     def begin(self, copies: Sequence[ChunkCopy]) -> Reading:
-        """Read the blocks of copies, after all computation launched so far and the loads that it waits for."""
+        """Begin to read the blocks of `copies`, after all computation launched so far and the loads for which this
+        computation waits.
+        """
         pages = [(part, self._blocks(part, copies)) for part in self._parts]
         on_device = self._memory.device.type == "cuda"
         found = torch.empty(sum(len(blocks) for _, blocks in pages), dtype=torch.int64, pin_memory=on_device)
@@ -274,14 +293,16 @@ class ReadBack:
         return blocks.pin_memory() if self._memory.device.type == "cuda" else blocks
 
     def digests(self, reading: Reading, copies: Sequence[ChunkCopy]) -> Digests:
-        """Return the digests of a reading that has ended, by part and copy."""
+        """Return the digests of a reading that has ended, for each part and each copy."""
         groups = [self._layout.layers[part.plane].group for part in self._parts]
         sizes = [len(copy.runs[group].blocks) for group in groups for copy in copies]
         found = list(reading.found.split(sizes))
         return [found[at : at + len(copies)] for at in range(0, len(found), len(copies))]
 
     def of_slots(self, copies: Sequence[ChunkCopy], slab: SlabMap) -> Digests:
-        """Return the digests of the same pages in the slots of copies. Any thread may call it."""
+        """Return the digests of the copies' pages, read from the copies' slots in `slab`. Any thread may call
+        `of_slots`.
+        """
         return [[self._of_slot(part, copy, slab) for copy in copies] for part in self._parts]
 
     def _of_slot(self, part: Part, copy: ChunkCopy, slab: SlabMap) -> torch.Tensor:
@@ -289,7 +310,9 @@ class ReadBack:
         return page_digests(pages, torch.arange(len(pages)))
 
     def differences(self, copies: Sequence[ChunkCopy], found: Digests, known: Digests) -> list[Difference]:
-        """Return the copies with digests in `found` that differ from those in `known`, which may have more pages."""
+        """Return the differences between the digests `found` and the digests `known` of the same copies. `known` may
+        have more pages.
+        """
         differ = []
         for number, copy in enumerate(copies):
             layers, pages = list[str](), list[tuple[int, int, int]]()
@@ -305,7 +328,7 @@ class ReadBack:
         return differ
 
     def _tokens(self, part: Part, copy: ChunkCopy, pages: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return `(first token, end, block)` of each of these pages of a copy."""
+        """Return `(first token, end, block)` for each of the copy's pages with an index in `pages`."""
         shape = self._layout.layers[part.plane]
         run, size = copy.runs[shape.group], self._layout.chunk_size // shape.pages_per_chunk
         return [((run.first + page) * size, (run.first + page + 1) * size, run.blocks[page]) for page in pages]

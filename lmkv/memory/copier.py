@@ -1,4 +1,6 @@
-"""`Copier`: the interface of copiers, with the orders that they execute, and the checks that every copier makes."""
+"""`Copier`: the interface of copiers, the descriptions of the copies that copiers make, and the checks that all copiers
+share.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,16 @@ class Run(NamedTuple):
 
 
 class ChunkCopy(NamedTuple):
-    """One chunk to copy: its slot, and for each block table the run of pages to copy."""
+    """One chunk to copy: the slot of the chunk, and for each block table the run of pages to copy."""
 
     slot: int
     runs: tuple[Run, ...]
 
 
 class Event(Protocol):
-    """The end of a copy. `query` returns whether it is reached, without blocking; `wait` blocks until it is reached."""
+    """The end of a copy. `query` returns whether the copy has ended, without blocking. `wait` blocks until the copy has
+    ended.
+    """
 
     def query(self) -> bool: ...
 
@@ -41,7 +45,7 @@ class Event(Protocol):
 
 
 class Done:
-    """The event of a copy that ends before its call returns."""
+    """The event of a copy that has ended when the copier's call returns."""
 
     def query(self) -> bool:
         return True
@@ -54,10 +58,11 @@ DONE: Event = Done()
 
 
 class Copier(Protocol):
-    """Copies between one rank's paged memory and its segment of the slots. Not thread-safe.
+    """Copies between one rank's paged memory and the rank's part of each slot. Not thread-safe.
 
-    All calls come from the thread that launches the computation, and are ordered with it. A store reads the results of
-    all computation launched before it. Computation launched after a load reads the loaded blocks.
+    All calls come from the thread that launches the model's computation, and their order counts. A store reads the
+    results of all computation that was launched before the store. Computation that is launched after a load reads the
+    loaded blocks.
     """
 
     @property
@@ -69,37 +74,42 @@ class Copier(Protocol):
 
     def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False, after: Event | None = None) -> Event:
         """Copy slots into blocks. With `overlap`, computation does not wait, and must not read the blocks before the
-        event.
+        returned event.
 
-        The copy begins after all computation launched so far. With `after`, it begins after that event, which is right
-        if no later computation uses the blocks.
+        The copy begins after all computation launched so far. With `after`, the copy begins after the event `after`
+        instead, which is right if no computation launched later than this event uses the blocks.
         """
         ...
 
     def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
-        """Store one layer at each `next`, which the caller calls after launching the computation of that layer."""
+        """Store one layer at each `next` of the returned iterator. The caller calls `next` after launching the layer's
+        computation.
+        """
         ...
 
     def load_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
-        """Load one layer at each `next`. Copies of later layers may already have begun."""
+        """Load one layer at each `next` of the returned iterator. Copies of later layers may already have begun."""
         ...
 
     def close(self, *, process_ends: bool = False) -> None:
-        """Wait for all copies and free their resources. If the process ends, leave this to the kernel, which is
-        faster.
+        """Wait for all copies, and free the resources of the copier. With `process_ends`, the kernel frees the
+        resources, which is faster.
         """
         ...
 
 
 class HasLayers(Protocol):
-    """A plane. `layers`: the indexes of its layers in the model; several if layers are fused."""
+    """A plane: an array of pages of one or more layers. `layers`: the indexes of these layers in the model; several if
+    layers are fused.
+    """
 
     @property
     def layers(self) -> range: ...
 
 
 def by_layer(planes: Sequence[_P], num_layers: int) -> tuple[list[list[_P]], list[list[_P]]]:
-    """Return for each layer the planes to load with it, and for each layer the planes to store with it.
+    """Return two lists: for each layer the planes to load with the layer, and for each layer the planes to store with
+    the layer.
 
     A plane is loaded with its first layer, and stored with its last layer.
     """
@@ -112,7 +122,7 @@ def by_layer(planes: Sequence[_P], num_layers: int) -> tuple[list[list[_P]], lis
 def block_ids(blocks: object) -> list[int]:
     """Return the ids in a sequence, a numpy array or a torch tensor of integers, as a list.
 
-    Raises UsageError for anything else. For example, numpy would take floats and booleans for other ids.
+    Raises UsageError for any other type. For example, numpy would turn floats and booleans into wrong ids.
     """
     try:
         ids = blocks.tolist() if hasattr(blocks, "tolist") else blocks
@@ -125,7 +135,7 @@ def block_ids(blocks: object) -> list[int]:
 
 
 def _block_id(value: Any) -> int:
-    """Return the id as an int, from an int, a numpy scalar or a torch tensor without dimensions."""
+    """Return a block's id as an int. `value`: an int, a numpy scalar or a torch tensor without dimensions."""
     found = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(found, int) and not isinstance(found, bool):
         return found
@@ -133,10 +143,11 @@ def _block_id(value: Any) -> int:
 
 
 def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mapping[int, int]) -> dict[int, list[int]]:
-    """Return the blocks of all copies in their order, for each block table of `num_blocks`.
+    """Return, for each block table, the blocks of all copies, in the order of the copies. `num_blocks`: the number of
+    blocks of each block table.
 
-    Raises UsageError for slots and blocks that do not exist, before any byte is copied. Neither numpy (with "clip") nor
-    a device would notice such an error, and they would copy other pages.
+    Raises UsageError for slots and blocks that do not exist, before any byte is copied. Without this check, numpy (with
+    "clip") or a device would copy other pages, without an error.
     """
     found = {}
     for copy in copies:
@@ -168,9 +179,9 @@ Guard = Callable[[], AbstractContextManager[object]]
 
 
 class _Layers:
-    """Copies one layer after the other. `tokens`: how many of the prompt's first tokens are copied.
+    """Copies one layer after the other. `tokens`: how many tokens of the prompt, from the first one on, are copied.
 
-    `last`: the event of the layer that was begun last. `left`: the layers that the caller has not named yet.
+    `last`: the event of the latest copy of a layer. `left`: the layers that the caller has not named yet.
     """
 
     def __init__(self, events: Iterator[Event], num_layers: int, tokens: int, guard: Guard) -> None:
@@ -191,13 +202,13 @@ class _Layers:
             self._done += 1
 
     def finish(self) -> Event:
-        """Copy the layers that are left, and return the event of the whole copy."""
+        """Copy the remaining layers, and return the event at the end of the whole copy."""
         self._upto(self._num_layers - 1)
         return self.last
 
 
 class LayerReader(_Layers):
-    """Fills blocks layer by layer, as `Engine.retrieve_layers` returns it.
+    """Fills blocks layer by layer. `Engine.retrieve_layers` provides such a reader.
 
     Call `wait(layer)` before you launch computation that reads the layer. Methods raise UsageError for a layer that
     does not exist, and exceptions of the copier.
@@ -214,13 +225,13 @@ class LayerReader(_Layers):
         return self._done == self._num_layers
 
     def wait(self, layer: int) -> None:
-        """Make all computation that is launched from now on wait for this layer and all earlier layers."""
+        """Make all computation that is launched from now on wait until `layer` and all earlier layers are loaded."""
         self._name(layer)
         self._upto(layer)
 
 
 class LayerWriter(_Layers):
-    """Stores blocks layer by layer, as `Engine.store_layers` returns it.
+    """Stores blocks layer by layer. `Engine.store_layers` provides such a writer.
 
     Call `save(layer)` after you have launched the computation of the layer. Methods raise UsageError for a layer that
     does not exist, and exceptions of the copier.
@@ -232,7 +243,7 @@ class LayerWriter(_Layers):
         super().__init__(copier.store_layers(copies), copier.num_layers, tokens, guard)
 
     def save(self, layer: int) -> None:
-        """Store this layer as soon as all earlier layers are stored. Layers may be computed in any order."""
+        """Store `layer` as soon as all earlier layers are stored. Layers may be computed in any order."""
         self._name(layer)
         while self._done < self._num_layers and self._done not in self.left:
             self._upto(self._done)

@@ -1,4 +1,4 @@
-"""The copier for paged memory on the host, and the choice of the copier for a device."""
+"""The copier for paged memory on the host, and `make_copier`, which chooses the copier for a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmkv.memory.slab import SlabMap
 Array = npt.NDArray[Any]
 
 _FREE_SHARE = 4
-"""Staging memory takes at most 1/4 of the free memory of a device, because the model's graphs need some."""
+"""Staging memory takes at most 1/4 of the free memory of a device, because the model's graphs need memory as well."""
 
 
 def _words(nbytes: int) -> np.dtype[np.generic]:
@@ -30,7 +30,9 @@ def _words(nbytes: int) -> np.dtype[np.generic]:
 
 @frozen
 class _HostPlane:
-    """One plane: its pages, of shape [block, word], and its part of all slots, of shape [slot, page, word]."""
+    """One plane: its pages in paged memory, of shape [block, word], and its part of all slots, of shape [slot, page,
+    word].
+    """
 
     pages: Array
     slots: Array
@@ -39,7 +41,7 @@ class _HostPlane:
 
 
 _PageRuns = dict[int, list[tuple[int, slice, npt.NDArray[np.intp]]]]
-"""For each block table, its copies: a slot, pages of it, and the block of each page."""
+"""For each block table, the copies: a slot, the slice of the slot's pages to copy, and the block of each page."""
 
 
 class CPUCopier:
@@ -83,7 +85,7 @@ class CPUCopier:
         return (_load(planes, pages) for planes in self._to_load)
 
     def _pages(self, copies: Sequence[ChunkCopy]) -> _PageRuns:
-        """Return the pages to copy, made once for all layers. Raises UsageError as `check_copies` does."""
+        """Return the pages to copy, which are the same for all layers. Raises UsageError as `check_copies` does."""
         pages: _PageRuns = {}
         for group, ids in check_copies(copies, self._num_slots, self._num_blocks).items():
             # One array for all copies, because Python's share of the time counts where pages are small.
@@ -125,16 +127,18 @@ def _load(planes: Sequence[_HostPlane], pages: _PageRuns) -> Event:
 
 
 def check_device(kind: str) -> None:
-    """Raise UsageError if there is no copier for such devices. ROCm also calls its devices "cuda"."""
+    """Raise UsageError if there is no copier for devices of type `kind`. A ROCm device, which torch also calls "cuda",
+    has none.
+    """
     if kind not in ("cpu", "cuda") or (kind == "cuda" and torch.version.hip):
         what = "an AMD GPU" if kind == "cuda" else f"a device of type {kind!r}"
         raise UsageError(f"lmkv supports CPUs and NVIDIA GPUs, not {what}")
 
 
 def make_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging | None:
-    """Make the streams and the staging memory of a copier on its device, before there is a slab.
+    """Make the streams and the staging memory of a copier on the device of `memory`, before there is a slab.
 
-    Returns None for a CPU, which needs neither.
+    Returns None for a CPU, which needs neither streams nor staging memory.
 
     Raises UsageError for a device without a copier, and torch's exceptions for the device.
     """
@@ -157,8 +161,8 @@ def make_copier(
 ) -> Copier:
     """Make a copier for the device of `memory`, and begin to map the rank's part of the slab in the background.
 
-    `turn`: (index, count) of this rank among the ranks with the same part. Raises UsageError if memory, layout and slab
-    do not fit together, and torch's exceptions for the device.
+    `turn`: (index, count) of this rank among the ranks with the same part of the slots. Raises UsageError if memory,
+    layout and slab do not fit together, and torch's exceptions for the device.
     """
     staging = staging or make_staging(memory)
     if staging is not None:

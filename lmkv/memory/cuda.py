@@ -21,7 +21,9 @@ from lmkv.memory.device import DeviceError, Spans, Stream, TimedEvent, Transfers
 logger = logging.getLogger(__name__)
 
 _IN_STREAM_ORDER, _ANY_ORDER = 1, 3
-"""Values of CUmemcpySrcAccessOrder: the source is read in the order of the stream, or at any time after the call."""
+"""Values of CUmemcpySrcAccessOrder: the device reads the source in the order of the stream, or at any time after the
+call.
+"""
 
 
 @frozen
@@ -58,7 +60,9 @@ class _CUDAStream:
 
 
 class CUDADevice:
-    """One CUDA device. Raises OSError if there is no CUDA driver. `driver`: the driver's library, replaced in tests."""
+    """One CUDA device. Raises OSError if there is no CUDA driver. `driver`: the driver's library, which tests
+    replace.
+    """
 
     def __init__(self, device: torch.device, driver: Any = None) -> None:
         self._device = device

@@ -38,9 +38,7 @@ class DeviceError(LmkvError):
 
 @frozen
 class Spans:
-    """Equally long runs of bytes to copy: `nbytes` from each address in `sources` to the one at its index in
-    `targets`.
-    """
+    """Equally long runs of bytes to copy: `nbytes` bytes from `sources[i]` to `targets[i]` for each index i."""
 
     sources: Addresses
     targets: Addresses
@@ -48,7 +46,7 @@ class Spans:
 
     @property
     def word(self) -> int:
-        """The widest word, up to 8 bytes, of which all addresses and the length are multiples."""
+        """The size in bytes of the widest word, at most 8, of which all addresses and the length are multiples."""
         bits = self.nbytes | int(np.bitwise_or.reduce(self.sources) | np.bitwise_or.reduce(self.targets))
         return min(bits & -bits, 8)
 
@@ -57,8 +55,9 @@ class Spans:
 class Transfers:
     """Copies between host and device, all in one direction, and in any order.
 
-    `pinned`: whether the host's side of each copy is inside one registration; otherwise it is outside all of them.
-    `stable`: whether the sources do not change until all copies are done, so that they may be read early.
+    `pinned`: whether the host's side of each copy is inside registered memory; otherwise each is outside of it.
+    `stable`: whether the sources do not change until all copies are done, so that the device may read the sources
+    early.
     """
 
     sources: Addresses
@@ -69,15 +68,17 @@ class Transfers:
 
 
 class TimedEvent(Event, Protocol):
-    """An event that was marked with `timed`."""
+    """An event that `record_event` has returned with `timed=True`."""
 
     def seconds_since(self, earlier: TimedEvent) -> float:
-        """Return how many seconds passed on the device from `earlier` to this event. Both must be reached."""
+        """Return how many seconds passed on the device from `earlier` to this event. Both events must be reached."""
         ...
 
 
 class Stream(Protocol):
-    """A queue of work for the device, which is done in its order. Only events order the work of two streams."""
+    """A queue of work that the device does in the order of the queue. Between two streams, only events determine an
+    order.
+    """
 
     def record_event(self, *, timed: bool = False) -> TimedEvent:
         """Return an event that is reached when all work queued so far is done."""
@@ -88,7 +89,7 @@ class Stream(Protocol):
         ...
 
     def run(self, work: Callable[[], object]) -> None:
-        """Queue the torch operations of `work`, which may be called later."""
+        """Queue the torch operations that `work()` launches. `work` may be called later."""
         ...
 
 
@@ -99,18 +100,19 @@ class Device(Protocol):
     """
 
     def stream(self, *, compute: bool = False) -> Stream:
-        """Return a new stream, or the one that the model's computation is being launched on."""
+        """Return a new stream. With `compute`, return the stream on which the model's computation is being launched."""
         ...
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
-        """Allocate memory on the device. Returns its address, and the object that owns it and frees it at its end.
+        """Allocate memory on the device. Returns its address, and the object that owns the memory. The end of this
+        object frees the memory.
 
         The memory is outside any pool of the caller, because vLLM copies its pools to the host when the engine sleeps.
         """
         ...
 
     def move(self, spans: Spans, stream: Stream) -> None:
-        """Copy any number of runs from device to device in one call."""
+        """Copy any number of equally long runs from device to device in one call."""
         ...
 
     def transfer(self, transfers: Transfers, stream: Stream) -> None:
@@ -127,7 +129,7 @@ class Device(Protocol):
 
 
 class Ring:
-    """Hands out parts of device memory in turn, and again once their last use has ended."""
+    """Hands out parts of device memory, one after the other. A part is handed out again once its last use has ended."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -145,15 +147,17 @@ class Ring:
         return self._address + start
 
     def used_until(self, address: int, event: Event) -> None:
-        """Allow reuse of the last memory from `borrow`, at `address`, after `event`."""
+        """Allow reuse of the memory at `address` after `event`. `address`: the result of the latest `borrow`."""
         self._uses.append((address - self._address, self._next, event))
 
 
 class Staging:
-    """The streams, the staging memory and the compiled kernels of one rank, which need no slab.
+    """The streams, the staging memory and the compiled kernels of one rank. All of them can be made before there is a
+    slab.
 
-    `nbytes`: size of the staging memory for stores. Loads have a quarter of this size, and reuse it in the order of
-    their stream. `ring` and `loading` exist until `free`, and again after `allocate`. Raises the device's exceptions.
+    `nbytes`: size of the staging memory for stores. For loads there is a quarter of this size, which loads reuse in the
+    order of their stream. `ring` and `loading` exist until `free`, and again after `allocate`. Raises the device's
+    exceptions.
     """
 
     def __init__(self, device: Device, memory: PagedMemory, nbytes: int = STAGING_BYTES) -> None:
@@ -189,15 +193,18 @@ class Staging:
 
 
 PIECE_BYTES = 32 << 20
-"""Bytes per registration. On an H100 a launch waits 1.5 ms for such a registration, and 5 ms for one of 128 MiB."""
+"""Bytes per registration. On an H100, a launch waits 1.5 ms for a registration of 32 MiB, and 5 ms for one of 128
+MiB.
+"""
 
 
 class PinnedSlab:
     """Maps one rank's part of a slab, and registers it with the device, in pieces of whole slots.
 
-    Copies of unregistered memory are correct as well, but slower, and block the calling thread. `part`: offset and
-    bytes of the part in each slot. `turn`: (index, count) of this rank among the ranks with the same part, each of
-    which begins at another place. `threads`: the number of threads that register memory; with 0 only `pin_next` does.
+    Copies of unregistered memory are correct as well, but slower, and block the calling thread. `part`: the offset and
+    the bytes of the rank's part in each slot. `turn`: (index, count) of this rank among the ranks with the same part,
+    each of which begins at another place. `threads`: the number of threads that register memory; with 0, only calls of
+    `pin_next` register it.
     """
 
     def __init__(
@@ -224,7 +231,7 @@ class PinnedSlab:
         return f"<PinnedSlab: {int(self._pinned.sum())} of {self._slab.num_slots} slots>"
 
     def holds(self, hosts: Addresses) -> npt.NDArray[np.bool_]:
-        """Return which of these addresses in the slab are registered."""
+        """Return, for each address in `hosts`, whether the memory at this address of the slab is registered."""
         pinned: npt.NDArray[np.bool_] = self._pinned[(hosts - self._address) // self._slab.slot_bytes]
         return pinned
 
@@ -234,7 +241,7 @@ class PinnedSlab:
             pass
 
     def pin_next(self) -> bool:
-        """Map and register the next piece. Returns False if all are done, or if the driver has refused one."""
+        """Map and register the next piece. Returns False if no piece is left, or if the driver has refused a piece."""
         with self._lock:
             piece = None if self._stop.is_set() else next(self._pieces, None)
         if piece is None:
@@ -276,18 +283,22 @@ class PinnedSlab:
 
 
 def pinning_threads(ranks: int) -> int:
-    """Return how many threads of each rank map and register memory: for all ranks at most a quarter of the cores."""
+    """Return how many threads each of `ranks` ranks uses to map and register memory. All ranks together use at most a
+    quarter of the cores, but each rank uses at least one thread.
+    """
     return max(1, min(4, (os.cpu_count() or 1) // 4 // ranks))
 
 
 DIRECT_BYTES = 512 << 10
-"""Smallest page that is loaded without staging, because a separate transfer costs less than a second copy."""
+"""Size in bytes of the smallest page that is loaded without staging memory. Its separate transfer costs less than a
+second copy.
+"""
 
 
 @frozen
 class _DevicePlane:
-    """A plane on the device: block `b` has `nbytes` at `address + b * stride`. Its part of a slot begins at
-    `offset`.
+    """A plane on the device: block `b` has `nbytes` bytes at `address + b * stride`. The plane's part of a slot begins
+    at `offset`.
     """
 
     address: int
@@ -300,7 +311,7 @@ class _DevicePlane:
 
 @frozen
 class _PlaneSet:
-    """Planes of one block table with pages of one size, whose addresses are computed together."""
+    """Planes of one block table with pages of one size. The addresses of their pages are computed together."""
 
     addresses: Addresses
     offsets: Addresses
@@ -319,7 +330,7 @@ class _PlaneSet:
 
 @frozen
 class _Pages:
-    """Pages of one size: the address of each page on the device and on the host."""
+    """Pages of one size: the address of each page on the device, and its address on the host."""
 
     device: Addresses
     host: Addresses
@@ -348,12 +359,12 @@ class LoadEvent:
 
 
 class DeviceCopier:
-    """The copier for paged memory on a device, which uses staging memory there.
+    """The copier for paged memory on a device. It uses staging memory on the device.
 
     A store gathers pages in staging memory on the compute stream, so their blocks may be overwritten as soon as the
-    call returns. On a separate stream it transfers them to the slots. A load does the reverse. So a chunk crosses the
-    bus as one run of bytes, and all chunks of an order are transferred by one call. If all staging memory is in use,
-    the device waits for its transfers, but the calling thread does not.
+    call returns. On a separate stream, the store then transfers the gathered pages to the slots. A load does the
+    reverse. So a chunk crosses the bus as one run of bytes, and one call transfers all chunks. If all staging memory is
+    in use, the device waits for earlier transfers, but the calling thread does not wait.
     """
 
     def __init__(
@@ -434,7 +445,9 @@ class DeviceCopier:
     def _load(
         self, copies: Sequence[ChunkCopy], parts: Sequence[Sequence[_PlaneSet]], after: Event | None = None
     ) -> Iterator[LoadEvent]:
-        """Fill the planes of one part after the other, and yield an event for each part."""
+        """Fill the planes of one part after the other, and yield an event for each part. `parts`: the planes in the
+        order of loading.
+        """
         incoming = self._staging.incoming
         with self._idle_after_failure():
             # Computation that was launched before may still use the blocks.
@@ -445,7 +458,7 @@ class DeviceCopier:
                 yield LoadEvent(begun, incoming.record_event(timed=True))
 
     def _fill(self, parts: Sequence[_Pages]) -> None:
-        """Transfer large pages to their blocks, and the others through staging memory."""
+        """Transfer large pages directly to their blocks, and other pages through staging memory."""
         incoming, address = self._staging.incoming, self._staging.loading
         large = [pages for pages in parts if pages.page_bytes >= self._direct_bytes]
         small = (pages for pages in parts if pages.page_bytes < self._direct_bytes)
@@ -460,8 +473,8 @@ class DeviceCopier:
 
     @contextlib.contextmanager
     def _idle_after_failure(self) -> Iterator[None]:
-        """If a copy in the block fails, wait for its queued part, because its slots and blocks may get other
-        content.
+        """If a copy in the `with` block fails, wait for the part of the copy that is queued. Afterwards its slots and
+        blocks may be reused.
         """
         try:
             yield
@@ -504,7 +517,7 @@ class DeviceCopier:
     def close(self, *, process_ends: bool = False) -> None:
         """Wait for all copies and unpin the slab. Afterwards raise exceptions of the device, if there were any.
 
-        If the process ends, the kernel unpins the slab, because unpinning here takes longer than vLLM waits for a
+        With `process_ends`, the kernel unpins the slab, because a call that unpins takes longer than vLLM waits for a
         worker.
         """
         try:
@@ -528,12 +541,12 @@ def _alike(copies: Sequence[ChunkCopy]) -> list[list[ChunkCopy]]:
 
 
 def _sizes(batch: Sequence[_Pages]) -> Addresses:
-    """Return the bytes of each page."""
+    """Return the size in bytes of each page of a batch."""
     return np.repeat([pages.page_bytes for pages in batch], [pages.host.size for pages in batch]).astype(np.int64)
 
 
 def _batches(parts: Iterable[_Pages], room: int) -> Iterator[list[_Pages]]:
-    """Yield the same pages, in batches of `room` bytes at most."""
+    """Yield the pages of `parts` in batches of at most `room` bytes."""
     batch: list[_Pages] = []
     left = room
     for pages in parts:
@@ -552,7 +565,9 @@ def _batches(parts: Iterable[_Pages], room: int) -> Iterator[list[_Pages]]:
 
 
 def _staged(batch: Sequence[_Pages], address: int) -> Iterator[tuple[_Pages, Addresses]]:
-    """Yield pages of one size together, with the address of each in the staging memory at `address`."""
+    """Yield the pages of each size together, with the address of each page in the staging memory that begins at
+    `address`.
+    """
     sizes = _sizes(batch)
     places = address + np.cumsum(sizes) - sizes
     devices, hosts = (np.concatenate([getattr(pages, side) for pages in batch]) for side in ("device", "host"))

@@ -22,9 +22,9 @@ def _move(sources, targets, length, WORD: tl.constexpr, BLOCK: tl.constexpr):  #
 
 
 def launch_move(sources: torch.Tensor, targets: torch.Tensor, nbytes: int, word: int) -> None:
-    """Copy `nbytes` from each address in `sources` to the one at its index in `targets`, on the current stream.
+    """Copy `nbytes` bytes from `sources[i]` to `targets[i]` for each index i, on the current stream.
 
-    `sources`, `targets`: int64 [n]. `word`: 1, 2, 4 or 8 bytes; all addresses and `nbytes` are multiples of it.
+    `sources`, `targets`: int64 [n]. `word`: 1, 2, 4 or 8 bytes; all addresses and `nbytes` are multiples of `word`.
     """
     length = nbytes // word
     grid = (len(sources), triton.cdiv(length, _BLOCK))

@@ -19,7 +19,7 @@ RAM_SHARE = 0.8
 """Largest share of the available memory for all slabs of this host together."""
 CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
-"""Bytes; a larger limit means that there is none, in control groups of version 1."""
+"""Number of bytes. In control groups of version 1, a larger limit means that there is no limit."""
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _FILE_SYSTEM_SHARE = 0.9
 """Largest share of a free file system in memory for chunks, because vLLM also has queues in /dev/shm."""
@@ -27,10 +27,10 @@ _FILE_SYSTEM_SHARE = 0.9
 
 @frozen
 class ControlGroup:
-    """The folder of a control group. `names`: its files with the limit and the use, and the page cache's entry in
-    `stat`.
+    """The folder of a control group. `names`: the file with the limit, the file with the use, and the page cache's
+    entry in the file `memory.stat`.
 
-    `V1`, `V2`: the names in the kernel's two interfaces.
+    `V1`, `V2`: the `names` in version 1 and in version 2 of the kernel's interface.
     """
 
     folder: Path
@@ -44,15 +44,16 @@ class ControlGroup:
         return int((self.folder / self.names[0]).read_text())
 
     def free_bytes(self) -> int:
-        """Return how many bytes the group may still take. Its page cache counts as free, because the kernel can drop
-        it.
+        """Return how many bytes the group may still take. The group's page cache counts as free, because the kernel can
+        drop it.
         """
         used, stat = int((self.folder / self.names[1]).read_text()), _numbers(self.folder / "memory.stat")
         return self.limit_bytes() - used + sum(stat[name] for name in self.names[2:])
 
 
 def control_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[ControlGroup]:
-    """Yield the control groups that limit this process: its own and all above it that `root` shows.
+    """Yield the control groups that limit this process: the process's own group, and all groups above it that `root`
+    shows.
 
     In a container, `root` usually begins at the container's own group, even if the path in `own` is longer.
     """
@@ -96,16 +97,17 @@ _SMALL_SHARE = 256
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Parse lines of a name and a number."""
+    """Return the numbers in a file by name. Each line of the file has a name and a number."""
     return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
 
 
 def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
-    """Return `wanted` bytes rounded down to whole slots, or with a warning less, if this machine has less memory.
+    """Return `wanted` bytes rounded down to whole slots. If this machine has less memory, return fewer bytes and log a
+    warning.
 
-    `engines`: the number of engines that start on this host, each of which gets at most its share. Memory that is
-    promised to other slabs of this host is not given, unless `wanted` is less than 1/256 of the available memory.
-    Raises ConfigError if not even one slot fits.
+    `engines`: the number of engines that start on this host; each of them gets at most an equal share. Memory that is
+    promised to other slabs of this host does not count as available, unless `wanted` is less than 1/256 of the
+    available memory. Raises ConfigError if not even one slot fits.
     """
     promised, taken = slab.promised_and_taken()
     room = int((available_ram() + taken) * RAM_SHARE)
@@ -120,7 +122,7 @@ def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
 
 
 def _limited(setting: str, wanted: int, limits: Mapping[str, int], unit: int = 1) -> int:
-    """Return `wanted` bytes, or with a warning the least of the limits, rounded down to whole units.
+    """Return `wanted` bytes, or the smallest of the limits with a warning, rounded down to whole units of `unit` bytes.
 
     Raises ConfigError if not even one chunk fits.
     """
@@ -150,7 +152,7 @@ def file_system_of(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> 
 
 
 def check_in_memory(folder: str) -> None:
-    """Log a warning if the folder is not in memory. Raises ConfigError if no files can be written there."""
+    """Log a warning if the folder is not in memory. Raises ConfigError if no files can be written to the folder."""
     kind = file_system_of(folder)
     if kind == "hugetlbfs":
         raise ConfigError(
@@ -167,9 +169,10 @@ def check_in_memory(folder: str) -> None:
 
 
 def clamp_shared_memory(folder: str, wanted: int, used: int) -> int:
-    """Return `wanted` bytes, or with a warning less, if the folder or this machine has less memory.
+    """Return `wanted` bytes. If the folder or this machine has less memory, return fewer bytes and log a warning.
 
-    `used`: the bytes of chunks that are already there. Memory that is promised to slabs of this host is not given.
+    `used`: the bytes of chunks that are already in the folder. Memory that is promised to slabs of this host does not
+    count as available.
     """
     promised, taken = slab.promised_and_taken()
     limits = {"available memory": int((available_ram() + taken + used) * RAM_SHARE) - promised}

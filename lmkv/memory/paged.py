@@ -1,4 +1,5 @@
-"""Views paged KV tensors of any attention backend as rows of bytes: for each plane uint8 [block, bytes per block].
+"""Views paged KV tensors of any attention backend as planes of bytes. A plane is an array of pages: uint8 [block, bytes
+per block].
 
 Only the attention backend knows the format inside a page. A block must be one dense run of memory in each plane, but
 blocks of several layers may be interleaved.
@@ -16,7 +17,8 @@ from lmkv.errors import UsageError, short_repr
 
 
 def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
-    """Return a view of `plane`, a tensor of shape [block, ...], as uint8 [block, page_bytes] over the same memory.
+    """Return a view of `plane` as uint8 [block, page_bytes]. `plane`: a tensor of shape [block, ...], whose memory the
+    view shares.
 
     Raises UsageError if a block is not one run of bytes.
     """
@@ -39,7 +41,9 @@ def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
 
 
 def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
-    """Return a view of `row` with pages of `page_bytes`, if there is enough padding after each page; else `row`."""
+    """Return a view of `row` with pages of `page_bytes` bytes if each page has enough padding after it; otherwise
+    return `row`.
+    """
     blocks, stride = row.shape[0], row.stride(0)
     end = row.storage_offset() + (blocks - 1) * stride + page_bytes
     if row.shape[1] < page_bytes <= stride and end <= row.untyped_storage().nbytes():
@@ -48,7 +52,9 @@ def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
 
 
 def planes(tensor: Any, block_axis: int) -> list[torch.Tensor]:
-    """Return the planes of a layer's tensor, each with the block as first axis. `[2, block, ...]` has two planes."""
+    """Return the planes of a layer's tensor, each with the block as first axis. A tensor of shape [2, block, ...] has
+    two planes.
+    """
     if block_axis not in (0, 1):
         raise UsageError(f"block_axis must be 0 or 1, not {short_repr(block_axis)}")
     if not isinstance(tensor, torch.Tensor) or tensor.dim() <= block_axis or not tensor.numel():
@@ -61,19 +67,20 @@ def _described(tensor: object) -> str:
 
 
 class PagedMemory:
-    """The KV tensors of one rank, seen as *planes*: arrays of pages, one for each block. `PagedMemory.of` makes it.
+    """The KV tensors of one rank, seen as *planes*: arrays with one page for each block. `PagedMemory.of` makes the
+    object.
 
     Parameters
     ----------
     rows
-        For each plane a uint8 tensor of shape [num_blocks, page_bytes], as `block_rows` returns it.
+        For each plane, a uint8 tensor of shape [num_blocks, page_bytes], as `block_rows` returns.
     groups
-        For each plane the index of its block table; 0 by default.
+        For each plane, the index of the plane's block table; 0 by default.
     layers
-        For each plane the index of its layer in the model; by default the index of the plane.
+        For each plane, the index of the plane's layer in the model; by default the index of the plane.
     fuse
         Whether to join planes whose blocks are next to each other in memory, as in vLLM's block-major layouts. A block
-        of joined planes is copied at once.
+        of joined planes is one page, which one copy moves.
 
     Raises
     ------
@@ -113,9 +120,10 @@ class PagedMemory:
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor], *, block_axis: int = 0) -> PagedMemory:
-        """Make paged memory of one tensor per layer, with one block table for all. Raises UsageError.
+        """Make paged memory of one tensor per layer, with one block table for all layers. Raises UsageError if a block
+        is not one run of bytes.
 
-        `block_axis`: the axis of blocks in each tensor: 0, or 1 for [2, block, ...].
+        `block_axis`: the axis of blocks in each tensor: 0, or 1 for the shape [2, block, ...].
         """
         rows = [
             (layer, block_rows(plane)) for layer, tensor in enumerate(tensors) for plane in planes(tensor, block_axis)

@@ -1,9 +1,10 @@
-"""The slab: one region of host memory in equal slots, with room for one chunk each.
+"""The slab: one region of host memory, divided into slots of equal size. A slot has space for one chunk.
 
 The slab is the first tier, and all other tiers write from it and read into it. A shared slab is an anonymous memory
-file, which other processes map through the file descriptor of its owner. /dev/shm does not limit it, and the kernel
-frees it when the last process that maps it ends. The file's name has the engine's name and a random part. So lmkv
-notices if the path of a descriptor leads to another file, in another container or after the owner has ended.
+file, which other processes map through the file descriptor of its owner. The size of /dev/shm does not limit the slab,
+and the kernel frees the memory when the last process that maps it ends. The file's name has the engine's name and a
+random part. So lmkv notices if the path of a descriptor leads to another file, in another container or after the owner
+has ended.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _prefix(engine: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """Return the name of this user's slab file at a path in /proc; "" for any other file."""
+    """Return the name of the slab file that a path in /proc leads to, or "" if it is no slab of this user."""
     try:
         found = _MEMFD.fullmatch(os.readlink(path))
         return found[1] if found and os.stat(path).st_uid == os.geteuid() else ""
@@ -76,7 +77,7 @@ def name_of(path: str) -> str:
 
 
 def slab_files() -> Iterator[tuple[str, str, os.stat_result]]:
-    """Yield the path, name and state of each slab of this user on this host."""
+    """Yield the path, the name and the status of the file of each slab of this user on this host."""
     names = set()
     for path in glob.iglob("/proc/[0-9]*/fd/*"):
         name = name_of(path)
@@ -89,14 +90,17 @@ def slab_files() -> Iterator[tuple[str, str, os.stat_result]]:
 
 
 def find_file(engine: str) -> tuple[str, str, int] | None:
-    """Return path, name and size in bytes of an engine's slab, or None unless exactly one has its final size."""
+    """Return the path, name and size in bytes of an engine's slab. Returns None unless exactly one slab of the engine
+    has its final size.
+    """
     found = [(path, name, stat.st_size) for path, name, stat in slab_files() if name.startswith(_prefix(engine))]
     return found[0] if len(found) == 1 and found[0][2] else None
 
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Hold a lock of this user on this host while a slab is made, so that each process sees all earlier slabs.
+    """Hold a lock during a `with` block that makes a slab. All processes of this user on this host use this lock, so
+    that each process sees all earlier slabs.
 
     A process that does not get the lock within `_PATIENCE` seconds continues with a warning. Two slabs may then be
     promised the same memory.
@@ -121,7 +125,9 @@ def _lock_file() -> str:
 
 
 def _lock(fd: int, deadline: float) -> None:
-    """Lock a file until this process closes it. Forked children do not have the lock."""
+    """Lock a file until this process closes it, and wait for the lock until `deadline`. Forked children do not have the
+    lock.
+    """
     status = os.fstat(fd)
     if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
         raise PermissionError(errno.EPERM, "the file belongs to another user: remove the file", _lock_file())
@@ -136,15 +142,15 @@ def _lock(fd: int, deadline: float) -> None:
 
 
 def promised_and_taken() -> tuple[int, int]:
-    """Return how many bytes this user's slabs on this host may take, and how many they have taken."""
+    """Return how many bytes this user's slabs on this host may take, and how many bytes the slabs have taken."""
     found = [stat for _, _, stat in slab_files()]
     return sum(stat.st_size for stat in found), sum(stat.st_blocks * 512 for stat in found)
 
 
 @frozen
 class SlabRef:
-    """A reference to a shared slab, which another process on this host can `attach`. `name`: the name of its memory
-    file.
+    """A reference to a shared slab. With it, another process on this host can `attach` the slab. `name`: the name of
+    the slab's memory file.
 
     Equality ignores `path`, which contains the id of a process: a forked child has another path for the same file.
     """
@@ -156,7 +162,7 @@ class SlabRef:
 
 
 class SlabMap:
-    """A mapping of a slab, without the list of free slots. Do not close it while it is used.
+    """A mapping of a slab into this process, without the list of free slots. Close a mapping only after its last use.
 
     `array`: uint8 [num_slots, slot_bytes].
     """
@@ -182,13 +188,14 @@ class SlabMap:
         return int(self.array.ctypes.data)
 
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:
-        """Return the writable bytes of a slot, or the first `nbytes` of them."""
+        """Return the writable bytes of a slot, or only the first `nbytes` bytes."""
         return self.array[slot, :nbytes].data
 
     def populate(self, part: tuple[int, int] | None = None, turn: tuple[int, int] = (0, 1)) -> None:
         """Make the kernel map the pages in the background, so that copies cause no page faults.
 
-        `part`: offset and bytes of a part of each slot, if other processes map the other parts. `turn`: see `spans`.
+        `part`: offset and size in bytes of the part of each slot to map, if other processes map the other parts.
+        `turn`: see `spans`.
         """
         if self._populator is None:
             populator = threading.Thread(
@@ -209,10 +216,12 @@ class SlabMap:
             self._stop.wait(time.monotonic() - started)
 
     def spans(self, part: tuple[int, int], piece: int, turn: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int]]:
-        """Yield offset and size of a part of every slot. Whole slots are joined to spans of up to `piece` bytes.
+        """Yield the offset and the size in bytes of each span of the slab that contains `part` of the slots. If the
+        part is the whole slot, slots are joined to spans of up to `piece` bytes.
 
-        `turn`: (index, count) of this process among those that map the part. Each begins at another place, and later
-        finds pages that the others have mapped.
+        `part`: the offset and size in bytes of the part in each slot. `turn`: (index, count) of this process among the
+        processes that map the part. Each process begins at another place, and later finds pages that other processes
+        have mapped.
         """
         offset, nbytes = part
         together = max(1, piece // self.slot_bytes) if nbytes == self.slot_bytes else 1
@@ -223,7 +232,9 @@ class SlabMap:
             yield slot * self.slot_bytes + offset, (last - slot) * self.slot_bytes + nbytes
 
     def prefault(self, offset: int, nbytes: int) -> bool:
-        """Make the kernel map these pages now. Returns False if it refuses, or cannot do so immediately."""
+        """Make the kernel map the pages of `nbytes` bytes from `offset` on. Returns False if the kernel refuses, or
+        cannot map them immediately.
+        """
         # Through ctypes, which releases the GIL; mmap.madvise would keep it for the seconds that this takes.
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -250,7 +261,7 @@ def lower_priority() -> None:
 def attach(ref: SlabRef) -> SlabMap:
     """Map a slab of another process on this host.
 
-    Raises OSError if that process has ended or denies access, or if the path now leads to another file.
+    Raises OSError if the other process has ended or denies access, or if the path now leads to another file.
     """
     fd = os.open(ref.path, os.O_RDWR)
     try:
@@ -262,12 +273,14 @@ def attach(ref: SlabRef) -> SlabMap:
 
 
 def slab_name(engine: str, layout: KVLayout) -> str:
-    """Return the name of an engine's slab, by which only processes with the same layout find it."""
+    """Return the name of an engine's slab. The name contains a digest of the layout, so only processes with the same
+    layout find the slab.
+    """
     return f"{layout.digest}-{engine}"
 
 
 def wait_for_slab(engine: str, slot_bytes: int, stop: threading.Event) -> SlabRef | None:
-    """Wait until an engine has a slab, and return a reference to it, or None if `stop` is set first."""
+    """Wait until an engine has a slab, and return a reference to the slab, or None if `stop` is set first."""
     while not stop.is_set():
         found = find_file(engine)
         if found is not None:
@@ -280,8 +293,8 @@ def wait_for_slab(engine: str, slot_bytes: int, stop: threading.Event) -> SlabRe
 class Slab(SlabMap):
     """A slab with the list of its free slots. `allocate` and `free` take constant time and never block.
 
-    Not thread-safe: the store or backend that owns it holds its lock. `engine`: the name by which other processes find
-    a shared slab. `descriptor`: the file descriptor of a shared slab's memory file, else -1.
+    Not thread-safe: each caller holds the lock of the store or backend that owns the slab. `engine`: the name by which
+    other processes find a shared slab. `descriptor`: the file descriptor of a shared slab's memory file, else -1.
     """
 
     def __init__(self, slot_bytes: int, capacity_bytes: int, *, shared: bool = False, engine: str = "") -> None:
@@ -317,7 +330,7 @@ class Slab(SlabMap):
         return len(self._free)
 
     def allocate(self) -> int | None:
-        """Return a free slot, which is in use from now on, or None if all are in use."""
+        """Return a free slot, which is in use from now on, or None if all slots are in use."""
         return next(iter(self.claim(1)), None)
 
     def claim(self, count: int) -> list[int]:
@@ -338,7 +351,7 @@ class Slab(SlabMap):
             self._free.append(slot)
 
     def recount(self, used: Collection[int]) -> None:
-        """Note that these slots are in use, and no others."""
+        """Note that the slots `used` are in use, and that all other slots are free."""
         self._free, self._used = (
             [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used],
             bytearray(slot in used for slot in range(self.num_slots)),
