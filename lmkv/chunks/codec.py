@@ -2,7 +2,7 @@
 
 A chunk file is a header, then the payload from a page boundary on, padded with zeros to whole pages. This module does
 no I/O. It checks each number in a file against the file's real size before it allocates memory. Hostile bytes cause a
-`FormatError` and nothing else.
+`FormatError` and no other harm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ except ImportError:
     from zlib import crc32
 
 CHECKSUMS = crc32.__module__
-"""The module that computes the checksums: isal.isal_zlib if it is installed, otherwise zlib."""
+"""The module that computes the checksums: isal.isal_zlib if isal is installed, otherwise zlib."""
 
 MAGIC = b"LMKV\r\n\x1a\n"
 VERSION = 1
@@ -44,24 +44,25 @@ _WRITER = struct.Struct("<4H")
 Version = tuple[int, ...]
 THIS_WRITER: Version = tuple(map(int, re.findall(r"\d+", __version__)[:3]))
 REFUSED_WRITERS: frozenset[Version] = frozenset()
-"""Versions of lmkv that stored KV under a wrong name (see the changelog). lmkv does not read their chunks."""
+"""Versions of lmkv that stored KV under a wrong key (see the changelog). lmkv reads no chunks of these versions."""
 _HAS_PARENT = 1
 _AUTHENTICATED = 2
 _NO_PARENT = bytes(KEY_BYTES)
 
 
 class FormatError(LmkvError):
-    """These bytes are not a valid chunk file of this version; the message says why."""
+    """Bytes are not a valid chunk file of this version. The message of the error says why."""
 
 
 @frozen
 class Header:
     """The header of a chunk file.
 
-    `tokens`: little-endian uint32 ids, empty when not recorded. `parent`: empty for a chain's first chunk.
-    `checksums`: CRC-32 of each `segment_bytes` of payload; the last segment may be shorter. `header_bytes`: the offset
-    of the payload. `salt` and `tags` (joined): empty unless the file is authenticated. `writer`: the version of lmkv
-    that wrote it, zeros before 0.1.0.
+    `tokens`: token ids as little-endian uint32, or empty if the file does not record them. `parent`: the key of the
+    chunk before this one, or empty for the first chunk of a prompt. `checksums`: the CRC-32 of each segment of
+    `segment_bytes` bytes of the payload; the last segment may be shorter. `header_bytes`: the offset of the payload in
+    bytes. `salt`: random bytes for the tags. `tags`: the joined authentication tags of all segments. Both are empty
+    unless the file is authenticated. `writer`: the version of lmkv that wrote the file, zeros before 0.1.0.
     """
 
     namespace: bytes = field(repr=bytes.hex)
@@ -83,7 +84,9 @@ class Header:
 
 @lru_cache(maxsize=1024)
 def header_bytes(payload_bytes: int, segment_bytes: int, max_tokens: int, *, authenticated: bool = False) -> int:
-    """Return the size of the header for a payload of that size, with room for `max_tokens` token ids."""
+    """Return the size in bytes of the header for a payload of `payload_bytes` bytes, with space for `max_tokens` token
+    ids.
+    """
     segments = -(-payload_bytes // segment_bytes)
     tags = SALT_BYTES + segments * TAG_BYTES + HEADER_TAG_BYTES if authenticated else 0
     needed = _FIXED.size + 4 * (segments + max_tokens) + tags + _WRITER.size + _CHECKSUM.size
@@ -91,12 +94,16 @@ def header_bytes(payload_bytes: int, segment_bytes: int, max_tokens: int, *, aut
 
 
 def segment_checksums(payload: memoryview, segment_bytes: int) -> tuple[int, ...]:
-    """Return the CRC-32 of each segment. Releases the GIL for segments of more than a few KB."""
+    """Return the CRC-32 of each segment of `segment_bytes` bytes. Releases the GIL for segments of more than a few
+    KB.
+    """
     return tuple(crc32(payload[at : at + segment_bytes]) for at in range(0, len(payload), segment_bytes))
 
 
 def pack_header(header: Header, into: memoryview, authenticator: Authenticator | None = None) -> None:
-    """Write the header over the `header.header_bytes` bytes of `into`. With tags it needs the authenticator."""
+    """Write the header over the `header.header_bytes` bytes of `into`. If the header has tags, `authenticator` must not
+    be None.
+    """
     counts = len(header.checksums), len(header.tokens) // 4
     at_tokens = _FIXED.size + 4 * counts[0]
     at_tags = at_tokens + len(header.tokens)
@@ -124,12 +131,14 @@ def pack_header(header: Header, into: memoryview, authenticator: Authenticator |
 
 
 def _end_of_body(nbytes: int, *, authenticated: bool) -> int:
-    """Return where the version of the writer begins, before the header's own tag, if any, and its checksum."""
+    """Return the offset of the writer's version in a header of `nbytes` bytes. The header's tag, if any, and its
+    checksum follow.
+    """
     return nbytes - _CHECKSUM.size - (HEADER_TAG_BYTES if authenticated else 0) - _WRITER.size
 
 
 def peek_header_bytes(start: memoryview) -> int:
-    """Return the length of the header, as the file's first page states it. Raises `FormatError`."""
+    """Return the length of the header in bytes, as the file's first page states. Raises `FormatError`."""
     if len(start) < PAGE:
         raise FormatError(f"the chunk has only {len(start)} bytes, fewer than its header needs")
     magic, version, _flags, nbytes = struct.unpack_from("<8sHHI", start)
@@ -143,9 +152,10 @@ def peek_header_bytes(start: memoryview) -> int:
 
 
 def parse_header(data: memoryview, authenticator: Authenticator | None = None) -> Header:
-    """Return the header at the start of `data`, which may be longer. Raises `FormatError` and nothing else.
+    """Return the header at the start of `data`, which may be longer than the header. Raises `FormatError` and no other
+    error.
 
-    With an authenticator, it accepts only headers that were written with the same key.
+    With an authenticator, only headers that were written with the same secret are valid.
     """
     nbytes = peek_header_bytes(data)
     if nbytes > len(data):
@@ -198,7 +208,7 @@ def _decode(data: memoryview, nbytes: int) -> Header:
 def verify_segments(
     header: Header, payload: memoryview, first: int = 0, authenticator: Authenticator | None = None
 ) -> None:
-    """Verify consecutive segments, the first of which is number `first`. Raises `FormatError`."""
+    """Verify the consecutive segments in `payload`, from segment number `first` on. Raises `FormatError`."""
     if authenticator:
         _authenticate_segments(header, payload, first, authenticator)
         return
@@ -216,7 +226,9 @@ def _authenticate_segments(header: Header, payload: memoryview, first: int, auth
 
 
 def plausible_file_bytes(nbytes: int) -> bool:
-    """Return whether a valid file can have this size: whole pages, at least one of header and one of payload."""
+    """Return whether a valid file can have a size of `nbytes` bytes: whole pages, at least one for the header and one
+    for the payload.
+    """
     return nbytes >= 2 * PAGE and nbytes % PAGE == 0
 
 
@@ -261,7 +273,7 @@ class ChunkFormat:
         return header
 
     def verify(self, header: Header, payload: memoryview, first: int = 0) -> None:
-        """Verify consecutive segments, the first of which is number `first`. Raises `FormatError`."""
+        """Verify the consecutive segments in `payload`, from segment number `first` on. Raises `FormatError`."""
         verify_segments(header, payload, first, self.authenticator)
 
 

@@ -1,7 +1,9 @@
 """Computes chunk keys from tokens, with the standard library alone.
 
-Key i is sha256(root || tokens[0 : (i + 1) * chunk_size]), with tokens as little-endian uint32. So a key depends on its
-chunk and everything before it. One incremental hash computes all keys, so n tokens take O(n) time.
+Key i is sha256(root
+
+tokens[0 : (i + 1) * chunk_size]), with tokens as little-endian uint32. So a key depends on the tokens of its chunk and
+on all tokens before the chunk. One incremental hash computes all keys, so n tokens take O(n) time.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _STATE_TAG: Final = b"lmkv state\0"
 
 
 class Tokens(Protocol):
-    """The type of token ids: a list, tuple, array, numpy array or torch tensor, or a sequence with such slices."""
+    """A sequence of token ids: a list, tuple, array, numpy array or torch tensor, or any sequence with slices of these
+    types.
+    """
 
     def __len__(self) -> int: ...
 
@@ -34,7 +38,7 @@ class Tokens(Protocol):
 
 
 class TailKey(bytes):
-    """Key of the tokens after a prompt's last whole chunk: a chunk key with the number of these `tokens`."""
+    """The key of a tail: the tokens after a prompt's last whole chunk. `tokens`: the number of tokens in the tail."""
 
     tokens: int
 
@@ -46,16 +50,16 @@ class TailKey(bytes):
 
 
 class StateKey(bytes):
-    """Key of a state entry at the end of a chunk: a chunk key with the number of the entry at this boundary.
+    """The key of a state entry: the state of a recurrent layer at the end of a chunk.
 
-    `number`: the number of the entry, from 1 on; see `LayerPages.state`.
+    `number`: the number of the entry among the state entries at this place, from 1 on; see `LayerPages.state`.
     """
 
     number: int
 
     @classmethod
     def of(cls, chunk: bytes, number: int) -> Self:
-        """Return the key of entry `number` at the boundary after the chunk with this key."""
+        """Return the key of state entry `number` at the end of the chunk with the key `chunk`."""
         key = cls(hashlib.sha256(_STATE_TAG + chunk + number.to_bytes(2, "little")).digest())
         key.number = number
         return key
@@ -63,7 +67,7 @@ class StateKey(bytes):
 
 @lru_cache(1 << 16)
 def state_keys(chunk: bytes, count: int) -> tuple[StateKey, ...]:
-    """Return the keys of the `count` state entries after the chunk with this key."""
+    """Return the keys of the `count` state entries at the end of the chunk with the key `chunk`."""
     return tuple(StateKey.of(chunk, number) for number in range(1, count + 1))
 
 
@@ -71,7 +75,8 @@ class KeyChain:
     """The keys of one growing token sequence: `keys[i]`, 32 bytes, is the key of chunk i.
 
     `root`: 32 bytes, see `Namespace.root`. `chunk_size`: tokens per chunk. `extras`: for some chunk indices, a 32-byte
-    digest of the chunk's other inputs, such as an image; its key and all later keys depend on it. Not thread-safe.
+    digest of the chunk's other inputs, such as an image. The key of such a chunk, and all later keys, depend on the
+    digest. Not thread-safe.
     """
 
     __slots__ = ("_chunk_size", "_extras", "_ids", "_stream", "keys", "root")
@@ -89,9 +94,9 @@ class KeyChain:
     def extend(self, tokens: Tokens) -> None:
         """Add the keys of the chunks that are now complete. `tokens` is the COMPLETE sequence so far.
 
-        Reads each token once, and does not read a tail shorter than a chunk. Raises UsageError with the position of a
-        token that is not a uint32; the chain is then unchanged. A bool inside a list counts as 0 or 1; arrays of bools
-        or floats are refused.
+        Reads each token once. Does not read the tokens after the last whole chunk. Raises UsageError with the position
+        of a token that is not a uint32; the chain is then unchanged. A bool inside a list counts as 0 or 1; arrays of
+        bools or floats are refused.
         """
         done = len(self.keys)
         complete = _length(tokens) // self._chunk_size
@@ -100,13 +105,16 @@ class KeyChain:
             self._absorb(memoryview(ids), complete - done)
 
     def parent(self, position: int) -> bytes:
-        """Return the key before `keys[position]`, empty for the first. Position `len(keys)` is that of the next key."""
+        """Return the key before `keys[position]`, or empty bytes for position 0. Position `len(keys)` is the place of
+        the next key.
+        """
         if not 0 <= position <= len(self.keys):
             raise UsageError(f"there is no chunk {position} in a chain of {len(self.keys)} chunks")
         return self.keys[position - 1] if position else b""
 
     def origin(self, position: int) -> bytes:
-        """Return the key before chunk `position`, or the root, combined with the chunk's extras if it has any.
+        """Return the key before chunk `position` (for position 0, the root), combined with the chunk's `extras` if it
+        has any.
 
         Two chunks with equal origins and equal tokens have the same KV.
         """
@@ -115,7 +123,9 @@ class KeyChain:
         return before if extra is None else _with_extra(before, extra)
 
     def tail(self, tokens: Tokens) -> TailKey | None:
-        """Return the key of all of `tokens`, with which the chain was extended, or None if the last chunk is whole."""
+        """Return the key of the tokens after the last whole chunk, or None if there are none. `tokens`: all tokens with
+        which the chain was extended.
+        """
         done, count = len(self.keys) * self._chunk_size, _length(tokens)
         if count == done:
             return None
@@ -125,12 +135,12 @@ class KeyChain:
         return TailKey.of(stream.digest(), count - done)
 
     def token_bytes(self, first: int, end: int) -> bytes:
-        """Return the token ids of chunks [first, end), as the function `token_bytes` gives them."""
+        """Return the token ids of chunks [first, end) as little-endian uint32."""
         width = self._chunk_size * _TOKEN_BYTES
         return bytes(memoryview(self._ids)[first * width : end * width])
 
     def _absorb(self, ids: memoryview, chunks: int) -> None:
-        """Hash `chunks` chunks; `ids` has one item per token and may be longer."""
+        """Hash the tokens of `chunks` chunks. `ids`: one item for each token; it may have more tokens."""
         self._ids += ids[: chunks * self._chunk_size]
         step, extras = self._chunk_size, self._extras
         stream, append = self._stream, self.keys.append
@@ -162,14 +172,18 @@ def chunk_keys(tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int
 def hash_prompt(
     tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None, *, tail: bool
 ) -> tuple[KeyChain, TailKey | None]:
-    """Return the chain of a prompt's whole chunks and, with `tail`, the key of the tokens after them, if any."""
+    """Return the chain of a prompt's whole chunks, and with `tail` the key of the tokens after the whole chunks.
+    Without `tail` or such tokens, this key is None.
+    """
     chain = KeyChain(root, chunk_size, extras)
     chain.extend(tokens)
     return chain, chain.tail(tokens) if tail else None
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """Return all tokens as little-endian uint32. Raises UsageError with the position of any other token."""
+    """Return all tokens as little-endian uint32. Raises UsageError with the position of a token that is not a
+    uint32.
+    """
     return _uint32(tokens, 0, _length(tokens)).tobytes()
 
 
@@ -195,7 +209,7 @@ def _length(tokens: Tokens) -> int:
 
 
 def _uint32(tokens: Tokens, start: int, stop: int) -> array[int]:
-    """Return tokens[start:stop], and perhaps tokens after them, as uint32 that are little-endian in memory."""
+    """Return tokens[start:stop], perhaps followed by later tokens, as uint32 that are little-endian in memory."""
     ids = _native_uint32(tokens, start, stop)
     if sys.byteorder == "big":
         ids.byteswap()

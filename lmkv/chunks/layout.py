@@ -1,10 +1,10 @@
-"""The layout of a chunk: where each byte is in it, for workers, slabs and files alike.
+"""The layout of a chunk: the place of each byte in the chunk, which is the same in workers, slabs and files.
 
 A chunk consists of whole pages of vLLM's paged memory, in the order `[rank][layer][page]`. The format inside a page
 does not matter, so the pages of any attention backend work.
 
-Recurrent layers have no pages, but a state after a chunk. States are separate entries, in slots of the same size. As a
-part of each chunk they would make it several times as large, and most chunks need none.
+A recurrent layer has no pages, but a state at the end of a chunk. States are separate entries, in slots of the same
+size as chunks. If each chunk contained the states, it would be several times as large, and most chunks need no states.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import product
 from attrs import field, frozen, validators
 
 ALIGNMENT = 4096
-"""Bytes. Slots start and end on this boundary: a memory page, as O_DIRECT requires."""
+"""Bytes of a memory page. Slots start and end at multiples of this number, as O_DIRECT requires."""
 
 
 def align_up(nbytes: int, alignment: int = ALIGNMENT) -> int:
@@ -30,9 +30,9 @@ class LayerPages:
     Parameters
     ----------
     page_bytes
-        Bytes of one block of this layer.
+        Bytes of one block of the layer.
     pages_per_chunk
-        Blocks of this layer per chunk.
+        Number of blocks of the layer in a chunk.
     group
         Index of the block table (vLLM: KV cache group) that addresses the layer.
     state
@@ -62,18 +62,20 @@ class LayerPages:
 
 @frozen(slots=False, repr=False)
 class KVLayout:
-    """The order of bytes in a chunk, and in each state entry: `[rank][layer][page]`, without padding in between.
+    """The order of bytes in a chunk, and in each state entry (the states of recurrent layers at the end of a chunk).
 
-    `PagedMemory.layout` makes the layout for given tensors.
+    The order is `[rank][layer][page]`, without padding in between.
+
+    `PagedMemory.layout` returns the layout for given tensors.
 
     Parameters
     ----------
     chunk_size
         Tokens per chunk.
     layers
-        The layers of one rank, in their order.
+        The layers of one rank, in the order of the model.
     num_ranks
-        Number of ranks, each of which has a part of every chunk. Each rank has all of `layers`, or the first of them.
+        Number of ranks. Each rank has a part of every chunk: all of `layers`, or only the first layers.
 
     Raises
     ------
@@ -104,7 +106,9 @@ class KVLayout:
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
-        """Offset of each layer inside a rank's segment, of the chunk or of its state entry."""
+        """Offset in bytes of each layer inside a rank's part of the chunk. For a recurrent layer, inside the rank's
+        part of the state entry.
+        """
         ends: dict[int, int] = {}
         offsets = []
         for layer in self.layers:
@@ -114,7 +118,7 @@ class KVLayout:
 
     @cached_property
     def states(self) -> int:
-        """State entries of a boundary; 0 without recurrent layers."""
+        """Number of state entries at the end of a chunk; 0 without recurrent layers."""
         return max(layer.state for layer in self.layers)
 
     @cached_property
@@ -133,7 +137,7 @@ class KVLayout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of a chunk and of each state entry, all ranks together."""
+        """Bytes of a chunk and of each state entry, for all ranks together."""
         return tuple(nbytes * self.num_ranks for nbytes in self._rank_bytes)
 
     @property
@@ -146,7 +150,7 @@ class KVLayout:
         return next(layer.pages_per_chunk for layer in self.layers if layer.group == group)
 
     def spans(self, tokens: int) -> list[slice]:
-        """Return the byte ranges in a chunk that hold the pages of its first `tokens` tokens."""
+        """Return the ranges of bytes in a chunk that contain the pages of the chunk's first `tokens` tokens."""
         found = []
         for rank, (number, layer) in product(range(self.num_ranks), enumerate(self.layers)):
             if layer.state:
@@ -157,10 +161,14 @@ class KVLayout:
         return found
 
     def span(self, rank: int, layer: int) -> tuple[int, int]:
-        """Return `(offset, nbytes)` of one layer of one rank inside a chunk, or inside its state entry."""
+        """Return `(offset, nbytes)` of one layer of one rank inside a chunk. For a recurrent layer, inside the layer's
+        state entry.
+        """
         segment = self._rank_bytes[self.layers[layer].state]
         return rank * segment + self.layer_offsets[layer], self.layers[layer].nbytes
 
     def segment(self, rank: int) -> tuple[int, int] | None:
-        """Return `(offset, nbytes)` of the rank's part of a slot, or None if the part differs by kind of entry."""
+        """Return `(offset, nbytes)` of the rank's part of a slot, or None if the part differs between chunks and state
+        entries.
+        """
         return None if self.states or self.num_ranks == 1 else (rank * self.rank_bytes, self.rank_bytes)

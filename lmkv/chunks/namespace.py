@@ -1,8 +1,8 @@
-"""Namespaces: everything besides the tokens that decides the KV of a chunk, and thus the chunk's key.
+"""Namespaces: everything except the tokens that decides the KV of a chunk. A chunk's key depends on all of it.
 
-Two chunks may share a key only if they are interchangeable. Besides tokens, this depends on the model, formats,
-parallelism, cache salt and LoRA adapter. A hash of their injective encoding is the root of a prompt's keys. With an
-`Authenticator`, only processes with the same secret share chunks.
+Two chunks may share a key only if they are interchangeable. Chunks with equal tokens are interchangeable only if model,
+formats, parallelism, cache salt and LoRA adapter are equal. A hash of an injective encoding of these values is the root
+of a prompt's keys. With an `Authenticator`, only processes with the same secret share chunks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attrs import Attribute, asdict, field, frozen
 from lmkv.errors import ConfigError, UsageError, how_to_install, short_repr
 
 FORMAT_VERSION = 1
-"""Version of the keys. It changes when the same tokens and namespace get other keys."""
+"""Version of the keys. The version changes when the same tokens and namespace get other keys."""
 
 _NAMESPACE_TAG = b"lmkv namespace\0"
 _ROOT_TAG = b"lmkv root\0"
@@ -33,10 +33,12 @@ _NONCE_BYTES = 12
 
 
 def canonical(value: object) -> bytes:
-    """Encode None, int, str, bytes, tuples and mappings of them, each as a type tag, a 64-bit length and the content.
+    """Return an encoding of None, an int, str or bytes, or of tuples and mappings of encodable values.
 
-    The encoding is injective: values that differ in type or content differ in their bytes. Mappings are sorted by their
-    encoded items. Raises UsageError for any other type.
+    Each value becomes a type tag, a 64-bit length and the content.
+
+    The encoding is injective: values that differ in type or content differ in their bytes. The items of a mapping are
+    sorted by their encoding. Raises UsageError for any other type.
     """
     match value:
         case None:
@@ -80,9 +82,11 @@ def _sorted_items(extra: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple
 
 
 def tenants_of(cache_salt: str | None, tags: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the names of a request's tenants in quotas: the label of its salt, and its tags as `name:value`.
+    """Return the names of a request's tenants in quotas: the label of the request's `cache_salt`, and its tags as
+    `name:value`.
 
-    A tag with a colon in its name is left out, because `a:b` with value `c` and `a` with value `b:c` would be one name.
+    A tag with a colon in its name is left out: tag `a:b` with value `c` would give the same tenant as tag `a` with
+    value `b:c`.
     """
     return [
         *([salt_label(cache_salt)] if cache_salt else ()),
@@ -91,7 +95,7 @@ def tenants_of(cache_salt: str | None, tags: Iterable[tuple[str, str]]) -> list[
 
 
 def salt_label(salt: str) -> str:
-    """Return the label of a `cache_salt`, which stands for the secret salt in quotas, metrics and pages.
+    """Return the label of a `cache_salt`. The label stands for the salt, which is secret, in quotas, metrics and pages.
 
     >>> salt_label("alice")
     'salt-2bd806c97f0e00af'
@@ -109,7 +113,8 @@ class Namespace:
     model, revision
         The model's name, and its revision or a fingerprint of its weights.
     dtype, kv_cache_dtype
-        Data types of the model and of its KV cache, such as "float32"; "auto" for a cache in the model's type.
+        Data types of the model and of the model's KV cache, such as "float32"; "auto" for a cache in the model's data
+        type.
     chunk_size, block_size
         Tokens per chunk and per block.
     layout
@@ -117,7 +122,7 @@ class Namespace:
     ranks
         How ranks divide the model.
     extra
-        Anything else, as a mapping of str to str; it is kept as sorted pairs.
+        Anything else on which KV depends, as a mapping of str to str, which becomes sorted pairs.
 
     Raises
     ------
@@ -146,7 +151,9 @@ class Namespace:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 of the encoding of all fields and `FORMAT_VERSION`, the same in every process."""
+        """SHA-256 digest of the encoding of all fields and `FORMAT_VERSION`. The digest is the same in every
+        process.
+        """
         fields = asdict(self, recurse=False) | {"format": FORMAT_VERSION}
         return hashlib.sha256(_NAMESPACE_TAG + canonical(fields)).digest()
 
@@ -156,11 +163,11 @@ class Namespace:
         lora: tuple[str, str] | None = None,
         extra: Mapping[str, bytes | str] = _NOTHING,
     ) -> bytes:
-        """Return the root of a request's chunk keys, 32 bytes; without arguments it is the namespace's digest.
+        """Return the root of a request's chunk keys, 32 bytes. Without arguments, the root is the namespace's digest.
 
         Requests share chunks only if their roots are equal. `cache_salt` separates tenants. `lora` is the adapter's
-        name and path (or fingerprint). `extra` has everything else that changes the KV of every token. None and ""
-        differ. Raises UsageError for a value of another type.
+        name and path (or fingerprint). `extra` has everything else that changes the KV of every token. For each
+        argument, None and "" give different roots. Raises UsageError for a value of another type.
         """
         if cache_salt is None and lora is None and not extra:
             return self.digest
@@ -170,17 +177,18 @@ class Namespace:
 
 @frozen
 class Authenticator:
-    """Makes tags from a secret: HMAC-SHA256 of headers, and AES-GMAC of segments with a key for each file.
+    """Makes authentication tags from a secret: HMAC-SHA256 tags of headers, and AES-GMAC tags of segments, with one AES
+    key for each file.
 
     Parameters
     ----------
     secret
-        32 random bytes at least.
+        At least 32 random bytes.
 
     Raises
     ------
     ConfigError
-        The secret is shorter, or cryptography is not installed.
+        The secret has fewer than 32 bytes, or the package cryptography is not installed.
 
     Examples
     --------
@@ -221,13 +229,14 @@ class Authenticator:
 
     @property
     def identifier(self) -> str:
-        """A public name of the key, which does not reveal the key."""
+        """A public name of the secret, which does not reveal the secret."""
         return self._derived(b"identifier").hex()
 
     def of_segments(self, salt: bytes, key: bytes, payload: memoryview, segment_bytes: int, first: int = 0) -> bytes:
-        """Return the joined tags of consecutive segments in the file of chunk `key`, from number `first` on.
+        """Return the joined tags of the consecutive segments in `payload`, which belong to the file of chunk `key`.
 
-        `salt`: random, and new for each file, because two segments must never have the same key and number.
+        `segment_bytes`: the size of a segment. `first`: the number of the first segment. `salt`: random bytes, new for
+        each file, because two segments must never have the same AES key and number.
         """
         mac = self._cipher(hmac.digest(self._segment_key, salt + key, "sha256")).encrypt
         starts = range(0, len(payload), segment_bytes)
