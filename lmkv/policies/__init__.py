@@ -1,4 +1,6 @@
-"""Eviction policies and admission filters. They know only keys and sizes, and use no locks, clocks or I/O."""
+"""Eviction policies and admission filters. Policies and filters know only keys and sizes, and use no locks, clocks or
+I/O.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ class AdmitAll:
 
 
 class AdmitNone:
-    """An admission filter that admits no chunk, so that the tier only serves the chunks that it has.
+    """An admission filter that admits no chunk, so that a tier only serves the chunks that are already in the tier.
 
     Examples
     --------
@@ -85,12 +87,12 @@ def _positive(_: object, attribute: Attribute[int], number: int) -> None:
 class SecondTouch:
     """An admission filter that admits a chunk when it is offered for the second time.
 
-    Chunks that are used only once then do not wear out the disk.
+    Chunks that are used only once are not written, and so do not wear out the disk.
 
     Parameters
     ----------
     max_keys
-        The number of offered keys that the filter remembers, the latest ones.
+        The number of offered keys that the filter remembers. The filter forgets the oldest keys first.
 
     Raises
     ------
@@ -125,12 +127,12 @@ class SecondTouch:
 
 @define(eq=False)
 class MinTokens:
-    """An admission filter that admits only chunks of long prompts, so that short prompts do not wear out the disk.
+    """An admission filter that admits only chunks of long prompts. Chunks of short prompts do not wear out the disk.
 
     Parameters
     ----------
     min_tokens
-        The number of tokens from which on a prompt counts as long.
+        The smallest number of tokens of a long prompt.
     max_keys
         The number of keys of long prompts that the filter remembers.
 
@@ -139,10 +141,8 @@ class MinTokens:
     UsageError
         An argument is not positive.
 
-    Notes
-    -----
-    Not thread-safe: the store calls its filters while it holds its lock. If a short prompt grows into a long one, its
-    chunks are offered again when host memory evicts them.
+    Notes ----- Not thread-safe: the store calls its filters while it holds its lock. If a short prompt grows into a
+    long prompt, its chunks are offered again when host memory evicts the chunks.
 
     Examples
     --------
@@ -171,7 +171,7 @@ class MinTokens:
 ADMISSIONS: Mapping[str, Callable[[], Admission]] = MappingProxyType(
     {"all": AdmitAll, "second_touch": SecondTouch, "min_tokens": MinTokens, "none": AdmitNone}
 )
-"""The filters that a configuration can name."""
+"""The admission filters that a configuration can name."""
 
 _MIN_TOKENS: Final = re.compile(r"min_tokens:([1-9]\d{0,8})")
 
@@ -179,7 +179,7 @@ _MIN_TOKENS: Final = re.compile(r"min_tokens:([1-9]\d{0,8})")
 def make_admission(name: str) -> Admission:
     """Return a new admission filter: one of `ADMISSIONS`, `min_tokens:N`, or `package.module:Class`.
 
-    Raises ConfigError for any other.
+    Raises ConfigError for any other name.
     """
     if name in ADMISSIONS:
         return ADMISSIONS[name]()
@@ -194,18 +194,20 @@ def make_admission(name: str) -> Admission:
 POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
     {made.__name__: made for made in (LRU, FIFO, LFU, MRU, ARC, SLRU, S3FIFO, SIEVE, ADAPTIVE)}
 )
-"""lmkv's own policies, by the names that a configuration gives them."""
+"""lmkv's own policies, by the names that a configuration uses for them."""
 
 
 def policy_names() -> Iterator[str]:
-    """Yield the names of policies that `cache_policy` may have: lmkv's, and then those of installed packages."""
+    """Yield the policy names that the setting `cache_policy` may have: first lmkv's policies, then those of installed
+    packages.
+    """
     yield from POLICIES
     yield from (name for name in plugins.installed(plugins.POLICIES) if name not in POLICIES)
 
 
 def make_policy(name: str) -> Policy:
-    """Return a new, empty policy: one of `policy_names`, or `package.module:Class`. Raises ConfigError for any
-    other.
+    """Return a new, empty policy. `name`: one of `policy_names`, or `package.module:Class`. Raises ConfigError for any
+    other name.
     """
     if name in POLICIES:
         return POLICIES[name]()
@@ -217,7 +219,7 @@ def make_policy(name: str) -> Policy:
 
 
 def like(policy: Policy) -> Policy:
-    """Return an empty policy for a shadow: one of the same class, or an LRU if the class needs arguments.
+    """Return an empty policy of the same class as `policy`, or an LRU policy if the class needs arguments.
 
     >>> like(LRU())
     <LRU: 0 evictable bytes, 0 keys held>

@@ -1,5 +1,5 @@
-"""`WeightedAge`: keeps chunks longer that are used again. `ADAPTIVE`: learns how much longer, with `Shadow`s of the
-tier.
+"""`WeightedAge` keeps chunks that are used again for a longer time than other chunks. `ADAPTIVE` learns how much
+longer, with `Shadow`s: simulations of the tier.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from lmkv.policies.base import DEPTH, FORK, Ghosts, PolicyBase
 from lmkv.protocols import ChunkKey, Policy, TakesHints
 
 _GHOST_SHARE = 4
-"""How many evicted bytes to remember, as a multiple of the tier's capacity."""
+"""Total size of the evicted chunks to remember, as a multiple of the tier's capacity."""
 
 
 @define(eq=False, repr=False)
 class WeightedAge(PolicyBase):
-    """Evicts the older of two candidates: the oldest chunk that was used once, and the oldest that was used again.
+    """Evicts the older of two candidates: the oldest chunk that was used once, and the oldest chunk that was used
+    again.
 
-    Before the comparison, the age of the second candidate is divided by `weight`. A weight of 1 is LRU, and a larger
-    weight evicts chunks that were used once sooner. A chunk that comes back after its eviction counts as used again.
+    Before the comparison, the age of the second candidate is divided by `weight`. With a weight of 1, the policy is
+    LRU. With a larger weight, chunks that were used only once are evicted sooner. A chunk that comes back after its
+    eviction counts as used again.
 
     Parameters
     ----------
     weight : float
-        The divisor, 1 or more.
+        The divisor of the second candidate's age, 1 or more.
 
     Examples
     --------
@@ -43,7 +45,9 @@ class WeightedAge(PolicyBase):
 
     weight: float = field(default=2.0)
     once: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
-    """For each key the time of its last use; negative until the request that inserted the key has touched it."""
+    """For each key that was used once, the time of its last use; negative until the request that inserted the key has
+    touched it.
+    """
     again: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
     now: int = field(init=False, default=1)
     """The policy's clock, which is the number of uses of chunks so far."""
@@ -102,30 +106,31 @@ WEIGHTS: Final = (1.0, 2.0, 4.0, 16.0)
 _SAMPLED_CHUNKS: Final = 1024
 """Largest number of chunks in a shadow."""
 _MEMORY: Final = 20.0
-"""A hit counts half after requests for 20 times the tier's capacity."""
+"""A hit counts only half once later requests have asked for 20 times the tier's capacity."""
 _MARGIN: Final = 0.01
-"""Another weight replaces the present one if it finds at least this share more."""
+"""Another weight replaces the present weight if its shadow finds more tokens by at least this share."""
 
 
 @define(eq=False, repr=False)
 class ADAPTIVE(WeightedAge):
-    """A `WeightedAge` that learns its weight: evicts chunks that were used once earlier if this finds more tokens.
+    """A `WeightedAge` policy that learns from the requests which weight finds the most tokens.
 
-    For each weight, a *shadow* of the tier has keys without bytes, and replays a sample of the requests. Chunks of
-    prompts with a common beginning are in the sample together or not at all. The policy uses the weight of the shadow
-    with the most hits lately. All weights share one order, so a change of the weight costs nothing.
+    The weight decides how much sooner the policy evicts chunks that were used only once.
+
+    For each weight there is a *shadow*: a simulated tier, with keys but without bytes, that replays a sample of the
+    requests. Chunks of prompts with a common beginning are in the sample together or not at all. The policy uses the
+    weight of the shadow with the most hits lately. The weight does not affect the order of the queues, so a change of
+    the weight costs nothing.
 
     Parameters
     ----------
     position_cost : float
-        How much more a hit counts for each chunk before it. With 0, the policy maximizes the number of tokens that are
-        found. With 1e-3, a hit at chunk 1,000 counts twice as much as a hit at the first chunk, because its attention
-        takes longer to compute.
+        The additional weight of a hit for each chunk before the hit in the prompt. With 0, the policy maximizes the
+        number of tokens that are found. With 1e-3, a hit at chunk 1,000 counts twice as much as a hit at the first
+        chunk. A later chunk saves more time, because its attention takes longer to compute.
 
-    Notes
-    -----
-    The shadows of a small tier have all its chunks. The shadows of a large tier have a sample of about 1,024 chunks, to
-    save time.
+    Notes ----- The shadows of a small tier have all chunks of the tier. The shadows of a large tier have a sample of
+    about 1,024 chunks, which saves time.
 
     Examples
     --------
@@ -170,7 +175,9 @@ class ADAPTIVE(WeightedAge):
             shadow.hint(keys, priority)
 
     def _try(self, keys: Sequence[ChunkKey], own: int) -> None:
-        """Replay a request in all shadows. Its first `own` chunks belong to requests outside the sample as well."""
+        """Replay a request in all shadows. The first `own` chunks of `keys` also belong to requests outside the
+        sample.
+        """
         size, scores = self._largest, self._scores
         if not size:
             return
@@ -201,7 +208,7 @@ class ADAPTIVE(WeightedAge):
 
 @define(eq=False)
 class Shadow:
-    """A simulated tier of `capacity` bytes with a policy: it has keys, but no bytes. Not thread-safe.
+    """A simulated tier of `capacity` bytes with a policy. A shadow has keys, but no bytes of chunks. Not thread-safe.
 
     Examples
     --------
@@ -225,9 +232,10 @@ class Shadow:
         return key in self._sizes
 
     def request(self, keys: Sequence[ChunkKey], size: int) -> int:
-        """Replay a request for a prompt's chunks of `size` bytes, and return how many of the first ones are present.
+        """Replay a request for a prompt's chunks of `size` bytes each. Returns how many chunks, from the first one on,
+        were present.
 
-        Missing chunks are inserted, as far as they fit together with the present chunks of the prompt.
+        Missing chunks are inserted until all chunks of the prompt together would exceed the capacity.
         """
         hit = self.leading(keys)
         if hit < len(keys):
@@ -236,7 +244,7 @@ class Shadow:
         return hit
 
     def leading(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many of the first chunks are present."""
+        """Return how many chunks, from `keys[0]` on, are present."""
         return len(list(takewhile(self._sizes.__contains__, keys)))
 
     def _insert(self, keys: Sequence[ChunkKey], hit: int, size: int) -> None:
@@ -270,7 +278,7 @@ class Shadow:
         return victims is not None
 
     def resize(self, capacity: float) -> None:
-        """Change the capacity. If it shrinks, chunks are evicted immediately."""
+        """Change the capacity in bytes. If the capacity shrinks, chunks are evicted immediately."""
         self.capacity = capacity
         if self.used > capacity:
             self.evict(self.used - capacity, set())

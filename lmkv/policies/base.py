@@ -1,4 +1,4 @@
-"""`PolicyBase`: knows the keys of a tier, how they depend on each other, and which may be evicted."""
+"""`PolicyBase` knows the keys of a tier, their dependence on each other, and which keys may be evicted."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from lmkv.errors import UsageError
 from lmkv.protocols import ChunkKey
 
 _MAX_KEYS: Final = 1 << 19
-"""Largest number of keys to remember. They take about 80 MB."""
+"""Largest number of keys to remember. This number of keys takes about 80 MB."""
 
 
 @define(eq=False)
 class Ghosts:
-    """Remembers the keys and sizes of evicted chunks, the oldest eviction first. `total_bytes`: the sum of the
-    sizes.
+    """Remembers the keys and sizes of evicted chunks, in the order of eviction.
+
+    `total_bytes`: the sum of the sizes.
     """
 
     keys: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
@@ -42,43 +43,45 @@ class Ghosts:
 
 
 BRANCHES: Final = 8
-"""A chunk with this number of children belongs to several conversations."""
+"""A chunk with this number of children (chunks that follow it in prompts) counts as shared by several conversations."""
 
 DEPTH: Final = 16
-"""Number of leading chunks in which the policy looks for the point where conversations diverge."""
+"""Number of chunks, from the start of a prompt, in which the policy looks for the point where conversations diverge."""
 
 KEPT: Final = 0.5
 """Largest share of the tier that keys with a priority may keep. Higher priorities count first."""
 
 Node: TypeAlias = list[Any]
-"""The base's record of a key. It is a list, because an object takes three times as long to make."""
+"""The record that `PolicyBase` keeps of a key. A node is a list, because an object takes three times as long to
+make.
+"""
 KEY, SIZE, PARENT, CHILDREN, FORK = range(5)
-"""Indexes in a node. KEY: the key. SIZE: its bytes, or 0 if only children of it are known. PARENT: the parent's node,
-    or None. CHILDREN: its number of known children. FORK: whether it has had `BRANCHES` children at any time.
-    """
+"""Indexes in a node. KEY: the key. SIZE: the bytes of the chunk, or 0 if only children of the key are known.
+
+PARENT: the node of the parent, or None. CHILDREN: the number of known children. FORK: whether the node has had
+`BRANCHES` children at any time.
+"""
 
 
 @define(eq=False)
 class PolicyBase(ABC):
-    """Base class of eviction policies. A subclass keeps the order of keys, in the methods `add`, `use`, `pop`,
-    `put_back` and `drop`.
+    """Base class of eviction policies. A subclass keeps the order in which keys are evicted, by the methods `add`,
+    `use`, `pop`, `put_back` and `drop`.
 
     The base class knows the size of each key, its parent (the chunk before it) and its number of children. `evict`
-    skips a key that is held or has children, and evicts it next as soon as it is neither held nor a parent. Children,
-    which cannot be found without their parent, are therefore evicted first. A parent of held or protected keys is
-    evicted only if nothing else is left.
+    skips a key that is held or has children. As soon as the skipped key is neither held nor a parent, it is the next to
+    be evicted. A request finds a chunk only together with the chunk's parent, so children are evicted first. A parent
+    of held or protected keys is evicted only if nothing else is left.
 
     Raises
     ------
     UsageError
         A key is inserted twice or without a size, or an unknown key is held or released.
 
-    Notes
-    -----
-    Not thread-safe: the store calls its policies while it holds its lock. `evict` takes time proportional to the number
-    of evicted and protected keys; all else takes constant time per key. All policies accept hints; see
-    `lmkv.protocols.TakesHints`. Keys with a priority keep at most half of the tier. Beyond that, those with the lowest
-    priority are evicted, the oldest first.
+    Notes ----- Not thread-safe: the store calls its policies while it holds its lock. `evict` takes time proportional
+    to the number of evicted and protected keys. Other methods take constant time per key. All policies accept hints;
+    see `lmkv.protocols.TakesHints`. Keys with a priority keep at most half of the tier. Beyond this half, the keys with
+    the lowest priority are evicted, the oldest first.
 
     Examples
     --------
@@ -93,26 +96,32 @@ class PolicyBase(ABC):
     """
 
     nodes: dict[ChunkKey, Node] = field(init=False, factory=dict)
-    """Each known key and each parent has a node; `policy.nodes[key][SIZE]` is the size of a known key."""
+    """The node (record) of each known key and of each parent. `policy.nodes[key][SIZE]` is the size in bytes of a known
+    key.
+    """
     total_bytes: int = field(init=False, default=0)
-    """Bytes of all known keys. When `pop` is called, this is about the capacity of the tier."""
+    """Bytes of all known keys. When `pop` is called, the sum is about the capacity of the tier."""
     held: set[ChunkKey] = field(init=False, factory=set)
     passed: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
-    """Keys that `evict` has skipped because they were held or had children. They are not in the order."""
+    """Keys that `evict` has skipped because they were held or had children. These keys are not in the subclass's
+    order.
+    """
     _first: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
-    """Keys with a hint to evict them first. They are not in the order."""
+    """Keys with a hint that they are to be evicted first. These keys are not in the subclass's order."""
     _ended: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """For each key, how many of its children have a hint to evict them first."""
+    """For each key, how many of its children have a hint that they are to be evicted first."""
     _kept: dict[ChunkKey, int] = field(init=False, factory=dict)
     """Keys with a priority above 0."""
     _last: dict[int, OrderedDict[ChunkKey, None]] = field(init=False, factory=dict)
-    """Keys that were not evicted in their turn because of their priority, by priority. They are not in the order."""
+    """For each priority, the keys that were next in the order but were not evicted because of this priority. These keys
+    are not in the order.
+    """
     _kept_bytes: Counter[int] = field(init=False, factory=Counter)
     """Bytes of the keys with each priority."""
     _held_bytes: int = field(init=False, default=0)
     _largest: int = field(init=False, default=0)
     _notes: bool = field(init=False)
-    """Whether the subclass overrides `evicted`."""
+    """Whether the subclass overrides the method `evicted`."""
 
     @_notes.default
     def _wants_victims(self) -> bool:
@@ -131,38 +140,47 @@ class PolicyBase(ABC):
 
     @abstractmethod
     def add(self, key: ChunkKey) -> None:
-        """Put a new key into the order."""
+        """Put a new key into the order of eviction."""
 
     def extend(self, keys: Sequence[ChunkKey]) -> None:
-        """Put new keys into the order, one after the other.
+        """Put new keys into the order of eviction, one after the other.
 
-        A subclass of LRU that overrides `add` must override this method as well, because LRU has a faster version.
+        A subclass of LRU that overrides `add` must override `extend` as well, because LRU has a faster version of
+        `extend`.
         """
         for key in keys:
             self.add(key)
 
     @abstractmethod
     def use(self, keys: Sequence[ChunkKey]) -> None:
-        """Change the order after a request has used these keys, given first to last. Keys that the policy does not have
+        """Change the order of eviction after a request has used the keys of a prompt, given first to last. Unknown keys
         are ignored.
 
-        The request that stored a chunk also uses it once, so the first use is not a reuse.
+        The request that stored a chunk also uses the chunk once, so the first use is not a reuse.
         """
 
     @abstractmethod
     def pop(self) -> ChunkKey | None:
-        """Remove the next key to evict from the order, and return it, or None if the order is empty."""
+        """Remove the next key to evict from the order of eviction, and return this key. Returns None if the order has
+        no keys.
+        """
 
     @abstractmethod
     def put_back(self, key: ChunkKey) -> None:
-        """Put a key that `pop` has returned back into the order, as the next key to evict."""
+        """Undo `pop`: put the key that `pop` has returned into the order of eviction again, as the next key to
+        evict.
+        """
 
     @abstractmethod
     def drop(self, key: ChunkKey) -> None:
-        """Remove a key from the order. The policy still knows the key, unless `forget` follows."""
+        """Remove a key from the order of eviction. The policy still knows the key, unless a call of `forget`
+        follows.
+        """
 
     def rejoin(self, key: ChunkKey) -> None:
-        """Put a key back into the order after it was released, or used while it was not in the order."""
+        """Put a key back into the order of eviction, after a release of the key, or after a use of a key that was not
+        in the order.
+        """
         self.put_back(key)
 
     def evicted(self, key: ChunkKey, size: int) -> None:
@@ -170,23 +188,26 @@ class PolicyBase(ABC):
         self.forget(key)
 
     def remove(self, key: ChunkKey, size: int) -> None:
-        """Remove a key that `pop` did not return, because another policy has chosen to evict it."""
+        """Remove a key that `pop` did not return, because another policy has chosen to evict the key."""
         self.drop(key)
         self.evicted(key, size)
 
     def forget(self, key: ChunkKey) -> None:  # noqa: B027 - most policies note nothing else
-        """Delete what the subclass remembers about a key that is no longer in the order."""
+        """Delete the subclass's records of a key that is no longer in the order of eviction."""
 
     # -- the protocol -------------------------------------------------------------------------------------
 
     def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
-        """Add an evictable key of `size` bytes. Raises UsageError for a known key."""
+        """Add an evictable key of `size` bytes. `parent`: the key of the chunk before it. Raises UsageError for a known
+        key.
+        """
         self.insert_chain((key,), size, (parent,))
 
     def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
-        """Add evictable keys of `size` bytes each, with their parents, from the last to the first.
+        """Add evictable keys of `size` bytes each, the last key first. `parents`: for each key, the key of the chunk
+        before it.
 
-        Raises UsageError for a known key; the keys after it are added.
+        Raises UsageError for a known key. The keys after the known key are then already added.
         """
         if size > self._largest:
             self._largest = size
@@ -220,7 +241,7 @@ class PolicyBase(ABC):
             self.extend(new)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request has used these keys of a prompt, given first to last."""
+        """Note that a request has used the keys of a prompt, given first to last."""
         if self._first or self.passed:
             first, passed = self._first, self.passed
             for key in reversed(keys):
@@ -254,7 +275,7 @@ class PolicyBase(ABC):
             self._held_bytes += size
 
     def release(self, key: ChunkKey) -> None:
-        """Let a known key be evicted again. Idempotent."""
+        """Allow the eviction of a known key again, after `hold`. Idempotent."""
         node = self._known(key)
         if key in self.held:
             self.held.discard(key)
@@ -264,9 +285,10 @@ class PolicyBase(ABC):
                 self.rejoin(key)
 
     def evict(self, nbytes: int, protect: Set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
-        """Remove and return evictable keys of at least `nbytes` bytes together, none of them in `protect`.
+        """Remove evictable keys of at least `nbytes` bytes together, except the keys in `protect`. Returns the removed
+        keys.
 
-        If there are too few, it returns None and changes nothing.
+        Returns None, and changes nothing, if there are too few evictable keys.
         """
         if not self._leaves(nbytes, protect):
             return None
@@ -318,11 +340,11 @@ class PolicyBase(ABC):
         return victims
 
     def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
-        """Evict a prompt's keys, given first to last, before all others (priority below 0), in turn (0) or last (above
-        0).
+        """Set when a prompt's keys are to be evicted. `keys`: first to last. `priority`: below 0 means before all other
+        keys, 0 the usual order, above 0 after other keys.
 
-        Below 0, keys are evicted from the last one back to the point where another prompt branches off. A later use
-        cancels this. Ignores unknown keys.
+        Below 0, the hint applies to the keys from the last one back to the point where another prompt branches off. A
+        later use of a key cancels such a hint. Unknown keys are ignored.
         """
         if priority < 0:
             self._give_up(keys)
@@ -351,7 +373,9 @@ class PolicyBase(ABC):
                     ended[parent[KEY]] = ended.get(parent[KEY], 0) + 1
 
     def _revive(self, key: ChunkKey) -> ChunkKey:
-        """Forget the hint to evict a key first, because the key was used or is evicted now, and return the key."""
+        """Forget the hint that a key is to be evicted first, because the key was used or is evicted now. Returns the
+        key.
+        """
         del self._first[key]
         parent = self.nodes[key][PARENT]
         if parent is not None:
@@ -361,7 +385,9 @@ class PolicyBase(ABC):
         return key
 
     def _take_back(self, key: ChunkKey) -> bool:
-        """Undo the hints about a key. Returns True if a hint had removed it from the order; it is in no queue now."""
+        """Undo the hints about a key. Returns True if a hint had removed the key from the order. The key is then in no
+        queue.
+        """
         spared = self._unspare(key)
         self._unkeep(key)
         if key in self._first:
@@ -376,7 +402,9 @@ class PolicyBase(ABC):
         queue.move_to_end(key, last=not first)
 
     def _unspare(self, key: ChunkKey) -> bool:
-        """Undo `_spare`. Returns False for a key that is not spared."""
+        """Undo `_spare`: remove a key from the queue of its priority. Returns False for a key that is in no such
+        queue.
+        """
         queue = self._last.get(self._kept.get(key, 0))
         if queue is None or key not in queue:
             return False
@@ -393,11 +421,11 @@ class PolicyBase(ABC):
                 del self._kept_bytes[priority]
 
     def _kept_from(self, priority: int) -> int:
-        """Return the number of bytes of the keys with this priority or a higher one."""
+        """Return the number of bytes of the keys with the priority `priority` or a higher priority."""
         return sum(nbytes for each, nbytes in self._kept_bytes.items() if each >= priority)
 
     def _take_out(self, key: ChunkKey) -> None:
-        """Remove a key from the order, or from the queue in which it is instead."""
+        """Remove a key from the order, or from the queue that has the key instead."""
         if self._take_back(key):
             return
         if key in self.passed:
@@ -406,9 +434,10 @@ class PolicyBase(ABC):
             self.drop(key)
 
     def _least(self, protect: Set[ChunkKey], spared: list[ChunkKey]) -> ChunkKey | None:
-        """Remove and return the first spared key of the lowest priority that can be evicted, or None.
+        """Remove and return the next key to evict of those that their priority has spared, lowest priority first, or
+        None.
 
-        Moves protected keys to `spared`.
+        Moves keys that are protected to the list `spared`.
         """
         while self._last:
             key = next(iter(self._last[min(self._last)]))
@@ -423,7 +452,7 @@ class PolicyBase(ABC):
         return None
 
     def _last_resort(self, protect: Set[ChunkKey]) -> ChunkKey:
-        """Return a parent of held or protected keys to evict, because nothing else is left."""
+        """Return a key to evict that is a parent of held or protected keys, because no other key is left."""
         found = next(key for key in self.passed if key not in self.held and key not in protect)
         self._take_out(found)
         return found
@@ -438,7 +467,7 @@ class PolicyBase(ABC):
         return spared <= spare
 
     def _unlink(self, node: Node) -> None:
-        """Remove the node of a forgotten key, and free its parent if it was the last child."""
+        """Remove the node of a forgotten key. If its parent has no other child, the parent becomes evictable."""
         key, _, parent, children, _ = node
         if children:
             node[:] = key, 0, None, children, False

@@ -14,7 +14,8 @@ from lmkv.protocols import ChunkKey
 
 @define(eq=False, repr=False)
 class QueuePolicy(PolicyBase):
-    """Base class of policies with one queue: new keys join its end, and the front is evicted. Override `use`.
+    """Base class of policies with one queue. New keys join the end of the queue, and the key at the front is evicted. A
+    subclass overrides `use`.
 
     Examples
     --------
@@ -39,7 +40,7 @@ class QueuePolicy(PolicyBase):
         self.queue[key] = None
 
     def use(self, keys: Sequence[ChunkKey]) -> None:
-        """Do nothing, because a use does not change the order of this queue."""
+        """Do nothing, because a use does not change the order of the queue."""
 
     def pop(self) -> ChunkKey | None:
         try:
@@ -64,10 +65,8 @@ class FIFO(QueuePolicy):
     UsageError
         A key is inserted twice or without a size, or an unknown key is held or released.
 
-    Notes
-    -----
-    A key keeps its place while it is held. If it comes to the front while it is held, it is evicted first after its
-    release.
+    Notes ----- A key keeps its place in the queue while it is held. If a held key comes to the front, it is the first
+    to be evicted after its release.
 
     Examples
     --------
@@ -89,10 +88,8 @@ class LRU(QueuePolicy):
     UsageError
         A key is inserted twice or without a size, or an unknown key is held or released.
 
-    Notes
-    -----
-    `touch` makes the first key of a prompt the most recent one, so the last key of the prompt is evicted first.
-    `release` counts as a use.
+    Notes ----- `touch(keys)` makes the prompt's first key, `keys[0]`, the most recently used key. So the prompt's last
+    key is evicted first. `release` counts as a use.
 
     Examples
     --------
@@ -129,8 +126,8 @@ class LRU(QueuePolicy):
 
 @define(eq=False, repr=False)
 class MRU(QueuePolicy):
-    """Most recently used: evicts the chunk with the latest use, for prompts that repeat in a fixed order and do not
-    fit.
+    """Most recently used: evicts the chunk with the latest use. Good if prompts repeat in a fixed order and the tier is
+    too small for all of them.
 
     Examples
     --------
@@ -156,8 +153,8 @@ class MRU(QueuePolicy):
 class LFU(PolicyBase):
     """Least frequently used: evicts the chunk with the fewest uses. Older uses count less.
 
-    The rank of a chunk is its number of uses plus the rank of the last evicted chunk ("dynamic ageing"). Chunks that
-    were used often, but long ago, are therefore evicted in the end.
+    The rank of a chunk is its number of uses plus the rank of the last evicted chunk ("dynamic ageing"). So chunks that
+    were used often, but long ago, are evicted in the end.
 
     Examples
     --------
@@ -174,9 +171,9 @@ class LFU(PolicyBase):
     uses: dict[ChunkKey, int] = field(init=False, factory=dict)
     """Number of uses of each known key."""
     buckets: dict[int, OrderedDict[ChunkKey, None]] = field(init=False, factory=dict)
-    """The keys of each rank, least recently used first."""
+    """The keys of each rank (uses plus age), least recently used first."""
     age: int = field(init=False, default=0)
-    """The rank that was evicted last. No key has a lower one."""
+    """The rank of the last evicted key. No key has a lower rank."""
 
     def add(self, key: ChunkKey) -> None:
         self.uses[key] = 0
@@ -245,10 +242,14 @@ _PROTECTED_SHARE = 0.8
 
 @define(eq=False, repr=False)
 class TwoQueues(PolicyBase):
-    """Base of policies with a queue for chunks used once, and one for chunks used again."""
+    """Base class of policies with one queue for chunks that were used once, and another queue for chunks that were used
+    again.
+    """
 
     once: OrderedDict[ChunkKey, bool] = field(init=False, factory=OrderedDict)
-    """Chunks used once. The value: whether the request that inserted the key has touched it."""
+    """The keys of chunks that were used once. The value of a key: whether the request that inserted the key has touched
+    it.
+    """
     again: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
     once_bytes: int = field(init=False, default=0)
     again_bytes: int = field(init=False, default=0)
@@ -258,7 +259,7 @@ class TwoQueues(PolicyBase):
         self.once_bytes += self.nodes[key][SIZE]
 
     def add_again(self, key: ChunkKey) -> None:
-        """Append a key to the queue of chunks used again."""
+        """Append a key to the queue of chunks that were used again."""
         self.again[key] = None
         self.again_bytes += self.nodes[key][SIZE]
 
@@ -331,8 +332,8 @@ class SLRU(TwoQueues):
 class ARC(TwoQueues):
     """Adaptive replacement cache (Megiddo and Modha, FAST 2003), with sizes in bytes.
 
-    There is one queue for chunks that were used once, and one for chunks that were used again. When an evicted chunk
-    comes back, its former queue gets a larger share of the tier.
+    There is one queue for chunks that were used once, and another queue for chunks that were used again. When an
+    evicted chunk comes back, its former queue gets a larger share of the tier.
 
     Examples
     --------
@@ -348,9 +349,9 @@ class ARC(TwoQueues):
     ghosts_once: Ghosts = field(init=False, factory=Ghosts)
     ghosts_again: Ghosts = field(init=False, factory=Ghosts)
     target: float = field(init=False, default=0.0)
-    """Bytes that `once` should have."""
+    """Number of bytes that the chunks in `once` should have together."""
     from_once: bool = field(init=False, default=True)
-    """Whether the last evicted key came from `once`."""
+    """Whether the latest key that `pop` has returned came from the queue `once`."""
 
     def add(self, key: ChunkKey) -> None:
         size = self.nodes[key][SIZE]
@@ -404,7 +405,7 @@ class CountsUses(PolicyBase):
 
     most: ClassVar[int] = 1
     uses: dict[ChunkKey, int] = field(init=False, factory=dict)
-    """Number of uses of each known key; -1 until the request that inserted it has touched it."""
+    """Number of uses of each known key; -1 until the request that inserted the key has touched it."""
 
     def add(self, key: ChunkKey) -> None:
         self.uses[key] = -1
@@ -423,9 +424,9 @@ class CountsUses(PolicyBase):
 class S3FIFO(CountsUses):
     """S3-FIFO (Yang et al., SOSP 2023), with sizes in bytes: two queues, each first in, first out.
 
-    A new chunk joins the small queue, which is a tenth of the tier. If the chunk is used there, or comes back after its
-    eviction, it moves to the main queue. In the main queue, each use (up to three) sends a chunk from the front back to
-    the end once.
+    A new chunk joins the small queue, which is a tenth of the tier. If the chunk is used while it is in the small
+    queue, or comes back after its eviction, it moves to the main queue. In the main queue, each use (up to three) sends
+    a chunk from the front back to the end once.
 
     Examples
     --------
@@ -498,9 +499,10 @@ class S3FIFO(CountsUses):
 
 @define(eq=False, repr=False)
 class SIEVE(CountsUses):
-    """SIEVE (Zhang et al., NSDI 2024): evicts the oldest chunk that was not used since the search last passed it.
+    """SIEVE (Zhang et al., NSDI 2024): a hand moves through a queue, and evicts the next chunk that was not used since
+    the last pass.
 
-    Chunks never change their places in the queue.
+    The hand moves from the oldest chunk to the newest. Chunks never change their places in the queue.
 
     Examples
     --------
@@ -514,9 +516,9 @@ class SIEVE(CountsUses):
     """
 
     ahead: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
-    """Holds the keys from the hand to the newest one."""
+    """The keys from the hand (the place where the search for a chunk to evict begins) to the newest key."""
     behind: OrderedDict[ChunkKey, None] = field(init=False, factory=OrderedDict)
-    """Holds the keys from the oldest one to the hand."""
+    """The keys from the oldest key to the hand (the place where the search for a chunk to evict begins)."""
 
     def add(self, key: ChunkKey) -> None:
         super().add(key)

@@ -10,20 +10,21 @@ from lmkv.errors import UsageError
 from lmkv.protocols import ChunkKey, Policy, TakesHints
 
 NOBODY = ""
-"""The tenant of unlabelled chunks. It has no quota, and uses the space that tenants leave."""
+"""The tenant of unlabelled chunks. `NOBODY` has no quota, and uses the space that other tenants leave."""
 
 
 @define(eq=False)
 class Quotas:
-    """A policy that evicts from the tenant that exceeds its quota by the most bytes.
+    """A policy that gives each tenant a share (quota) of the tier. It evicts from the tenant that exceeds its quota by
+    the most bytes.
 
-    A tenant may use more than its quota while nobody else needs the space. A tenant within its quota loses chunks only
-    if no tenant exceeds its quota, or if all chunks of such tenants are held.
+    A tenant may use more than its quota while no other tenant needs the space. A tenant within its quota loses chunks
+    only if no tenant exceeds its quota, or if all chunks of the exceeding tenants are held.
 
     Parameters
     ----------
     make : callable
-        A function that makes an eviction policy. Each tenant gets a separate one.
+        A function that makes an eviction policy. Each tenant gets a separate policy.
     quotas : dict[str, float]
         The share of the tier for each tenant, 0 to 1. The sum is at most 1.
 
@@ -32,10 +33,8 @@ class Quotas:
     UsageError
         A share is negative, or the sum exceeds 1.
 
-    Notes
-    -----
-    A chunk belongs to the tenant that `label` names, or else to the tenant of the chunk before it. Other chunks, such
-    as all chunks after a restart, belong to nobody until a request of their tenant uses them.
+    Notes ----- A chunk belongs to the tenant that `label` names, or else to the tenant of the chunk before it. Other
+    chunks, such as all chunks after a restart, belong to no tenant until a tenant's request uses such a chunk.
 
     Examples
     --------
@@ -58,7 +57,7 @@ class Quotas:
     _tenants: dict[ChunkKey, str] = field(init=False, factory=dict)
     """The tenant of each known key, and of each key that was labelled lately."""
     _labelled: dict[str, dict[ChunkKey, None]] = field(init=False, factory=dict)
-    """The keys of each tenant that were labelled and are not known yet."""
+    """For each tenant, the keys that were labelled and are not inserted yet."""
     _sizes: dict[ChunkKey, int] = field(init=False, factory=dict)
     _held: set[ChunkKey] = field(init=False, factory=set)
 
@@ -71,19 +70,22 @@ class Quotas:
         return f"<Quotas: {len(self._sizes)} keys of {len(self._policies)} tenants>"
 
     def used_bytes(self) -> dict[str, int]:
-        """Return the bytes that each tenant uses, by its name, for tenants that use any."""
+        """Return the number of bytes that each tenant uses, by the tenant's name. Tenants without bytes are left
+        out.
+        """
         return {tenant: used for tenant, used in self._used.items() if used}
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """Return the tenant of a chunk, or else of its parent, and the tenant's share of the tier, 0 to 1.
+        """Return the tenant of a chunk and the tenant's share of the tier, 0 to 1. A chunk without a tenant has its
+        parent's tenant.
 
-        For a chunk without a tenant, the share is what the quotas leave.
+        If neither has a tenant, the share is the rest of the tier that the quotas leave.
         """
         tenant = self._tenants.get(key, self._tenants.get(parent, NOBODY))
         return tenant, self.quotas.get(tenant, max(0.0, 1.0 - sum(self.quotas.values())))
 
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
-        """Assign a prompt's chunks, given first to last, to the first of these tenants that has a quota.
+        """Assign a prompt's chunks, given first to last, to the first tenant in `names` that has a quota.
 
         Known chunks of another tenant keep their tenant. Known chunks without a tenant are assigned as well.
         """
@@ -128,9 +130,11 @@ class Quotas:
             self.insert(key, size, parent)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request has used these keys, for each tenant that has some of them.
+        """Note, in the policy of each tenant that has some of the keys, that a request has used a prompt's keys, given
+        first to last.
 
-        If tags are tenants, prompts of several tenants can share their first chunks.
+        Several tenants may have some of the keys: if tags are tenants, prompts of several tenants can share their first
+        chunks.
         """
         for tenant in {self._tenants[key] for key in keys if key in self._sizes}:
             self._policies[tenant].touch(keys)
@@ -159,9 +163,10 @@ class Quotas:
                 policy.hint(keys, priority)
 
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
-        """Remove and return keys of at least `nbytes` bytes together, first from tenants that exceed their quota.
+        """Remove and return keys of at least `nbytes` bytes together, first from tenants that exceed their quota, none
+        in `protect`.
 
-        If there are too few, it returns None and changes nothing.
+        Returns None, and changes nothing, if there are too few evictable keys.
         """
         spared: dict[str, int] = {}
         for key in protect:
@@ -208,4 +213,4 @@ class Quotas:
 
 
 _MAX_LABELLED = 1 << 16
-"""Labels of one tenant that wait for their chunks."""
+"""Largest number of labelled keys of one tenant whose chunks are not inserted yet."""
