@@ -1,4 +1,6 @@
-"""Replays a trace over one tier, or over several tiers and engines, and computes the optimum that no policy exceeds."""
+"""Replays a trace (recorded requests) over one tier, or over several tiers and engines. Also computes the best result
+that any policy can reach.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ from lmkv.store.hints import Hints
 
 ROUTERS = ("prefix", "round-robin", "least-loaded")
 _BUSY_SECONDS = 30.0
-"""Seconds for which a request counts as load of its engine, for the least-loaded router."""
+"""Seconds for which a request counts as load of its engine when the router looks for the least busy engine."""
 
 
 @frozen
 class TierResult:
-    """The chunks and tokens that were found in this tier but in no tier above it, and the chunks written to it.
+    """The result of one tier: the chunks and tokens found in this tier but in no faster tier, and the chunks written to
+    it.
 
     `tokens`: the number of tokens of all prompts.
     """
@@ -37,13 +40,15 @@ class TierResult:
 
     @property
     def hit_ratio(self) -> float:
-        """The share of prompt tokens that were found."""
+        """The share of prompt tokens that were found in the tier, 0 to 1."""
         return self.hit_tokens / self.tokens if self.tokens else 0.0
 
 
 @define(eq=False)
 class Router:
-    """Chooses the engine for each request: the engine with the longest prefix, the next one, or the least busy one."""
+    """Chooses the engine for each request: the engine with the longest prefix of the prompt, the next engine in turn,
+    or the least busy engine.
+    """
 
     kind: str
     engines: int
@@ -72,8 +77,8 @@ class Router:
         return chosen
 
     def _by_prefix(self, request: TraceRequest) -> int | None:
-        """Return the engine that has served most of the prompt, or None. The first chunk, which many share, does not
-        count.
+        """Return the engine that has served the longest prefix of the prompt, or None. The first chunk, which many
+        prompts share, does not count.
         """
         return next((self._last[key] for key in reversed(request.keys[1:]) if key in self._last), None)
 
@@ -91,8 +96,10 @@ def replay_tiers(
 ) -> list[TierResult]:
     """Replay a trace over the host memory of several engines and a disk that all engines share.
 
-    Each engine writes all chunks to the disk, and reads from it after a miss. `progress`: called with the number of
-    requests now and then. `ended`: called with the index of each request after its end, to give hints to the policy.
+    Each engine writes all admitted chunks to the disk, and looks in the disk for chunks that its memory lacks. `ram`:
+    the memory of each engine. `router`: see `Router`. `progress`: a function that is called, now and then, with the
+    number of replayed requests. `ended`: a function that is called with the index of each request after its end, to
+    give hints to the policy.
     """
     found: Counter[str] = Counter()
     choose = Router(router, len(ram)).choose
@@ -124,7 +131,7 @@ def replay_tiers(
 
 
 def _admitted(keys: Sequence[ChunkKey], disk: Shadow, admission: Admission) -> Sequence[ChunkKey]:
-    """Return the chunks before the first one that the disk lacks and does not admit."""
+    """Return the chunks before the first chunk that the disk lacks and the admission filter refuses."""
     for count, key in enumerate(keys):
         if key not in disk and not admission.admit(key):
             return keys[:count]
@@ -132,7 +139,9 @@ def _admitted(keys: Sequence[ChunkKey], disk: Shadow, admission: Admission) -> S
 
 
 def sessions_of(trace: Trace) -> list[bytes]:
-    """Return the session of each request: from the trace, or else the first chunk that few prompts share."""
+    """Return a name for the session of each request: the session in the trace, or else the first chunk that few prompts
+    share.
+    """
     branches: Counter[ChunkKey] = Counter()
     seen: set[ChunkKey] = set()
     for request in trace.requests:
@@ -148,7 +157,8 @@ def sessions_of(trace: Trace) -> list[bytes]:
 
 
 class EndHints:
-    """Tells a policy the session of each request and the ends of sessions, for a `share` of them.
+    """Tells a policy the session of each request, and the ends of sessions. `share`: the share of sessions, 0 to 1, of
+    which the policy hears.
 
     Raises UsageError if the policy does not accept hints.
     """
@@ -177,8 +187,9 @@ _NEVER = 1 << 60
 def clairvoyant(trace: Trace, capacity: int) -> tuple[int, int]:
     """Return `(hit tokens, hit chunks)` of a cache of `capacity` chunks that knows the future.
 
-    After each request the cache keeps the chunks with the earliest next use, and among equal ones the earlier chunks of
-    a prompt. So it always keeps whole prefixes, and no other choice finds more chunks.
+    After each request, the cache keeps the chunks with the earliest next use. Of chunks with the same next use, it
+    keeps the chunks that come first in a prompt. So the cache always keeps whole prefixes, and no other choice finds
+    more chunks.
     """
     after = _next_uses(trace)
     next_use: dict[ChunkKey, int] = {}
@@ -208,7 +219,7 @@ def clairvoyant(trace: Trace, capacity: int) -> tuple[int, int]:
 
 
 def _next_uses(trace: Trace) -> list[list[int]]:
-    """Return for each chunk of each request the index of the next request that uses it."""
+    """Return, for each chunk of each request, the index of the next request that uses the chunk."""
     coming: dict[ChunkKey, int] = {}
     found = []
     for number in range(len(trace.requests) - 1, -1, -1):

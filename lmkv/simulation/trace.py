@@ -21,16 +21,18 @@ _KEY_BYTES: Final = 16
 _BLOCK_BYTES: Final = 64
 _CHUNK_BYTES: Final = 1024
 REQUEST_BLOCKS: Final = 8
-"""Estimated memory of a block and of a new chunk, and the size of a request in blocks."""
+"""The memory that a request without blocks takes, in units of a block. `_BLOCK_BYTES`, `_CHUNK_BYTES`: estimated memory
+of a block and of a new chunk.
+"""
 
 
 @define(eq=False)
 class TraceRequest:
     """One request of a trace.
 
-    `time`: seconds since the start of the trace. `keys`: its chunks, first to last; the last one may be partial.
-    `tokens`: number of tokens of its prompt. `output_tokens`: number of generated tokens. `session`: requests of one
-    session have equal values; empty if the trace has no sessions.
+    `time`: seconds since the start of the trace. `keys`: the keys of the prompt's chunks, first to last; the last chunk
+    may be partial. `tokens`: number of tokens of the prompt. `output_tokens`: number of generated tokens. `session`:
+    requests of one session have equal values; empty if the trace has no sessions.
     """
 
     time: float
@@ -42,7 +44,7 @@ class TraceRequest:
 
 @define(eq=False, slots=False)
 class Trace:
-    """The requests of a server. `chunk_tokens`: tokens of a whole chunk."""
+    """The requests of a server in the order of their times. `chunk_tokens`: number of tokens in a whole chunk."""
 
     name: str
     chunk_tokens: int
@@ -54,7 +56,7 @@ class Trace:
 
     @cached_property
     def unique(self) -> int:
-        """Return how many different chunks the requests use."""
+        """The number of different chunks that the requests use."""
         return len({key for request in self.requests for key in request.keys})
 
     @cached_property
@@ -64,14 +66,16 @@ class Trace:
 
 @define(eq=False)
 class Room:
-    """Counts the memory that one trace takes. Raises ValueError if it exceeds `nbytes`."""
+    """Counts the memory that a trace takes while it is read. Raises ValueError if the memory exceeds `nbytes` bytes."""
 
     nbytes: int
     blocks: int = 0
     chunks: int = 0
 
     def count(self, blocks: int, chunks: int = 0) -> None:
-        """Count memory for blocks and chunks, before it is allocated. Raises ValueError if there is too much."""
+        """Count the memory of `blocks` blocks and `chunks` new chunks before it is allocated. Raises ValueError if the
+        sum exceeds the limit.
+        """
         self.blocks += blocks
         self.chunks += chunks
         if self.blocks * _BLOCK_BYTES + self.chunks * _CHUNK_BYTES > self.nbytes:
@@ -83,9 +87,10 @@ class Room:
 
 @define(eq=False)
 class KeyTable:
-    """Makes keys that depend on a chunk and all chunks before it, as lmkv's keys do. Equal keys are one object.
+    """Makes the keys of chunks. As in lmkv, a key depends on its chunk and all chunks before it. Equal keys are one
+    object.
 
-    Names in traces are often small numbers. Keys are hashes, so a sample by key is random.
+    Chunks in traces often have small numbers as names. Keys are hashes of these names, so a sample of keys is random.
     """
 
     name: str
@@ -101,7 +106,7 @@ class KeyTable:
         return key
 
     def chain(self, root: object, parts: Iterable[object]) -> list[ChunkKey]:
-        """Return the keys of a chain of chunks with this content, first to last."""
+        """Return the keys of a prompt's chunks, first to last. `parts`: the content of each chunk."""
         known, keys, parent = self._keys, [], root
         for part in parts:
             parent = known.get((parent, part)) or self.key((parent, part))
@@ -110,7 +115,9 @@ class KeyTable:
 
 
 def chunked(blocks: Sequence[object], per_chunk: int, *, partial: bool) -> Iterable[object]:
-    """Group `per_chunk` blocks into a chunk. `partial`: the last chunk may have fewer."""
+    """Return chunks of `per_chunk` blocks each. `partial`: whether the last chunk may have fewer blocks; otherwise
+    these blocks are left out.
+    """
     if per_chunk == 1:
         return blocks
     end = len(blocks) if partial else len(blocks) // per_chunk * per_chunk
@@ -123,9 +130,11 @@ _MAX_BLOCKS = 1 << 20
 _MAX_NAME = 100
 _MAX_TOKENS = 1 << 40
 _MAX_TIME = 1e15
-"""Limits: characters of a line, blocks of a request, characters of a name, tokens, and seconds or milliseconds."""
+"""Largest time in a trace, in its unit. The other limits: characters of a line, blocks of a request, characters of a
+name, tokens.
+"""
 MEMORY = 4 << 30
-"""Default limit of a trace's memory, in bytes. 25 million blocks that make a million chunks take 2.6 GiB."""
+"""Default limit of a trace's memory in bytes. A trace of 25 million blocks in a million chunks takes 2.6 GiB."""
 _RAG_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
 
 
@@ -135,8 +144,9 @@ def read_trace(
     """Read a trace from a file, or a RAGPulse trace from its folder. Files may be compressed with zstd.
 
     `chunk_tokens`: tokens per chunk, or None for the block size of the trace. `spread`: sessions of a run-length file
-    begin at random times within this number of seconds; 0: as the file says. `memory`: largest number of bytes that the
-    trace may take. Raises UsageError, with the line and the mistake, if a file is not a trace or takes more memory.
+    begin at random times within this number of seconds; with 0, at the times in the file. `memory`: largest number of
+    bytes that the trace may take. Raises UsageError, with the line and the mistake, if a file is not a trace or takes
+    more memory.
     """
     if path.is_dir():
         path = next(iter(sorted(path.glob("0_trace.jsonl*"))), path / "0_trace.jsonl")
@@ -228,7 +238,9 @@ def _rag_lengths(path: Path, room: Room) -> dict[Any, int]:
 
 
 def _cut(parts: list[tuple[str, Any]], lengths: dict[Any, int], size: int) -> Iterator[object]:
-    """Yield the content of each whole chunk, as the ranges of tokens of `parts` that it consists of."""
+    """Yield the content of each whole chunk of `size` tokens: the ranges of tokens in `parts` of which the chunk
+    consists.
+    """
     content: list[tuple[Any, int, int]] = []
     left = size
     for _, number in parts:
@@ -287,14 +299,14 @@ def _names(values: Any) -> list[Any]:
 
 
 def _is_name(value: object) -> bool:
-    """Return whether a value can be a name, which must be short because names are kept."""
+    """Return whether a value can be a name in a trace. A name must be short, because all names stay in memory."""
     if isinstance(value, str):
         return len(value) <= _MAX_NAME
     return type(value) is int and abs(value) < 10**_MAX_NAME
 
 
 def _once(names: list[Any]) -> list[Any]:
-    """Return the names. Raises ValueError if a name occurs twice, because a chunk cannot come before itself."""
+    """Return `names`. Raises ValueError if a name occurs twice, because a chunk cannot come before itself."""
     if len({*names}) < len(names):
         raise ValueError("a request has a block twice: leave out the second one, or give it another id")
     return names
@@ -308,9 +320,10 @@ def _session(value: Any) -> str:
 
 @contextmanager
 def parsed_lines(path: Path) -> Iterator[Iterator[Any]]:
-    """Provide the JSON of each non-blank line; decompresses a file with the suffix .zst.
+    """Provide, for a `with` block, the JSON value of each non-blank line. A file with the suffix .zst is decompressed.
 
-    Raises UsageError with file and line, also for an error that the with block raises about the last line.
+    Raises UsageError with the file and the line, also if the block raises a ValueError about the line that it has read
+    last.
     """
     at = 0
 

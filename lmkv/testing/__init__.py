@@ -1,6 +1,7 @@
 """Test helpers for authors of backends: a suite, hypothesis strategies, fault injection, and `ManualClock`.
 
-`backend_suite` needs pytest, `strategies` needs hypothesis; `faults` needs neither. This package imports none of them.
+The module `backend_suite` needs pytest, `strategies` needs hypothesis, and `faults` needs neither. An import of this
+package imports none of these modules.
 """
 
 from __future__ import annotations

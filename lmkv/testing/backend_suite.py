@@ -34,7 +34,9 @@ def chunk_of(nbytes: int, key: ChunkKey = b"") -> Chunk:
 
 
 def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
-    """Return the results of `work(0)` to `work(count - 1)`, each in a thread; all begin at the same moment."""
+    """Return the results of `work(0)` to `work(count - 1)`. Each call has a separate thread, and all calls begin at the
+    same moment.
+    """
     barrier = threading.Barrier(count)
 
     def start(index: int) -> T:
@@ -46,9 +48,9 @@ def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
 
 
 class BackendSuite:
-    """Tests of the contract of `Backend`. Inherit from it, define `make`, and run pytest.
+    """Tests of the contract of `Backend`. Inherit from `BackendSuite`, define `make`, and run pytest.
 
-    Tests of an optional method are skipped if the backend does not have it. No test stores more than 2 MB.
+    Tests of an optional method are skipped if the backend does not have the method. No test stores more than 2 MB.
 
     Attributes
     ----------
@@ -69,7 +71,9 @@ class BackendSuite:
     sizes: ClassVar[Sequence[int]] = (1, 100, 4095, 4096, 4097, 16384, 70001)
 
     def make(self, folder: Path) -> Backend:
-        """Return a new backend that uses `folder`. A persistent backend finds the chunks of an earlier one there."""
+        """Return a new backend that uses `folder`. A persistent backend finds the chunks of an earlier backend in the
+        same folder.
+        """
         raise NotImplementedError
 
     @pytest.fixture
@@ -147,7 +151,7 @@ class BackendSuite:
             assert read_back(keeping, chunk) == chunk.payload
 
     def test_any_memory_will_do(self, keeping: Backend) -> None:
-        """Odd addresses and writable or read-only payloads; nothing outside the buffer is touched."""
+        """Payloads may have odd addresses and be writable or read-only. Bytes outside the buffer stay unchanged."""
         for nbytes in self.sizes:
             memory = memoryview(bytearray(os.urandom(nbytes + 20)))
             chunk = Chunk(new_key(), memory[7 : 7 + nbytes])
@@ -253,12 +257,14 @@ class BackendSuite:
 
 
 def statuses(backend: Backend, chunks: Sequence[Chunk]) -> list[WriteStatus]:
-    """Return the statuses of writing these chunks in turn."""
+    """Write the chunks one after the other, and return the status of each write."""
     return [backend.write(chunk).status for chunk in chunks]
 
 
 def read_back(backend: Backend, chunk: Chunk) -> memoryview | None:
-    """Return the chunk's payload as the backend returns it, None for a miss; a failure fails the test."""
+    """Return the payload that the backend returns for the chunk, or None for a miss. A failure of the read fails the
+    test.
+    """
     buffer = memoryview(bytearray(len(chunk.payload)))
     read = backend.read(chunk.key, buffer)
     assert isinstance(read, Read)
@@ -273,14 +279,14 @@ def listed(backend: ListsKeys) -> dict[ChunkKey, int]:
 
 
 def sizes_of(backend: Backend, chunks: Sequence[Chunk]) -> dict[ChunkKey, int]:
-    """Return the bytes of the tier's capacity that these chunks should take."""
+    """Return, for each chunk, the number of bytes of the tier's capacity that the chunk should take."""
     if isinstance(backend, SizesChunks):
         return {chunk.key: backend.stored_bytes(len(chunk.payload)) for chunk in chunks}
     return {chunk.key: len(chunk.payload) for chunk in chunks}
 
 
 def _skip_unless(backend: Backend, capability: type) -> Any:
-    """Return the backend, if it has that capability; its static type is narrowed by the fixtures."""
+    """Return the backend if it has the optional methods of the protocol `capability`; otherwise skip the test."""
     if not isinstance(backend, capability):
         pytest.skip(f"not {capability.__name__}")
     return backend

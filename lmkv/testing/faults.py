@@ -59,11 +59,9 @@ class FaultyBackend(WrapperBackend):
     ValueError
         A verb is unknown.
 
-    Notes
-    -----
-    Thread-safe. `fail_call(n)` makes the n-th call from now on fail. After `black_hole()`, calls wait until
-    `release()`. Reads and writes return the error, and other methods raise it; it is always `BackendUnavailable`.
-    `calls` counts the calls of each method, and `faults` counts the injected faults.
+    Notes ----- Thread-safe. `fail_call(n)` makes the n-th call from now on fail. After `black_hole()`, calls wait until
+    `release()`. Reads and writes return the error, and other methods raise the error. The error is always a
+    `BackendUnavailable`. `calls` counts the calls of each method, and `faults` counts the injected faults.
 
     Examples
     --------
@@ -93,7 +91,7 @@ class FaultyBackend(WrapperBackend):
         self._released.set()
 
     def fail_call(self, nth: int = 1, errno: int = EIO) -> None:
-        """Make the `nth` call from now on (1 is the next) fail with an error of the operating system."""
+        """Make the `nth` call from now on (1 for the next call) fail with the error `errno` of the operating system."""
         with self._lock:
             self._failing[self._counted() + nth] = errno
 
@@ -102,7 +100,7 @@ class FaultyBackend(WrapperBackend):
         self._released.clear()
 
     def release(self) -> None:
-        """Let calls continue that wait because of `black_hole`."""
+        """Let the calls continue that wait because of `black_hole`, and let later calls run without waiting."""
         self._released.set()
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
@@ -119,7 +117,7 @@ class FaultyBackend(WrapperBackend):
         return Written.failed(error) if error else self.inner.write(chunk)
 
     def _error_of(self, verb: str, key: ChunkKey = b"") -> BackendError | None:
-        """Count and delay a call, and return its error if it fails."""
+        """Count and delay a call. Returns the injected error if the call is to fail, else None."""
         with self._lock:
             self.calls[verb] += 1
             errno = self._failing.pop(self._counted(), None)
@@ -160,7 +158,7 @@ class FaultyCopier:
     late_rate
         Probability that the event of a finished copy first says, up to five times, that the copy is not finished.
     verbs
-        "store", "load" or both: the calls that get faults.
+        The calls that get faults: "store", "load" or both.
 
     Raises
     ------
@@ -243,7 +241,7 @@ class FaultyCopier:
 
 @define(eq=False)
 class _Late:
-    """An event that denies a few times that it has happened."""
+    """The event of a finished copy, which says a few times that the copy is not finished."""
 
     _event: Event
     _times: int
