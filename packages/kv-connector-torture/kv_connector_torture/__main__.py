@@ -154,8 +154,8 @@ class Session:
         self._started = time.monotonic()
 
     def run(self) -> int:
-        """Run trial after trial, or only the schedule of `--schedule`, until a limit is reached. Returns the exit
-        status.
+        """Run trial after trial until a limit is reached, or one trial with the schedule of `--schedule`. Returns the
+        exit status.
         """
         try:
             if self._options.schedule:
@@ -218,8 +218,8 @@ class Session:
             self._report(result)
 
     def _report(self, result: Result) -> None:
-        """Write a report with the smallest schedule that fails in the same way, or the smallest one so far after
-        Ctrl-C.
+        """Search for the smallest schedule that fails in the same way as `result`, and write a report. After Ctrl-C,
+        the report has the smallest schedule found until then.
         """
         assert result.problem is not None
         before, search = self._trials.count, Search(self._trials, result, 60 * self._options.shrink_minutes)
@@ -237,7 +237,7 @@ class Session:
             self._say(f"{size} after {self._trials.count - before} more trials: {path}")
 
     def _untested(self) -> list[str]:
-        """The counts that are 0, so that something was not tested."""
+        """Return the names of the counts that are 0: what they count was not tested."""
         names = set(self._counts) | {"requests", "preemptions", "aborts", "resets", "cached_tokens"}
         if self._setup.connector is not None:
             names |= {"external_tokens", "restarts"}
@@ -248,8 +248,11 @@ class Session:
 
 @define
 class Search:
-    """Searches for the smallest schedule that fails as this result does, for this number of seconds. `last`: the best
-    one so far. `repeats`: whether it failed again, for each repeat.
+    """Searches for the smallest schedule that fails in the same way as a given result, within a given number of
+    seconds.
+
+    `last`: the result of the smallest such schedule so far. `repeats`: for each repeat of this schedule, whether it
+    failed again.
     """
 
     _trials: Trials
@@ -262,7 +265,7 @@ class Search:
         self.last = evolve(self._found, schedule=resolved(self._found))
 
     def go(self, patience: float) -> None:
-        """Search, and use the last quarter of the time for repeats."""
+        """Search for the smallest schedule. The last quarter of the time is for repeats. `patience`: see `Setup`."""
         started, whole = time.monotonic(), self.last
         end, enough = started + self._seconds, started + _TO_SHRINK * self._seconds
         # A hang takes all patience in each trial: most trials get less.
@@ -283,7 +286,9 @@ class Search:
             self.last, self.repeats = whole, []
 
     def _fails(self, operations: Sequence[Operation], patience: float, deadline: float) -> bool | None:
-        """Whether they fail in the same way; None if the deadline comes before that is known."""
+        """Return whether the operations fail in the same way as the given result, or None if the deadline comes before
+        the trial ends.
+        """
         tried = self._trials.run(self._found.schedule.cut(operations), patience=patience, deadline=deadline)
         assert self._found.problem is not None
         same = tried.problem is not None and tried.problem.nature == self._found.problem.nature

@@ -1,4 +1,4 @@
-"""The checks: answers, reported hits, and leaks."""
+"""The checks of answers, of reported hits, and of leaks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from kv_connector_torture.schedule import Operation, Schedule
 @define
 class Problem:
     """A failed check. `kind`: difference, truthfulness, leak, hang, alarm (of `--around`), or death (of the process).
-    `request`: the request with the wrong answer. `expected`, `given`: its tokens, which differ at `position`.
+
+    `request`: the name of the request with the wrong answer. `expected`: the tokens of the right answer. `given`: the
+    tokens of the wrong answer. `position`: the index of the first token that differs.
     """
 
     kind: str
@@ -29,7 +31,7 @@ class Problem:
 
     @property
     def nature(self) -> str:
-        """Equal for problems of the same kind; deaths are by the same exception, too."""
+        """A text that is equal for problems of the same kind. Deaths must also have the same exception."""
         return f"{self.kind} {self.text.partition(':')[0]}" if self.kind == "death" else self.kind
 
     def as_json(self) -> dict[str, Any]:
@@ -38,7 +40,7 @@ class Problem:
 
 @define
 class Prefixes:
-    """All tokens of all requests so far, by salt, adapter and weights. Nothing else can have been cached."""
+    """The tokens of all requests so far, by salt, adapter and weights. An engine can have cached only these tokens."""
 
     _seen: dict[Hashable, list[Sequence[int]]] = field(factory=dict)
 
@@ -46,7 +48,9 @@ class Prefixes:
         self._seen.setdefault(scope, []).append(tokens)
 
     def longest(self, scope: Hashable, tokens: Sequence[int]) -> int:
-        """Tokens of the longest beginning that an earlier request had as well."""
+        """Return the length of the longest prefix of `tokens` that an earlier request in the same scope had as well.
+        `scope`: salt, adapter and weights.
+        """
         return max((_common(tokens, seen) for seen in self._seen.get(scope, ())), default=0)
 
 
@@ -60,8 +64,11 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def untrue(cached: int, prompt: int, longest: int) -> str | None:
-    """The reason why `cached` tokens of this prompt are too many; None if they are not. vLLM computes the last token in
-    any case, and no earlier request shared more than the `longest` beginning.
+    """Return the reason why `cached` cached tokens are too many for a prompt of `prompt` tokens, or None if the number
+    is possible.
+
+    `longest`: the length of the longest prefix that an earlier request shared. vLLM computes the last token of a prompt
+    in any case.
     """
     if cached > prompt - 1:
         return f"{cached} tokens are reported as cached, of a prompt of {prompt}, whose last one is always computed"
@@ -72,7 +79,9 @@ def untrue(cached: int, prompt: int, longest: int) -> str | None:
 
 
 def leak(left_over: Callable[[], str], patience: float, tick: Callable[[], None]) -> Problem | None:
-    """Call `tick` until nothing is `left_over`. Returns what is left when the patience ends."""
+    """Call `tick()` until `left_over()` returns "". After `patience` seconds, return a problem with the text that
+    `left_over` returned last. Returns None if there is no leak.
+    """
     deadline = time.monotonic() + patience
     while left := left_over():
         if time.monotonic() > deadline:
@@ -83,16 +92,19 @@ def leak(left_over: Callable[[], str], patience: float, tick: Callable[[], None]
 
 
 NEAR_TIE = 1e-3
-"""Two tokens whose log-probabilities are nearer than this may change places when a batch is another one:
-float32 sums in another order. Runs were seen to agree to about 1e-5."""
+"""If the log-probabilities of two tokens differ by less than `NEAR_TIE`, either token is a right answer. In another
+batch, float32 numbers are summed in another order. Measured runs agree to about 1e-5.
+"""
 
 CLOSE_ENOUGH = 1e-3
-"""Largest difference of log-probabilities. Another order of summing in float32 stays below it, a wrong page not."""
+"""Largest difference of log-probabilities that counts as equal. Another order of float32 sums causes smaller
+differences, a wrong page larger ones.
+"""
 
 
 @frozen
 class Key:
-    """All that an answer depends on."""
+    """Everything on which the answer to a request depends. Requests with equal keys have equal answers."""
 
     tokens: tuple[int, ...]
     max_tokens: int
@@ -102,7 +114,9 @@ class Key:
 
 @frozen
 class Answer:
-    """Its tokens with their log-probabilities, and the positions at which a near tie decided."""
+    """The answer to a request: the tokens, the log-probability of each token, and the positions of near ties (see
+    `NEAR_TIE`).
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -110,7 +124,7 @@ class Answer:
 
     @classmethod
     def of(cls, output: Any) -> Answer:
-        """Read from vLLM's output."""
+        """Return the answer in a `RequestOutput` of vLLM."""
         tokens, best, ties = list(output.outputs[0].token_ids), [], set()
         for position, (token, likely) in enumerate(zip(tokens, output.outputs[0].logprobs, strict=True)):
             first, second = sorted((entry.logprob for entry in likely.values()), reverse=True)[:2]
@@ -120,7 +134,9 @@ class Answer:
         return cls(tokens, best, frozenset(ties))
 
     def differs(self, given: Answer) -> tuple[int, str] | None:
-        """The first position at which the given answer differs, and how. Positions after a near tie do not count."""
+        """Return the first position at which the answer `given` differs from this answer, and a text that says how.
+        Returns None if the answers are equal. A difference at a near tie, and all differences after it, do not count.
+        """
         for position, token in enumerate(self.tokens):
             if position >= len(given.tokens):
                 return position, "the answer ends"
@@ -141,7 +157,9 @@ def key_of(schedule: Schedule, asked: Operation, weights: int) -> Key:
 
 
 def by_weights(operations: Iterable[Operation]) -> list[tuple[int, list[Operation]]]:
-    """The lives of a schedule's engines: their weights, and their operations between two restarts."""
+    """Return, for each engine of a schedule, the id of the engine's weights and the engine's operations. Each restart
+    begins another engine.
+    """
     lives: list[tuple[int, list[Operation]]] = [(0, [])]
     for operation in operations:
         if operation.do == "restart":
@@ -154,7 +172,12 @@ def by_weights(operations: Iterable[Operation]) -> list[tuple[int, list[Operatio
 def answer(
     schedule: Schedule, known: Answers, engine_of: EngineOf, adapters: Sequence[Path], alive: Callable[[], None]
 ) -> tuple[Schedule, Answers]:
-    """The schedule with all that is said in it, and the right answers that are not `known` yet."""
+    """Return the schedule with its field `said` complete, and the right answers to its requests that are not in
+    `known`.
+
+    `engine_of`: a function that makes an engine without a connector, given the id of the weights. `alive`: a function
+    that is called after each step.
+    """
     found: Answers = {}
 
     def complete(engine: Engine | None, wanted: Iterable[Key]) -> None:
@@ -191,11 +214,13 @@ def answer(
 
 
 def _wanted_names(schedule: Schedule) -> set[str]:
-    """The requests whose answers are parts of prompts."""
+    """Return the names of the requests whose answers are parts of prompts."""
     return {name for asked in schedule.asked for name, _ in asked.prompt if name.startswith("r")}
 
 
 def _is_ready(asked: Operation, schedule: Schedule, wanted: set[str]) -> bool:
-    """Whether its answer is wanted and not there yet, and all that its prompt needs is there."""
+    """Return whether the answer to the request `asked` is wanted, is not yet known, and can be computed now. A request
+    can be computed once all answers in its prompt are known.
+    """
     parts = {name for name, _ in asked.prompt if name.startswith("r")}
     return asked.name in wanted and asked.name not in schedule.said and parts <= schedule.said.keys()

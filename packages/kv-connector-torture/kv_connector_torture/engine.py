@@ -1,4 +1,6 @@
-"""vLLM's engine in this process, small and with too few blocks; and a pair, one of which computes prompts."""
+"""`Engine`: a small engine of vLLM in this process, with too few blocks. `Pair`: two engines, one of which computes
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def engine(
     connector: Mapping[str, Any] | None = None,
     make: Callable[[Any], Engine] | None = None,
 ) -> Iterator[Engine]:
-    """An engine of the model, with vLLM's `kv_transfer_config` made of `connector`; `make` makes it of vLLM's own."""
+    """Provide, for a `with` block, an engine of the model. `connector`: the content of vLLM's `kv_transfer_config`, or
+    None. `make`: a function that makes the returned object from vLLM's engine; by default `Engine`.
+    """
     _prepare_cpus()
     from vllm import EngineArgs
     from vllm.config import KVTransferConfig
@@ -73,7 +77,9 @@ def engine(
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep vLLM from collecting garbage: eight times in an engine's life took half of a trial."""
+    """Keep vLLM from collecting garbage in a `with` block. Otherwise, eight collections for each engine take half of a
+    trial's time.
+    """
     names = ("collect", "freeze", "unfreeze")
     kept = {name: getattr(gc, name) for name in names}
     for name in names:
@@ -87,10 +93,11 @@ def _no_collection() -> Iterator[None]:
 
 @functools.cache
 def _prepare_cpus() -> None:
-    """Change two habits of vLLM's platform for CPUs, where it is used.
+    """Change two functions of vLLM's platform for CPUs.
 
-    The first engine alone looks through all modules for kernels to replace, and not through those that it would die of,
-    which n-grams and connectors import. Workers are forked: they see the patches of `--around`, and start at once.
+    Only the first engine looks through all modules for kernels to replace. It skips numba and llvmlite, which n-grams
+    and connectors import, because looking through these modules would end the process. Workers are forked, so that they
+    have the patches of `--around` and start at once.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -117,7 +124,7 @@ def _prepare_cpus() -> None:
 
 
 def for_this_device(cpu: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options for CPUs, where this is one."""
+    """Return the options `cpu` if vLLM runs on a CPU here, else no options."""
     from vllm.platforms import current_platform
 
     return cpu if current_platform.is_cpu() else {}
@@ -125,8 +132,9 @@ def for_this_device(cpu: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @define
 class Engine:
-    """The calls that a trial needs. `counts`: `preemptions`, `external_tokens`, which connectors have loaded, and
-    `accepted_drafts`."""
+    """An engine of vLLM, with the calls that a trial needs. `counts`: the numbers of `preemptions`, of
+    `external_tokens` (tokens that connectors have loaded), and of `accepted_drafts`.
+    """
 
     _engine: Any
     counts: Counter[str] = field(factory=Counter)
@@ -168,9 +176,9 @@ class Engine:
         adapter: Path | None = None,
         transfer: dict[str, Any] | None = None,
     ) -> None:
-        """Begin a request that is answered greedily, with the two likeliest tokens' log-probabilities.
+        """Begin a request called `name`. The answer is greedy, with the log-probabilities of the two likeliest tokens.
 
-        `transfer`: vLLM's kv_transfer_params, or None.
+        `adapter`: the folder of a LoRA adapter, or None. `transfer`: vLLM's kv_transfer_params, or None.
         """
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -197,24 +205,26 @@ class Engine:
         return self.counts
 
     def step(self) -> list[Any]:
-        """One step; vLLM's outputs of the requests that have ended with it."""
+        """Run one step of the engine. Returns vLLM's outputs of the requests that have ended in this step."""
         return [output for output in self._engine.step() if output.finished]
 
     def abort(self, name: str) -> None:
         self._engine.abort_request([name])
 
     def reset(self, *, running: bool, connector: bool) -> None:
-        """Empty vLLM's own prefix cache, and the connector's."""
+        """Empty vLLM's prefix cache. `running`: whether to preempt running requests first. `connector`: whether to
+        empty the connector's cache as well.
+        """
         # vLLM does the half of it and raises when a request holds blocks that are being filled.
         with contextlib.suppress(RuntimeError):
             self._engine.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
 
     def held(self) -> set[str]:
-        """Requests that have ended, and whose blocks are not free."""
+        """Return the names of the requests that have ended while vLLM still holds their blocks."""
         return {name for name, request in self.scheduler.requests.items() if request.is_finished()}
 
     def left(self) -> str:
-        """Say how many blocks and requests vLLM still holds; "" if there are none."""
+        """Return a text that says how many blocks and requests vLLM still holds, or "" if there are none."""
         scheduler = self.scheduler
         pool, known = scheduler.kv_cache_manager.block_pool, len(scheduler.requests)
         # One block is vLLM's own.
@@ -224,13 +234,15 @@ class Engine:
 
 
 def set_environment() -> None:
-    """Set what vLLM reads from the environment; what the user has set stays."""
+    """Set the environment variables that vLLM needs for trials. Variables that the user has set keep their values."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 PREFILL_ENGINE = {"distributed_executor_backend": "mp"}
-"""A process has one connector of vLLM's workers: those of the prefill engine get separate processes."""
+"""Options of the prefill engine. A process can have only one connector for vLLM's workers, so the workers of the
+prefill engine get separate processes.
+"""
 _TO_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -242,7 +254,7 @@ _TO_PREFILL = {
 
 
 def new_side_channel() -> None:
-    """Let the next engine's NIXL listen on a separate port."""
+    """Choose a free port on which the NIXL connector of the next engine listens."""
     from vllm import envs
 
     envs.disable_envs_cache()
@@ -251,7 +263,9 @@ def new_side_channel() -> None:
 
 @define
 class Pair(Engine):
-    """Each request goes through `prefill` for one token; then this engine gets what that one has returned."""
+    """A pair of engines. The engine `prefill` computes each request for one token. Then this engine, the decode engine,
+    gets the request with the `kv_transfer_params` that `prefill` has returned.
+    """
 
     prefill: Engine = field(kw_only=True)
     _waiting: dict[str, Callable[[Any], None]] = field(factory=dict)
@@ -272,7 +286,9 @@ class Pair(Engine):
         return [self._with_hits_of_prefill(output) for output in super().step()]
 
     def _with_hits_of_prefill(self, output: Any) -> Any:
-        """The whole prompt may come from the prefill engine; what that one had is what can be untrue."""
+        """Replace the number of cached tokens in an output by the number that the prefill engine reported. Without
+        this, the check of reported hits would fail, because the whole prompt may come from the prefill engine.
+        """
         cached = self._cached.pop(output.request_id, 0)
         if (output.num_cached_tokens or 0) <= len(output.prompt_token_ids):
             output.num_cached_tokens = cached
@@ -297,5 +313,5 @@ class Pair(Engine):
         return "; ".join(f"{side}: {left}" for side, left in sides.items() if left)
 
     def all_counts(self) -> Counter[str]:
-        """Preemptions of both engines; what connectors have loaded is the decode engine's."""
+        """Return the counts of the decode engine. Only the preemptions include those of the prefill engine."""
         return self.counts + Counter(preemptions=self.prefill.counts["preemptions"])

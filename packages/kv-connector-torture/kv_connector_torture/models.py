@@ -15,7 +15,9 @@ from kv_connector_torture.schedule import VOCAB
 
 _WEIGHT_STD = 0.15
 _EMBEDDING_STD = 0.05
-"""Smaller: where it is the output's matrix too, a token would only ever be followed by itself."""
+"""Standard deviation of the embeddings' weights. With a larger one, a token would always be followed by itself in
+models whose output uses the same matrix.
+"""
 
 _SIZES = {
     "hidden_size": 64,
@@ -35,11 +37,13 @@ _N_GRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max":
 
 @frozen
 class Kind:
-    """`make`: makes a model of transformers. `write` may replace it: it writes a model into a folder, and returns its
-    path and options for engines under test. Without either, the model is the user's. `blocks`: number of KV blocks, so
-    small that requests preempt each other. `options`: options of all engines. `tortured`: options of engines under
-    test, which no schedule changes. `cpu`: options of engines on CPUs. `connector`: more keys of
-    `kv_connector_extra_config`. `around`: a context manager in which engines are made.
+    """A kind of model for trials, and options for its engines.
+
+    `make`: a function that makes a model of transformers. `write`: a function that replaces `make`. It writes a model
+    into a folder, and returns the model's path and options for engines under test. Without `make` and `write`, the user
+    names the model. `blocks`: number of KV blocks, so small that requests preempt each other. `options`: options of all
+    engines. `tortured`: options of engines under test, which no schedule changes. `cpu`: options of engines on CPUs.
+    `connector`: more keys of `kv_connector_extra_config`. `around`: a context manager in which engines are made.
     """
 
     make: Callable[[], Any] | None = None
@@ -113,14 +117,16 @@ KINDS = {
 
 
 def kind_of(name: str) -> Kind:
-    """`MODULE:NAME`: of another module's `KINDS`."""
+    """Return the kind called `name`. `MODULE:NAME` is the kind NAME in `KINDS` of the module MODULE."""
     module, elsewhere, key = name.partition(":")
     found: dict[str, Kind] = importlib.import_module(module).KINDS if elsewhere else KINDS
     return found[key if elsewhere else name]
 
 
 def names_of(wanted: str) -> list[str]:
-    """Names of kinds: this one, or for `MODULE:TEXT` all in that module whose names have the text in them."""
+    """Return the names of the wanted kinds. `wanted`: a kind's name, or `MODULE:TEXT` for all kinds in `KINDS` of
+    MODULE whose names contain TEXT.
+    """
     module, elsewhere, text = wanted.partition(":")
     if not elsewhere:
         return [wanted] if wanted in KINDS else []
@@ -128,9 +134,10 @@ def names_of(wanted: str) -> list[str]:
 
 
 def write(name: str, weights: int, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The model's path in `folder`, where it is written once, and its options of engines that are not the reference.
+    """Write the model of kind `name` into `folder`, unless it is there. Returns the model's path, and options for
+    engines under test.
 
-    Other `weights` are another model of the same shape.
+    `weights`: an id. Models of one kind with different ids have the same shape, but other weights.
     """
     kind, target = kind_of(name), folder / f"{name.replace(':', '-')}-{weights}"
     done = target / "torture.json"
@@ -155,7 +162,9 @@ def _write(kind: Kind, weights: int, target: Path) -> Path:
 
 
 def write_adapter(number: int, folder: Path) -> Path:
-    """A LoRA adapter of random weights for the kind `lora`, as PEFT lays it out."""
+    """Write a LoRA adapter with random weights for the kind `lora`, in PEFT's format. Returns the adapter's folder.
+    `number`: the adapter's number, from 1 on.
+    """
     import torch
     from safetensors.torch import save_file
 

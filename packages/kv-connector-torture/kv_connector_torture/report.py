@@ -1,4 +1,4 @@
-"""The report of a failure: what to run to see it again, the smallest schedule, and what differs."""
+"""The report of a failure: the command that repeats the failure, the smallest schedule, and the differences."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ _LEGEND = """Prompts are made of parts: `b2[:90]` and `d5[:30]` are the first 90
 same in all prompts, and `r2[:9]` is the first 9 tokens of the right answer to r2. A salt is vLLM's `cache_salt`. A step
 is one of the engine; `step count=0` goes on until all requests have ended."""
 _LIBRARIES = ("flexkv", "hf3fs", "lmcache", "mooncake", "mori", "nixl")
-"""Packages behind connectors that vLLM registers itself. Such a connector's name contains its package's."""
+"""Packages of connectors that vLLM registers itself. The name of such a connector contains the name of its package."""
 
 
 @frozen
 class Failure:
-    """`result`: the result of the smallest schedule. `operations`: the length of the first failing schedule. `repeats`:
-    whether it failed again, for each repeat.
+    """A failure to report. `result`: the result of the smallest failing schedule.
+
+    `operations`: the number of operations in the schedule that failed first. `repeats`: for each repeat of the smallest
+    schedule, whether it failed again.
     """
 
     result: Result
@@ -58,7 +60,9 @@ class Failure:
 
 @frozen
 class Command:
-    """How this program was called: its options, the folder that it was in, and variables that it depends on."""
+    """The call of this program: the options, the current folder, and the environment variables on which the program
+    depends.
+    """
 
     options: Sequence[str]
     folder: Path
@@ -66,7 +70,7 @@ class Command:
 
     @classmethod
     def given(cls) -> Command:
-        """To be read before this program sets variables itself."""
+        """Return the call of this process. Must be called before the program sets environment variables."""
         names = sorted(name for name in os.environ if name == "PYTHONPATH" or name.startswith(_VARIABLES))
         return cls(sys.argv[1:], Path.cwd(), {name: os.environ[name] for name in names})
 
@@ -74,14 +78,17 @@ class Command:
         return shlex.join(["python", "-m", _PROGRAM, *self.options])
 
     def with_options(self, options: Sequence[str]) -> str:
-        """The same with other options, for a shell in any folder."""
+        """Return the command with other options, as text for a shell in any folder."""
         variables = "".join(f"{name}={shlex.quote(value)} " for name, value in self.variables.items())
         words = [sys.executable, "-m", _PROGRAM, *options]
         return f"cd {shlex.quote(str(self.folder))} && {variables}{shlex.join(words)}"
 
 
 def write(folder: Path, failure: Failure, setup: Setup, found: Command, number: int) -> Path:
-    """Write the report and the schedule for `--schedule` into the folder; the report's path. `found`: the command."""
+    """Write a report, and the schedule for `--schedule`, into `folder`. Returns the path of the report.
+
+    `found`: the command that has found the failure. `number`: the number of the failure, for the names of files.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     schedule = folder / f"schedule-{number}.json"
     schedule.write_text(failure.result.schedule.to_json())
@@ -134,7 +141,7 @@ def _lines(failure: Failure, setup: Setup, found: Command, path: Path) -> list[s
 
 
 def again(setup: Setup) -> list[str]:
-    """The options that make the same setup."""
+    """Return the options of this program that make the same setup."""
     options = [] if setup.connector is None else ["--connector", json.dumps(setup.connector)]
     options += [] if setup.prefill is None else ["--prefill", json.dumps(setup.prefill)]
     options += ["--engine", json.dumps(setup.engine)] if setup.engine else []
@@ -146,7 +153,9 @@ def again(setup: Setup) -> list[str]:
 
 
 def versions(setup: Setup) -> dict[str, str]:
-    """Versions of Python, of vLLM with what it computes with, and of the packages that the connectors are from."""
+    """Return the versions of Python, of vLLM and the packages with which it computes, and of the connectors'
+    packages.
+    """
     connectors, installed = json.dumps([setup.connector, setup.prefill]), packages_distributions()
     names = {"lmkv", "vllm", "torch", "transformers", *re.findall(r'"kv_connector_module_path": "(\w+)', connectors)}
     named = tuple(name for name in _LIBRARIES if name in connectors.lower())

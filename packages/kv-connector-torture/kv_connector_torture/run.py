@@ -1,4 +1,4 @@
-"""Runs a schedule on engines, one after the other, and compares every answer. Hooks can take part."""
+"""Runs a schedule on engines, one after the other, and compares every answer. Hooks can take part in a trial."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class _Asked:
 class Hooks:
     """Hooks that take part in a trial: a context manager of `--around` may return a subclass. These hooks do nothing.
 
-    `counts` are added to the trial's counts. If one of them is 0 after all trials, the run fails, because nothing was
-    tested.
+    `counts`: counts of events by name, which are added to the trial's counts. If a count is 0 after all trials, the run
+    fails, because the counted event was not tested.
     """
 
     def __init__(self) -> None:
         self.counts = Counter[str]()
 
     def begins(self, schedule: Schedule, folder: Path) -> None:
-        """Called when a trial begins. `folder`: the folder of the connector's files, `{folder}`."""
+        """Called when a trial begins. `folder`: the folder of the connector's files, which replaces `{folder}`."""
 
     def started(self, engine: Engine) -> None:
-        """Called when an engine has started: the first one, or a later one over the same storage."""
+        """Called when an engine has started: the first engine of a trial, or a later engine over the same storage."""
 
     def transfer(self, name: str, tokens: Sequence[int]) -> dict[str, Any] | None:
-        """Return the `kv_transfer_params` for this request, or None."""
+        """Return the `kv_transfer_params` for the request called `name`, or None. `tokens`: the prompt."""
         return None
 
     def strike(self) -> None:
@@ -55,24 +55,27 @@ class Hooks:
         return ()
 
     def alarm(self) -> str:
-        """Return what a check of yours has found, or "". Called after each step."""
+        """Return a text about a failed check of the hooks, or "". Called after each step."""
         return ""
 
     def left(self) -> str:
-        """Return what has leaked, or "". Called when no request is left, with steps in between, until it returns ""."""
+        """Return a text about leaks, or "". When no request is left, `left` is called again and again, with steps in
+        between, until it returns "".
+        """
         return ""
 
     def ended(self) -> str:
-        """Return what has leaked, or "". Called once, after the engine has ended."""
+        """Return a text about leaks, or "". Called once, after the engine has ended."""
         return ""
 
 
 @define
 class Execution:
-    """Runs one schedule on engines that `engine_of` makes for a number of weights. `patience`: seconds until a wait is
-    a hang.
+    """Runs one schedule. `engine_of`: a function that makes an engine, given the id of the weights. `patience`: seconds
+    after which a wait counts as a hang.
 
-    `run` ends with the first problem, which it returns. `reached` gets the place of each operation before it is done.
+    `run` ends at the first problem, and returns this problem. `reached`: a function that is called with the index of
+    each operation before the operation.
     """
 
     schedule: Schedule
@@ -173,7 +176,7 @@ class Execution:
             self._prefixes.add(self._scope(asked), asked.tokens + asked.expected.tokens)
 
     def _finish(self, engine: Engine, left: int) -> Problem | None:
-        """Step until no more than so many requests are left."""
+        """Run steps until at most `left` requests are left, or until a problem comes."""
         problem = None
         while len(self._asked) > left and problem is None:
             problem = self._step(engine)
@@ -199,7 +202,10 @@ class Execution:
         return Problem("alarm", found) if found else None
 
     def _stuck(self, engine: Engine) -> Problem | None:
-        """A request that hangs, or a leak: blocks that it may wait for have been held for as long by ended requests."""
+        """Return a problem if a request has not ended within `patience` seconds. The problem is a leak if ended
+        requests have held blocks for the same time, because the request may wait for these blocks. Otherwise it is a
+        hang.
+        """
         now = time.monotonic()
         self._held = {name: self._held.get(name, now) for name in engine.held()}
         oldest = min(self._held.values(), default=now)
@@ -214,7 +220,7 @@ class Execution:
         return None
 
     def _tick(self, engine: Engine) -> None:
-        """One step of an engine that has nothing to do."""
+        """Run one step of an engine that has no requests."""
         engine.step()
         self.alive()
 
@@ -240,7 +246,7 @@ class Execution:
         return Problem(kind, ": ".join(texts), asked.operation.name, *more) if kind else None
 
     def _others(self, asked: _Asked) -> int:
-        """Tokens of the longest beginning that another request has had or has."""
+        """Return the length of the longest prefix that the request shares with an earlier or running request."""
         scope = self._scope(asked)
         running = Prefixes()
         for other in self._asked.values():

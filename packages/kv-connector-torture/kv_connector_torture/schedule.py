@@ -1,4 +1,6 @@
-"""Schedules: what a trial does to an engine. A seed determines a schedule. A failing schedule is made smaller."""
+"""Schedules: the operations that a trial runs on engines. `make` makes a schedule from a seed. `shrink` makes a failing
+schedule smaller.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any, TypeVar
 from attrs import asdict, define, evolve, field, fields_dict, frozen
 
 VOCAB = 256
-"""Tokens of prompts are from 5 to this number. Every vocabulary has these."""
+"""Tokens of prompts are numbers from 5 to `VOCAB` - 1. Every vocabulary has these tokens."""
 
 LONGEST = 420
 _AT_ONCE = 6
@@ -20,17 +22,19 @@ _TAILS = (1, 3, 16, 30, 64, 90, 128)
 _ANSWERS = (1, 2, 9, 20, 40)
 
 Run = tuple[str, int]
-"""`(name, count)`: the first `count` tokens of a document, or of the answer to a request."""
+"""A part of a prompt, `(name, count)`: the first `count` tokens of a document, or of the answer to a request."""
 
 
 @frozen
 class Operation:
-    """One thing to do, `do`, with the fields that it has.
+    """One operation on an engine. `do`: the name of the operation. Each operation uses some of the other fields.
 
-    ask: `name`, `prompt`, `max_tokens`, `salt`, and `lora`, the number of an adapter, or 0. abort: `name`. step:
-    `count` times, or until all requests have ended if that is 0. reset: vLLM's own prefix cache, with `running`
-    requests preempted for it, and with the `connector`'s. restart: the engine, with the model's weights number
-    `weights`, over the same storage. fault: of `kind`, at the place `pick` in what is stored, from 0 to 1.
+    "ask": begin the request `name` with `prompt`, `max_tokens`, `salt` and `lora` (the number of an adapter, or 0).
+    "abort": abort the request `name`. "step": run `count` steps, or with 0, steps until all requests have ended.
+    "reset": empty vLLM's prefix cache. With `running`, running requests are preempted first; with `connector`, the
+    connector's cache is emptied, too. "restart": start another engine over the same storage, with the model's weights
+    of id `weights`. "fault": break a stored item by a fault of `kind`. `pick`: the place of the item, from 0 (first) to
+    1 (last).
     """
 
     do: str
@@ -65,10 +69,10 @@ class Operation:
 
 @frozen
 class Schedule:
-    """`operations` on engines of the model `kind` with the options `engine`.
+    """The operations of a trial. `kind`: the kind of the model. `engine`: options of the engines.
 
-    `said`: what an engine without a connector answered to requests whose answers later prompts contain. Everything
-    else in prompts is random, and depends on nothing but `seed` and the document's name.
+    `said`: the answers that later prompts contain, by the name of the request, from an engine without a connector. All
+    other tokens of prompts are random, and depend only on `seed` and the name of the document.
     """
 
     seed: int
@@ -91,13 +95,13 @@ class Schedule:
         return [operation for operation in self.operations if operation.do == "ask"]
 
     def cut(self, operations: Sequence[Operation]) -> Schedule:
-        """The same with these operations only, and only those answers that they need."""
+        """Return a schedule with only the given operations, and only the answers that their prompts need."""
         needed = {name for operation in operations for name, _ in operation.prompt}
         said = {name: tokens for name, tokens in self.said.items() if name in needed}
         return evolve(self, operations=tuple(operations), said=said)
 
     def to_json(self) -> str:
-        """With a line for each operation."""
+        """Return the schedule as JSON, with one line for each operation."""
         head = {"seed": self.seed, "kind": self.kind, "engine": self.engine, "said": self.said}
         lines = ",\n".join(f"  {json.dumps(operation.as_json())}" for operation in self.operations)
         return f'{json.dumps(head)[:-1]}, "operations": [\n{lines}\n]}}\n'
@@ -150,7 +154,7 @@ def _length(prompt: Iterable[Run]) -> int:
 
 
 def _beginning(prompt: Iterable[Run], tokens: int) -> list[Run]:
-    """The first tokens of the prompt, with room left for a tail."""
+    """Return the parts of a prompt that have its first `tokens` tokens; fewer if a new tail would not fit."""
     left, found = min(tokens, LONGEST - max(_TAILS)), []
     for name, count in prompt:
         if left > 0:
@@ -169,7 +173,7 @@ def make(
     weights: int = 1,
     faults: Sequence[str] = (),
 ) -> Schedule:
-    """A random schedule of this number of requests. The same arguments make the same schedule."""
+    """Return a random schedule with `requests` requests. Equal arguments make equal schedules."""
     rng = random.Random(f"{seed} {kind}")
     # A generator of its own, so that schedules of older versions stay the same.
     deep = random.Random(f"{seed} {kind} resets")
@@ -201,8 +205,10 @@ def shrink(
     simpler: Callable[[T], Iterable[T]] = lambda item: (),
     over: Callable[[], bool] = lambda: False,
 ) -> list[T]:
-    """The items that the failure needs, some of them replaced by simpler ones. `fails`: whether a list still fails.
-    `over`: whether the time is over.
+    """Return the items without which the failure does not come, some of them replaced by simpler items.
+
+    `fails(items)`: a function that returns whether a list of items still fails. `simpler(item)`: a function that
+    returns simpler items. `over()`: a function that returns whether the time is over.
     """
     found = _without_parts(list(items), fails, over)
     for index in range(len(found)):
@@ -234,7 +240,7 @@ def _with_simpler(
     simpler: Callable[[T], Iterable[T]],
     over: Callable[[], bool],
 ) -> list[T]:
-    """The items with the simplest one at this place that still fails."""
+    """Return the items, with the item at `index` replaced by the simplest item with which the list still fails."""
     again = True
     while again:
         again = False
@@ -249,7 +255,7 @@ def _with_simpler(
 
 
 def simpler(operation: Operation) -> Iterator[Operation]:
-    """Operations that ask for less than this one."""
+    """Yield operations that are simpler than `operation` in one field each."""
     if operation.salt:
         yield evolve(operation, salt="")
     if operation.lora:

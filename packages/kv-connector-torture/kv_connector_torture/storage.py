@@ -1,4 +1,6 @@
-"""A connector's storage for one trial: its folder, Redis, faults in both, and the server that it may need."""
+"""A connector's storage for one trial: a folder and a Redis database, faults in both, and the server that a connector
+may need.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,17 @@ FAULTS = ("delete", "truncate", "flip", "empty")
 
 @frozen
 class Storage:
-    """`folder`: the folder of all files of the connector. `redis`: URL of a database that holds nothing else, or ""."""
+    """The storage of a connector. `folder`: the folder of all the connector's files. `redis`: the URL of a Redis
+    database that only this connector uses, or "".
+    """
 
     folder: Path
     redis: str = ""
 
     def strike(self, kind: str, pick: float) -> bool:
-        """Break the stored item at the place `pick`, from 0 (first) to 1 (last). Returns whether there was any."""
+        """Break the stored item at the place `pick`, from 0 (first) to 1 (last), by a fault of `kind`. Returns whether
+        an item was broken.
+        """
         return self._strike_files(kind, pick) or (bool(self.redis) and self._strike_redis(kind, pick))
 
     def empty_folder(self) -> None:
@@ -98,7 +104,7 @@ _T = TypeVar("_T")
 
 
 def fill_in(value: _T, places: Mapping[str, str]) -> _T:
-    """The same JSON with `{name}` replaced in all its strings."""
+    """Return a JSON value with `{name}` replaced by `places["name"]` in all strings."""
     text = json.dumps(value)
     for name, filling in places.items():
         text = text.replace(f"{{{name}}}", json.dumps(filling)[1:-1])
@@ -114,7 +120,9 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def serving(command: str, port: int, log: Path) -> Iterator[None]:
-    """The server listens on this port in here. "" is no server."""
+    """Run the server `command` during a `with` block, and wait until it listens on `port`. With "", there is no
+    server.
+    """
     if not command:
         yield
         return

@@ -1,4 +1,6 @@
-"""Trials: each runs a schedule in a separate process, over fresh storage, so that no trial influences another one."""
+"""Trials. Each trial runs a schedule in a separate process, over fresh storage, so that no trial influences another
+trial.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ PRELOADED = [
     *("vllm.lora.request", "vllm.v1.engine.llm_engine"),
     "kv_connector_torture.trial",
 ]
-"""Import the slow modules. Starts no thread and touches no device."""
+"""Modules that take long to import. Their import starts no thread and touches no device."""
 
 _REFERENCE = {
     "enable_prefix_caching": False,
@@ -52,21 +54,22 @@ _REFERENCE = {
     "distributed_executor_backend": None,
 }
 PATIENCE = 60.0
-"""Seconds after which a request hangs."""
+"""Seconds after which a request that has not ended counts as hanging."""
 
 _ENOUGH = 4
-"""A process that reports nothing for this multiple of its patience is killed."""
+"""A process that reports nothing for `_ENOUGH` times `Setup.patience` is killed."""
 
 
 @frozen
 class Setup:
     """The settings that all trials have in common.
 
-    `connector`: vLLM's kv_transfer_config, or None. `prefill`: the same for an engine to which each request goes first,
-    or None. `server`: the command of a server that they need, which listens on `{port}`. Each trial fills in
-    `{folder}`, `{redis}`, `{port}` and `{port2}` in all three. `engine`: more options of the engines. `around`:
-    PACKAGE.MODULE:NAME of context managers in which engines are made. `model`: the model of the kind `own`. `patience`:
-    in seconds.
+    `connector`: the content of vLLM's kv_transfer_config, or None. `prefill`: the kv_transfer_config of a separate
+    engine that computes each prompt first, or None. `server`: the command of a server that the connectors need, which
+    listens on `{port}`. Each trial replaces `{folder}`, `{redis}`, `{port}` and `{port2}` in `connector`, `prefill` and
+    `server`. `engine`: more options of the engines. `around`: PACKAGE.MODULE:NAME of context managers in which engines
+    are made. `model`: the path of the model of the kind `own`. `patience`: seconds after which a request counts as
+    hanging.
     """
 
     folder: Path
@@ -97,10 +100,11 @@ class Setup:
 
 @define
 class Result:
-    """`schedule`: with all that is said in it. `answers`: those that were not known before. `log`: if it failed.
+    """The result of a trial. `schedule`: the schedule with its field `said` complete. `answers`: the right answers that
+    were not known before the trial. `log`: the end of the process's log if the trial has failed, else "".
 
-    `at`: the place of the last operation that was begun, or None if the first engine has not started. `cut_off`:
-    whether it was ended before it had one.
+    `at`: the index of the last operation that was begun, or None if the first engine has not started. `cut_off`:
+    whether the deadline ended the trial before it had a result.
     """
 
     schedule: Schedule
@@ -114,7 +118,7 @@ class Result:
 
 
 class Trials:
-    """Runs trials one after the other; `answers` grows with each."""
+    """Runs trials one after the other. `answers`: the right answers that all trials so far have found."""
 
     def __init__(self, setup: Setup) -> None:
         set_environment()
@@ -126,7 +130,9 @@ class Trials:
         self.count = 0
 
     def run(self, schedule: Schedule, *, patience: float | None = None, deadline: float = float("inf")) -> Result:
-        """`patience`: instead of the setup's. At the deadline it is cut off, whatever it does."""
+        """Run a trial of the schedule. `patience`: seconds, by default those of the setup. At the deadline, the trial
+        is ended without a result.
+        """
         if time.monotonic() >= deadline:
             return Result(schedule, cut_off=True)
         self.count += 1
@@ -161,7 +167,7 @@ class Trials:
         return result
 
     def _follow(self, process: Any, pipe: Any, result: Result, patience: float, deadline: float) -> None:
-        """Take what the process tells, until it has told all or has ended."""
+        """Copy the messages of the process into `result`, until its last message or its end."""
         while True:
             if not pipe.poll(max(0.0, min(patience, deadline - time.monotonic()))):
                 result.cut_off = time.monotonic() >= deadline
@@ -219,7 +225,7 @@ def _last_words(error: BaseException) -> str:
 
 
 class _Trial:
-    """All that happens in the process of a trial."""
+    """The work in the process of a trial."""
 
     def __init__(self, setup: Setup, schedule: Schedule, answers: Answers, pipe: Any) -> None:
         self._setup, self._schedule, self._answers, self._pipe = setup, schedule, answers, pipe
@@ -247,7 +253,7 @@ class _Trial:
             return {"counts": execution.counts, "problem": problem}
 
     def _alive(self) -> None:
-        """Put off the end, which comes with every thread's stack."""
+        """Put off the time at which the process ends itself with the stacks of all threads."""
         now = time.monotonic()
         if now - self._armed > 1.0:
             self._armed = now
@@ -288,7 +294,7 @@ class _Trial:
             yield stack.enter_context(engine(model, options, self._connector(), make))
 
     def _connector(self) -> dict[str, Any] | None:
-        """With what this kind of model wants."""
+        """Return the connector's settings, with the keys that the kind of model adds."""
         connector = self._setup.connector
         if connector is None or not self._kind.connector:
             return connector
@@ -302,5 +308,7 @@ def _named(name: str) -> Any:
 
 
 def resolved(result: Result) -> Schedule:
-    """The schedule of a failure, up to the operation at which it was seen, or with one if no engine has started."""
+    """Return the schedule of a failed trial up to the operation at which the trial failed. If no engine has started,
+    return the first operation only.
+    """
     return result.schedule.cut(result.schedule.operations[: (result.at or 0) + 1])
