@@ -16,7 +16,8 @@ from lmkv.protocols import HIT, MISS, PRESENT, STORED, Chunk, ChunkKey, Read, Wr
 class CPUPinnedBackend:
     """Host memory, divided into slots of equal size: the backend of a store's first tier.
 
-    On a machine with a CUDA device, the engine pins the slots in the background. Otherwise they are ordinary memory.
+    On a machine with a CUDA device, the engine pins the slots in the background. Without a device, the slots are
+    ordinary memory.
 
     Parameters
     ----------

@@ -59,7 +59,7 @@ class Header:
     """The header of a chunk file.
 
     `tokens`: token ids as little-endian uint32, or empty if the file does not record them. `parent`: the key of the
-    chunk before this one, or empty for the first chunk of a prompt. `checksums`: the CRC-32 of each segment of
+    chunk before the file's chunk, or empty for the first chunk of a prompt. `checksums`: the CRC-32 of each segment of
     `segment_bytes` bytes of the payload; the last segment may be shorter. `header_bytes`: the offset of the payload in
     bytes. `salt`: random bytes for the tags. `tags`: the joined authentication tags of all segments. Both are empty
     unless the file is authenticated. `writer`: the version of lmkv that wrote the file, zeros before 0.1.0.

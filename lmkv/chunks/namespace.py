@@ -1,8 +1,8 @@
 """Namespaces: everything except the tokens that decides the KV of a chunk. A chunk's key depends on all of it.
 
-Two chunks may share a key only if they are interchangeable. Chunks with equal tokens are interchangeable only if model,
-formats, parallelism, cache salt and LoRA adapter are equal. A hash of an injective encoding of these values is the root
-of a prompt's keys. With an `Authenticator`, only processes with the same secret share chunks.
+Two chunks may share a key only if their KV is interchangeable. Chunks with equal tokens are interchangeable only if
+model, formats, parallelism, cache salt and LoRA adapter are equal. A hash of an injective encoding of these values is
+the root of a prompt's keys. With an `Authenticator`, only processes with the same secret share chunks.
 """
 
 from __future__ import annotations

@@ -235,10 +235,10 @@ class Engine:
         that `blocks` covers are stored. Chunks that a tier already has are not copied again. The result is smaller
         than the prompt if there is no space, or while another thread stores some of the chunks.
 
-        Without `wait`, the call copies into host memory and returns; lower tiers get the chunks in the background. If
-        lower tiers are slow, they may not get some chunks. With `wait`, the call blocks for up to `wait` seconds, so
-        that lower tiers get all chunks. The prompt may then be longer than host memory. Calls with `wait` run one at a
-        time.
+        Without `wait`, the call copies into host memory and returns; lower tiers get the chunks in the background. If a
+        lower tier is slow, some chunks may never be written to it. With `wait`, the call blocks for up to `wait`
+        seconds, so that lower tiers get all chunks. The prompt may then be longer than host memory. Calls with `wait`
+        run one at a time.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
@@ -267,8 +267,8 @@ class Engine:
         return self._store.catalog.count_stored(keys[:done]) * self.chunk_size
 
     def _store_window(self, request: Request, first: int, end: int) -> int:
-        """Store chunks [first, end) as far as there are slots. Returns how many are stored now, by this call or by
-        others.
+        """Store chunks [first, end) as far as there are slots. Returns how many of these chunks are stored now, by this
+        call or by other calls.
         """
         with request.reserve(self._store, first, end) as reservation:
             copies = request.copies_to_slots(reservation.slots, first, end)
@@ -372,7 +372,7 @@ class Engine:
 
     def _found(self, keys: Sequence[ChunkKey]) -> int:
         """Return how many chunks, from `keys[0]` on, are in some tier. Writes chunks in host memory to lower tiers that
-        have lost them.
+        have lost these chunks.
         """
         found = self._store.catalog.count_prefix(keys)[1]
         self._store.write_lost(keys[:found])
@@ -520,7 +520,7 @@ _lock = threading.Lock()
 
 
 def get_or_create(name: str, factory: Callable[[], Engine]) -> Engine:
-    """Return the open engine called `name`. If there is none, `factory` makes it, while other calls wait."""
+    """Return the open engine called `name`. If there is no such engine, `factory` makes one, while other calls wait."""
     with _lock:
         engine = _engines.get(name)
         if engine is None or engine.closed:

@@ -116,7 +116,9 @@ class Request:
         return store.reserve(keys, parent=self._chain.parent(first), tokens=ids, protect=self.keys)
 
     def copies_to_slots(self, slots: Mapping[ChunkKey, int], first: int, end: int) -> list[ChunkCopy]:
-        """Return the copies from blocks that fill `slots`, whose keys are some of the chunks [first, end)."""
+        """Return the copies from blocks to slots for some of the chunks [first, end). `slots`: the slot of each of
+        these chunks.
+        """
         keys = enumerate(self.keys[first:end], first)
         return [self._copy(slots[key], index) for index, key in keys if key in slots]
 

@@ -206,7 +206,9 @@ _WORDS = 1 << 20
 
 
 def factors(row: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return `count` unrelated odd numbers, int64 [count], for the digest of row `row` (the mixing of SplitMix64)."""
+    """Return `count` pseudorandom odd numbers, int64 [count], for the digest of row `row`. SplitMix64's mixing function
+    makes them.
+    """
     mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -7046029254386353131 * (2 * row + 1)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor

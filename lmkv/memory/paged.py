@@ -79,8 +79,8 @@ class PagedMemory:
     layers
         For each plane, the index of the plane's layer in the model; by default the index of the plane.
     fuse
-        Whether to join planes whose blocks are next to each other in memory, as in vLLM's block-major layouts. A block
-        of joined planes is one page, which one copy moves.
+        Whether to join planes with blocks that are next to each other in memory, as in vLLM's block-major layouts. A
+        block of joined planes is one page, which one copy moves.
 
     Raises
     ------

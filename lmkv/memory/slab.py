@@ -334,7 +334,9 @@ class Slab(SlabMap):
         return next(iter(self.claim(1)), None)
 
     def claim(self, count: int) -> list[int]:
-        """Return at most `count` free slots, which are in use from now on. The caller fills the last one first."""
+        """Return at most `count` free slots, which are in use from now on. The caller fills the last slot of the list
+        first.
+        """
         first = max(0, len(self._free) - count)
         slots, self._free[first:] = self._free[first:], []
         for slot in slots:

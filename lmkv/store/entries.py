@@ -121,7 +121,8 @@ class Share:
         return sum(entry.ready for entry in self._entries.values())
 
     def oldest_unused(self, tenant: str = "") -> Entry | None:
-        """Return the least recently used entry without references of the tenant that exceeds its part by the most.
+        """Return the least recently used entry that has no references, of the tenant that exceeds its part by the most
+        slots.
 
         `tenant`: the tenant that wants to add an entry. Returns None if all entries have references.
         """

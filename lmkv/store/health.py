@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @define
 class TierCounters:
-    """The totals of one tier since the store was made. The store changes them while it holds its lock."""
+    """The totals of one tier since the store was made. The store changes the totals while it holds its lock."""
 
     hits: int = 0
     """Chunks that were served."""

@@ -89,7 +89,7 @@ class Hints:
     _wished: dict[ChunkKey, _Wished] = field(init=False, factory=dict)
     _tenants: dict[str, Owners] = field(init=False, factory=dict)
     _ending: dict[ChunkKey, dict[_Priority, None]] = field(init=False, factory=dict)
-    """For each chunk, the few priorities of prompts that have this chunk as their last one."""
+    """For each chunk, the few priorities of prompts that end with this chunk."""
     _sessions: Wishes[bytes, list[Chain]] = field(init=False, factory=Wishes)
     """For each session, the latest chain of keys of each branch."""
     _branches: Counter[ChunkKey] = field(init=False, factory=Counter)
@@ -160,7 +160,7 @@ class Hints:
 
     @locked
     def _shed(self, tenant: Owners, most: int) -> None:
-        """End priorities beyond the limits, at most `_MAX_SHED` of them in one call."""
+        """End priorities beyond the limits, at most `_MAX_SHED` priorities in one call."""
         for _ in range(_MAX_SHED):
             if tenant.total <= most and self._priorities.total <= MAX_HINTED:
                 break
@@ -200,7 +200,7 @@ class Hints:
 
     @locked
     def _apply(self, keys: Chain) -> None:
-        """Tell the policies the present priorities of these chunks."""
+        """Tell the policies the present priorities of the chunks `keys`."""
         for priority, group in groupby(keys, self._priority_of):
             self._tell(list(group), priority)
 

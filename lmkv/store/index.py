@@ -47,8 +47,8 @@ class TierIndex:
     """The keys of a lower tier's chunks, with their sizes and the order of eviction. The caller holds the store's lock.
 
     `used`: bytes of the chunks that are stored or being written, never more than `capacity`. The bytes of tombstones
-    (deleted keys) do not count. They are deleted before other bytes are written in their place, so the medium does not
-    exceed the capacity either.
+    (deleted keys) do not count. These bytes are deleted before other bytes are written in their place, so the medium
+    does not exceed the capacity either.
 
     `other_namespace`: how many of the chunks belong to other namespaces (see `SharesRoom`); such chunks are evicted
     like all others. `name`: the name of the tier, for the `observers`.
@@ -112,7 +112,9 @@ class TierIndex:
         return self._unseen | self._sizes
 
     def snapshot(self) -> Stored:
-        """Return all keys by their state, in O(chunks) time."""
+        """Return the keys of all chunks, one collection for each state (stored, being written, deleted). Takes
+        O(chunks) time.
+        """
         keys = self._writing, self._rewriting, self._tombstones, self._reclaiming
         return Stored(self.sizes(), self._reclaiming_bytes, *map(frozenset, keys))
 

@@ -86,7 +86,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         self._end(keys, self._commit)
 
     def abort(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """Free the slots of `keys` (by default all) without storing them. Takes the store's lock."""
+        """Free the slots of `keys` (by default all) without storing the chunks. Takes the store's lock."""
         self._end(keys, self._abort)
 
     def _end(self, keys: Sequence[ChunkKey] | None, how: _End) -> None:

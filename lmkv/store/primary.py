@@ -105,7 +105,7 @@ class PrimaryTier:
         return self.order.part_of(key, parent)
 
     def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:
-        """Return the entries of the first keys, up to the first one that is not READY."""
+        """Return the entries of `keys`, from the first key up to the first entry that is not READY."""
         found = []
         for entry in map(self.entries.get, keys):
             if entry is None or entry.state is not _READY:

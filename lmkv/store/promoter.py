@@ -355,7 +355,7 @@ class Promoter(Part):
                 self._release(promotion, after)
 
     def are_prefetched(self, entries: Sequence[Entry]) -> bool:
-        """Return whether prefetches refer to any of these entries."""
+        """Return whether a prefetch refers to any of the entries."""
         return any(entry in self._prefetches for entry in entries)
 
     @locked

@@ -119,7 +119,7 @@ class Promotion(Handle):
         return super().wait(timeout)
 
     def release(self) -> None:
-        """Allow the eviction of the chunks, and cancel reads that have not begun, unless other promotions need them.
+        """Allow the eviction of the chunks, and cancel the reads that have not begun and that no other promotion needs.
         Idempotent.
         """
         self._release(self)

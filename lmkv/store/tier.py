@@ -176,7 +176,7 @@ class LowerTier:
     # -- existence ----------------------------------------------------------------------------------------
 
     def look_up(self, keys: Sequence[ChunkKey], *, each: bool = False) -> int:
-        """Ask the backend which of `keys`, from the first one on, it has, although the index does not know them. Index
+        """Ask the backend for chunks that the index does not know, from `keys[0]` up to the first missing chunk. Index
         the found chunks, and return their number.
 
         Each call asks for more keys than the call before, so a prompt whose chunks are missing costs few calls. `each`:

@@ -54,9 +54,9 @@ class TieredStore(Part):
     primary : Tier
         Host memory: a tier with a `CPUPinnedBackend`. The store takes over its slots.
     lower : sequence of Tier
-        Lower tiers, fastest first. Persistent tiers already serve chunks while the store lists them.
+        Lower tiers, fastest first. Persistent tiers already serve chunks while the store lists these tiers.
     io_threads : int
-        Number of threads for the I/O of each lower tier. All of these threads read; three quarters of them also write.
+        Number of threads for the I/O of each lower tier. All threads read; three quarters of the threads also write.
     prefetch_share : float
         Largest share of the slots for prefetched chunks, 0 to 1.
     pin_share : float
@@ -66,8 +66,8 @@ class TieredStore(Part):
         If False, host memory is only a buffer for lower tiers: a chunk leaves host memory as soon as nothing uses the
         chunk.
     spans, sizes : optional
-        `KVLayout.spans` and `KVLayout.sizes`. With these, lower tiers get only the filled parts of the slots of tails
-        and states.
+        `KVLayout.spans` and `KVLayout.sizes`. With both arguments, lower tiers get only the filled parts of the slots
+        of tails and states.
     clock : Clock
         A function that returns monotonic seconds.
 
@@ -202,7 +202,7 @@ class TieredStore(Part):
         """Reserve slots for consecutive chunks of a prompt, first to last, and evict other chunks if necessary.
 
         `parent`: the key of the chunk before `keys[0]`. `tokens`: the token ids of the chunks `keys` as little-endian
-        uint32, for backends that record them. `origins`: each chunk's `KeyChain.origin`, so that
+        uint32, for backends that record token ids. `origins`: each chunk's `KeyChain.origin`, so that
         `Catalog.longest_prefix` finds the chunk. `protect`: the keys of the whole prompt, first to last. If one of the
         prompt's chunks comes before `keys`, it is evicted only if a lower tier stores it.
         """
@@ -214,8 +214,8 @@ class TieredStore(Part):
         return self._change(plan, Reservation.abort)
 
     def write_to_shared(self, keys: Sequence[ChunkKey]) -> int:
-        """Write chunks, from `keys[0]` on, to the shared tiers that lack them. Returns how many chunks are in a shared
-        tier or being written to one.
+        """Write chunks, from `keys[0]` on, to the shared tiers that lack these chunks. Returns how many chunks are in a
+        shared tier or being written to one.
 
         If a chunk is still being stored in host memory, it is written after its commit.
         """
@@ -326,7 +326,7 @@ class TieredStore(Part):
     # -- removing -----------------------------------------------------------------------------------------
 
     def drop(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove chunks from host memory without writing them to lower tiers. Leased chunks stay readable."""
+        """Remove chunks from host memory, without a write to lower tiers. Leased chunks stay readable."""
         self._change(partial(self._drop, keys))
 
     @locked
@@ -358,7 +358,8 @@ class TieredStore(Part):
         return self._change(plan)
 
     def clear(self, *, lower: bool = True) -> int:
-        """Remove all chunks, or with `lower=False` those in host memory, and return how many were removed.
+        """Remove all chunks, or with `lower=False` only the chunks in host memory. Returns the number of removed
+        chunks.
 
         Requests no longer find any removed chunk. Chunks that are being stored or loaded now are removed as well, and
         so are chunks of other processes in a shared tier. `drain` waits until their bytes in lower tiers are deleted.
@@ -405,13 +406,13 @@ class TieredStore(Part):
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """The policies of all tiers, host memory first. The store calls them while it holds its lock."""
+        """The policies of all tiers, host memory first. The store calls its policies while it holds its lock."""
         return self._primary.policy, *(tier.index.policy for tier in self._tiers)
 
     def wait_for_room(self, timeout: float) -> bool:
         """Wait until lower tiers accept `max_pending_stores` more chunks, for at most `timeout` seconds.
 
-        Returns whether all lower tiers except those that hang accept the chunks. Tiers that hang are ignored.
+        Returns whether all lower tiers accept this number of chunks. Tiers that hang are ignored.
         """
         return self._writes.wait_for_room(self.max_pending_stores, timeout)
 

@@ -1,4 +1,4 @@
-"""Copies chunks to lower tiers when they are stored (write-through) or evicted (write-back)."""
+"""Copies chunks to lower tiers when the chunks are stored (write-through) or evicted (write-back)."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Writes(Part):
 
     @locked
     def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: Deferred) -> None:
-        """Plan copies of entries that were just stored, for the write-through tiers that want them."""
+        """Plan copies of entries that were just stored, for the write-through tiers that want these chunks."""
         for tier in self._tiers:
             self._write_through(tier, entries, chain, after)
 

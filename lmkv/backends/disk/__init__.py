@@ -242,10 +242,10 @@ class LocalDiskBackend:
         self._usage.release_bytes(nbytes)
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """Yield the chunks of this namespace in batches, least recently used first (to the minute), without opening
-        files.
+        """Yield the chunks of this namespace in batches, least recently used first, without opening files. Times of use
+        are exact to a minute.
 
-        Also removes files of impossible sizes and stale temporary files. Raises `BackendError`.
+        The listing also removes files of impossible sizes and stale temporary files. Raises `BackendError`.
         """
         self._check_open()
         return self._listing(self._folder.scan())

@@ -260,7 +260,8 @@ _PAUSE = 0.001
 
 @define(eq=False)
 class Usage:
-    """Counts, in a file below a root folder, the bytes that all processes use there, and all bytes reserved so far.
+    """Counts, in a file below a root folder, the bytes that all processes use below the root, and all bytes reserved so
+    far.
 
     Any number of threads and processes may use the count: each change locks the file for about 10 us. If a process is
     killed between counting and writing, the count is too high until the next listing of the root. If the count cannot

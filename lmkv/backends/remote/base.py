@@ -162,10 +162,15 @@ MIN_BYTES_PER_SECOND = 16 << 20
 """Lowest speed of a transfer in bytes per second. A slower transfer fails."""
 _MAX_PAGES = 100_000
 QUIET_SECONDS = 60.0
-"""Largest number of pages, and of seconds, of a listing without any chunk. A store may have many other names."""
+"""Longest time in seconds for which a listing may find no chunk. A store may have many names that are not lmkv's.
+
+`_MAX_PAGES`: largest number of pages of a listing.
+"""
 _MAX_LISTED = 10_000_000
 _MAX_VALUE_BYTES = 1 << 36
-"""Largest number of chunks in a listing, and of bytes in a chunk. A store with more has other content."""
+"""Largest size in bytes of a listed chunk; `_MAX_LISTED`: largest number of chunks in a listing. Beyond these limits,
+the content is not lmkv's.
+"""
 
 
 def split_url(url: str) -> SplitResult:

@@ -37,7 +37,7 @@ _LEAVING = 4.0
 
 
 class Memory:
-    """A region of memory that parent and child map."""
+    """A region of memory that the parent process and the child process share."""
 
     def __init__(self, descriptor: int) -> None:
         self.view = mmap.mmap(descriptor, 0)
