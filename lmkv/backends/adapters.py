@@ -47,8 +47,10 @@ logger = logging.getLogger(__name__)
 class AsyncBackend(Protocol):
     """The methods of `Backend` as coroutines, with the same arguments, results and errors.
 
-    Notes ----- All coroutines run in the one event loop of the `AsyncAdapter`, so the code between two `await`s needs
-    no lock. A coroutine may be cancelled at any `await`. No coroutine is called after `close`.
+    Notes
+    -----
+    All coroutines run in the one event loop of the `AsyncAdapter`, so the code between two `await`s needs no lock. A
+    coroutine may be cancelled at any `await`. No coroutine is called after `close`.
 
     Examples
     --------
@@ -104,9 +106,11 @@ class AsyncAdapter:
         Seconds for one call. A read or write that takes longer returns FAILED with a `BackendUnavailable`; other calls
         that take longer raise this exception.
 
-    Notes ----- A coroutine may keep running after its deadline, because a thread in a system call cannot be cancelled.
-    Such a coroutine must not reach the caller's memory. So each write copies the payload, and each read fills a
-    separate buffer first. If this copy is too slow, write a blocking backend.
+    Notes
+    -----
+    A coroutine may keep running after its deadline, because a thread in a system call cannot be cancelled. Such a
+    coroutine must not reach the caller's memory. So each write copies the payload, and each read fills a separate
+    buffer first. If this copy is too slow, write a blocking backend.
 
     Thread-safe: a lock prevents calls from starting after `close`. The lock is not held while a call runs.
 
@@ -258,9 +262,11 @@ class AsyncFileBackend:
     OSError
         The folder cannot be created.
 
-    Notes ----- A file gets its name only when the file is complete and on the medium. Afterwards the file never
-    changes. A read returns FAILED if the file has another length than the buffer. Bytes that have changed on the medium
-    are not detected. Links are not followed, but nothing checks who owns the folder.
+    Notes
+    -----
+    A file gets its name only when the file is complete and on the medium. Afterwards the file never changes. A read
+    returns FAILED if the file has another length than the buffer. Bytes that have changed on the medium are not
+    detected. Links are not followed, but nothing checks who owns the folder.
 
     Examples
     --------

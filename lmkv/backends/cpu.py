@@ -39,8 +39,10 @@ class CPUPinnedBackend:
     ConfigError
         There is not enough memory for a single slot.
 
-    Notes ----- Thread-safe: the methods of `Backend` copy while they hold a lock. A store with this backend as its
-    first tier takes over the slots by `take_slab`. From then on, the methods of `Backend` raise `UsageError`.
+    Notes
+    -----
+    Thread-safe: the methods of `Backend` copy while they hold a lock. A store with this backend as its first tier takes
+    over the slots by `take_slab`. From then on, the methods of `Backend` raise `UsageError`.
 
     Examples
     --------

@@ -127,8 +127,10 @@ class Engine:
     UsageError
         The layout's chunks do not fit into the store's slots, or `memory` has another layout.
 
-    Notes ----- Thread-safe: calls that copy run one at a time, and all other calls run concurrently. The engine owns
-    threads, memory and files, so close the engine, or use it in a `with` statement. In a forked child every call raises
+    Notes
+    -----
+    Thread-safe: calls that copy run one at a time, and all other calls run concurrently. The engine owns threads,
+    memory and files, so close the engine, or use it in a `with` statement. In a forked child every call raises
     ClosedError.
 
     Examples

@@ -56,7 +56,9 @@ class Variant:
     tags
         Names and values of anything else that separates prompts.
 
-    Notes ----- Immutable, so any number of threads may share one variant.
+    Notes
+    -----
+    Immutable, so any number of threads may share one variant.
 
     Examples
     --------
@@ -138,8 +140,9 @@ class Request:
 class EngineStats:
     """The result of `Engine.stats`: totals of the engine's calls in tokens, and the state of the engine's store.
 
-    Notes ----- The object never changes. `requested_tokens` counts the tokens of all chunks that callers wanted to
-    load.
+    Notes
+    -----
+    The object never changes. `requested_tokens` counts the tokens of all chunks that callers wanted to load.
     """
 
     stored_tokens: int

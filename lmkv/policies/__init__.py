@@ -141,8 +141,10 @@ class MinTokens:
     UsageError
         An argument is not positive.
 
-    Notes ----- Not thread-safe: the store calls its filters while it holds its lock. If a short prompt grows into a
-    long prompt, its chunks are offered again when host memory evicts the chunks.
+    Notes
+    -----
+    Not thread-safe: the store calls its filters while it holds its lock. If a short prompt grows into a long prompt,
+    its chunks are offered again when host memory evicts the chunks.
 
     Examples
     --------

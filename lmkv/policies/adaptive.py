@@ -129,8 +129,10 @@ class ADAPTIVE(WeightedAge):
         number of tokens that are found. With 1e-3, a hit at chunk 1,000 counts twice as much as a hit at the first
         chunk. A later chunk saves more time, because its attention takes longer to compute.
 
-    Notes ----- The shadows of a small tier have all chunks of the tier. The shadows of a large tier have a sample of
-    about 1,024 chunks, which saves time.
+    Notes
+    -----
+    The shadows of a small tier have all chunks of the tier. The shadows of a large tier have a sample of about 1,024
+    chunks, which saves time.
 
     Examples
     --------
@@ -235,7 +237,7 @@ class Shadow:
         """Replay a request for a prompt's chunks of `size` bytes each. Returns how many chunks, from the first one on,
         were present.
 
-        Missing chunks are inserted until all chunks of the prompt together would exceed the capacity.
+        Missing chunks are inserted. If the whole prompt exceeds the capacity, its last chunks are left out.
         """
         hit = self.leading(keys)
         if hit < len(keys):

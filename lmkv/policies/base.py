@@ -78,10 +78,12 @@ class PolicyBase(ABC):
     UsageError
         A key is inserted twice or without a size, or an unknown key is held or released.
 
-    Notes ----- Not thread-safe: the store calls its policies while it holds its lock. `evict` takes time proportional
-    to the number of evicted and protected keys. Other methods take constant time per key. All policies accept hints;
-    see `lmkv.protocols.TakesHints`. Keys with a priority keep at most half of the tier. Beyond this half, the keys with
-    the lowest priority are evicted, the oldest first.
+    Notes
+    -----
+    Not thread-safe: the store calls its policies while it holds its lock. `evict` takes time proportional to the number
+    of evicted and protected keys. Other methods take constant time per key. All policies accept hints; see
+    `lmkv.protocols.TakesHints`. Keys with a priority keep at most half of the tier. Beyond this half, the keys with the
+    lowest priority are evicted, the oldest first.
 
     Examples
     --------
@@ -178,8 +180,8 @@ class PolicyBase(ABC):
         """
 
     def rejoin(self, key: ChunkKey) -> None:
-        """Put a key back into the order of eviction, after a release of the key, or after a use of a key that was not
-        in the order.
+        """Put a key back into the order of eviction: after a release, or after a use while the key was not in the
+        order.
         """
         self.put_back(key)
 

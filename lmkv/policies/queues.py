@@ -65,8 +65,10 @@ class FIFO(QueuePolicy):
     UsageError
         A key is inserted twice or without a size, or an unknown key is held or released.
 
-    Notes ----- A key keeps its place in the queue while it is held. If a held key comes to the front, it is the first
-    to be evicted after its release.
+    Notes
+    -----
+    A key keeps its place in the queue while it is held. If a held key comes to the front, it is the first to be evicted
+    after its release.
 
     Examples
     --------
@@ -88,8 +90,10 @@ class LRU(QueuePolicy):
     UsageError
         A key is inserted twice or without a size, or an unknown key is held or released.
 
-    Notes ----- `touch(keys)` makes the prompt's first key, `keys[0]`, the most recently used key. So the prompt's last
-    key is evicted first. `release` counts as a use.
+    Notes
+    -----
+    `touch(keys)` makes the prompt's first key, `keys[0]`, the most recently used key. So the prompt's last key is
+    evicted first. `release` counts as a use.
 
     Examples
     --------

@@ -33,8 +33,10 @@ class Quotas:
     UsageError
         A share is negative, or the sum exceeds 1.
 
-    Notes ----- A chunk belongs to the tenant that `label` names, or else to the tenant of the chunk before it. Other
-    chunks, such as all chunks after a restart, belong to no tenant until a tenant's request uses such a chunk.
+    Notes
+    -----
+    A chunk belongs to the tenant that `label` names, or else to the tenant of the chunk before it. Other chunks, such
+    as all chunks after a restart, belong to no tenant until a tenant's request uses such a chunk.
 
     Examples
     --------

@@ -139,8 +139,8 @@ def _admitted(keys: Sequence[ChunkKey], disk: Shadow, admission: Admission) -> S
 
 
 def sessions_of(trace: Trace) -> list[bytes]:
-    """Return a name for the session of each request: the session in the trace, or else the first chunk that few prompts
-    share.
+    """Return a name for the session of each request: the session in the trace, or without one, the key of the first
+    chunk that few prompts share.
     """
     branches: Counter[ChunkKey] = Counter()
     seen: set[ChunkKey] = set()

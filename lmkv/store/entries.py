@@ -203,7 +203,7 @@ class PrefixIndex:
             del self._chunks[origin]
 
     def longest(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
-        """Return `(key, count)` for the chunk whose tokens have the longest common prefix with `tokens`.
+        """Return `(key, count)` for the chunk of `origin` whose tokens have the longest common prefix with `tokens`.
 
         `count`: the number of tokens in this prefix. Returns `(b"", 0)` if no chunk has a common prefix.
         """

@@ -69,7 +69,8 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
 
 @define(eq=False, repr=False)
 class Bell:
-    """Wakes threads that wait for a condition. Each thread checks its condition again at each `ring`. Thread-safe.
+    """Wakes threads that wait for a condition. At each `ring`, each waiting thread checks its condition again.
+    Thread-safe.
 
     After a KeyboardInterrupt in a waiting thread, a `threading.Condition` or `Event` may keep its lock, or release the
     lock of another thread. In a bell, each wait has a separate lock, which is released at most once.

@@ -278,7 +278,9 @@ class PrimaryTier:
         return entries
 
     def evict(self, protect: frozenset[ChunkKey] | set[ChunkKey], slots: int) -> None:
-        """Evict and remove entries for `slots` slots, or none if there are too few."""
+        """Evict and remove entries until `slots` slots become free, or evict none if there are too few evictable
+        entries.
+        """
         entries, observers, free = self.entries, self._observers, []
         evicted = self.order.evict(slots * self.slot_bytes, protect) or ()
         for key in evicted:

@@ -61,9 +61,11 @@ class Handle:
 class Promotion(Handle):
     """The handle that `TieredStore.promote` returns for chunks that are being read into host memory.
 
-    Notes ----- The chunks of a promotion stay in host memory until `release`. If several promotions want a chunk, the
-    chunk is read once. When the promotion is `done`, its first `ready` chunks can be leased. Thread-safe. Only the
-    store changes the public attributes, under its lock.
+    Notes
+    -----
+    The chunks of a promotion stay in host memory until `release`. If several promotions want a chunk, the chunk is read
+    once. When the promotion is `done`, its first `ready` chunks can be leased. Thread-safe. Only the store changes the
+    public attributes, under its lock.
     """
 
     _release: Callable[[Promotion], None]

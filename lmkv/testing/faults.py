@@ -59,7 +59,9 @@ class FaultyBackend(WrapperBackend):
     ValueError
         A verb is unknown.
 
-    Notes ----- Thread-safe. `fail_call(n)` makes the n-th call from now on fail. After `black_hole()`, calls wait until
+    Notes
+    -----
+    Thread-safe. `fail_call(n)` makes the n-th call from now on fail. After `black_hole()`, calls wait until
     `release()`. Reads and writes return the error, and other methods raise the error. The error is always a
     `BackendUnavailable`. `calls` counts the calls of each method, and `faults` counts the injected faults.
 

@@ -55,7 +55,7 @@ class LocalDiskBackend:
     Parameters
     ----------
     path
-        The root folder; a missing folder is created. Several processes and namespaces may share it.
+        The root folder; a missing folder is created. Several processes and namespaces may share the root folder.
     namespace
         `Namespace.digest`, 32 bytes. Chunks of other namespaces are never served.
     sync
@@ -90,10 +90,12 @@ class LocalDiskBackend:
     BackendUnavailable
         `path` cannot be created, or another user may have created this folder (docs/security.md).
 
-    Notes ----- Thread-safe; no lock is held during I/O, except for some microseconds. `read` and `write` return a
-    failure of the medium as a value. If a key fails, `contains`, `delete`, `reclaim` and the listings first try all
-    other keys, and then raise a `BackendError`. Each call tries the medium again, even after failures. Only a file with
-    wrong bytes is removed. A file that cannot be read is replaced when the same chunk is written again.
+    Notes
+    -----
+    Thread-safe; no lock is held during I/O, except for some microseconds. `read` and `write` return a failure of the
+    medium as a value. If a key fails, `contains`, `delete`, `reclaim` and the listings first try all other keys, and
+    then raise a `BackendError`. Each call tries the medium again, even after failures. Only a file with wrong bytes is
+    removed. A file that cannot be read is replaced when the same chunk is written again.
 
     Examples
     --------

@@ -51,8 +51,10 @@ class RemoteOptions:
     authentication_key
         A secret of 32 random bytes or more. The backend then serves only values that were written with the same secret.
 
-    Notes ----- Immutable, so any number of threads may share one object. `repr` shows neither the password nor the
-    authentication key.
+    Notes
+    -----
+    Immutable, so any number of threads may share one object. `repr` shows neither the password nor the authentication
+    key.
 
     Examples
     --------
@@ -207,10 +209,12 @@ class RemoteBackend(ABC):
     options
         The settings of remote backends.
 
-    Notes ----- Thread-safe; no lock is held during I/O. Other processes change the store, so a tier lists the store's
-    chunks repeatedly. `read` and `write` return failures as values; `contains` and `delete` raise `BackendError`. If a
-    value is not the chunk that its name says, `read` returns FAILED with a `CorruptChunkError`. lmkv uses no byte of
-    such a value. lmkv never unpickles values.
+    Notes
+    -----
+    Thread-safe; no lock is held during I/O. Other processes change the store, so a tier lists the store's chunks
+    repeatedly. `read` and `write` return failures as values; `contains` and `delete` raise `BackendError`. If a value
+    is not the chunk that its name says, `read` returns FAILED with a `CorruptChunkError`. lmkv uses no byte of such a
+    value. lmkv never unpickles values.
 
     Examples
     --------

@@ -246,9 +246,11 @@ class InfiniStoreBackend(HostPortBackend):
     ConfigError
         The URL has no port, or an unknown option.
 
-    Notes ----- Thread-safe. The backend connects at the first call, and concurrent calls use separate connections.
-    InfiniStore replaces existing values, so a write first checks whether its name has a value. If two engines store a
-    chunk at the same moment, both write the same bytes.
+    Notes
+    -----
+    Thread-safe. The backend connects at the first call, and concurrent calls use separate connections. InfiniStore
+    replaces existing values, so a write first checks whether its name has a value. If two engines store a chunk at the
+    same moment, both write the same bytes.
 
     Examples
     --------

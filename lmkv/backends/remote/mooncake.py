@@ -49,12 +49,14 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
     ConfigError
         mooncake-transfer-engine is not installed, or the URL has no port or an unknown option.
 
-    Notes ----- The backend connects at the first call. Mooncake's client runs in separate processes, because the
-    client's `setup` holds the GIL for half a minute if the master does not answer. A read from a dead host takes
-    equally long. Host memory is registered with the client, so that values are transferred without a copy. After a
-    failed read, lmkv ends the client's process, so that late bytes cannot reach a slot that another chunk uses by then.
-    Anybody who reaches the client's port can read and write registered memory. Over TCP, `drop_inbound` drops all
-    packets to this port. Over RDMA, host memory is not registered if an `authentication_key` is set.
+    Notes
+    -----
+    The backend connects at the first call. Mooncake's client runs in separate processes, because the client's `setup`
+    holds the GIL for half a minute if the master does not answer. A read from a dead host takes equally long. Host
+    memory is registered with the client, so that values are transferred without a copy. After a failed read, lmkv ends
+    the client's process, so that late bytes cannot reach a slot that another chunk uses by then. Anybody who reaches
+    the client's port can read and write registered memory. Over TCP, `drop_inbound` drops all packets to this port.
+    Over RDMA, host memory is not registered if an `authentication_key` is set.
 
     Examples
     --------

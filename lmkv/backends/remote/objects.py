@@ -86,11 +86,13 @@ class ObjectStoreBackend(SubprocessBackend):
     ConfigError
         The URL or an option is invalid, or there is a `ttl`.
 
-    Notes ----- Thread-safe. The backend connects at the first call. obstore runs in separate processes, because a
-    server's wrong answer can crash obstore. Each value is written by one request, completely or not at all, and only if
-    no object has its name (`If-None-Match`). A store that ignores this condition keeps the last of several concurrent
-    writes. If a store refuses the condition, add `conditional_put=disabled` to the URL. No repr and no message shows
-    keys, tokens or signatures.
+    Notes
+    -----
+    Thread-safe. The backend connects at the first call. obstore runs in separate processes, because a server's wrong
+    answer can crash obstore. Each value is written by one request, completely or not at all, and only if no object has
+    its name (`If-None-Match`). A store that ignores this condition keeps the last of several concurrent writes. If a
+    store refuses the condition, add `conditional_put=disabled` to the URL. No repr and no message shows keys, tokens or
+    signatures.
 
     Examples
     --------
