@@ -149,8 +149,8 @@ def promised_and_taken() -> tuple[int, int]:
 
 @frozen
 class SlabRef:
-    """A reference to a shared slab. With it, another process on this host can `attach` the slab. `name`: the name of
-    the slab's memory file.
+    """A reference to a shared slab. With the reference, another process on this host can `attach` the slab. `name`: the
+    name of the slab's memory file.
 
     Equality ignores `path`, which contains the id of a process: a forked child has another path for the same file.
     """

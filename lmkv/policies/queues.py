@@ -405,7 +405,7 @@ _SMALL_SHARE = 0.1
 
 @define(eq=False, repr=False)
 class CountsUses(PolicyBase):
-    """Base class of policies that count the uses of each chunk, up to `most`."""
+    """Base class of policies that count the uses of each chunk. A count never exceeds `most`."""
 
     most: ClassVar[int] = 1
     uses: dict[ChunkKey, int] = field(init=False, factory=dict)

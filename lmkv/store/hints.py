@@ -328,7 +328,9 @@ class Hints:
         return counts
 
     def owned(self, tenant: str = "") -> Counter[bytes]:
-        """Return how many keys of a tenant have a priority, by the owner of the priority."""
+        """Return, for each owner (see `Hints`), how many keys of a tenant have a priority that counts for this
+        owner.
+        """
         return self._tenants[tenant].owned
 
     @locked

@@ -30,7 +30,7 @@ registered.
 Part = tuple[int, int, int]
 """A run of a value's bytes in shared memory: the index of the memory, and the run's offset and length in bytes."""
 MAX_MESSAGE_BYTES = 1 << 17
-"""Size of the largest message, which fits into the buffer of a socket."""
+"""Size in bytes of the largest message. A message of this size fits into the buffer of a socket."""
 
 _LEAVING = 4.0
 """Seconds that the client has to disconnect from its store."""

@@ -34,11 +34,11 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
     Parameters
     ----------
     url
-        `mooncake://host:port/` with the address of the store's master; LMCache's `mooncakestore://` works as well. The
-        query of the URL may set `segment_size`, the bytes of this host that become part of the store (default 0),
-        `local_hostname` (default: this host's address towards the master), `protocol` (`tcp` or `rdma`), `device_name`,
-        `metadata_server` (default `P2PHANDSHAKE`), `local_buffer_size` (bytes, default 0), `clients`, the number of
-        client processes (default 2), and `zero_copy` (default 1; 0: do not register host memory).
+        `mooncake://host:port/` with the address of the store's master; LMCache's `mooncakestore://` works as well.
+        Options in the query of the URL: `segment_size` (bytes of this host that become part of the store, default 0);
+        `local_hostname` (default: this host's address towards the master); `protocol` (`tcp` or `rdma`); `device_name`;
+        `metadata_server` (default `P2PHANDSHAKE`); `local_buffer_size` (bytes, default 0); `clients` (number of client
+        processes, default 2); `zero_copy` (default 1; with 0, host memory is not registered).
     namespace
         32 bytes: a digest of the model, layout and versions.
     options
@@ -49,14 +49,12 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
     ConfigError
         mooncake-transfer-engine is not installed, or the URL has no port or an unknown option.
 
-    Notes
-    -----
-    The backend connects at the first call. Mooncake's client runs in separate processes, because the client's `setup`
-    holds the GIL for half a minute if the master does not answer. A read from a dead host takes equally long. Host
-    memory is registered with the client, so that values are transferred without a copy. After a failed read, lmkv ends
-    the client's process, so that late bytes cannot reach a slot that another chunk uses by then. Anybody who reaches
-    the client's port can read and write registered memory. Over TCP, `drop_inbound` drops all packets to this port.
-    Over RDMA, host memory is not registered if an `authentication_key` is set.
+    Notes ----- The backend connects at the first call. Mooncake's client runs in separate processes, because the
+    client's `setup` holds the GIL for half a minute if the master does not answer. A read from a dead host takes
+    equally long. Host memory is registered with the client, so that values are transferred without a copy. After a
+    failed read, lmkv ends the client's process, so that late bytes cannot reach a slot that meanwhile belongs to
+    another chunk. Anybody who reaches the client's port can read and write registered memory. Over TCP, `drop_inbound`
+    drops all packets to this port. Over RDMA, host memory is not registered if an `authentication_key` is set.
 
     Examples
     --------

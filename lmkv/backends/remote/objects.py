@@ -69,9 +69,9 @@ class ObjectStoreBackend(SubprocessBackend):
     ----------
     url
         `s3://bucket/path`, `gs://bucket/path`, `az://container/path` or `file:///folder`. The query of the URL may have
-        options of obstore, such as `?endpoint=http://localhost:9000&region=eu-west-1`, and two of lmkv: `ssl_ca_certs`,
-        a file with the certificates of a private authority, and `clients`, the number of processes that transfer values
-        (default 4).
+        options of obstore, such as `?endpoint=http://localhost:9000&region=eu-west-1`. lmkv adds two options:
+        `ssl_ca_certs` (a file with the certificates of a private authority) and `clients` (number of processes that
+        transfer values, default 4).
     namespace
         32 bytes: a digest of the model, layout and versions.
     options

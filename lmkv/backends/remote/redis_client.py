@@ -151,7 +151,7 @@ class Answers:
 
     def length(self) -> int | None:
         """Return the length in bytes of the value that the server answers, or None if there is no value. `fill` then
-        reads it.
+        reads the value.
 
         Raises an error that the server answers.
         """
