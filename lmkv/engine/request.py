@@ -111,7 +111,7 @@ class Request:
         return min(whole(tokens, "skip_tokens", 0) // self._chunk_size, len(self.keys))
 
     def reserve(self, store: TieredStore, first: int, end: int) -> Reservation:
-        """Reserve slots for chunks [first, end)."""
+        """Reserve slots of the store for the chunks from index `first` up to, but not including, `end`."""
         keys = self.keys[first:end]
         ids = self._chain.token_bytes(first, first + len(keys))
         store.hints.prompt(keys, len(self.keys) * self._chunk_size)

@@ -315,8 +315,8 @@ class SlotAllocator:
     def free_up(self, count: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> None:
         """Evict chunks until `count` slots are free. One call takes half the time of separate evictions.
 
-        With write-back, `free_up` does nothing: there, only `allocate` evicts, and limits the number of writes under
-        way.
+        With write-back, `free_up` does nothing. Then only `allocate` evicts, because it limits the number of writes
+        under way.
         """
         missing = count - self._primary.slab.free_slots
         if missing > 1 and not self._write_back:
