@@ -164,7 +164,9 @@ def test_outputs_of_each_token_that_a_hit_lacks(model: Path) -> None:
 def test_ranks_on_another_machine(model: Path) -> None:
     """They cannot map the memory that the scheduler's process has."""
     is_refused(
-        configured(model), "on several machines and cannot share host memory", lambda config: setattr(config.parallel_config, "nnodes", 2)
+        configured(model),
+        "on several machines and cannot share host memory",
+        lambda config: setattr(config.parallel_config, "nnodes", 2),
     )
 
 
