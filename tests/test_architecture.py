@@ -81,7 +81,7 @@ BUDGET = {
     "engine": 459,
     "": 62,
     "agent": 1310,
-    "vllm": 2239,
+    "vllm": 2243,
     "vllm.plan": 854,
     "vllm.scheduler": 2545,
 }
@@ -133,7 +133,7 @@ BEYOND = {
 }
 """Why a room has more lines than its aim."""
 
-WHOLE = 20333
+WHOLE = 20337
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

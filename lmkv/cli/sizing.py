@@ -47,7 +47,7 @@ class StateSize:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states of all layers after one chunk."""
+        """Bytes of one saved state: the states of all recurrent layers together, at the end of any chunk."""
         return self.layers * self.layer_bytes
 
     def block_tokens(self, layer_token_bytes: int) -> int:

@@ -102,8 +102,8 @@ class Command:
 
 
 def use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
-    """Translate the prefix of a tier. Note the tier's other keys, which are not settings here, so that no key is
-    dropped silently.
+    """Translate the option `prefix` of a tier of LMCache's. Note each remaining option that lmkv cannot translate, so
+    that none is dropped silently.
     """
     if tier.get("prefix"):
         command.use(f"{given}: prefix", "remote_prefix", tier["prefix"])

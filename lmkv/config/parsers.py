@@ -273,7 +273,7 @@ def readable(value: object) -> object:
 
 
 def in_words(value: object) -> str:
-    """Return a value as text, in the form of a YAML file."""
+    """Return a value as text, as it would be written in a YAML file."""
     return str(value).lower() if isinstance(value, bool | None) else str(value)
 
 

@@ -96,7 +96,9 @@ class Deferred:
 
 
 def deletion(work: Callable[[], None], lane: str) -> Job:
-    """Return a deletion as a job that a pool may refuse, because the store no longer serves the deleted chunks."""
+    """Return a job that deletes chunks. A pool may refuse the job without harm: the store has already stopped serving
+    these chunks.
+    """
     return Job(lambda after: work(), Priority.DELETION, lambda after: None, lane)
 
 

@@ -131,11 +131,11 @@ class Promotion(Handle):
 class SharedLookup(Handle):
     """A search for chunks in shared tiers, which `TieredStore.look_up_shared` starts.
 
-    The search asks one tier after the other, fastest first, for the keys that no earlier tier has. The search is done
-    when all chunks are found, or when all tiers have answered or failed. Thread-safe.
+    The search asks one tier after the other, fastest first, for the keys that no earlier tier has. The search ends
+    when all tiers have answered or failed, or, without `states`, as soon as all chunks are found. Thread-safe.
 
-    `states`: keys of states to search for as well as chunks. `on_done`: a function that is called once, without the
-    store's lock. `seconds`: how long the search took, measured with `clock`.
+    `states`: keys of the saved states of recurrent layers, which are searched for in every tier. `on_done`: a function
+    that is called once, without the store's lock. `seconds`: how long the search took, measured with `clock`.
     """
 
     _keys: Sequence[ChunkKey]

@@ -179,12 +179,16 @@ def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, 
         found = {own, *(folder.digests(root) if root else ())}
     except OSError as error:
         raise BackendError("disk", "listing the namespaces", reason=str(error)) from error
-    match [digest for digest in found if digest.hex().startswith(beginning.lower())]:
+    matching = [digest for digest in found if digest.hex().startswith(beginning.lower())]
+    match matching:
         case [digest] if digest == own:
             return clear_own()
         case [digest] if root:
             return disk.clear_namespace(root, digest)
-    raise UsageError(f"{beginning} must begin the name of exactly one namespace: lmkv inspect FOLDER lists all")
+    raise UsageError(
+        f"the digits {beginning} must match exactly one namespace, and match {len(matching)}: lmkv inspect FOLDER "
+        "lists all namespaces"
+    )
 
 
 def config_of(vllm_config: VllmConfig) -> Config:

@@ -155,10 +155,10 @@ class Worker:
                 self._attach(ref)
 
     def suspend(self) -> None:
-        """End the running copies, and fail all orders until `resume` is called, because the paged memory loses its
-        pages.
+        """End the running copies before vLLM's sleep, and fail all orders until `resume` is called.
 
-        Releases staging memory. Host memory stays pinned, and the paged memory keeps its address. Idempotent.
+        The sleep frees the device memory behind the KV cache. This call frees staging memory. Host memory stays pinned, and
+        the paged memory keeps its address. Idempotent.
         """
         self._suspended = True
         self._comparer.forget()
@@ -173,7 +173,7 @@ class Worker:
                 logger.exception("lmkv: the device could not free lmkv's memory before the engine's sleep")
 
     def resume(self) -> None:
-        """Accept orders again, because the paged memory has pages again, at the same address. Idempotent."""
+        """Accept orders again after vLLM's sleep, when device memory is behind the KV cache again. Idempotent."""
         try:
             if self._staging is not None:
                 self._staging.allocate()

@@ -123,7 +123,9 @@ def test_clear_deletes_a_namespace(store: TieredStore) -> None:
         own = NAMESPACE.digest.hex()[:12]
         asked = run(*words, own, typed="n\n")
         assert (asked.exit_code, f"all chunks of namespace {own}" in asked.output) == (1, True)
-        assert "0123456789 must begin the name of exactly one namespace" in refused(*words, "0123456789", "--yes")
+        assert "the digits 0123456789 must match exactly one namespace, and match 0" in refused(
+            *words, "0123456789", "--yes"
+        )
         assert says(*words, own, "--yes") == "deleted 6 chunks"
 
 
