@@ -157,8 +157,8 @@ class Worker:
     def suspend(self) -> None:
         """End the running copies before vLLM's sleep, and fail all orders until `resume` is called.
 
-        The sleep frees the device memory behind the KV cache. This call frees staging memory. Host memory stays pinned, and
-        the paged memory keeps its address. Idempotent.
+        The sleep frees the device memory behind the KV cache. This call frees staging memory. Host memory stays pinned,
+        and the paged memory keeps its address. Idempotent.
         """
         self._suspended = True
         self._comparer.forget()
