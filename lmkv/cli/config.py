@@ -320,7 +320,10 @@ def migrate(
         answer = looked_at(answer)
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
-    settings = {name: written(value) for name, value in answer.values.items()}
+    # lmkv's variables stay before the program.
+    own = {name.removeprefix("LMKV_").lower() for name in (command.variables if command else ())}
+    own -= {name for name, _, _ in (command.settings if command else ())}
+    settings = {name: written(value) for name, value in answer.values.items() if name not in own}
     line = "" if command is None else command_line(command, settings)
     if as_json:
         found = {"settings": settings, "left_out": list(left_out(answer))} | ({"command": line} if line else {})

@@ -28,7 +28,7 @@ from lmkv.chunks.layout import ALIGNMENT
 from lmkv.chunks.namespace import Authenticator
 from lmkv.cli.config import answer_of, odd_folder
 from lmkv.cli.sizing import KVSize
-from lmkv.cli.stores import VERBS, likeliest, refusals, remedy, try_folder
+from lmkv.cli.stores import VERBS, likeliest, odd_policy, refusals, remedy, try_folder
 from lmkv.config import GIB, Answer, Config
 from lmkv.errors import ConfigError, LmkvError, how_to_install
 from lmkv.memory import machine
@@ -318,6 +318,8 @@ def examine_stores(config: Config) -> Iterator[Finding]:
             problem = reasons[verb].replace(f"{verb} fail", "all calls fail", 1)
             yield Finding("remote stores", name, str(url), note="every call fails", problem=problem)
             continue
+        if url.store_kind == "redis":
+            odd = odd_policy(config, url)
         yield Finding("remote stores", name, str(url), note=f"tried: {works}" if works else "", warning=odd)
         for verb, problem in reasons.items():
             yield Finding("remote stores", verb, "refused", problem=problem)

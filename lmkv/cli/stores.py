@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import frozen
 
@@ -119,6 +119,17 @@ def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
         return dict.fromkeys(VERBS, "no answer in time")
     close_all([(url.store_kind, backend)])
     return {verb: in_short(reason) for verb, reason in found.items()}
+
+
+def odd_policy(config: Config, url: RemoteURL) -> str:
+    """Return a warning about a Redis server that does not evict chunks when it is full, or ""."""
+    backend: Any = open_remote(config, url, _NAMESPACE, None, name=url.store_kind, chunk_tokens=DEFAULTS.chunk_tokens)
+    # A user without the right to ask has no limit here.
+    limit, policy = attempt(backend.memory_policy, lambda error: (0, ""))
+    close_all([(url.store_kind, backend)])
+    evicts = policy.startswith("allkeys") or (policy.startswith("volatile") and config.remote_ttl)
+    told = f"has the maxmemory-policy {policy}, which evicts no chunk when the server is full: set allkeys-lru"
+    return "" if evicts or not limit else f"remote_url {url} {told}"
 
 
 def in_short(reason: str) -> str:

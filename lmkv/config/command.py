@@ -32,6 +32,10 @@ class Command:
     ranks: int | None = None
     longest: int | None = None
     port: int | None = None
+    start: list[str] = field(factory=list)
+    """All words before vLLM's options, as they were given."""
+    variables: dict[str, str] = field(factory=dict)
+    """lmkv's variables before the program. They stay there."""
     engines: int = 1
     settings: list[Setting] = field(factory=list)
     readings: list[Reading] = field(factory=list)

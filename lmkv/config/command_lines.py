@@ -43,6 +43,15 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
         return command
     command = of_vllm(words[at:], env, ranks)
     command.before, command.notes = list(words[:at]), command.notes + doubts
+    # Of an unknown image only the place of vLLM's options is known.
+    start = at or next(number for number, word in enumerate(words) if word.startswith((TRANSFER, SIZE)))
+    command.start = list(words[:start])
+    for number, word in enumerate(words):
+        if (own := _OWN.fullmatch(word)) and number < start:
+            command.variables[own[1]] = own[2]
+        elif own:
+            told = "stands among vLLM's options, so lmkv does not get it: write it before the program or the image"
+            command.notes.append((logging.WARNING, f"{own[1]} {told}"))
     for word in words[:at]:
         name, _, chosen = word.removeprefix("--env=").removeprefix("-e").partition("=")
         if name == "VLLM_PLUGINS" and "lmkv" not in chosen.split(","):
@@ -52,6 +61,7 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
     return command
 
 
+_OWN: Final = re.compile(r"(?:-e|--env=)?(LMKV_\w+)=(.*)", re.DOTALL)
 _GIVE: Final = "lmkv is a connector of vLLM: give `lmcache server ...` or `vllm serve ...`"
 _NOT_NEEDED: Final = "leave out that process; servers share KV in a store, such as remote_url: redis://HOST:PORT"
 _SERVERS: Final = ("lmcache.v1.multiprocess.server", "lmcache.v1.multiprocess.http_server")

@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, NoReturn, Self, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from attrs import Attribute, evolve, field, fields, frozen
 
-from lmkv.config import command_lines, lmcache
+from lmkv.config import command_lines, containers, lmcache
 from lmkv.config.advice import PLACEHOLDER, hint, is_path, unfit_key, written_instead
 from lmkv.config.command import Command
 from lmkv.config.parsers import (
@@ -295,6 +296,10 @@ class Config:
             other = f"shared_memory = {short_repr(self.shared_memory)}"
             reason = "are one folder, or nested: each would delete the other's chunks; name two separate folders"
             yield self._problem("local_disk", f"and {other} {reason}")
+        for url in (url for url in self.remotes if url.scheme == "file" and self.local_disk):
+            if self.local_disk and are_nested(self.local_disk, unquote(urlsplit(url.text).path)):
+                reason = f"and remote_url = {url} are one folder, or nested: name two separate folders"
+                yield self._problem("local_disk", reason)
         for name in ("remote_password", "agent_token", "authentication_key"):
             if getattr(self, name) and getattr(self, f"{name}_file"):
                 yield self._problem(f"{name}_file", f"and {name} are both given: keep one")
@@ -458,6 +463,9 @@ class Config:
         for url in (url for url in self.remotes if url.lacks_service):
             told = f"names no service: write /SERVICE after the URL's hosts, or set {SERVICE_VARIABLE} for the server"
             yield logging.WARNING, f"{self.source('remote_url')}: remote_url = {url} {told}"
+        for url in (url for url in self.remotes if url.doubles_bucket):
+            told = "has the bucket in the endpoint, too: remove the path of the endpoint"
+            yield logging.WARNING, f"{self.source('remote_url')}: remote_url = {url} {told}"
         if self.disk_write == "back" and self.local_disk and not self.local_cpu:
             told = "works like through, because local_cpu is off and no chunk stays in host memory"
             yield logging.WARNING, self._problem("disk_write", told)
@@ -575,11 +583,15 @@ class Answer:
         other command line.
         """
         command = command_lines.translated(words, ranks)
-        answer = cls._of(command.settings, command.readings, command.notes, of_lmcache=True, command=command)
-        if answer.config is not None:
+        own = list(given_settings({}, None, command.variables, {}, read_yaml))
+        readings = [Reading(key, source, "used", key) for key, _, source in own if key in _OPTIONS]
+        given = [*own, *command.settings]
+        answer = cls._of(given, [*readings, *command.readings], command.notes, of_lmcache=True, command=command)
+        if (config := answer.config) is not None:
             doubts = [
-                *answer.config.doubts_of_server(command.role, command.longest),
-                *_doubts_of_port(answer.config, command),
+                *config.doubts_of_server(command.role, command.longest),
+                *_doubts_of_port(config, command),
+                *containers.doubts(command.start, config.local_disk, config.remotes, config.max_local_cpu_bytes),
             ]
             answer = evolve(answer, notes=(*answer.notes, *((logging.WARNING, doubt) for doubt in doubts)))
         return answer, command

@@ -103,6 +103,13 @@ class RemoteURL:
         return self.scheme.endswith("sentinel") and not named
 
     @property
+    def doubles_bucket(self) -> bool:
+        """Whether the path of an S3 endpoint is the name of the bucket, which the URL already has."""
+        parts = urlsplit(self.text)
+        endpoints = parse_qs(parts.query).get("endpoint", [])
+        return self.scheme == "s3" and any(urlsplit(each).path.strip("/") == parts.netloc for each in endpoints)
+
+    @property
     def store_kind(self) -> str:
         """The name of the kind of store in logs and statistics."""
         return SCHEMES.get(self.scheme, self.scheme.rpartition(":")[2].lower())

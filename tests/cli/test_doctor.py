@@ -187,6 +187,17 @@ class TestStores:
         assert "writes fail: " in problem
         assert "allkeys-lru" in problem
 
+    def test_a_policy_that_evicts_nothing_is_a_warning(self, redis: RedisServer, client: Any) -> None:
+        client.config_set("maxmemory", "1gb")
+        policies = {"noeviction": {}, "volatile-lru": {}, "allkeys-lru": None}
+        for policy, settings in {**policies, "volatile-lfu": {"remote_ttl": 60}}.items():
+            client.config_set("maxmemory-policy", policy)
+            evicts = settings is None or bool(settings)
+            found = list(findings.examine_stores(Config(remote_url=redis.url, **(settings or {}))))  # type: ignore[arg-type]
+            [warning] = [each.warning for each in found]
+            assert ("evicts no chunk when the server is full: set allkeys-lru" in warning) is not evicts
+        client.config_set("maxmemory", "0")
+
     def test_a_password_that_is_wrong(self, redis: RedisServer, client: Any) -> None:
         client.execute_command("ACL SETUSER", "cache", "on", ">right", "~*", "+@all")
         _, [problem] = stores(redis.url, remote_username="cache", remote_password="wrong")

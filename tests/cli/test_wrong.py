@@ -50,6 +50,8 @@ FILES = {
     "remote_url: redis://h?ssl_cert=none\n": "unsupported options: ssl_cert",
     "remote_url: s3://b?region=r\nremote_ttl: 60\n": "does not support remote_ttl: set a lifecycle rule",
     "remote_url: redis://h\nremote_ttl: 86400000\n": "is in seconds: divide milliseconds by 1000",
+    "remote_url: s3://cache/x?endpoint=http://h:1/cache&region=r\n": "has the bucket in the endpoint, too",
+    "local_disk: /kv\nmax_local_disk_size: 1\nremote_url: file:///kv\n": "are one folder, or nested: name two",
     "remote_url: [redis://a, redis://a]\n": "names one store twice: leave out one of the two",
     "remote_url: redis://a\nremote_urls: redis://a\n": "names one store twice: leave out one of the two",
     "max_local_cpu_size: 10,5\n": "must be a number, in GiB, with a point: 10.5",
@@ -341,6 +343,29 @@ def test_servers_that_would_never_hit() -> None:
         assert (done.exit_code, says in done.output) == (1, True), done.output
     shared = both | {"kv_role": "kv_consumer", "kv_connector_extra_config": {"remote_url": "redis://h"}}
     assert run("config", "check", "--", "vllm", "serve", "m", "--kv-transfer-config", json.dumps(shared)).exit_code == 0
+
+
+CONTAINERS: list[tuple[str, str, int]] = [
+    ("docker run -v /var:/cache -e LMKV_LOCAL_DISK=/var -e LMKV_MAX_LOCAL_DISK_SIZE=4 image", "is in no volume of", 1),
+    ("docker run -v /var:/cache -e LMKV_LOCAL_DISK=/cache/kv -e LMKV_MAX_LOCAL_DISK_SIZE=4 image", "settings", 0),
+    ("docker run -e LMKV_REMOTE_URL=redis://localhost:6379 image", "means the container itself", 1),
+    ("docker run --network host -e LMKV_REMOTE_URL=redis://localhost:6379 image", "settings", 0),
+    ("docker run --memory=32g -e LMKV_MAX_LOCAL_CPU_SIZE=40 image", "is more than the container's --memory 32g", 1),
+    ("env LMKV_CHUNKSIZE=5 vllm serve", "unknown key 'chunksize' = 5; did you mean 'chunk_size'?", 2),
+    ("LMKV_MAX_LOCAL_CPU_SIZE=40x vllm serve", "must be a number, in GiB", 2),
+]
+
+
+def test_variables_before_a_program_and_containers() -> None:
+    transfer = ("--kv-transfer-config", json.dumps({"kv_connector": "LMKVConnector", "kv_role": "kv_both"}))
+    for words, said, status in CONTAINERS:
+        done = run("config", "check", "--", *words.split(), "m", *transfer)
+        assert (done.exit_code, said in done.output) == (status, True), done.output
+    late = run("config", "check", "--", "docker", "run", "image", "m", *transfer, "-e", "LMKV_CHUNK_SIZE=64")
+    assert (late.exit_code, "LMKV_CHUNK_SIZE stands among vLLM's options" in late.output) == (1, True)
+    kept = run("config", "migrate", "--", "LMKV_CHUNK_SIZE=64", "vllm", "serve", "m", *transfer).output
+    assert kept.startswith("LMKV_CHUNK_SIZE=64 vllm serve m ")
+    assert "chunk_size" not in kept
 
 
 def test_a_command_line_is_checked_as_a_file_is() -> None:

@@ -22,6 +22,7 @@ from lmkv.errors import (
     CorruptChunkError,
     UsageError,
     mask_secrets,
+    short_repr,
 )
 from lmkv.protocols import HIT, MISS, Chunk, ChunkKey, Listed, Read, Written
 
@@ -417,10 +418,13 @@ class HostPortBackend(RemoteBackend):
             raise ConfigError(
                 f"{self._safe_url}: unknown option {unknown[0]!r}; known are: {', '.join(sorted(self.known))}"
             )
-        try:
-            options: dict[str, Any] = {key: self.known[key](value) for key, value in given.items()}
-        except ValueError as error:
-            raise ConfigError(f"{self._safe_url}: {error}") from None
+        options: dict[str, Any] = {}
+        for key, value in given.items():
+            try:
+                options[key] = self.known[key](value)
+            except ValueError:
+                told = f"{key} = {short_repr(value)} must be a whole number, in bytes if {key} is a size"
+                raise ConfigError(f"{self._safe_url}: {told}") from None
         if not (parts.hostname and parts.port):
             raise ConfigError(f"{self._safe_url} must have a host and a port: {parts.scheme}://host:port/")
         return {"host": parts.hostname, "port": parts.port, **options}

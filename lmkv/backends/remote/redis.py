@@ -97,6 +97,16 @@ class RedisBackend(RemoteBackend):
         """Yield the chunks of this namespace in batches, in no particular order. Raises `BackendError`."""
         return self._listing(self._list())
 
+    def memory_policy(self) -> tuple[int, str]:
+        """Return the server's largest memory in bytes (0: no limit), and the name of its eviction policy.
+
+        Returns `(0, "")` for a cluster. Raises an error of redis-py.
+        """
+        client: Any = self._connected()
+        with within(self.options.timeout):
+            found = {} if self._is_cluster else client.info("memory")
+        return int(found.get("maxmemory", 0)), str(found.get("maxmemory_policy", ""))
+
     def _list(self) -> Iterator[list[Listed]]:
         # The store may have other names below this prefix.
         of_chunk = re.compile(rf"{re.escape(self._root)}/[0-9a-f]{{{2 * KEY_BYTES}}}")
