@@ -238,7 +238,8 @@ def cut_down(setting: str, wanted: int, given: int) -> str:
         )
     if given // ALIGNMENT >= wanted // ALIGNMENT:
         return ""
-    return f"{setting} is {gibibytes(wanted)}, but only {gibibytes(given)} are free: lmkv will use {gibibytes(given)}"
+    used = gibibytes(given)
+    return f"{setting} is {gibibytes(wanted)}, but only {used} are free: lmkv will use {used}; lower this size, in GiB"
 
 
 def examine_shared_memory(config: Config) -> Iterator[Finding]:
@@ -312,7 +313,9 @@ def examine_stores(config: Config) -> Iterator[Finding]:
             yield Finding("remote stores", name, str(url), problem=f"remote_url {error}", refused=True)
             continue
         works = ", ".join(verb for verb in VERBS if verb not in refused)
-        reasons = {verb: f"{wanted}: {verb} fail: {why}; {remedy(verb, why)}" for verb, why in refused.items()}
+        # A server without TLS does not answer it.
+        plain = ", or redis:// if the server has no TLS" if url.scheme.startswith(("rediss", "valkeys")) else ""
+        reasons = {verb: f"{wanted}: {verb} fail: {why}; {remedy(verb, why)}{plain}" for verb, why in refused.items()}
         if not works:
             verb = likeliest(refused)
             problem = reasons[verb].replace(f"{verb} fail", "all calls fail", 1)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
-from lmkv.config import lmcache
+from lmkv.config import containers, lmcache
 from lmkv.config.command import TRANSFER, Command
 from lmkv.config.lmcache_server import of_server
 from lmkv.config.vllm_options import SIZE, as_words, of_vllm
@@ -44,7 +44,8 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
     command = of_vllm(words[at:], env, ranks)
     command.before, command.notes = list(words[:at]), command.notes + doubts
     # Of an unknown image only the place of vLLM's options is known.
-    start = at or next(number for number, word in enumerate(words) if word.startswith((TRANSFER, SIZE)))
+    image = containers.image_at(words)
+    start = at or image or next(number for number, word in enumerate(words) if word.startswith((TRANSFER, SIZE)))
     command.start = list(words[:start])
     for number, word in enumerate(words):
         if (own := _OWN.fullmatch(word)) and number < start:

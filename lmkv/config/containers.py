@@ -34,6 +34,23 @@ def doubts(words: Sequence[str], folder: str | None, remotes: Sequence[RemoteURL
             yield f"max_local_cpu_size {host_bytes / GIB:g} GiB {told}"
 
 
+def image_at(words: Sequence[str]) -> int | None:
+    """Return the index of the image in a command of docker, or None for another command."""
+    if not words or words[0] not in PROGRAMS or "run" not in words:
+        return None
+    at = words.index("run") + 1
+    while at < len(words) and words[at].startswith("-"):
+        at += 1 if "=" in words[at] or words[at] in _ALONE else 2
+    return at if at < len(words) else None
+
+
+_ALONE: Final = (
+    *("-d", "-i", "-t", "-it", "-ti", "-dit", "-itd", "--detach", "--interactive", "--tty", "--rm", "--privileged"),
+    *("--init", "--read-only", "--no-healthcheck", "--sig-proxy", "--oom-kill-disable"),
+)
+"""Options of docker that take no value after a blank."""
+
+
 def _values(words: Sequence[str], *names: str) -> list[str]:
     """Return the values of an option, which may follow the name after a blank or a `=`."""
     found = [value for name, value in pairwise(words) if name in names]

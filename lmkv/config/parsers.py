@@ -244,6 +244,10 @@ def optional_text(value: object) -> str | None:
     return None if is_nothing(value) else text(value)
 
 
+_LONGEST_SOCKET: Final = 107
+"""Bytes of the path of a Unix socket on Linux, at most."""
+
+
 def agent_address(value: object) -> str | None:
     """Return the address of the agent API: the path of a unix socket, or a port of this machine's loopback; None if
     unset.
@@ -254,6 +258,10 @@ def agent_address(value: object) -> str | None:
         local = host.strip("[]") == "localhost" or ip_address(host.strip("[]")).is_loopback
     except ValueError:
         local = False
+    if (address or "").startswith("unix:/") and len(os.fsencode(address or "")) > len("unix:") + _LONGEST_SOCKET:
+        raise ValueError(
+            f"has a path of more than {_LONGEST_SOCKET} bytes, the limit of Unix sockets: shorten the path"
+        )
     if address is None or address.startswith("unix:/") or (local and port.isdecimal() and int(port) < 1 << 16):
         return address
     raise ValueError("must be unix:/path, or a loopback address such as 127.0.0.1:8377; use a proxy for other machines")

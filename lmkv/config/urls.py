@@ -88,6 +88,8 @@ class RemoteURL:
         endpoints = [*options.get("endpoint", ()), *options.get("endpoint_url", ())]
         if self.scheme == "s3" and not all(re.match("https?://", each, re.IGNORECASE) for each in endpoints):
             raise ValueError("must have a whole endpoint, such as endpoint=http://HOST:PORT")
+        if self.scheme in ("s3", "gs", "az") and "&" in self.text.partition("?")[0]:
+            raise ValueError(f"has & where its options begin: write {self.scheme}://NAME?endpoint=URL&region=REGION")
         is_redis = self.store_kind == "redis" and self.scheme != "unix" and not self.scheme.endswith("sentinel")
         if is_redis and "@" in path:
             raise ValueError(_NO_PLACE)

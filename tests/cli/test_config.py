@@ -79,7 +79,7 @@ class TestShow:
             "64 tokens",
             "environment LMKV_CHUNK_SIZE",
         ]
-        assert "not read LMCache's settings: LMCACHE_CHUNK_SIZE" in done.stdout
+        assert "not read LMCache's settings LMCACHE_CHUNK_SIZE" in done.stdout
 
     def test_values_are_no_markup(self) -> None:
         done = run("show", LMKV_LOCAL_DISK="/[red]/[/x]", LMKV_MAX_LOCAL_DISK_SIZE="1")

@@ -50,6 +50,8 @@ FILES = {
     "remote_url: redis://h?ssl_cert=none\n": "unsupported options: ssl_cert",
     "remote_url: s3://b?region=r\nremote_ttl: 60\n": "does not support remote_ttl: set a lifecycle rule",
     "remote_url: redis://h\nremote_ttl: 86400000\n": "is in seconds: divide milliseconds by 1000",
+    "remote_url: s3://cache&endpoint=http://h:1&region=r\n": "has & where its options begin: write s3://NAME?endpoint=",
+    f"agent_listen: unix:/{'x' * 107}\n": "has a path of more than 107 bytes, the limit of Unix sockets",
     "remote_url: s3://cache/x?endpoint=http://h:1/cache&region=r\n": "has the bucket in the endpoint, too",
     "local_disk: /kv\nmax_local_disk_size: 1\nremote_url: file:///kv\n": "are one folder, or nested: name two",
     "remote_url: [redis://a, redis://a]\n": "names one store twice: leave out one of the two",
@@ -363,6 +365,8 @@ def test_variables_before_a_program_and_containers() -> None:
         assert (done.exit_code, said in done.output) == (status, True), done.output
     late = run("config", "check", "--", "docker", "run", "image", "m", *transfer, "-e", "LMKV_CHUNK_SIZE=64")
     assert (late.exit_code, "LMKV_CHUNK_SIZE stands among vLLM's options" in late.output) == (1, True)
+    after = ("docker", "run", "--gpus", "all", "-d", "-v", "/d:/c", "image", "m", "-e", "LMKV_CHUNK_SIZE=64", *transfer)
+    assert "LMKV_CHUNK_SIZE stands among vLLM's options" in run("config", "check", "--", *after).output
     kept = run("config", "migrate", "--", "LMKV_CHUNK_SIZE=64", "vllm", "serve", "m", *transfer).output
     assert kept.startswith("LMKV_CHUNK_SIZE=64 vllm serve m ")
     assert "chunk_size" not in kept
