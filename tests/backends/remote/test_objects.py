@@ -245,7 +245,7 @@ def test_long_listings_come_in_pages_and_many_are_deleted_at_once(tmp_path: Path
 
 def test_many_are_deleted_however_late_each_answer_is(server: ObjectServer, proxy: Proxy, tmp_path: Path) -> None:
     """Google's client deletes each by itself, a few at a time."""
-    with closing(backend_of(server.url(tmp_path.name, port=proxy.port), timeout=0.5)) as backend:
+    with closing(backend_of(server.url(tmp_path.name, port=proxy.port), timeout=2.0)) as backend:
         chunks = [chunk_of(100) for _ in range(300)]
         with closing(backend_of(server.url(tmp_path.name))) as other:
             assert set(statuses(other, chunks)) == {STORED}
