@@ -156,11 +156,11 @@ def test_one_line_for_a_lookup_and_one_for_each_steps_store(shared: Engine, capl
         shared.again([ids])
     lines = [record.getMessage().split(": ", 2)[2] for record in caplog.records if "request" in record.getMessage()]
     assert lines == [
-        "600 tokens: lmkv found 0 and loads 0 (599 tokens missed: not stored)",
+        "lmkv found 0 and loads 0 (599 tokens missed: not stored)",
         "stored 256 of 256 tokens",
         "stored 256 of 512 tokens",
         "stored 88 of 600 tokens",
-        "600 tokens: lmkv found 599 and loads 599",
+        "lmkv found 599 and loads 599",
     ]
 
 
