@@ -49,7 +49,9 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
     ConfigError
         mooncake-transfer-engine is not installed, or the URL has no port or an unknown option.
 
-    Notes ----- The backend connects at the first call. Mooncake's client runs in separate processes, because the
+    Notes
+    -----
+    The backend connects at the first call. Mooncake's client runs in separate processes, because the
     client's `setup` holds the GIL for half a minute if the master does not answer. A read from a dead host takes
     equally long. Host memory is registered with the client, so that values are transferred without a copy. After a
     failed read, lmkv ends the client's process, so that late bytes cannot reach a slot that meanwhile belongs to
