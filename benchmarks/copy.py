@@ -41,8 +41,8 @@ from lmkv.cli.engines import ChildProcess
 from lmkv.memory.copier import ChunkCopy, Copier, Event
 
 SHAPES = {"32 MiB chunks": (32, 8), "4 MiB chunks, 32 a request": (4, 32), "4 MiB chunks": (4, 8)}
-"""By label, the number of layers and of chunks of a request. Each layer has 1 MiB of a chunk. Many caches can hold a
-request with the last label.
+"""For each label, the numbers of layers and of chunks of a request. A chunk has 1 MiB in each layer. Processor caches
+can hold a whole request with the last label.
 """
 PEER_TARGET, PINNED_TARGET = 3.0, 0.9
 CONTIGUOUS, BY_LAYERS, PINNED = (

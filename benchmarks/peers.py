@@ -25,9 +25,7 @@ from lmkv.cli.engines import END_TIMEOUT, EngineSpec, end, wait_until_settled
 PROMPTS = 2
 """Number of prompts of the same length that a measured engine has stored."""
 ROUTES = {"LMCache": "auto", "LMCache, shared memory": "lmcache_driven"}
-"""By engine, which side moves the bytes. With `auto`, vLLM's worker moves the bytes, and pickles them if there is no
-GPU.
-"""
+"""For each engine, the route of the bytes. With `auto`, vLLM's worker moves them, and pickles them on CPUs."""
 START_TIMEOUT = 120.0
 ENVIRONMENT = {
     # In place of a path that belongs to another environment.
@@ -121,8 +119,7 @@ def whole_database(url: str | None) -> Iterator[None]:
 def keep_freed_memory() -> None:
     """Make this process keep the memory that it frees, from now on.
 
-    By the kernel's default, each large value gets newly mapped memory, and mapping takes longer than receiving the
-    value.
+    By default, the kernel maps new memory for each large value. Mapping takes longer than receiving the value.
     """
     with suppress(AttributeError):  # not every C library has it
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):

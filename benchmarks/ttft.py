@@ -57,9 +57,7 @@ HELD_S = 86_000.0
 OTHER_PROMPT, PROMPT, PAUSE = 1, 2, 0.25
 USED, PAUSED = "in use", "after a pause"
 READERS = {tier: f"vllm prefix cache, once a plain thread has read {tier}" for tier in (DISK, REDIS)}
-"""By tier, the name of an engine with a connector that makes each request wait until a plain thread has read the
-tier.
-"""
+"""For each tier, the name of an engine whose requests wait until a plain thread has read the tier."""
 Seconds = Mapping[str, Sequence[float]]
 
 

@@ -116,7 +116,7 @@ def mapped(entries: Mapping[str, KnownSetting]) -> Iterator[str]:
             here = ours[entry.setting]
             there = f"{entry.default}{unit(here)}"
             same = not entry.default or as_number(entry.default) == as_number(in_words(here.default))
-            defaults = "" if same else f"LMCache's default is {there}, lmkv's {default(here)}"
+            defaults = "" if same else f"default: `{there}` in LMCache, `{default(here)}` in lmkv"
             yield f"| `{entry.key}` | `{here.name}` | {'; '.join(filter(None, [defaults, entry.note]))} |"
 
 

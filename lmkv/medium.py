@@ -74,8 +74,8 @@ class Medium:
         return os.stat(above).st_dev
 
     def _read(self, more: int = 0) -> bytes:
-        """Return the content of the small file, or b"" if there is none. `more`: further flags for `open`, such as
-        `os.O_CREAT`.
+        """Return the content of the small file, or b"" if the file does not exist. `more`: further flags for
+        `open`, such as `os.O_CREAT`.
         """
         with suppress(OSError):
             fd = os.open(os.path.join(self.path, NAME), os.O_RDWR * bool(more) | more | _CAREFULLY, 0o600)

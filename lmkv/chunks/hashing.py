@@ -123,8 +123,8 @@ class KeyChain:
         return before if extra is None else _with_extra(before, extra)
 
     def tail(self, tokens: Tokens) -> TailKey | None:
-        """Return the key of the tokens after the last whole chunk, or None if there are none. `tokens`: all tokens with
-        which the chain was extended.
+        """Return the key of the tokens after the last whole chunk, or None if no tokens follow it. `tokens`: all
+        tokens with which the chain was extended.
         """
         done, count = len(self.keys) * self._chunk_size, _length(tokens)
         if count == done:

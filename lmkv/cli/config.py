@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -184,9 +185,9 @@ def looked_at(answer: Answer) -> Answer:
         if file and not os.path.exists(file):
             notes.append((logging.INFO, f"{name} {file} is not on this machine"))
         else:
-            problems += refusal(lambda: getattr(config, read))  # noqa: B023
+            problems += refusal(partial(getattr, config, read))
     for url in config.remotes:
-        problems += refusal(lambda: unconnected(config, url))  # noqa: B023
+        problems += refusal(partial(unconnected, config, url))
     kept = None if problems else config
     return evolve(answer, config=kept, notes=tuple(notes), problems=(*answer.problems, *problems))
 

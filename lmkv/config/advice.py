@@ -60,7 +60,7 @@ def unfit_key(key: bytes) -> str:
 
 
 def is_path(secret: bytes) -> bool:
-    """Whether a secret is the path of a file. Base64 of 32 bytes ends with =, and is none."""
+    """Return whether a secret looks like the path of a file. A key in base64 ends with =, so it does not."""
     return bool(re.fullmatch(rb"[~.]{0,2}/[\w.-]+(/[\w.-]+)+", secret))
 
 

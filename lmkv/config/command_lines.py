@@ -43,7 +43,7 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
         return command
     command = of_vllm(words[at:], env, ranks)
     command.before, command.notes = list(words[:at]), command.notes + doubts
-    # Of an unknown image only the place of vLLM's options is known.
+    # An unknown image may have its own options before those of vLLM, so vLLM's first option marks the place.
     image = containers.image_at(words)
     start = at or image or next(number for number, word in enumerate(words) if word.startswith((TRANSFER, SIZE)))
     command.start = list(words[:start])
@@ -68,7 +68,7 @@ _NOT_NEEDED: Final = "leave out that process; servers share KV in a store, such 
 _SERVERS: Final = ("lmcache.v1.multiprocess.server", "lmcache.v1.multiprocess.http_server")
 _PROGRAMS: Final = ("vllm", "vllm.entrypoints.cli.main")
 _ENGINES: Final = ("vllm.entrypoints.openai.api_server", "dynamo.vllm", "huggingfaceserver")
-_CONTAINERS: Final = ("docker", "podman", "nerdctl", "apptainer", "singularity")
+_CONTAINERS: Final = (*containers.PROGRAMS, "apptainer", "singularity")
 _IMAGE: Final = re.compile(r"[\w./-]*/vllm-openai[\w.-]*([:@].*)?")
 
 

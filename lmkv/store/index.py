@@ -104,7 +104,7 @@ class TierIndex:
         return len(self._sizes) + len(self._unseen)
 
     def first(self) -> ChunkKey | None:
-        """Return the key of any stored chunk, or None if there is none."""
+        """Return the key of any stored chunk, or None if no chunk is stored."""
         return next(iter(self._sizes), None)
 
     def sizes(self) -> dict[ChunkKey, int]:

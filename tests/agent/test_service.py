@@ -428,7 +428,7 @@ class TestAddresses:
         bound, _ = Address("127.0.0.1:0").bind()
         place = bound.getsockname()
         with bound, socket.create_connection(place), bound.accept()[0] as accepted:
-            # Whoever closes first keeps the connection for a while.
+            # The side that closes first keeps the connection for a while.
             accepted.close()
         again, _ = Address(f"127.0.0.1:{place[1]}").bind()
         again.close()

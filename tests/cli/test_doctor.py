@@ -193,7 +193,7 @@ class TestStores:
         for policy, settings in {**policies, "volatile-lfu": {"remote_ttl": 60}}.items():
             client.config_set("maxmemory-policy", policy)
             evicts = settings is None or bool(settings)
-            found = list(findings.examine_stores(Config(remote_url=redis.url, **(settings or {}))))  # type: ignore[arg-type]
+            found, _ = stores(redis.url, **(settings or {}))
             [warning] = [each.warning for each in found]
             assert ("evicts no chunk when the server is full: set allkeys-lru" in warning) is not evicts
         client.config_set("maxmemory", "0")

@@ -646,7 +646,7 @@ def test_tls(tmp_path: Path, scheme: str) -> None:
         distrusting = backend_of(f"{scheme}://localhost:{port}")
         assert_unavailable(distrusting, chunk)
         distrusting.close()
-        without = Config(remote_url=f"redis://localhost:{port}")  # type: ignore[arg-type]
+        without = Config.load(env={}, extra={"remote_url": f"redis://localhost:{port}"})
         for verb, reason in refusals(without, without.remotes[0]).items():
             assert "With TLS the URL begins with rediss://" in remedy(verb, reason)
     encrypted = tmp_path / "encrypted"
