@@ -20,7 +20,7 @@ from lmkv.backends.remote.base import RemoteOptions
 from lmkv.chunks.layout import KVLayout
 from lmkv.chunks.namespace import Authenticator, Namespace
 from lmkv.config import Config
-from lmkv.config.settings import DEFAULT
+from lmkv.config.options import DEFAULT
 from lmkv.config.urls import RemoteURL
 from lmkv.memory.machine import check_in_memory, clamp_shared_memory
 from lmkv.policies import Quotas, make_admission, make_policy

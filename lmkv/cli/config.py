@@ -206,7 +206,7 @@ def unconnected(config: Config, url: RemoteURL) -> None:
     module = {"redis": "redis", "s3": "obstore"}.get(url.scheme if url.store_kind == "objects" else url.store_kind)
     if module is None or find_spec(module) is None:
         return
-    if url.lacks_service or not all(map(os.path.exists, re.findall(r"ssl_\w+=(/[^&]+)", url.text))):
+    if url.doubt or not all(map(os.path.exists, re.findall(r"ssl_\w+=(/[^&]+)", url.text))):
         # The server may have what this machine has not: a variable for the sentinels' service, or the file.
         return
     from lmkv.backends.remote.base import RemoteOptions

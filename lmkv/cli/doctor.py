@@ -22,7 +22,7 @@ from rich.text import Text
 from lmkv.cli.findings import Finding, examine
 from lmkv.cli.server import json_object
 from lmkv.cli.sizing import KVDtype, KVSize, kv_size
-from lmkv.config.settings import DEFAULT
+from lmkv.config.options import DEFAULT
 
 MARKS = {"error": ("✗ ", "red"), "warning": ("! ", "yellow"), "ok": ("✓ ", "green")}
 

@@ -8,22 +8,19 @@ from typing import Any, Final
 from attrs import define, field
 
 from lmkv.config import addresses, lmcache
-from lmkv.config.parsers import Kind, Reading
 
 TRANSFER: Final = "--kv-transfer-config"
 _SOURCE: Final = "command line"
-Setting = tuple[str, object, str]
 Env = Mapping[str, str]
 
 
 @define
-class Command:
+class Command(lmcache.Translation):
     """The command of an engine with lmkv, translated from another command line.
 
     `before`: the words before the command's options. `kept`: options that remain unchanged. `role`: the `kv_role` of
-    the connector.
-    `ranks`: the number of ranks of an engine. `engines`: the number of engines. `longest`: tokens of the longest
-    request. `port`: the port of vLLM's server.
+    the connector. `ranks`: the number of ranks of an engine. `engines`: the number of engines. `longest`: the number of
+    tokens of the longest request. `port`: the port of vLLM's server.
     """
 
     before: list[str] = field(factory=lambda: ["vllm", "serve"])
@@ -37,9 +34,6 @@ class Command:
     variables: dict[str, str] = field(factory=dict)
     """lmkv's variables before the program. They stay there."""
     engines: int = 1
-    settings: list[Setting] = field(factory=list)
-    readings: list[Reading] = field(factory=list)
-    notes: list[tuple[int, str]] = field(factory=list)
     several: dict[str, Any] = field(factory=dict)
     """A MultiConnector with the connectors that remain. The place of lmkv has None."""
     merged: bool = False
@@ -47,7 +41,7 @@ class Command:
 
     def use(self, given: str, name: str, value: object) -> None:
         self.settings.append((name, value, given))
-        self._read(given, "used", here=name)
+        self.add(given, _SOURCE, "used", here=name)
 
     def use_folder(self, given: str, folder: object, capacity: object = None) -> None:
         """Make the folder the disk tier, or refuse the option if another folder is the disk tier. `given`: the
@@ -63,13 +57,13 @@ class Command:
             self.use(given, "max_local_disk_size", capacity)
 
     def leave(self, given: str, why: str) -> None:
-        self._read(given, "without effect", why=why)
+        self.add(given, _SOURCE, "without effect", why=why)
 
     def refuse(self, given: str, why: str) -> None:
-        self._read(given, "refused", why=why)
+        self.add(given, _SOURCE, "refused", why=why)
 
     def unknown(self, given: str, why: str) -> None:
-        self._read(given, "unknown", why=why)
+        self.add(given, _SOURCE, "unknown", why=why)
 
     def unused(self, group: str, name: str, value: object = True, given: str = "") -> None:
         """Note an option that is not a setting of lmkv. `given`: the option as the user wrote it, if it differs from
@@ -93,10 +87,7 @@ class Command:
             known = lmcache.table().get(key)
             idle = known is not None and known.kind == "without_effect"
             why = known.why if known is not None and idle else f"{reader} does not read this variable"
-            self.readings.append(Reading(key, f"{lmcache.VARIABLE}{name}", "without effect", why=why))
-
-    def _read(self, given: str, kind: Kind, *, here: str = "", why: str = "") -> None:
-        self.readings.append(Reading(given, _SOURCE, kind, here, why))
+            self.add(key, f"{lmcache.VARIABLE}{name}", "without effect", why=why)
 
     def take(self, translation: lmcache.Translation) -> None:
         """Add the settings of lmkv into which LMCache's settings were translated."""
@@ -140,7 +131,7 @@ def use_store(command: Command, given: str, described: Callable[[], tuple[str, M
         command.settings = [each for each in command.settings if each[0] != "remote_url"]
         found["remote_url"] = [*(urls if isinstance(urls, list) else [urls]), found["remote_url"]]
     command.settings += [(name, value, given) for name, value in found.items()]
-    command.readings.append(Reading(given, _SOURCE, "used", "remote_url"))
+    command.add(given, _SOURCE, "used", here="remote_url")
 
 
 _LOGIN: Final = ("remote_username", "remote_password", "remote_ttl")

@@ -52,13 +52,13 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
             command.variables[own[1]] = own[2]
         elif own:
             told = "stands among vLLM's options, so lmkv does not get it: write it before the program or the image"
-            command.notes.append((logging.WARNING, f"{own[1]} {told}"))
+            command.warn(f"{own[1]} {told}")
     for word in words[:at]:
         name, _, chosen = word.removeprefix("--env=").removeprefix("-e").partition("=")
         if name == "VLLM_PLUGINS" and "lmkv" not in chosen.split(","):
-            command.notes.append((logging.WARNING, f"VLLM_PLUGINS={chosen} leaves lmkv out: add lmkv"))
+            command.warn(f"VLLM_PLUGINS={chosen} leaves lmkv out: add lmkv")
     if any(map(_IMAGE.fullmatch, words[:at])) or words[0] in _CONTAINERS:
-        command.notes.append((logging.INFO, "the image must contain lmkv: see Containerfile"))
+        command.inform("the image must contain lmkv: see Containerfile")
     return command
 
 

@@ -109,6 +109,16 @@ class Translation:
     notes: list[tuple[int, str]] = field(factory=list)
     """Further remarks, each with its log level."""
 
+    def add(self, key: str, source: str, kind: Kind, *, here: str = "", why: str = "") -> None:
+        """Add a reading. The arguments are the fields of `Reading`."""
+        self.readings.append(Reading(key, source, kind, here, why))
+
+    def warn(self, text: str) -> None:
+        self.notes.append((logging.WARNING, text))
+
+    def inform(self, text: str) -> None:
+        self.notes.append((logging.INFO, text))
+
     def of(self, kind: Kind) -> list[Reading]:
         return [reading for reading in self.readings if reading.kind == kind]
 
@@ -197,23 +207,23 @@ def translate(
     # remote_url stays among the given, as other settings have no effect without it.
     translated = _join_address(given, result)
     if env.get(_MOONCAKE) and str(given.get("remote_url", ("", ""))[0]).startswith("mooncake"):
-        result.notes.append((logging.WARNING, f"{_MOONCAKE} is not read: write that file's settings into extra_config"))
+        result.warn(f"{_MOONCAKE} is not read: write that file's settings into extra_config")
     _drop_disk_without_room(given, result)
     _drop_memory_of_nothing(given, result)
     _multiply_sizes(given, result, ranks)
     for key, entry in [(key, entry) for key, entry in table().items() if key in given and key not in translated]:
         value, source = given[key]
         if entry.is_idle(value, given):
-            result.readings.append(Reading(key, source, "without effect", why=entry.idle_because(given)))
+            result.add(key, source, "without effect", why=entry.idle_because(given))
         elif entry.kind == "refused":
-            result.readings.append(Reading(f"LMCache's {key}", source, "refused", why=entry.why))
+            result.add(f"LMCache's {key}", source, "refused", why=entry.why)
         else:
             try:
                 result.settings.append(entry.convert(value, source))
             except ConfigError as error:
-                result.readings.append(Reading(key, source, "refused", why=str(error).removeprefix(f"{source}: ")))
+                result.add(key, source, "refused", why=str(error).removeprefix(f"{source}: "))
             else:
-                result.readings.append(Reading(key, source, "used", entry.setting))
+                result.add(key, source, "used", here=entry.setting)
     unknown = [key for key in given if key not in table()]
     for number, key in enumerate(unknown):
         value, source = given[key]
@@ -221,14 +231,14 @@ def translate(
         if (section or source in strange) and source.startswith("file "):
             # Nobody means to have a file, or a section of settings, of which nothing is read: as in lmkv's own file.
             result.settings.append((key, value, source))
-            result.readings.append(Reading(short_repr(key), source, "used", str(key)))
+            result.add(short_repr(key), source, "used", here=str(key))
         elif "endpoint" in key and "s3" in f"{key}{given.get('remote_url', ('',))[0]}".lower():
             # LMCache ignores it as well. Requests would go to a bucket of the same name at AWS.
             why = "LMCache has no such setting: write remote_url: s3://BUCKET?endpoint=https://HOST:PORT&region=REGION"
-            result.readings.append(Reading(short_repr(key), source, "refused", why=why))
+            result.add(short_repr(key), source, "refused", why=why)
         else:
             why = hint(key, table()) if number < MAX_NAMES else ""
-            result.readings.append(Reading(short_repr(key), source, "unknown", why=why))
+            result.add(short_repr(key), source, "unknown", why=why)
     return result
 
 
@@ -273,21 +283,19 @@ def _join_address(given: _Given, result: Translation) -> set[str]:
         try:
             found = addresses.translated(address, {key.removeprefix(_INNER): given[key][0] for key in used})
         except addresses.RefusedError as error:
-            result.readings.append(Reading("LMCache's remote_url", source, "refused", why=str(error)))
+            result.add("LMCache's remote_url", source, "refused", why=str(error))
         else:
             result.settings += [(name, value, f"{source}: remote_url") for name, value in found.items()]
             for key in ("remote_url", *sorted(used)):
                 here = addresses.setting_of(key.removeprefix(_INNER))
                 if _word(given[key][0]) in _OFF:
-                    result.readings.append(
-                        Reading(key, given[key][1], "without effect", why="the value is off or empty")
-                    )
+                    result.add(key, given[key][1], "without effect", why="the value is off or empty")
                     continue
-                result.readings.append(Reading(key, given[key][1], "used", here if here in found else "remote_url"))
+                result.add(key, given[key][1], "used", here=here if here in found else "remote_url")
     for key in joined:
         _, source = given.pop(key)
         if key not in used:
-            result.readings.append(Reading(key, source, "without effect", why=table()[key].idle_because(given)))
+            result.add(key, source, "without effect", why=table()[key].idle_because(given))
     return {"remote_url"} if address else set()
 
 
@@ -304,10 +312,8 @@ def _drop_disk_without_room(given: _Given, result: Translation) -> None:
     size, folder = given.get("max_local_disk_size"), given.get("local_disk")
     if size is not None and _word(size[0]) in ("0", "0.0") and folder is not None and not is_nothing(folder[0]):
         for key in ("local_disk", "max_local_disk_size"):
-            result.readings.append(Reading(key, given.pop(key)[1], "without effect", why="max_local_disk_size is 0"))
-        result.notes.append(
-            (logging.WARNING, "lmkv uses no local_disk, because max_local_disk_size is 0, as in LMCache")
-        )
+            result.add(key, given.pop(key)[1], "without effect", why="max_local_disk_size is 0")
+        result.warn("lmkv uses no local_disk, because max_local_disk_size is 0, as in LMCache")
 
 
 def _drop_memory_of_nothing(given: _Given, result: Translation) -> None:
@@ -315,9 +321,7 @@ def _drop_memory_of_nothing(given: _Given, result: Translation) -> None:
     size, kept = given.get("max_local_cpu_size"), given.get("local_cpu")
     if size is not None and kept is not None and _word(size[0]) in ("0", "0.0") and _word(kept[0]) == "false":
         why = "local_cpu is off, and chunks pass through lmkv's default of 5 GiB"
-        result.readings.append(
-            Reading("max_local_cpu_size", given.pop("max_local_cpu_size")[1], "without effect", why=why)
-        )
+        result.add("max_local_cpu_size", given.pop("max_local_cpu_size")[1], "without effect", why=why)
 
 
 def _multiply_sizes(given: _Given, result: Translation, ranks: int | None) -> None:
@@ -336,13 +340,13 @@ def _multiply_sizes(given: _Given, result: Translation, ranks: int | None) -> No
         else:
             given[key] = each * ranks, source
             words = f"LMCache takes {each:g} GiB for each of {ranks} ranks, lmkv {each * ranks:g} GiB for all together"
-        result.notes.append((logging.INFO, f"{key}: {words}"))
+        result.inform(f"{key}: {words}")
 
 
 def _say_segments(given: _Given, result: Translation, ranks: int | None) -> None:
     if (key := f"{_INNER}global_segment_size") in given and ranks != 1:
         told = "each rank gives this much memory to Mooncake in LMCache; in lmkv the whole engine gives it once"
-        result.notes.append((logging.INFO, f"{key}: {told}"))
+        result.inform(f"{key}: {told}")
 
 
 def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, result: Translation) -> _Given:
@@ -361,7 +365,7 @@ def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, re
         below = {key: (value, f"file {file}") for key, value in read(Path(file)).items()} if file else {}
     except ConfigError as error:
         why = str(error).removeprefix(f"file {file}: ")
-        result.readings.append(Reading(ENV_FILE, f"file {file}", "refused", why=why))
+        result.add(ENV_FILE, f"file {file}", "refused", why=why)
         return found
     return below | found
 
@@ -376,7 +380,7 @@ def _flat(found: _Given, result: Translation) -> _Given:
             inner = ()
     if not isinstance(inner, dict | None):
         why = "the value must be a mapping, or a JSON object in a variable of the environment"
-        result.readings.append(Reading("extra_config", source, "refused", why=why))
+        result.add("extra_config", source, "refused", why=why)
         inner = {}
     keys = {key if isinstance(key, str) else short_repr(key): value for key, value in (inner or {}).items()}
     return found | {f"extra_config.{key}": (value, source) for key, value in keys.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -27,7 +26,7 @@ def of_server(words: Sequence[str], env: Env) -> Command:
         if name == "--l1-size-gb":
             command.use(name, "max_shared_memory_size", value)
             command.use(name, "shared_memory", folder)
-            command.notes.append((logging.INFO, _OWN_MEMORY))
+            command.inform(_OWN_MEMORY)
         elif name == "--shm-name":
             command.use(name, "shared_memory", folder)
         elif name == "--chunk-size":

@@ -25,7 +25,7 @@ SCHEMES: Final = {
 }
 """For each scheme of a URL, the module of `lmkv.backends.remote` with the class that opens the URL."""
 _NO_PLACE: Final = "needs a valid host and port; in a password write / as %2F, ? as %3F, # as %23"
-SERVICE_VARIABLE: Final = "REDIS_SERVICE_NAME"
+_SERVICE_VARIABLE: Final = "REDIS_SERVICE_NAME"
 """The variable in which LMCache has the name of the service that Redis Sentinel watches. LMCache's URLs do not have
 this name.
 """
@@ -97,19 +97,16 @@ class RemoteURL:
             raise ValueError("must have a number as the database, such as /0; use remote_prefix for a name")
 
     @property
-    def lacks_service(self) -> bool:
-        """Whether the URL names Redis sentinels, but neither the URL nor this process's environment names the
-        service that they watch.
-        """
-        named = urlsplit(self.text).path.strip("/") or "service_name=" in self.text or os.environ.get(SERVICE_VARIABLE)
-        return self.scheme.endswith("sentinel") and not named
-
-    @property
-    def doubles_bucket(self) -> bool:
-        """Whether the path of an S3 endpoint is the name of the bucket, which the URL already has."""
+    def doubt(self) -> str:
+        """Why the URL, although valid, will probably not work, and how to write it; empty if nothing looks wrong."""
         parts = urlsplit(self.text)
-        endpoints = parse_qs(parts.query).get("endpoint", [])
-        return self.scheme == "s3" and any(urlsplit(each).path.strip("/") == parts.netloc for each in endpoints)
+        named = parts.path.strip("/") or "service_name=" in self.text or os.environ.get(_SERVICE_VARIABLE)
+        if self.scheme.endswith("sentinel") and not named:
+            return f"names no service: write /SERVICE after the URL's hosts, or set {_SERVICE_VARIABLE} for the server"
+        endpoints = parse_qs(parts.query).get("endpoint", []) if self.scheme == "s3" else []
+        if any(urlsplit(each).path.strip("/") == parts.netloc for each in endpoints):
+            return "has the bucket in the endpoint, too: remove the path of the endpoint"
+        return ""
 
     @property
     def store_kind(self) -> str:

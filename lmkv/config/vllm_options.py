@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from urllib.parse import urlencode
 
 from lmkv.config import lmcache
 from lmkv.config.command import TRANSFER, Command, Env, use_rest, use_store
-from lmkv.config.parsers import GIB, Reading
+from lmkv.config.parsers import GIB
 from lmkv.config.sources import flat, read_yaml, typed
 from lmkv.errors import ConfigError, short_repr
 
@@ -35,13 +34,13 @@ def of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
     command.engines = int(engines) if engines.isdecimal() else 1
     if given.get("--nnodes", "1") != "1":
         told = "--nnodes: lmkv caches nothing if the ranks of an engine are on several machines: keep them on one"
-        command.notes.append((logging.WARNING, told))
+        command.warn(told)
     longest = given.get("--max-model-len", "")
     command.longest = int(longest) if longest.isdecimal() else None
     counts = {kind: given[name] for name, kind in _RANKS.items() if name in given}
     if unclear := [count for count in counts.values() if not count.isdecimal()]:
         told = f"a number of ranks is {short_repr(unclear[0])}: write the number instead"
-        command.notes.append((logging.WARNING, f"lmkv does not multiply each rank's sizes, because {told}"))
+        command.warn(f"lmkv does not multiply each rank's sizes, because {told}")
     elif counts:
         command.ranks = math.prod(map(int, counts.values()))
     for name, value in options:
@@ -57,19 +56,17 @@ def of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
         command.refuse(TRANSFER, str(error))
     bare = size is None and not any(name.startswith(TRANSFER) for name, _ in options)
     if bare and any(name in ("--is-prefill-worker", "--is-decode-worker", "--disaggregation-mode") for name in given):
-        told = (
+        command.warn(
             "Dynamo loads KV from the prefill worker with NixlConnector: put it and LMKVConnector in a MultiConnector"
         )
-        command.notes.append((logging.WARNING, told))
     elif bare:
-        told = "the command has no KV offloading: lmkv is added, by default with 5 GiB of host memory"
-        command.notes.append((logging.INFO, told))
+        command.inform("the command has no KV offloading: lmkv is added, by default with 5 GiB of host memory")
     if size is not None and any("LMKVConnector" in value for name, value in options if name.startswith(TRANSFER)):
         told = "with --kv-offloading-size vLLM uses its own connector instead of LMKVConnector: remove this option"
-        command.notes.append((logging.WARNING, told))
+        command.warn(told)
     if size is not None and given.get("--kv-offloading-backend") == "lmcache" and not env:
         told = "this backend may mean LMCache's server: its command has the sizes and tiers, so translate that, too"
-        command.notes.append((logging.WARNING, f"--kv-offloading-backend: {told}"))
+        command.warn(f"--kv-offloading-backend: {told}")
     if size is not None:
         # Last, because it replaces the connector's own size in vLLM, too.
         command.use(SIZE, "max_local_cpu_size", size)
@@ -91,7 +88,7 @@ def _with_file(command: Command, words: Sequence[str]) -> Sequence[str]:
             content.pop("model", None)
         return [*model, *as_words(content), *words[len(model) : at], *words[at + 2 :]]
     except ConfigError as error:
-        command.notes.append((logging.WARNING, f"the file of --config cannot be read: {error}"))
+        command.warn(f"the file of --config cannot be read: {error}")
         return words
 
 
@@ -198,13 +195,12 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
     if isinstance(connectors := items.get("connectors"), list) and connector not in _CONNECTORS:
         if connector != "MultiConnector":
             told = "which may be unable to combine these connectors: lmkv writes vLLM's MultiConnector instead"
-            command.notes.append((logging.WARNING, f"{TRANSFER} names {short_repr(connector)}, {told}"))
+            command.warn(f"{TRANSFER} names {short_repr(connector)}, {told}")
             transfer = {key: value for key, value in transfer.items() if key != "kv_connector_module_path"}
         if outside := sorted(map(str, items.keys() - {"connectors"})):
-            told = (
+            command.warn(
                 f"vLLM ignores {', '.join(outside)} in a MultiConnector: move them into the connector that they are for"
             )
-            command.notes.append((logging.WARNING, told))
         _use_several(command, {**transfer, "kv_connector": "MultiConnector"}, connectors, env)
         return
     command.role = transfer.get("kv_role") or "kv_both"
@@ -214,7 +210,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
         return
     if transfer.get("kv_load_failure_policy", "recompute") != "recompute":
         why = f"lmkv writes recompute, not {short_repr(transfer['kv_load_failure_policy'])}: vLLM computes KV"
-        command.notes.append((logging.INFO, f"kv_load_failure_policy: {why} that cannot be loaded"))
+        command.inform(f"kv_load_failure_policy: {why} that cannot be loaded")
     if "kv_connector_module_path" in transfer:
         command.leave("kv_connector_module_path", "vLLM finds LMKVConnector by its name")
     for key in sorted(transfer.keys() - _READ_KEYS):
@@ -251,14 +247,14 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
 def _keep_own(command: Command, items: Mapping[Any, object], env: Env) -> None:
     """Keep the settings of lmkv in `items`. If there are settings of lmkv, LMCache's settings are not read."""
     if env:
-        command.notes.append((logging.WARNING, lmcache.not_read(list(env), list(map(str, items)))))
+        command.warn(lmcache.not_read(list(env), list(map(str, items))))
     for key, value in items.items():
         name = str(key).removeprefix("lmkv.")
         if lmcache.owns(key):
             command.leave(name, "lmkv reads no settings of LMCache, because lmkv's own settings are given")
         else:
             command.settings.append((name, value, lmcache.EXTRA))
-            command.readings.append(Reading(name, lmcache.EXTRA, "used", name))
+            command.add(name, lmcache.EXTRA, "used", here=name)
 
 
 def _use_several(command: Command, transfer: Mapping[str, Any], connectors: list[object], env: Env) -> None:
@@ -285,11 +281,11 @@ def _agree_with_nixl(command: Command, given: Sequence[Mapping[Any, Any]], ours:
     nixl = any("Nixl" in str(each.get("kv_connector")) for each in given)
     if nixl and not any(name == "block_major" for name, _, _ in command.settings):
         command.settings.append(("block_major", False, "NixlConnector"))
-        level = logging.WARNING if "LMKVConnector" in ours else logging.INFO
-        command.notes.append((level, "block_major: false is needed, because NixlConnector refuses the other layout"))
+        note = command.warn if "LMKVConnector" in ours else command.inform
+        note("block_major: false is needed, because NixlConnector refuses the other layout")
         if not env and any(name.startswith("LMCache") for name in ours):
             told = "beside a setting of lmkv, LMCACHE_ variables are not read: write them before the command as well"
-            command.notes.append((logging.WARNING, told))
+            command.warn(told)
 
 
 _READ_KEYS: Final = {

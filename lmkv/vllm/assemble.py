@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lmkv.backends import disk
 from lmkv.backends.disk import folder
 from lmkv.build import stored_namespace
-from lmkv.config import Config
+from lmkv.config import Config, doubts_of_server
 from lmkv.errors import BackendError, ConfigError, UsageError, how_to_install
 from lmkv.vllm import compat
 from lmkv.vllm.model import ServedModel
@@ -210,7 +210,7 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
             "lmkv: kv_load_failure_policy is %r: a request fails if its load fails; set the policy to 'recompute'",
             transfer.kv_load_failure_policy,
         )
-    for doubt in config.doubts_of_server(str(transfer.kv_role), vllm_config.model_config.max_model_len):
+    for doubt in doubts_of_server(config, str(transfer.kv_role), vllm_config.model_config.max_model_len):
         logger.warning("lmkv: %s", doubt)
     if config.audit_rate and compat.draft_lookahead(vllm_config):
         logger.warning("lmkv: audit_rate has no effect on hits: draft layers compute different KV for equal tokens")

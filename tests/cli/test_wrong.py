@@ -310,12 +310,12 @@ def test_servers_that_would_never_hit() -> None:
         (
             both | {"kv_connector_extra_config": {"min_retrieve_tokens": 5000}},
             "--max-model-len 4096",
-            "is more than any request has (4096 tokens), so lmkv loads nothing",
+            "is longer than any request (4096 tokens), so lmkv loads nothing",
         ),
         (
             both | {"kv_connector_extra_config": {**disk, "disk_admission": "min_tokens:65536"}},
             "--max-model-len 32768",
-            "is more than any request has (32768 tokens), so the disk tier stores nothing",
+            "is longer than any request (32768 tokens), so the disk tier stores nothing",
         ),
         (
             both | {"kv_role": "kv_producer", "kv_connector_extra_config": {**disk, "disk_write": "back"}},
