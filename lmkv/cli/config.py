@@ -29,6 +29,7 @@ from lmkv.config import Answer, Config, Setting, command_lines, lmcache, read_na
 from lmkv.config.command import TRANSFER, Command
 from lmkv.config.parsers import Secret
 from lmkv.config.shell import quoted, without_shell
+from lmkv.config.sources import variables_in
 from lmkv.config.urls import RemoteURL
 from lmkv.errors import ConfigError, mask_secrets
 
@@ -142,7 +143,7 @@ def check(
         typer.echo(json.dumps({**as_dict(answer), **found}))
     else:
         whose = "settings of the command" if command else f"{'LMCache' if answer.of_lmcache else 'lmkv'}'s settings"
-        of_file = f"{words[0]}: " if len(words) == 1 else ""
+        of_file = f"{words[0]}: " if os.path.exists(words[0]) else ""
         verdict = ("which can be used as they are", "which can be used, with remarks", "which cannot be used")
         typer.echo(f"{of_file}{whose}, {verdict[answer.status]}")
         for reading in answer.readings:
@@ -226,8 +227,10 @@ def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) ->
     """
     if len(words) == 1 and re.match(r"[A-Za-z_]\w*=", words[0]):
         raise ConfigError(f"{words[0].partition('=')[0]} is a variable without a command: {command_lines.GIVE_COMMAND}")
-    if len(words) == 1:
+    if len(words) == 1 and (" " not in words[0] or os.path.exists(words[0])):
         return read_file(Path(words[0]), ranks, migrate=migrate)
+    # A text with blanks is a whole command in quotes.
+    words = ["sh", "-c", *words] if len(words) == 1 else words
     plain, others = without_shell(words)
     answer, command = Answer.to_command(plain, ranks or 1)
     left = [(logging.INFO, "lmkv ignores the other commands of the shell script")] if others else []
@@ -241,8 +244,14 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     """
     if is_of_variables(file):
         try:
-            env = variables_in(read_named(file).decode())
-        except (ConfigError, OSError, ValueError) as error:
+            text = read_named(file).decode()
+            env = variables_in(text)
+        except ConfigError as error:
+            if file.suffix != ".sh":
+                raise ConfigError(f"file {file}: {error}: {command_lines.GIVE_COMMAND}") from None
+            script = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+            return read_words(["sh", "-c", script], ranks, migrate=migrate)
+        except (OSError, ValueError) as error:
             raise ConfigError(f"file {file}: {error}") from None
         answer = Answer.to(env=env, ranks=ranks)
         if not answer.readings:
@@ -254,7 +263,7 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     except ConfigError as error:
         if file.suffix in _SETTINGS:
             raise
-        raise ConfigError(f"{error}; for a file that starts servers, {command_lines.GIVE_COMMAND}") from None
+        raise ConfigError(f"file {file} is not a file of settings: {command_lines.GIVE_COMMAND} ({error})") from None
     if migrate and not content:
         raise ConfigError(f"file {file} has no settings to migrate")
     try:
@@ -276,26 +285,12 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     if not keys & theirs or keys & (ours - theirs):
         return answer, None
     # lmkv and LMCache both have these settings, so the file may be either's.
-    notes = [(level, f"if the file is LMCache's: {text}") for level, text in lmcache.translate(env, {}, read).remarks()]
+    notes = [(level, f"if this is a file of LMCache, {text}") for level, text in lmcache.translate(env, {}, read).notes]
     return evolve(answer, notes=(*answer.notes, *notes)), None
 
 
 def is_of_variables(file: Path) -> bool:
     return file.suffix in (".env", ".sh") or file.name == ".env"
-
-
-def variables_in(text: str) -> dict[str, str]:
-    """Return the variables of an env file, without its comments. Raises ConfigError for a line that is not
-    NAME=VALUE.
-    """
-    found: dict[str, str] = {}
-    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
-        if line and not line.startswith("#"):
-            match = re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)=('[^']*'|\"[^\"]*\"|.*?)(\s+#.*)?", line)
-            if match is None:
-                raise ConfigError(f"line {number} is not NAME=VALUE: {command_lines.GIVE_COMMAND}")
-            found[match[1]] = match[2]
-    return found
 
 
 _SETTINGS = ("", ".yaml", ".yml", ".json")

@@ -37,7 +37,7 @@ def written_instead(unit: str, value: object) -> str:
     if re.fullmatch(r""""[^"]*"|'[^']*'""", text):
         return f"{told}, without quotes inside the value"
     if unit == "GiB" and re.fullmatch(r"[0-9]{7,18}", text):
-        return f", in GiB: {text} bytes are {int(text) / GIB:g} GiB"
+        return f", in GiB: if these are bytes, write {int(text) / GIB:g}"
     if re.fullmatch(r"[0-9]{1,15},([0-9]{1,2}|[0-9]{4,9})", text):
         return f"{told}, with a point: {text.replace(',', '.')}"
     if found := re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([a-z]*|%)", text):
@@ -72,8 +72,10 @@ PLACEHOLDER: Final = re.compile(
 def hint(key: object, value: object, names: Collection[str]) -> str:
     if not isinstance(key, str) or len(key) > 100:
         return "; a key must be the name of a setting"
-    if key.startswith("kv_"):
+    if key in ("kv_connector", "kv_connector_extra_config"):
         return "; give only the content of kv_connector_extra_config"
+    if key.startswith("kv_"):
+        return "; this key is vLLM's: write it beside kv_connector, outside kv_connector_extra_config"
     name = key.removeprefix(lmcache.PREFIX)
     theirs = lmcache.table().get(name) or lmcache.table().get(f"extra_config.{name}")
     plain = name.lower().removeprefix(ENV_PREFIX.lower())
@@ -89,7 +91,7 @@ def hint(key: object, value: object, names: Collection[str]) -> str:
     if plain.startswith("config") or plain.endswith("config_file"):
         return f"; name a file of settings in {ENV_FILE}, or to Config.load as file="
     if isinstance(value, Mapping) or plain == "lmkv":
-        return "; lmkv has no sections: write each setting of the section by its name"
+        return f"; lmkv has no sections: write the settings of the section without {short_repr(key)} above them"
     close = lmcache.nearest(plain, names)
     return f"; did you mean {close!r}?" if close else ""
 

@@ -53,7 +53,8 @@ def contradictions(options: Options) -> Iterator[str]:
         yield options.about("authentication_key", unfit)
     open_to_all = options.agent_listen and not options.agent_listen.startswith("unix:")
     if open_to_all and not (options.agent_token or options.agent_token_file):
-        yield options.about("agent_listen", "needs an agent_token: anyone who can connect can clear the cache")
+        told = "needs agent_token or agent_token_file, because anyone who can connect can clear the cache"
+        yield options.about("agent_listen", told)
 
 
 def _of_folder(options: Options, folder: str, capacity: str) -> Iterator[str]:
@@ -130,8 +131,14 @@ def doubts_of_names(env: Mapping[str, str]) -> Iterator[str]:
         yield f"environment {ENV_LEVEL}: {short_repr(level)} is not a log level, and has no effect: write {levels}"
 
 
-def doubts_of_port(options: Options, command: Command) -> Iterator[str]:
-    """Yield a remark if an engine's agent API would listen on the port of vLLM's server."""
-    port = (options.agent_listen or "").rpartition(":")[2]
-    if port.isdecimal() and command.port in range(int(port), int(port) + command.engines):
-        yield f"agent_listen {options.agent_listen}: vLLM's server uses port {command.port}: name another port"
+def doubts_of_command(options: Options, command: Command) -> Iterator[str]:
+    """Yield the reasons why these settings do not fit vLLM's options in a command."""
+    yield from doubts_of_server(options, command.role, command.number("--max-model-len"))
+    port, first = command.number("--port", default=8000), (options.agent_listen or "").rpartition(":")[2]
+    engines = command.number("--data-parallel-size", "-dp", default=1) or 1
+    if first.isdecimal() and port in range(int(first), int(first) + engines):
+        yield f"agent_listen {options.agent_listen}: vLLM's server uses port {port}: name another port"
+    stages = command.number("--pipeline-parallel-size", "-pp", default=1)
+    if options.use_layerwise and (stages != 1 or command.options.keys() & {"--enable-dbo", "--ubatch-size"}):
+        told = "has no effect with --pipeline-parallel-size, --enable-dbo and --ubatch-size: leave out use_layerwise"
+        yield options.about("use_layerwise", told)

@@ -19,25 +19,28 @@ class Command(lmcache.Translation):
     """The command of an engine with lmkv, translated from another command line.
 
     `before`: the words before the command's options. `kept`: options that remain unchanged. `role`: the `kv_role` of
-    the connector. `ranks`: the number of ranks of an engine. `engines`: the number of engines. `longest`: the number of
-    tokens of the longest request. `port`: the port of vLLM's server.
+    the connector. `ranks`: the number of ranks of an engine.
     """
 
     before: list[str] = field(factory=lambda: ["vllm", "serve"])
     kept: list[str] = field(factory=list)
     role: str = "kv_both"
     ranks: int | None = None
-    longest: int | None = None
-    port: int | None = None
+    options: dict[str, str] = field(factory=dict)
+    """vLLM's options by name, each with its last value."""
     start: list[str] = field(factory=list)
     """All words before vLLM's options, as they were given."""
     variables: dict[str, str] = field(factory=dict)
     """lmkv's variables before the program. They stay there."""
-    engines: int = 1
     several: dict[str, Any] = field(factory=dict)
     """A MultiConnector with the connectors that remain. The place of lmkv has None."""
     merged: bool = False
     """Whether lmkv replaces several connectors."""
+
+    def number(self, *names: str, default: int | None = None) -> int | None:
+        """Return the number that one of these options of vLLM has, None if it is not a number, or else `default`."""
+        given = next((self.options[name] for name in names if name in self.options), None)
+        return default if given is None else int(given) if given.isdecimal() else None
 
     def use(self, given: str, name: str, value: object) -> None:
         self.settings.append((name, value, given))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
 
     `ranks`: the number of ranks of the engine, if the options do not have this number.
     """
-    env, words = _variables(words)
+    env, words = _variables([*_replaced(containers.with_files(words))])
     found = program(words)
     if found is None and any(word.startswith((TRANSFER, SIZE)) for word in words):
         # A container's image or a script that passes vLLM's options on.
@@ -41,18 +41,15 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
         command = of_server(words[at:], env)
         command.notes += doubts
         return command
-    command = of_vllm(words[at:], env, ranks)
-    command.before, command.notes = list(words[:at]), command.notes + doubts
     # An unknown image may have its own options before those of vLLM, so vLLM's first option marks the place.
     image = containers.image_at(words)
     start = at or image or next(number for number, word in enumerate(words) if word.startswith((TRANSFER, SIZE)))
-    command.start = list(words[:start])
-    for number, word in enumerate(words):
-        if (own := _OWN.fullmatch(word)) and number < start:
-            command.variables[own[1]] = own[2]
-        elif own:
-            told = "stands among vLLM's options, so lmkv does not get it: write it before the program or the image"
-            command.warn(f"{own[1]} {told}")
+    own = {found[1]: found[2] for found in map(_OWN.fullmatch, words[:start]) if found}
+    command = of_vllm(words[at:], env, own, ranks)
+    command.before, command.start, command.notes = list(words[:at]), list(words[:start]), command.notes + doubts
+    for late in filter(None, map(_OWN.fullmatch, words[start:])):
+        told = "stands among vLLM's options, so lmkv does not get it: write it before the program or the image"
+        command.warn(f"{late[1]} {told}")
     for word in words[:at]:
         name, _, chosen = word.removeprefix("--env=").removeprefix("-e").partition("=")
         if name == "VLLM_PLUGINS" and "lmkv" not in chosen.split(","):
@@ -60,6 +57,15 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
     if any(map(_IMAGE.fullmatch, words[:at])) or words[0] in _CONTAINERS:
         command.inform("the image must contain lmkv: see Containerfile")
     return command
+
+
+def _replaced(words: Iterable[str]) -> Iterator[str]:
+    """Yield the words, with the variables that Kubernetes replaces in later variables, such as `$(PASSWORD)`."""
+    values: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        values[name] = re.sub(r"\$\((\w+)\)", lambda name: values.get(name[1], name[0]), value)
+        yield name + equals + values[name]
 
 
 _OWN: Final = re.compile(r"(?:-e|--env=)?(LMKV_\w+)=(.*)", re.DOTALL)

@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 from urllib.parse import urlsplit
 
-from lmkv.config.parsers import GIB
-from lmkv.config.urls import RemoteURL
+from lmkv.config.options import Options
+from lmkv.config.sources import read_named, variables_in
 
 PROGRAMS: Final = ("docker", "podman", "nerdctl")
 _LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 _UNITS: Final = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
-def doubts(words: Sequence[str], folder: str | None, remotes: Sequence[RemoteURL], host_bytes: int) -> Iterator[str]:
-    """Yield remarks on a command of docker. `folder`: that of the disk tier. `host_bytes`: bytes of host memory."""
+def doubts(words: Sequence[str], options: Options) -> Iterator[str]:
+    """Yield the reasons why these settings do not fit the options of docker in a command."""
     if not words or words[0] not in PROGRAMS:
         return
     volumes = [value.split(":")[1] for value in _values(words, "-v", "--volume") if ":" in value]
+    for file in (file for file in _values(words, "--env-file") if not os.path.exists(file)):
+        yield f"--env-file {file} is not on this machine, so its variables are not checked: check it where it is"
+    folder, shared = options.local_disk, options.shared_memory or ""
     if folder and volumes and not any(f"{folder}/".startswith(f"{volume.rstrip('/')}/") for volume in volumes):
         told = f"is in no volume of the container, and is lost with the container: name a folder in {volumes[0]}"
         yield f"local_disk {folder} {told}"
     if "host" not in _values(words, "--network", "--net"):
-        for url in (url for url in remotes if urlsplit(url.text).hostname in _LOCAL):
+        for url in (url for url in options.remotes if urlsplit(url.text).hostname in _LOCAL):
             yield f"remote_url {url} means the container itself: write the machine's name, or add --network host"
     for limit in _values(words, "--memory", "-m"):
-        found = re.fullmatch(r"([0-9]+)([bkmg]?)", limit.lower())
-        if found and int(found[1]) * _UNITS[found[2]] < host_bytes:
+        if 0 < _bytes(limit) < options.max_local_cpu_bytes:
             told = f"is more than the container's --memory {limit}: lower max_local_cpu_size, or raise --memory"
-            yield f"max_local_cpu_size {host_bytes / GIB:g} GiB {told}"
+            yield f"max_local_cpu_size {options.max_local_cpu_size:g} GiB {told}"
+    own = "host" not in _values(words, "--ipc") and "/dev/shm" not in volumes
+    limit = (_values(words, "--shm-size") or ["64m"])[-1]
+    if own and shared.startswith("/dev/shm/") and _bytes(limit) < options.max_shared_memory_bytes:
+        told = f"is more than the container's /dev/shm ({limit}): add --ipc=host, or a larger --shm-size"
+        yield f"max_shared_memory_size {options.max_shared_memory_size:g} GiB {told}"
+
+
+def _bytes(size: str) -> int:
+    """Return the number of bytes in a size of docker's, such as 16g. Return 0 for other texts."""
+    found = re.fullmatch(r"([0-9]+)([bkmg]?)b?", size.lower())
+    return int(found[1]) * _UNITS[found[2]] if found else 0
+
+
+def with_files(words: Sequence[str]) -> list[str]:
+    """Return a command with the variables of lmkv and LMCache in docker's `--env-file` as words of the command."""
+    if not words or words[0] not in PROGRAMS or "run" not in words:
+        return list(words)
+    at = words.index("run") + 1
+    given = [variables_in(read_named(file).decode()) for file in _values(words, "--env-file") if os.path.exists(file)]
+    found = [f"-e{name}={value}" for each in given for name, value in each.items() if re.match("LM(KV|CACHE)_", name)]
+    return [*words[:at], *found, *words[at:]]
 
 
 def image_at(words: Sequence[str]) -> int | None:

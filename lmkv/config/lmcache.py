@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -185,6 +185,16 @@ def not_read(names: Sequence[str], own: Sequence[str]) -> str:
     return f"lmkv does not read LMCache's settings {join_names(names)}, because of lmkv's {join_names(own)}: {way_out}"
 
 
+def files_of(settings: Iterable[tuple[Any, object, str]], ours: Container[str]) -> list[str]:
+    """Return the files among the sources of settings that have a key of LMCache, and no key of lmkv alone.
+
+    `settings`: each as `(key, value, source)`. `ours`: the names of lmkv's settings.
+    """
+    found = {key: source for key, _, source in settings if source.startswith("file ")}
+    mixed = {source for key, source in found.items() if key in ours and key not in table()}
+    return [source for key, source in found.items() if key in table() and key not in ours and source not in mixed]
+
+
 def misspelled(env: Iterable[str]) -> Iterator[str]:
     """Yield a remark for each variable whose name differs slightly from a variable that LMCache reads."""
     for name in sorted(env):
@@ -336,7 +346,7 @@ def _multiply_sizes(given: _Given, result: Translation, ranks: int | None) -> No
         if not each > 0 or table()[key].is_idle(value, given):
             continue
         if ranks is None:
-            words = "LMCache takes this size per rank, lmkv per engine: --tensor-parallel-size N multiplies the size"
+            words = "LMCache takes this size per rank, lmkv per engine; --tensor-parallel-size N multiplies it"
         else:
             given[key] = each * ranks, source
             words = f"LMCache takes {each:g} GiB for each of {ranks} ranks, lmkv {each * ranks:g} GiB for all together"

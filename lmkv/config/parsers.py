@@ -103,7 +103,7 @@ def number(minimum: float, maximum: float = 1e9, *, above: bool = False) -> Pars
         if not math.isfinite(found):
             raise ValueError("must be finite")
         if found > maximum:
-            raise ValueError(f"must be at most {maximum:g}")
+            raise ValueError(f"must be at most {maximum:.10g}")
         if found < minimum or (above and found == minimum):
             raise ValueError(f"must be {'above' if above else 'at least'} {minimum:g}")
         return found
@@ -181,6 +181,9 @@ _VARIABLE: Final = re.compile(
 def check_template(text: object) -> None:
     """Raise ValueError if the text has a variable that a shell or a template should have replaced."""
     if isinstance(text, str) and (found := _VARIABLE.search(text)):
+        if re.fullmatch(r"\$\([A-Z0-9_]+\)", found[0]):
+            told = "replaces only if the container's env defines that variable in an earlier entry"
+            raise ValueError(f"has {found[0]}, which Kubernetes {told}; elsewhere write the value itself")
         raise ValueError(f"has a placeholder that nothing replaces: write the value of {found[0]}")
     if isinstance(text, str) and len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         raise ValueError("has quotes inside the value: leave out these quotes")

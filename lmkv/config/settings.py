@@ -210,16 +210,16 @@ class Answer:
         other command line.
         """
         command = command_lines.translated(words, ranks)
-        own = list(given_settings({}, None, command.variables, {}, read_yaml))
+        file = command.variables.get(ENV_FILE, "")
+        if file and not os.path.exists(os.path.expanduser(file)):
+            command.inform(f"{ENV_FILE} {file} is not on this machine, so its settings are not checked")
+            file = ""
+        own = list(given_settings({}, file, command.variables, {}, read_yaml))
         readings = [Reading(key, source, "used", key) for key, _, source in own if key in OPTIONS]
         given = [*own, *command.settings]
         answer = cls._of(given, [*readings, *command.readings], command.notes, of_lmcache=True, command=command)
         if (config := answer.config) is not None:
-            doubts = [
-                *checks.doubts_of_server(config, command.role, command.longest),
-                *checks.doubts_of_port(config, command),
-                *containers.doubts(command.start, config.local_disk, config.remotes, config.max_local_cpu_bytes),
-            ]
+            doubts = [*checks.doubts_of_command(config, command), *containers.doubts(command.start, config)]
             answer = evolve(answer, notes=(*answer.notes, *_warnings(doubts)))
         return answer, command
 
@@ -241,7 +241,7 @@ class Answer:
         """
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
-        readings = list(readings)
+        settings, readings = list(settings), list(readings)
         own, problems = list[Reading](), [str(each) for each in readings if each.kind == "refused"]
         unknown = 0
         for key, value, source in settings:
@@ -261,6 +261,9 @@ class Answer:
                 notes = [*notes, (level, f"{key}: {now} ({source}) replaces {before} ({sources[key]})")]
             values[key], sources[key] = parsed, source
             own.append(Reading(key, source, "used", f"{key} = {in_words(readable(parsed.value))}"))
+        if theirs := lmcache.files_of(settings, OPTIONS):
+            told = f"name it in {lmcache.ENV_FILE}, or convert it with lmkv config migrate"
+            problems.append(f"{theirs[0]} has settings of LMCache: {told}")
         if unknown > lmcache.MAX_NAMES:
             problems.append(f"{unknown - lmcache.MAX_NAMES} more keys are unknown")
         config = None

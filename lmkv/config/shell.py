@@ -29,9 +29,12 @@ def without_shell(words: list[str]) -> tuple[list[str], bool]:
         raise ConfigError(
             f"{short_repr(script)} starts several servers: give one command at a time, that of lmcache server first"
         )
-    values = dict(word.split("=", 1) for word in variables)
-    last = [_NAMED.sub(lambda name: values.get(name[1], name[0]), word) for word in (started or parts or [[]])[-1]]
-    found = variables + last
+    # A path may begin with ~, the value that is right for every user.
+    values = {"HOME": "~", **dict(word.split("=", 1) for word in variables)}
+    found = [
+        _NAMED.sub(lambda name: values.get(name[1], name[0]), word)
+        for word in (*variables, *(started or parts or [[]])[-1])
+    ]
     others = len(parts) > 1 + sum(all("=" in word for word in part) for part in parts)
     return [*before, *["env"] * bool(before and found and "=" in found[0]), *found], others
 

@@ -117,6 +117,20 @@ def given_settings(
         yield key, value, EXTRA
 
 
+def variables_in(text: str) -> dict[str, str]:
+    """Return the variables of an env file, without its comments. Raises ConfigError for a line that is not
+    NAME=VALUE.
+    """
+    found: dict[str, str] = {}
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+        if line and not line.startswith("#"):
+            match = re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)=('[^']*'|\"[^\"]*\"|.*?)(\s+#.*)?", line)
+            if match is None:
+                raise ConfigError(f"line {number} is not NAME=VALUE")
+            found[match[1]] = match[2]
+    return found
+
+
 def flat(extra: object) -> dict[Any, object]:
     """Return the settings without nested mappings. vLLM makes such mappings of options with dots in their names.
 

@@ -77,7 +77,8 @@ class RemoteURL:
         """Raise ValueError if the URL has an invalid host or port, or a Redis database that is not a number."""
         rest = self.text.partition("://")[2]
         place = re.split("[/?#]", rest, maxsplit=1)[0]
-        path = re.split("[?#]", rest.removeprefix(place), maxsplit=1)[0]
+        after = re.split("[?&][a-z_]+=", rest.removeprefix(place), maxsplit=1)[0]
+        path = re.split("[?#]", after, maxsplit=1)[0]
         try:
             hosts = [f"//{host}" for host in place.rpartition("@")[2].split(",")]
             for text in hosts if self.may_have_hosts else [self.text]:
@@ -91,7 +92,7 @@ class RemoteURL:
         if self.scheme in ("s3", "gs", "az") and "&" in self.text.partition("?")[0]:
             raise ValueError(f"has & where its options begin: write {self.scheme}://NAME?endpoint=URL&region=REGION")
         is_redis = self.store_kind == "redis" and self.scheme != "unix" and not self.scheme.endswith("sentinel")
-        if is_redis and "@" in path:
+        if is_redis and "@" in after:
             raise ValueError(_NO_PLACE)
         if is_redis and not re.fullmatch("/?[0-9]*/?", path):
             raise ValueError("must have a number as the database, such as /0; use remote_prefix for a name")

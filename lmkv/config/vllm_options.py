@@ -22,21 +22,16 @@ from lmkv.errors import ConfigError, short_repr
 SIZE: Final = "--kv-offloading-size"
 
 
-def of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
-    """Return the command with lmkv in place of the connectors that lmkv replaces. `ranks`: see
-    `command_lines.translated`.
+def of_vllm(words: Sequence[str], env: Env, own: Env, ranks: int | None) -> Command:
+    """Return the command with lmkv in place of the connectors that lmkv replaces. `env`: LMCache's variables. `own`:
+    lmkv's variables. `ranks`: see `command_lines.translated`.
     """
-    command = Command(ranks=ranks)
+    command = Command(ranks=ranks, variables=dict(own))
     options, command.kept = _options(_with_file(command, words))
-    given = dict(options)
-    port, engines = given.get("--port", "8000"), given.get("--data-parallel-size", given.get("-dp", "1"))
-    command.port = int(port) if port.isdecimal() else None
-    command.engines = int(engines) if engines.isdecimal() else 1
+    given = command.options = dict(options)
     if given.get("--nnodes", "1") != "1":
         told = "--nnodes: lmkv caches nothing if the ranks of an engine are on several machines: keep them on one"
         command.warn(told)
-    longest = given.get("--max-model-len", "")
-    command.longest = int(longest) if longest.isdecimal() else None
     counts = {kind: given[name] for name, kind in _RANKS.items() if name in given}
     if unclear := [count for count in counts.values() if not count.isdecimal()]:
         told = f"a number of ranks is {short_repr(unclear[0])}: write the number instead"
@@ -62,14 +57,14 @@ def of_vllm(words: Sequence[str], env: Env, ranks: int | None) -> Command:
     elif bare:
         command.inform("the command has no KV offloading: lmkv is added, by default with 5 GiB of host memory")
     if size is not None and any("LMKVConnector" in value for name, value in options if name.startswith(TRANSFER)):
-        told = "with --kv-offloading-size vLLM uses its own connector instead of LMKVConnector: remove this option"
-        command.warn(told)
+        told = "vLLM uses its own connector instead of LMKVConnector: remove the option, and set max_local_cpu_size"
+        command.refuse(SIZE, told)
+    elif size is not None:
+        # Last, because it replaces the connector's own size in vLLM, too.
+        command.use(SIZE, "max_local_cpu_size", size)
     if size is not None and given.get("--kv-offloading-backend") == "lmcache" and not env:
         told = "this backend may mean LMCache's server: its command has the sizes and tiers, so translate that, too"
         command.warn(f"--kv-offloading-backend: {told}")
-    if size is not None:
-        # Last, because it replaces the connector's own size in vLLM, too.
-        command.use(SIZE, "max_local_cpu_size", size)
     return command
 
 
@@ -143,6 +138,9 @@ def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
             try:
                 given = json.loads(value)
             except (ValueError, RecursionError) as error:
+                if value.startswith("{") and '"' not in value:
+                    told = "the shell has removed its quotes: put the whole JSON into single quotes"
+                    raise ValueError(f"the value begins with {short_repr(value)}, so {told}") from None
                 raise ValueError(f"the value is not JSON: {error}") from None
             if not isinstance(given, dict) or not (sized or isinstance(given.get("kv_connector"), str)):
                 raise ValueError("the value is not a JSON object with a kv_connector")
@@ -198,20 +196,25 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
             command.warn(f"{TRANSFER} names {short_repr(connector)}, {told}")
             transfer = {key: value for key, value in transfer.items() if key != "kv_connector_module_path"}
         if outside := sorted(map(str, items.keys() - {"connectors"})):
-            command.warn(
-                f"vLLM ignores {', '.join(outside)} in a MultiConnector: move them into the connector that they are for"
-            )
+            told = "in a MultiConnector, each setting belongs into the kv_connector_extra_config of its own connector"
+            command.warn(f"vLLM ignores {', '.join(outside)}: {told}")
         _use_several(command, {**transfer, "kv_connector": "MultiConnector"}, connectors, env)
         return
     command.role = transfer.get("kv_role") or "kv_both"
     if connector not in (None, *_CONNECTORS):
-        close = lmcache.nearest(connector, ("LMKVConnector",), 0.85)
-        command.refuse(f"{TRANSFER} {connector}", f"did you mean {close}?" if close else _OTHER)
+        close = lmcache.nearest(str(connector).lower(), ("lmkvconnector",), 0.85)
+        command.refuse(f"{TRANSFER} {connector}", "did you mean LMKVConnector?" if close else _OTHER)
         return
+    if command.role not in _ROLES:
+        command.refuse(f"kv_role {short_repr(command.role)}", f"vLLM knows {', '.join(_ROLES)}: write one of these")
     if transfer.get("kv_load_failure_policy", "recompute") != "recompute":
         why = f"lmkv writes recompute, not {short_repr(transfer['kv_load_failure_policy'])}: vLLM computes KV"
         command.inform(f"kv_load_failure_policy: {why} that cannot be loaded")
-    if "kv_connector_module_path" in transfer:
+    module = transfer.get("kv_connector_module_path")
+    if module is not None and connector == "LMKVConnector" and not str(module).startswith("lmkv."):
+        told = f"vLLM would look for LMKVConnector in {short_repr(module)}: delete this key"
+        command.refuse("kv_connector_module_path", told)
+    elif module is not None:
         command.leave("kv_connector_module_path", "vLLM finds LMKVConnector by its name")
     for key in sorted(transfer.keys() - _READ_KEYS):
         if key.startswith(("kv_", "enable_")) or key == "engine_id":
@@ -220,7 +223,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
             command.refuse(key, "vLLM knows no such key: write the key inside kv_connector_extra_config")
     if connector == "LMCacheMPConnector":
         command.refuse(f"{TRANSFER} {connector}", lmcache.table()["mp.host"].why)
-    if connector == "LMKVConnector" and not all(map(lmcache.owns, items)):
+    if connector == "LMKVConnector" and (command.variables or not all(map(lmcache.owns, items))):
         _keep_own(command, items, env)
         return
     own = {key: value for key, value in items.items() if key in lmcache.commands()["offloading"] or key in _OFFLOADING}
@@ -247,7 +250,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
 def _keep_own(command: Command, items: Mapping[Any, object], env: Env) -> None:
     """Keep the settings of lmkv in `items`. If there are settings of lmkv, LMCache's settings are not read."""
     if env:
-        command.warn(lmcache.not_read(list(env), list(map(str, items))))
+        command.warn(lmcache.not_read(list(env), [*command.variables, *map(str, items)]))
     for key, value in items.items():
         name = str(key).removeprefix("lmkv.")
         if lmcache.owns(key):
@@ -291,6 +294,7 @@ def _agree_with_nixl(command: Command, given: Sequence[Mapping[Any, Any]], ours:
 _READ_KEYS: Final = {
     *("kv_connector", "kv_role", "kv_connector_extra_config", "kv_connector_module_path", "kv_load_failure_policy")
 }
+_ROLES: Final = ("kv_both", "kv_producer", "kv_consumer")
 _VLLMS: Final = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 _CONNECTORS: Final = (
     *("LMCacheConnectorV1", "LMCacheMPConnector", *_VLLMS),

@@ -127,7 +127,7 @@ class TestCheck:
             done = run("check", tmp_path / name, *options)
             assert (done.exit_code, whose in done.stdout) == (0, True)
             assert "rank" in done.stdout
-            assert ("if the file is LMCache's: max_local_cpu_size" in done.stdout) is (whose == "lmkv's settings")
+            assert ("if this is a file of LMCache, max_local_cpu_size" in done.stdout) is (whose == "lmkv's settings")
         (tmp_path / "lmc_own.yaml").write_text("chunk_size: 256\npin_ttl: 60\n")
         assert "lmkv's settings" in run("check", tmp_path / "lmc_own.yaml").stdout
 
@@ -139,7 +139,7 @@ class TestCheck:
             "disk_sync: full\nremote_serde: cachegen\n": "unknown key 'remote_serde'",
             "- 1\n": "write each setting as a line",
             "\tchunk_size: 1\n": "use no tabs",
-            "kv_role: kv_both\n": "give only the content of kv_connector_extra_config",
+            "kv_role: kv_both\n": "write it beside kv_connector, outside kv_connector_extra_config",
             "remote_url: rediss//host\n": "did you mean rediss://?",
         }
         for text, said in wrong.items():

@@ -33,7 +33,7 @@ class Right(NamedTuple):
     says: tuple[str, ...] = ()
 
 
-EACH = "LMCache takes this size per rank, lmkv per engine: --tensor-parallel-size N multiplies the size"
+EACH = "LMCache takes this size per rank, lmkv per engine; --tensor-parallel-size N multiplies it"
 FILES = {
     "s3_host_style.yaml": Right(
         0,
@@ -68,7 +68,7 @@ FILES = {
     ),
     "old_path.yaml": Right(2, {}, ("weka_path cannot be used: lmkv cannot store in this medium",)),
     "unset_variable.yaml": Right(2, {}, ("has a placeholder that nothing replaces: write the value of ${CACHE_DIR}",)),
-    "bytes.yaml": Right(2, {}, ("bytes are 10 GiB",)),
+    "bytes.yaml": Right(2, {}, ("if these are bytes, write 10",)),
     "codec_without_store.yaml": Right(
         0, {"local_disk": "/tmp/kv"}, ("remote_serde has no effect: remote_url is not set", EACH)
     ),

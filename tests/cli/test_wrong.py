@@ -22,7 +22,7 @@ from tests.kit import every, raised
 S3 = "for S3 write s3://BUCKET?endpoint=https://HOST:PORT&region=REGION"
 FILES = {
     "# nothing\n": "sets nothing: write a line such as chunk_size: 256",
-    "lmkv:\n  chunk_size: 64\n": "lmkv has no sections: write each setting of the section",
+    "lmkv:\n  chunk_size: 64\n": "lmkv has no sections: write the settings of the section without 'lmkv' above them",
     "tiers: {disk: {size: 100}}\n": "lmkv has no sections",
     "LMKV_CHUNK_SIZE: 64\n": "did you mean 'chunk_size'?",
     "Chunk-Size: 64\n": "did you mean 'chunk_size'?",
@@ -33,7 +33,7 @@ FILES = {
     "chunk_size: 64\nlocal_cpu:false\n": "line 3, column 1: could not find expected ':'; write key: value, with",
     "local_disk: {{ .Values.disk }}\n": "line 1, column 14: a key is in brackets: replace {{ name }} by the value",
     "local_disk: $HOME/kv\n": "write the value of $HOME",
-    "remote_url: redis://$(REDIS_HOST):6379\n": "write the value of $(REDIS_HOST)",
+    "remote_url: redis://$(REDIS_HOST):6379\n": "has $(REDIS_HOST), which Kubernetes replaces only if the container's env",
     "remote_url: redis://u:p@$HOST/0\n": "write the value of $HOST",
     "remote_url: '{{ redis_url }}'\n": "write the value of {{ redis_url }}",
     "remote_url: https://u:hunter2@minio:9000/bucket\n": S3,
@@ -46,6 +46,8 @@ FILES = {
     "local_disk: s3://bucket\nmax_local_disk_size: 1\n": "write the address of a store as remote_url",
     "remote_url: redis://:hunter2/x@h\n": "in a password write / as %2F",
     "remote_url: redis://u:p@ss/hunter2@h\n": "in a password write / as %2F",
+    "remote_url: redis://u:p@ss/hunter2#x@h\n": "in a password write / as %2F",
+    "max_local_cpu_size: 8589934592\n": "must be at most 1000000000, in GiB: if these are bytes, write 8",
     "remote_url: s3://b?endpoint=minio:9000\n": "must have a whole endpoint, such as endpoint=http://HOST:PORT",
     "remote_url: redis://h?ssl_cert=none\n": "unsupported options: ssl_cert",
     "remote_url: s3://b?region=r\nremote_ttl: 60\n": "does not support remote_ttl: set a lifecycle rule",
@@ -335,9 +337,9 @@ def test_servers_that_would_never_hit() -> None:
                 "kv_connector_extra_config": {**disk, "connectors": [both, {"kv_connector": "ExampleConnector"}]},
             },
             "",
-            "vLLM ignores local_disk, max_local_disk_size in a MultiConnector: move them",
+            "vLLM ignores local_disk, max_local_disk_size: in a MultiConnector, each setting belongs into",
         ),
-        (both, "--kv-offloading-size 4", "vLLM uses its own connector instead of LMKVConnector: remove this option"),
+        (both | {"kv_connector_extra_config": {"use_layerwise": True}}, "-pp 2", "use_layerwise = True has no effect"),
     ]
     for transfer, more, says in rows:
         command = ("vllm", "serve", "m", *more.split(), "--kv-transfer-config", json.dumps(transfer))
@@ -347,18 +349,28 @@ def test_servers_that_would_never_hit() -> None:
     assert run("config", "check", "--", "vllm", "serve", "m", "--kv-transfer-config", json.dumps(shared)).exit_code == 0
 
 
+SHARED = "-e LMKV_SHARED_MEMORY=/dev/shm/lmkv -e LMKV_MAX_SHARED_MEMORY_SIZE=8"
 CONTAINERS: list[tuple[str, str, int]] = [
     ("docker run -v /var:/cache -e LMKV_LOCAL_DISK=/var -e LMKV_MAX_LOCAL_DISK_SIZE=4 image", "is in no volume of", 1),
     ("docker run -v /var:/cache -e LMKV_LOCAL_DISK=/cache/kv -e LMKV_MAX_LOCAL_DISK_SIZE=4 image", "settings", 0),
     ("docker run -e LMKV_REMOTE_URL=redis://localhost:6379 image", "means the container itself", 1),
     ("docker run --network host -e LMKV_REMOTE_URL=redis://localhost:6379 image", "settings", 0),
     ("docker run --memory=32g -e LMKV_MAX_LOCAL_CPU_SIZE=40 image", "is more than the container's --memory 32g", 1),
+    (f"docker run {SHARED} image", "is more than the container's /dev/shm (64m): add --ipc=host", 1),
+    (f"docker run --shm-size 4g {SHARED} image", "is more than the container's /dev/shm (4g)", 1),
+    (f"docker run --shm-size=9gb {SHARED} image", "settings", 0),
+    (f"docker run --ipc=host {SHARED} image", "settings", 0),
+    ("docker run --env-file /not/there.env image", "--env-file /not/there.env is not on this machine", 1),
+    ("LMKV_CONFIG_FILE=/not/there.yaml vllm serve", "LMKV_CONFIG_FILE /not/there.yaml is not on this machine", 0),
+    ("LMCACHE_CHUNK_SIZE=64 LMKV_LOCAL_CPU=1 vllm serve", "does not read LMCache's settings LMCACHE_CHUNK_SIZE", 1),
+    ("P=a LMKV_REMOTE_URL=redis://:$(P)@h:1 vllm serve", "remote_url = redis://:***@h:1", 0),
+    ("LMKV_REMOTE_URL=redis://:$(P)@h:1 P=a vllm serve", "Kubernetes replaces only if", 2),
     ("env LMKV_CHUNKSIZE=5 vllm serve", "unknown key 'chunksize' = 5; did you mean 'chunk_size'?", 2),
     ("LMKV_MAX_LOCAL_CPU_SIZE=40x vllm serve", "must be a number, in GiB", 2),
 ]
 
 
-def test_variables_before_a_program_and_containers() -> None:
+def test_variables_before_a_program_and_containers(tmp_path: Path) -> None:
     transfer = ("--kv-transfer-config", json.dumps({"kv_connector": "LMKVConnector", "kv_role": "kv_both"}))
     for words, said, status in CONTAINERS:
         done = run("config", "check", "--", *words.split(), "m", *transfer)
@@ -367,6 +379,11 @@ def test_variables_before_a_program_and_containers() -> None:
     assert (late.exit_code, "LMKV_CHUNK_SIZE stands among vLLM's options" in late.output) == (1, True)
     after = ("docker", "run", "--gpus", "all", "-d", "-v", "/d:/c", "image", "m", "-e", "LMKV_CHUNK_SIZE=64", *transfer)
     assert "LMKV_CHUNK_SIZE stands among vLLM's options" in run("config", "check", "--", *after).output
+    (tmp_path / "kv.env").write_text("HF_TOKEN=hunter2\nLMKV_CHUNK_SIZE=x\n")
+    file = run(
+        "config", "check", "--", "docker", "run", "--env-file", str(tmp_path / "kv.env"), "image", "m", *transfer
+    )
+    assert (file.exit_code, "chunk_size = 'x' must be a whole number" in file.output) == (2, True), file.output
     kept = run("config", "migrate", "--", "LMKV_CHUNK_SIZE=64", "vllm", "serve", "m", *transfer).output
     assert kept.startswith("LMKV_CHUNK_SIZE=64 vllm serve m ")
     assert "chunk_size" not in kept
@@ -376,8 +393,36 @@ def test_a_command_line_is_checked_as_a_file_is() -> None:
     rows: list[tuple[dict[str, Any], str]] = [
         (TRANSFER, "did you mean 'chunk_size'?"),
         ({"kv_connector": "LMKVConnectorV1"}, "did you mean LMKVConnector?"),
+        ({"kv_connector": "LmkvConnector"}, "did you mean LMKVConnector?"),
         ({"kv_connector": "LMKVConnector", "local_disk": "/kv"}, "write the key inside kv_connector_extra_config"),
+        ({"kv_connector": "LMKVConnector", "kv_role": "both"}, "kv_role 'both' cannot be used: vLLM knows kv_both"),
+        ({"kv_connector": "LMKVConnector", "kv_connector_module_path": "lmcache.v1"}, "delete this key"),
+        (
+            {"kv_connector": "LMKVConnector", "kv_connector_extra_config": {"kv_load_failure_policy": "recompute"}},
+            "this key is vLLM's: write it beside kv_connector",
+        ),
     ]
     for transfer, says in rows:
         done = run("config", "check", "--", "vllm", "serve", "m", "--kv-transfer-config", json.dumps(transfer))
         assert (done.exit_code, says in done.output) == (2, True), done.output
+    bare = ("vllm", "serve", "m", "--kv-transfer-config", '{"kv_connector": "LMKVConnector"}')
+    size = run("config", "check", "--", *bare, "--kv-offloading-size", "4")
+    assert (size.exit_code, "vLLM uses its own connector instead of LMKVConnector" in size.output) == (2, True)
+    without = run("config", "check", "--", *bare[:-1], "{kv_connector:", "LMKVConnector}")
+    assert (without.exit_code, "put the whole JSON into single quotes" in without.output) == (2, True)
+
+
+def test_a_command_may_be_one_text_or_a_script(tmp_path: Path) -> None:
+    command = 'vllm serve m --kv-transfer-config \'{"kv_connector": "LMKVConnector"}\''
+    assert run("config", "check", command).exit_code == 0
+    script = f"#!/bin/sh\nset -e\nexport LMKV_LOCAL_DISK=$HOME/kv\nLMKV_MAX_LOCAL_DISK_SIZE=1x exec {command}\n"
+    (tmp_path / "start.sh").write_text(script)
+    done = run("config", "check", str(tmp_path / "start.sh"))
+    assert (done.exit_code, "max_local_disk_size = '1x' must be a number" in done.output) == (2, True), done.output
+    assert f"local_disk = {Path.home()}/kv" in done.output
+
+
+def test_a_file_of_lmcache_in_the_variable_of_lmkv(tmp_path: Path) -> None:
+    (tmp_path / "kv.yaml").write_text("chunk_size: 64\nremote_serde: naive\n")
+    done = run("doctor", LMKV_CONFIG_FILE=str(tmp_path / "kv.yaml"))
+    assert (done.exit_code, "has settings of LMCache: name it in LMCACHE_CONFIG_FILE" in done.output) == (2, True)
