@@ -1,7 +1,7 @@
 """Loads backends and policies of other packages, by entry points or by names such as `package.module:Class`.
 
-An installed package lists backends in the entry point group `lmkv.backends`, by the scheme of their URLs. It lists
-eviction policies in `lmkv.policies`, by name. lmkv imports a backend or policy only when a setting names it.
+An installed package lists backends in the entry point group `lmkv.backends`, by the scheme of their URLs, and eviction
+policies in `lmkv.policies`, by name. lmkv imports a backend or policy only when a setting names it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Encodes and decodes the files of chunks, in the format that docs/development/format.md specifies.
 
 A chunk file has a header of whole 4 KiB pages, and then the payload, padded with zeros to whole pages. This module does
-no I/O. It checks each number in a file against the file's real size before it allocates memory. Hostile bytes cause a
-`FormatError` and no other harm.
+no I/O, and checks each number in a file against the file's real size before allocating memory. Hostile bytes cause only
+a `FormatError`.
 """
 
 from __future__ import annotations
@@ -289,8 +289,8 @@ class ChunkFormat:
 
 @define
 class SegmentDigests:
-    """Computes the checksums and authentication tags of one payload that is being written. `add` takes its segments in
-    order.
+    """Computes the checksums and authentication tags of one payload that is being written. Call `add` with its segments
+    in order.
     """
 
     key: bytes

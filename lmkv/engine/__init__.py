@@ -1,4 +1,4 @@
-"""`Engine` stores, loads, looks up and prefetches KV by the tokens of a prompt. It needs no server."""
+"""`Engine` stores, loads, looks up and prefetches KV by the tokens of a prompt, without a server."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Engine:
     Parameters
     ----------
     store : TieredStore
-        The store. The engine closes it.
+        The store, which the engine closes.
     namespace : Namespace
         The model, layout and versions that prompts must have in common to share KV. All chunk keys depend on these
         values.
@@ -238,9 +238,9 @@ class Engine:
         than the prompt if there is no space, or while another thread stores some of the chunks.
 
         Without `wait`, the call copies into host memory and returns; lower tiers get the chunks in the background. If a
-        lower tier is slow, some chunks may never be written to it. With `wait`, the call waits for slow lower tiers,
-        for up to `wait` seconds in total, so that these tiers get all chunks. The prompt may then need more space than
-        host memory has. Calls with `wait` run one at a time.
+        lower tier is slow, some chunks may never be written to this tier. With `wait`, the call waits for slow lower
+        tiers, for up to `wait` seconds in total, so that these tiers get all chunks. The prompt may then need more
+        space than host memory has. Calls with `wait` run one at a time.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys

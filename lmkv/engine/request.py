@@ -32,8 +32,8 @@ def whole(value: Any, name: str, least: int) -> int:
 
 
 def seconds(value: Any, name: str) -> float:
-    """Check that `value` is a number, and limit it to plus or minus thirty years, so that every clock can add it to its
-    time. `name`: the argument's name, for the UsageError.
+    """Return `value`, limited to plus or minus thirty years, so that every clock can add the result to its time. Raises
+    UsageError, with the argument's `name`, if `value` is no number.
     """
     if isinstance(value, bool) or not isinstance(value, (float, Real)) or value != value:
         raise UsageError(f"{name} must be a number of seconds, not {short_repr(value)}")
@@ -171,8 +171,7 @@ class Progress:
 
 @define(eq=False, repr=False)
 class Prefetch:
-    """The handle of a prefetch: can wait for the prefetch, show its progress, or cancel it. `Engine.prefetch` returns
-    it.
+    """The handle that `Engine.prefetch` returns: waits for the prefetch, shows its progress, or cancels the prefetch.
 
     Notes
     -----

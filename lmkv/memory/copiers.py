@@ -47,7 +47,7 @@ _PageRuns = dict[int, list[tuple[int, slice, npt.NDArray[np.intp]]]]
 
 
 class CPUCopier:
-    """The copier for paged memory on the host. It makes one numpy call per chunk and plane (array of pages).
+    """The copier for paged memory on the host, with one numpy call per chunk and plane (array of pages).
 
     numpy's `take` with "clip", and its indexed assignment, are as fast as a contiguous copy, whereas torch's indexed
     copies are 15 to 40 % slower. More threads would only compete for the same memory.
@@ -87,8 +87,7 @@ class CPUCopier:
         return (_load(planes, pages) for planes in self._to_load)
 
     def _pages(self, copies: Sequence[ChunkCopy]) -> _PageRuns:
-        """Return the pages to copy by block table. They are the same for all layers. Raises UsageError as
-        `check_copies` does.
+        """Return the pages to copy, by block table; all layers have the same. Raises UsageError as `check_copies` does.
         """
         pages: _PageRuns = {}
         for group, ids in check_copies(copies, self._num_slots, self._num_blocks).items():
@@ -140,7 +139,7 @@ def check_device(kind: str) -> None:
 
 
 def make_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging | None:
-    """Make the streams and the staging memory of a copier on the device of `memory`. This needs no slab yet.
+    """Make the streams and the staging memory of a copier on the device of `memory`. A slab is not needed yet.
 
     Returns None for a CPU, which needs neither streams nor staging memory.
 

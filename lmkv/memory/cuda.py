@@ -1,6 +1,4 @@
-"""`CUDADevice`: a CUDA device for copiers. It uses torch's streams and memory, transfers by the driver, and a Triton
-kernel.
-"""
+"""`CUDADevice`: a CUDA device for copiers, with torch's streams and memory, driver transfers, and a Triton kernel."""
 
 from __future__ import annotations
 

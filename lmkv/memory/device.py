@@ -67,7 +67,7 @@ class Transfers:
 
 
 class TimedEvent(Event, Protocol):
-    """An event that measures time: `record_event` returns it with `timed=True`."""
+    """An event that measures time. `record_event(timed=True)` returns such an event."""
 
     def seconds_since(self, earlier: TimedEvent) -> float:
         """Return how many seconds passed on the device from `earlier` to this event. Both events must be reached."""
@@ -86,7 +86,7 @@ class Stream(Protocol):
         ...
 
     def run(self, work: Callable[[], object]) -> None:
-        """Call `work`, perhaps later, so that the torch operations that it launches are queued on this stream."""
+        """Call `work`, perhaps later, so that the torch operations that `work` launches are queued on this stream."""
         ...
 
 
@@ -154,7 +154,7 @@ class Ring:
 
 
 class Staging:
-    """The streams, the staging memory and the compiled kernels of one rank. Making them needs no slab.
+    """The streams, staging memory and compiled kernels of one rank, which need no slab.
 
     `nbytes`: size of the staging memory for stores (`ring`). The staging memory for loads (`loading`) has a quarter of
     this size. `free` deletes `ring` and `loading`, and `allocate` makes them again. Raises the device's exceptions.
@@ -347,7 +347,7 @@ class _Pages:
 
 @frozen
 class LoadEvent:
-    """The event of a load. Once it is reached, `seconds` is the time that the device needed for the copies."""
+    """The event of a load. Once the event is reached, `seconds` is the time that the device needed for the copies."""
 
     begun: TimedEvent
     ended: TimedEvent
@@ -364,7 +364,7 @@ class LoadEvent:
 
 
 class DeviceCopier:
-    """The copier for paged memory on a device. It uses staging memory on the device.
+    """The copier for paged memory on a device, with staging memory on the same device.
 
     On the compute stream, a store gathers pages in staging memory, so their blocks may be overwritten as soon as the
     call returns. On a separate stream, the store then transfers the gathered pages to the slots. A load does the

@@ -155,8 +155,8 @@ def file_system_of(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> 
 
 
 def check_in_memory(folder: str) -> None:
-    """Log a warning if the folder is not on an in-memory file system. Raises ConfigError if it is on hugetlbfs, where
-    lmkv cannot write files.
+    """Log a warning if the folder is not on an in-memory file system. Raises ConfigError for hugetlbfs, where lmkv
+    cannot write.
     """
     kind = file_system_of(folder)
     if kind == "hugetlbfs":

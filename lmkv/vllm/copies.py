@@ -165,7 +165,7 @@ class Comparer:
         return self._back.begin(order.copies)
 
     def compare_load(self, order: CopyOrder, reading: Reading, slab: SlabMap | None) -> Comparing:
-        """Compare the digests of a load's blocks with the load's slots. If they are equal, keep the digests for
+        """Compare the digests of a load's blocks with the load's slots. If all are equal, keep the digests for
         `compare_again`.
         """
         back, loaded = self._back, self._loaded

@@ -50,8 +50,8 @@ KEEPS_WEIGHTS = frozenset({
     *("reset_encoder_cache", "get_node_and_gpu_ids", "determine_available_memory", "execute_dummy_batch"),
     *("get_encoder_timing_stats", "shutdown_weight_transfer_engine"),
 })  # fmt: skip
-"""Worker methods of vLLM that do not change weights. Clients may call them often, so lmkv does not check the weights
-after these calls.
+"""Worker methods of vLLM that do not change weights. Clients may call these methods often, so lmkv does not check the
+weights after each call.
 """
 
 
@@ -105,7 +105,7 @@ def _registered(module: nn.Module, name: str, new: Any) -> None:
 
 
 def identity(worker: Any) -> str:
-    """Return the identity of a worker's model, a digest. If lmkv cannot compute it, log a warning and return "". Never
+    """Return the identity of a worker's model, a digest. If the identity is unknown, log a warning and return "". Never
     raises.
     """
     try:
@@ -149,8 +149,7 @@ def adapter(worker: Any, lora: Any) -> Adapter | None:
     """Return the digest and files of a LoRA adapter as the worker has loaded it, or would load it now. Return None if
     lmkv cannot identify the adapter. Never raises.
 
-    An adapter that is not loaded yet is read only for its digest, because vLLM might evict the adapter of a running
-    request for it.
+    The adapter is not loaded into vLLM, because vLLM might evict the adapter of a running request.
     """
     try:
         manager = worker.model_runner.lora_manager
@@ -213,7 +212,7 @@ def _adapter_digest(found: Any) -> str:
 
 def draft_model(runner: Any) -> Any | None:
     """Return the draft model if the runner has one with separate layers, else None. From vLLM 0.32 on, a wrapper may
-    hold it.
+    hold the model.
     """
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(drafter, "model", None)
@@ -278,8 +277,8 @@ _ADDRESSES = 1 << 40
 
 
 _HOW = re.compile("compile|guards|nvtx|_is_encoder|use_aiter|use_flashinfer|torchao_reload")
-"""Names of attributes that decide how a layer computes, but not the result. They differ between engines with and
-without compilation.
+"""Names of attributes that decide how a layer computes, but not the result. Engines with and without compilation have
+different values.
 """
 
 

@@ -33,8 +33,8 @@ class Ranks:
     """The ranks of an engine, one per worker: the product of pipeline stages, prefill context ranks and tensor ranks.
 
     `stages`: number of hidden layers of each pipeline stage ((0,) if there is one stage). `tensor`: number of tensor
-    ranks. `context`: number of prefill context ranks. `replicas`: number of consecutive ranks that have the same KV;
-    lmkv stores it once.
+    ranks. `context`: number of prefill context ranks. `replicas`: number of consecutive ranks with the same KV, which
+    lmkv stores once.
     """
 
     stages: tuple[int, ...]
@@ -87,7 +87,7 @@ class Ranks:
         list.
 
         `layers`: the layers of stage number `stage`. The scheduler side knows only stage 0, so all hidden layers must
-        have the same pattern of pages. Raises ValueError if they do not.
+        have the same pattern of pages. Otherwise, raises ValueError.
         """
         if len(self.stages) == 1:
             return tuple(layers)
@@ -121,7 +121,7 @@ class ServedModel:
     of a block are adjacent in memory, so that `layout` treats them as one layer.
 
     `num_blocks`: number of vLLM's blocks. `ranks`: the ranks of the workers. `numbers`: for each layer, the numbers in
-    its pages; empty if a page also has other data. `experts`: whether it is a mixture-of-experts model. `dtype`: the
+    its pages; empty if a page also has other data. `experts`: whether the model is a mixture of experts. `dtype`: the
     model's data type.
     """
 
@@ -138,7 +138,9 @@ class ServedModel:
 
     @cached_property
     def namespace(self) -> Namespace:
-        """The namespace of the model's KV. It is computed on first access, because workers do not need it."""
+        """The namespace of the model's KV. Only the first access computes the namespace, because workers do not need
+        one.
+        """
         return self._make_namespace()
 
     def paged_memory(self, rows: Sequence[torch.Tensor]) -> PagedMemory:
@@ -178,8 +180,8 @@ class ServedModel:
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int = 0) -> ServedModel:
-    """Describe the model of vLLM's configuration. `chunk_size`: number of tokens in a chunk. It is rounded up to whole
-    blocks; with recurrent layers, it is replaced by the block size.
+    """Describe the model of vLLM's configuration. `chunk_size`: number of tokens in a chunk, which is rounded up to
+    whole blocks; with recurrent layers, a chunk is a block.
 
     `stage`: the pipeline stage that computes the layers in `kv_cache_config`. Raises ValueError with the reason if lmkv
     does not cache the model or the parallel configuration.

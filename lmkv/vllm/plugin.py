@@ -23,8 +23,8 @@ MODULE = "lmkv.vllm.connector"
 def register() -> None:
     """Register `LMKVConnector` with vLLM. vLLM calls this function in each of its processes, perhaps several times.
 
-    If lmkv's settings are invalid, the function ends a server's process, or raises ConfigError in a program. It raises
-    nothing else, because any exception would end vLLM.
+    If lmkv's settings are invalid, the function ends a server's process, or raises ConfigError in a program. The
+    function raises nothing else, because any exception would end vLLM.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -70,8 +70,8 @@ def _other_module(transfer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[dict[str, Any], bool]:
-    """Return `(transfer, offloads)`: the `kv_transfer_config`, and whether there is a `--kv-offloading-size`. Both come
-    from the command line or its `--config` file.
+    """Read a command line and its `--config` file. Return `(transfer, offloads)`: the `kv_transfer_config`, and whether
+    `--kv-offloading-size` is set.
 
     `folder`: the folder to which relative paths refer.
     """

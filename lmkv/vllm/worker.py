@@ -57,7 +57,7 @@ class Worker:
     come from the thread that runs the model.
 
     `rank`: the index of this worker's part in each slot (the space for one chunk in host memory). `layout`: the layout
-    of a chunk; None if this rank cannot cache the model. Then every order fails.
+    of a chunk; None if this rank cannot cache the model, so that every order fails.
 
     `share`: (index, count) of this rank among the ranks with the same KV; only the first one stores.
     `block_level_failures`: whether to report failed loads by block ids instead of request ids (see

@@ -151,9 +151,7 @@ class StepPlanBuilder:
         return self._last_job
 
     def take(self, slab: SlabRef | None) -> StepPlan:
-        """Return the plan, and begin a new plan. `slab`: the slab to map; it becomes part of a plan with loads or
-        stores.
-        """
+        """Return the plan, and begin a new plan. `slab`: the slab to map, if the plan has loads or stores."""
         plan, self._plan = self._plan, StepPlan()
         plan.slab = slab if plan.loads or plan.stores else None
         return plan

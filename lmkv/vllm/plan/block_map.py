@@ -68,8 +68,8 @@ class BlockMap:
     def one_full_table(self) -> bool:
         """Whether vLLM can continue a request at the first block that a load has not filled.
 
-        If so, failed loads are reported by block ids. This is impossible with several block tables (ids are ambiguous),
-        with windows (earlier blocks may be null), and with states (vLLM reads them before the step's loads begin).
+        If so, failed loads are reported by block ids. With several block tables, block ids are ambiguous. With a
+        window, earlier blocks may be null. vLLM reads a state before the loads of the step begin.
         """
         return len(self.groups) == 1 and not (self.windowed or self.states or self.scratch)
 

@@ -113,8 +113,8 @@ class Adapters:
         return digest
 
     def loaded(self, number: int, digest: str) -> None:
-        """Note that a worker has loaded an adapter with this digest as number `number`. If another digest is known,
-        forget it.
+        """Note that a worker has loaded an adapter with this digest as number `number`, and forget any other digest of
+        this number.
         """
         if number in self._known and self._known[number][1][0] != digest:
             self.forget(number)

@@ -214,7 +214,7 @@ class AgentHint:
     prompt's chunks. `session`: the session's id. `ended`: whether the session, or a branch of it (an edit of type
     `evict`), ends with this request. Chunks that no other session shares are then evicted first. `priority`: if above
     0, the request's chunks are evicted last. `waits`: seconds until the session probably continues, after a tool or a
-    person; until then, its chunks are evicted last.
+    person; until then, the request's chunks are evicted last.
 
     lmkv ignores all other fields, lists of more than 64 edits, and session ids of more than 1,024 characters.
     """
@@ -264,9 +264,9 @@ class RequestOptions:
     equal tags share KV. `wait_for`: how many of the prompt's first tokens the request waits for, because another server
     is storing their KV.
 
-    If a tag has another type, tags are too many or too long, or `kv_transfer_params` has more than 256 keys, the
-    request is not cached and its options are ignored. Without all tags, lmkv does not know with which other requests
-    this request may share KV. A request with `lmcache.token_drop` is not cached either.
+    A request is not cached if a tag has another type, tags are too many or too long, or there are more than 256 keys.
+    Without all tags, lmkv does not know with which other requests this request may share KV. A request with
+    `lmcache.token_drop` is not cached either.
 
     lmkv also reads four options without a prefix, which vLLM defines. `max_load_tokens`: largest number of tokens to
     load after vLLM's own hit. `max_offload_tokens`: how many of the first tokens may be stored. `agent_hint` (RFC
@@ -355,7 +355,7 @@ def _tags(params: Mapping[Any, Any]) -> tuple[tuple[str, str], ...] | None:
 
 
 def _text(value: object) -> str | None:
-    """Return a tag's value as text. Return None if it is not a text, number, boolean or null, or is too large."""
+    """Return a tag's value as text. Return None if the value is too large, or no text, number, boolean or null."""
     if isinstance(value, str):
         return str.__str__(value)
     small = type(value) is not int or value.bit_length() <= MAX_TAG_CHARACTERS

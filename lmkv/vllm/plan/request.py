@@ -1,7 +1,7 @@
 """`Request`: a request's options and chunk keys, and the state of its loads, stores and audits.
 
-The state is split into classes such as `Waiting` and `Loading`. The docstring of each names the only classes that
-change it. Every class may read it, on the scheduling thread.
+The state is split into classes such as `Waiting`, whose docstrings name the only classes that change the state. All
+classes may read the state, on the scheduling thread.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class Scheduler:
 
     `namespace`: the namespace of all chunks. `block_map`: decides which blocks belong to which chunk. `events`: records
     KV events; None if vLLM publishes none. `identify()`: a function that returns the identity of the workers' model, or
-    None to cache nothing. It is called at the start and whenever the weights may have changed. `load_adapter(lora)`: a
-    function that returns an adapter as the workers have loaded it.
+    None to cache nothing. This function is called at the start and when the weights may have changed.
+    `load_adapter(lora)`: a function that returns an adapter as the workers have loaded it.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Scheduler:
         return request
 
     def request_finished(self, vllm_request: VLLMRequest) -> dict[str, Any] | None:
-        """Forget an ended request. Return its report if the request asks for one.
+        """Forget an ended request. Return the request's report if the request has the option for a report.
 
         After the request's last store, its chunks count as used.
         """
@@ -376,8 +376,8 @@ class Scheduler:
             self._jobs.distrust()
 
     def _on_wrong(self, request: Request, chunk: int, own_kv_is_right: bool) -> None:
-        """React to a wrong chunk with index `chunk` of a request: discard running stores, which may depend on it, and
-        empty vLLM's prefix cache.
+        """React to a wrong chunk with index `chunk` of a request: discard running stores, which may depend on this
+        chunk, and empty vLLM's prefix cache.
         """
         self._jobs.distrust()
         self.changes.evict_all()

@@ -85,8 +85,8 @@ class WrongChunks:
         self._deleted: LRUCache[ChunkKey, bool] = LRUCache(_REMEMBERED)
 
     def add(self, keys: Sequence[ChunkKey], found: str) -> None:
-        """Delete a wrong chunk, the first of `keys`, and the chunks after it, the others. `found`: the audit's result
-        as text.
+        """Delete a wrong chunk (`keys[0]`) and the chunks after it (the other keys). `found`: the audit's result as
+        text.
         """
         for key in keys[:1]:
             self._keys.setdefault(key, found)
@@ -120,8 +120,8 @@ class HitAudits(Planner):
     wrong chunks.
 
     `on_wrong(request, chunk, own_kv_is_right)`: a function that is called after the deletion of a wrong chunk. `chunk`:
-    its index in the prompt. `own_kv_is_right`: whether the request's blocks are right, because vLLM has computed all of
-    them.
+    the chunk's index in the prompt. `own_kv_is_right`: whether the request's blocks are right, because vLLM has
+    computed all of them.
     """
 
     def __init__(self, context: PlanContext) -> None:
@@ -192,7 +192,9 @@ class HitAudits(Planner):
         return drawn or self.sampler()
 
     def stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request has computed these chunks after a load. If they are wrong, the load may be the cause."""
+        """Note that a request has computed these chunks after a load. If these chunks are wrong, the load may be the
+        cause.
+        """
         if self.on and request.report.hit_tokens:
             text = f"computed by request {request.name} after {request.report.hit_tokens} loaded tokens"
             self._behind.update(dict.fromkeys(keys, text))
@@ -338,7 +340,7 @@ class LoadAudits(Planner):
         """Audited loads, by job number, of requests that still have the loaded blocks."""
         self._given_up: dict[int, AuditedLoad] = {}
         """Audited loads, by job number, of requests that have released the blocks since the last plan. Nothing has
-        overwritten them yet.
+        overwritten these blocks yet.
         """
         self._left: set[Request] = set()
 

@@ -33,8 +33,8 @@ class WeightChanges(Planner):
     its blocks.
 
     `requests`: the scheduler's requests, by id. `identify()`: a function that returns the identity of the workers'
-    model, or None to cache nothing. It is called at the start and after calls of `suspect`. `evict()`: a function that
-    empties vLLM's prefix cache.
+    model, or None to cache nothing. This function is called at the start and after calls of `suspect`. `evict()`: a
+    function that empties vLLM's prefix cache.
     """
 
     def __init__(

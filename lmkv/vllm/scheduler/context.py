@@ -75,8 +75,8 @@ class SchedulerOptions:
 class Job:
     """A job that the workers do for a request: one copy order or read order. Each planner has its own subclass.
 
-    `distrusted`: whether to discard the result, because after a failed load or a reset it may be wrong. The job was
-    then planned before lmkv knew of the failure, and may copy KV that was computed from unfilled blocks.
+    `distrusted`: whether to discard the result, because the job was planned before a load was known to have failed, or
+    before a reset. The job may copy KV that was computed from unfilled blocks.
     """
 
     planner: Planner = field(repr=False)

@@ -1,8 +1,8 @@
 """`Loads`: plans loads, within a step (synchronous) and between steps (asynchronous), and follows them to their end.
 
-As soon as vLLM allocates the blocks of a synchronous load, its prefix cache shares them. lmkv prevents other requests
-from using these blocks until the load has succeeded. If the load fails, lmkv evicts its blocks from vLLM's prefix
-cache.
+As soon as vLLM allocates the blocks of a synchronous load, vLLM's prefix cache shares these blocks. Until the load has
+succeeded, lmkv prevents other requests from using the blocks. If the load fails, lmkv evicts the blocks from vLLM's
+prefix cache.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class _LoadJob(Job):
     """A synchronous load, or a window of an asynchronous load.
 
     `tokens`: number of tokens to load. `load`: the asynchronous load of the window, else None. `unconfirmed`: the
-    request's blocks from token `start` on, which depend on the load. vLLM's prefix cache already shares them.
+    request's blocks from token `start` on, which depend on the load. vLLM's prefix cache already shares these blocks.
     """
 
     lease: Lease

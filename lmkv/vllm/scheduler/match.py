@@ -117,8 +117,8 @@ class Matcher(Planner):
             self._yield(promotion)
 
     def _yield(self, promotion: Promotion) -> None:
-        """Pause for a moment, so that the I/O threads begin now. They would otherwise begin when the scheduling thread
-        next waits, some 4 ms later.
+        """Pause for a moment, so that the I/O threads begin now, not when the scheduling thread next waits, some 4 ms
+        later.
         """
         reads = any(origin != self._store.primary_name for origin in promotion.origins)
         if reads and not 0 <= self._clock() - self._yielded < _YIELD_EVERY:
@@ -204,7 +204,7 @@ class Matcher(Planner):
     def _awaits_another_server(self, lookup: _Lookup) -> bool:
         """Return whether the request must still wait for the tokens of `wait_for`, which another server is storing.
 
-        If so, begin another lookup for them. When this wait ends, the request gets new limits on waiting.
+        If so, begin another lookup for these tokens. When this wait ends, the request gets new limits on waiting.
         """
         request, waiting, now = lookup.request, lookup.request.waiting, self._clock()
         wanted = request.options.wait_for

@@ -1,6 +1,4 @@
-"""`SchedulerObserver`: is notified of all events of the scheduler side, and makes metrics, reports and KV events of
-them.
-"""
+"""`SchedulerObserver`: is notified of all events of the scheduler side, and makes metrics, reports and KV events."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ _REMEMBERED = 100_000
 """Number of evicted chunks per tier, and of first chunks of prompts, to remember."""
 
 _LAST_BOUNDARIES = 8
-"""At how many chunk ends to explain missing states. The number is small, because it is done for every lookup."""
+"""At how many chunk ends to explain missing states. The number is small, because every lookup explains its miss."""
 
 _SHORT = 16
 """Number of bytes of a chunk key to remember."""
@@ -79,8 +77,8 @@ class EvictionLog:
         return None if found is None else (found[1], self._clock() - found[0])
 
     def forget(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """Forget the removals of these chunks (None: of all), because they were deleted on request, not evicted.
-        Thread-safe.
+        """Forget the removals of `keys` (None: all removals), because these chunks were deleted on request, not
+        evicted. Thread-safe.
         """
         if keys is None:
             self._removed = {}

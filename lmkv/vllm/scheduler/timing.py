@@ -21,7 +21,7 @@ _DECAY = 0.98
 MIN_STEP_TOKENS = 64
 """Smallest number of tokens of a step from which the model's speed is measured."""
 _PROBE_EVERY = 16
-"""Every how many skipped loads of a tier one is run anyway, while its request computes, to measure the tier again."""
+"""One of this many skipped loads of a tier is run anyway, while its request computes, to measure the tier again."""
 _USUAL = 4.0
 """A load is abandoned if it takes longer than this multiple of its expected time."""
 _STAKE = 0.25
@@ -33,8 +33,8 @@ _STAKE = 0.25
 class LoadTime:
     """Estimates how long a tier takes for a load: a delay, plus a time per byte.
 
-    Both are fitted to recent loads by least squares; older loads count less. If all loads have the same size, the delay
-    is 0.
+    Delay and time are fitted to recent loads by least squares; older loads count less. If all loads have the same size,
+    the delay is 0.
     """
 
     nbytes: float = 0.0
@@ -113,8 +113,8 @@ class LoadCost:
     def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:
         """Return how many seconds to wait for a load of `tokens` tokens before computing them instead.
 
-        The result is at most the time to compute the tokens, and may be less for a tier with measurements. It is
-        infinite if loads are always preferred, and None until a prefill was measured.
+        The result is at most the time to compute the tokens, and may be less for a tier with measurements. Return
+        infinity if loads are always preferred, and None until a prefill was measured.
         """
         if not self.enabled:
             return math.inf
@@ -227,8 +227,8 @@ class Timing(Planner):
         return promotion
 
     def late(self, keys: Sequence[ChunkKey], seconds: float) -> None:
-        """Record that the tiers of these chunks have not delivered them within `seconds` seconds. They probably take
-        twice as long.
+        """Record that the tiers of these chunks have not delivered them within `seconds` seconds. Assume that these
+        tiers take twice as long.
         """
         presences = self._store.catalog.lookup(keys)
         missing = [key for key, presence in zip(keys, presences, strict=True) if presence is not Presence.READY]

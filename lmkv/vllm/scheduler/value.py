@@ -26,7 +26,7 @@ SIZES: Final = (0.5, 1.0, 2.0, 4.0)
 _NOW: Final = SIZES.index(1.0)
 _SAMPLED_CHUNKS: Final = 4096
 _MAX_SHARE: Final = 0.001
-"""Largest share of time to spend on estimates. If they take more, fewer requests are sampled."""
+"""Largest share of time to spend on estimates. If estimates take more time, fewer requests are sampled."""
 _FEWEST_CHUNKS: Final = 512
 """Smallest number of chunks in a shadow (a simulated tier) that gives a useful estimate."""
 _BACKLOG: Final = 8
