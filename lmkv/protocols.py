@@ -1,7 +1,7 @@
 """The interfaces between lmkv's parts, and the data that pass through these interfaces.
 
-A backend call for one key returns a miss or a failure as a value, and raises no exception. Each optional feature of a
-backend has a separate protocol. lmkv tests with `isinstance` whether a backend has the feature.
+A backend call for one key returns a miss or a failure as a value, and raises no exception. Optional features of a
+backend have separate protocols, which lmkv tests with `isinstance`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Chunk:
     tokens: bytes = b""
 
     def check(self) -> None:
-        """Raise UsageError if no backend can store the chunk: for an empty payload, or for a wrong shape or length."""
+        """Raise UsageError if the payload, parent or tokens have a wrong shape or length."""
         if not len(self.payload) or self.payload.ndim != 1 or self.payload.itemsize != 1:
             raise UsageError("a payload must be a one-dimensional view of at least one byte")
         if len(self.parent) not in (0, len(self.key)) or len(self.tokens) % 4:
@@ -160,7 +160,7 @@ class Backend(Protocol):
 @frozen
 class Listed:
     """One chunk in the result of `ListsKeys.list_keys`. `nbytes`: how many bytes of the tier's capacity the chunk
-    takes. `last_used`: the time of the last use in seconds; 0.0 if this time is unknown.
+    takes. `last_used`: time of the last use in seconds; 0.0 if unknown.
     """
 
     key: ChunkKey

@@ -104,7 +104,7 @@ def segment_checksums(payload: memoryview, segment_bytes: int) -> tuple[int, ...
 
 def pack_header(header: Header, into: memoryview, authenticator: Authenticator | None = None) -> None:
     """Write the header over the `header.header_bytes` bytes of `into`. A header with tags needs an `authenticator`.
-    Raises FormatError if the header does not fit or is inconsistent.
+    Raises FormatError.
     """
     counts = len(header.checksums), len(header.tokens) // 4
     at_tokens = _FIXED.size + 4 * counts[0]
@@ -238,7 +238,7 @@ def plausible_file_bytes(nbytes: int) -> bool:
 
 @frozen
 class ChunkFormat:
-    """Writes headers for the chunks of a namespace, and verifies headers and payloads. Works for any medium.
+    """Writes headers for the chunks of a namespace, and verifies headers and payloads, on any medium.
 
     `max_tokens`: largest number of token ids that a header records. `authenticator`: None if there is no authentication
     key; then only checksums verify the bytes.
@@ -304,9 +304,7 @@ class SegmentDigests:
         return os.urandom(SALT_BYTES) if self._format.authenticator else b""
 
     def add(self, payload: memoryview) -> None:
-        """Add the next segments to the digests. `payload`: whole segments; only the last segment of a chunk may be
-        shorter.
-        """
+        """Add the next segments. `payload`: whole segments; only a chunk's last segment may be shorter."""
         first, size = len(self.checksums), self._format.segment_bytes
         self.checksums += segment_checksums(payload, size)
         if self._format.authenticator:

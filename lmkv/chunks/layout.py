@@ -144,7 +144,7 @@ class KVLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """The size of a slot in bytes: the largest entry (chunk or state), rounded up to whole memory pages."""
+        """The size of a slot in bytes: the largest entry, rounded up to whole memory pages."""
         return align_up(max(self.sizes))
 
     def pages_per_chunk(self, group: int) -> int:

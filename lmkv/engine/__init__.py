@@ -37,10 +37,9 @@ def open_store(
     block_axis: int,
     **identity: Any,
 ) -> tuple[TieredStore, Namespace, KVLayout, PagedMemory]:
-    """Make the store, namespace, layout and paged memory of a new engine. Raises UsageError or ConfigError for
-    arguments or settings that cannot work.
+    """Make the store, namespace, layout and paged memory of a new engine. Raises UsageError and ConfigError.
 
-    `identity`: the fields of the namespace that do not follow from the tensors, such as `model`.
+    `identity`: the fields of the namespace that do not follow from the tensors.
     """
     if not isinstance(config, Config):
         raise UsageError(f"config must be a Config, for example Config.load(...), not {short_repr(config)}")

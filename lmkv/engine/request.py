@@ -120,8 +120,8 @@ class Request:
         return store.reserve(keys, parent=self._chain.parent(first), tokens=ids, protect=self.keys)
 
     def copies_to_slots(self, slots: Mapping[ChunkKey, int], first: int, end: int) -> list[ChunkCopy]:
-        """Return the copies from blocks to slots, for the chunks with index `first` to `end - 1` that `slots` contains.
-        `slots`: the slot of each chunk to copy, by key.
+        """Return the copies from blocks to slots for those of chunks `first` to `end - 1` that `slots` contains.
+        `slots`: slots by chunk key.
         """
         keys = enumerate(self.keys[first:end], first)
         return [self._copy(slots[key], index) for index, key in keys if key in slots]
@@ -144,8 +144,7 @@ class EngineStats:
 
     Notes
     -----
-    The object never changes. `requested_tokens` counts the tokens of all chunks that callers asked to load, loaded or
-    not.
+    `requested_tokens` counts the tokens of all chunks that callers asked to load, loaded or not.
     """
 
     stored_tokens: int

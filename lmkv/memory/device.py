@@ -264,7 +264,7 @@ class PinnedSlab:
         self._pinned[first : last + 1] = True
 
     def wait(self) -> None:
-        """Wait until the threads have ended, because all pieces are registered or one has failed."""
+        """Wait until the threads that register memory have ended."""
         for thread in self._threads:
             thread.join()
 
@@ -497,8 +497,8 @@ class DeviceCopier:
                     yield part.pages(alike, slots)
 
     def _runs(self, batch: Sequence[_Pages], address: int) -> tuple[Addresses, Addresses, Addresses]:
-        """Join the pages of a batch to runs that are contiguous on the host. Return the runs' host addresses, their
-        addresses in the staging memory at `address`, and their sizes.
+        """Join pages that are adjacent on the host to runs. Return the runs' host addresses, staging addresses (from
+        `address` on) and sizes.
 
         A run never crosses the end of a slot, because the border of a registration may be there.
         """

@@ -124,10 +124,10 @@ def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
 
 
 def _limited(setting: str, wanted: int, limits: Mapping[str, int], unit: int = 1) -> int:
-    """Return `wanted` bytes or the smallest of `limits`, rounded down to multiples of `unit`. Log a warning if a limit
-    is smaller. `limits`: a number of bytes for each reason.
+    """Return `wanted` bytes or the smallest of `limits` (bytes by reason), rounded down to multiples of `unit`. Log a
+    warning if a limit is smaller.
 
-    Raises ConfigError if the result would be 0 and `unit` is above 1.
+    Raises ConfigError if not even one unit of several bytes fits.
     """
     reason, limit = min(limits.items(), key=lambda item: item[1])
     capacity = max(min(wanted, limit), 0) // unit * unit

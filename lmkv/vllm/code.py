@@ -147,10 +147,9 @@ def packages_of_plug_ins() -> frozenset[str]:
 
 
 def foreign_methods(kind: type) -> set[str]:
-    """Return the packages other than the class's own whose functions are methods of the class `kind`.
-
-    Packages with a version, known packages and plug-ins are left out. Raises ValueError if such a function, or a method
-    of a class without a versioned package, uses values that no source file has.
+    """Return the packages, other than the class's own, whose functions are methods of the class `kind`. Packages with a
+    version and plug-ins are left out. Raises ValueError if such a function, or a method of a class without a versioned
+    package, uses values that no source file has.
     """
     package = package_of(kind)
     calls = [(package_of(call), call) for method in vars(kind).values() for call in _calls_of(method)]

@@ -376,8 +376,8 @@ def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str]
     """Return a function that returns the current block tables of a request id, or None if the step does not compute the
     request.
 
-    vLLM 0.29 passes only tables that have grown, although a sliding window removes blocks from every table. So this
-    function reads the tables of the KV cache manager there.
+    vLLM 0.29 passes only tables that have grown, although a sliding window changes every table. So there, the tables
+    come from the KV cache manager.
     """
     source = scheduler_output.kv_connector_block_state if scheduler is None else scheduler.kv_cache_manager
     tables: Callable[[str], Sequence[list[int]] | None] = source.get_block_ids

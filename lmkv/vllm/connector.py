@@ -387,7 +387,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return `KVConnectorTransferResults` with the ended and failed loads. vLLM 0.30 and later call this method."""
+        """Return `KVConnectorTransferResults` with the ended and failed loads, for vLLM 0.30 and later."""
         return compat.transfer_results(*self._finished())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:

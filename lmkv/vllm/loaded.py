@@ -50,9 +50,7 @@ KEEPS_WEIGHTS = frozenset({
     *("reset_encoder_cache", "get_node_and_gpu_ids", "determine_available_memory", "execute_dummy_batch"),
     *("get_encoder_timing_stats", "shutdown_weight_transfer_engine"),
 })  # fmt: skip
-"""Worker methods of vLLM that do not change weights. Clients may call these methods often, so lmkv does not check the
-weights after each call.
-"""
+"""Worker methods of vLLM that do not change weights, so that lmkv need not check the weights after a call."""
 
 
 # -- in a worker ------------------------------------------------------------------------------------------------------

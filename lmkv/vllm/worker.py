@@ -49,7 +49,7 @@ class _Running:
     seconds: float | None = None
     """Duration of the copy in seconds, or None until the copy has ended."""
     audited: bool = True
-    """Whether the blocks still have the content that the load has copied, so that an audit can compare them."""
+    """Whether the blocks still have the content that the load has copied."""
 
 
 class Worker:

@@ -306,7 +306,7 @@ class HitAudits(Planner):
 @define(eq=False)
 class _ReadAgain(Job):
     load: AuditedLoad | None
-    """The load, or None if the load's blocks were recomputed or lost, so that the result does not count."""
+    """The load, or None if the load's blocks were recomputed or lost."""
 
 
 @define(eq=False)

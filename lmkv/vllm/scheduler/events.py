@@ -188,7 +188,7 @@ class EventRecorder:
                 del self._chunks[key]
 
     def take(self) -> list[Event]:
-        """Return the events of the changes since the last call. The rest of many changes follows in later calls."""
+        """Return the events of recorded changes, at most 1,024 changes per call."""
         events, self._events = self._events, []
         touched = set()
         for _ in range(min(len(self._changes), _BATCH_CHANGES)):

@@ -204,7 +204,7 @@ class Matcher(Planner):
     def _awaits_another_server(self, lookup: _Lookup) -> bool:
         """Return whether the request must still wait for the tokens of `wait_for`, which another server is storing.
 
-        If so, begin another lookup for these tokens. When this wait ends, the request gets new limits on waiting.
+        If so, begin another lookup for these tokens. Later waits have new limits.
         """
         request, waiting, now = lookup.request, lookup.request.waiting, self._clock()
         wanted = request.options.wait_for
