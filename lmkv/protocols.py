@@ -20,7 +20,8 @@ class Presence(Enum):
 
     MISS = "miss"
     READY = "ready"
-    """The chunk is complete in host memory. A request can lease the chunk, which keeps the chunk there during a load.
+    """The chunk is complete in host memory. A request can lease the chunk, which keeps the chunk there during a
+    load.
     """
     PENDING = "pending"
     """The chunk is being stored in host memory, or promoted into host memory."""
@@ -334,7 +335,8 @@ class DividesTier(Protocol):
 
 @runtime_checkable
 class Admission(Protocol):
-    """A filter that decides which new chunks a tier stores. The store calls the filter while holding the store's lock.
+    """A filter that decides which new chunks a tier stores. The store calls the filter while holding the store's
+    lock.
     """
 
     def admit(self, key: ChunkKey) -> bool: ...

@@ -1,2 +1,3 @@
-"""Chunks, the units in which lmkv stores KV: their keys and namespaces, their layout in memory, and their file format.
+"""Chunks, the units in which lmkv stores KV: their keys and namespaces, their layout in memory, and their file
+format.
 """

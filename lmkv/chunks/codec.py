@@ -44,7 +44,8 @@ _WRITER = struct.Struct("<4H")
 Version = tuple[int, ...]
 THIS_WRITER: Version = tuple(map(int, re.findall(r"\d+", __version__)[:3]))
 REFUSED_WRITERS: frozenset[Version] = frozenset()
-"""Versions of lmkv that stored KV under a wrong key (see the changelog). This lmkv reads no chunks of these versions.
+"""Versions of lmkv that stored KV under a wrong key (see the changelog). This lmkv reads no chunks of these
+versions.
 """
 _HAS_PARENT = 1
 _AUTHENTICATED = 2
@@ -211,7 +212,8 @@ def _decode(data: memoryview, nbytes: int) -> Header:
 def verify_segments(
     header: Header, payload: memoryview, first: int = 0, authenticator: Authenticator | None = None
 ) -> None:
-    """Verify consecutive segments of a payload. `payload`: the segments from number `first` on. Raises `FormatError`.
+    """Verify consecutive segments of a payload. `payload`: the segments from number `first` on. Raises
+    `FormatError`.
     """
     if authenticator:
         _authenticate_segments(header, payload, first, authenticator)

@@ -91,8 +91,7 @@ class KeyChain:
         self._ids = bytearray()
 
     def extend(self, tokens: Tokens) -> None:
-        """Add the keys of the chunks that are now complete. `tokens`: ALL tokens of the sequence so far, not only the
-        new ones.
+        """Add the keys of the chunks that are now complete. `tokens`: ALL tokens of the sequence so far.
 
         Reads each token once. Does not read the tokens after the last whole chunk. Raises UsageError with the position
         of a token that is not a uint32; the chain is then unchanged. A bool inside a list counts as 0 or 1; arrays of

@@ -62,7 +62,8 @@ def open_store(
 
 
 def _page_format(tensor: torch.Tensor, block_axis: int) -> tuple[object, ...]:
-    """Return the dtype, and the shape and strides inside a block. These values decide where in a page each number is.
+    """Return the dtype, and the shape and strides inside a block. These values decide where in a page each number
+    is.
     """
     inner = block_axis + 1
     return str(tensor.dtype), (*tensor.shape[:block_axis], *tensor.shape[inner:]), tensor.stride()[inner:]
@@ -395,7 +396,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _locked_copier(self) -> Iterator[Copier]:
-        """Yield the copier, and hold `_copy_lock` during the `with` block. Raises ClosedError if the engine is closed.
+        """Yield the copier, and hold `_copy_lock` during the `with` block. Raises ClosedError if the engine is
+        closed.
         """
         with self._copy_lock:
             yield self._check_copies()

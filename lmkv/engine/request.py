@@ -155,7 +155,8 @@ class EngineStats:
 
 @frozen
 class Progress:
-    """How far a prefetch is: the tokens and bytes that were found in some tier, and those that are in host memory now.
+    """How far a prefetch is: the tokens and bytes that were found in some tier, and those that are in host memory
+    now.
     """
 
     found_tokens: int

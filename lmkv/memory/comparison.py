@@ -202,7 +202,8 @@ _WORDS = 1 << 20
 
 
 def factors(row: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return `count` pseudorandom odd numbers, int64 [count], made with SplitMix64's mixing function. `row`: the seed.
+    """Return `count` pseudorandom odd numbers, int64 [count], made with SplitMix64's mixing function. `row`: the
+    seed.
     """
     mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -7046029254386353131 * (2 * row + 1)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
@@ -239,7 +240,8 @@ def page_digests(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 @frozen
 class Reading:
-    """The digests of the pages of one read, in the order of the pages. The digests are valid once `event` is reached.
+    """The digests of the pages of one read, in the order of the pages. The digests are valid once `event` is
+    reached.
     """
 
     event: Event

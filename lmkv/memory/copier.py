@@ -79,7 +79,8 @@ class Copier(Protocol):
         ...
 
     def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
-        """Store one layer at each `next` of the returned iterator. Call `next` after launching the layer's computation.
+        """Store one layer at each `next` of the returned iterator. Call `next` after launching the layer's
+        computation.
         """
         ...
 

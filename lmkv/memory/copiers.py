@@ -87,7 +87,8 @@ class CPUCopier:
         return (_load(planes, pages) for planes in self._to_load)
 
     def _pages(self, copies: Sequence[ChunkCopy]) -> _PageRuns:
-        """Return the pages to copy, by block table; all layers have the same. Raises UsageError as `check_copies` does.
+        """Return the pages to copy, by block table; all layers have the same. Raises UsageError as `check_copies`
+        does.
         """
         pages: _PageRuns = {}
         for group, ids in check_copies(copies, self._num_slots, self._num_blocks).items():

@@ -193,7 +193,8 @@ class Staging:
 
 
 PIECE_BYTES = 32 << 20
-"""Bytes per registration. On an H100, a kernel launch waits 1.5 ms for a registration of 32 MiB, and 5 ms for 128 MiB.
+"""Bytes per registration. On an H100, a kernel launch waits 1.5 ms for a registration of 32 MiB, and 5 ms for 128
+MiB.
 """
 
 

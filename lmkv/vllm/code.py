@@ -147,9 +147,10 @@ def packages_of_plug_ins() -> frozenset[str]:
 
 
 def foreign_methods(kind: type) -> set[str]:
-    """Return the packages, other than the class's own, whose functions are methods of the class `kind`. Packages with a
-    version and plug-ins are left out. Raises ValueError if such a function, or a method of a class without a versioned
-    package, uses values that no source file has.
+    """Return the packages, other than the class's own, whose functions are methods of the class `kind`.
+
+    Packages with a version and plug-ins are left out. Raises ValueError if such a function, or a method of a class
+    without a versioned package, uses values that no source file has.
     """
     package = package_of(kind)
     calls = [(package_of(call), call) for method in vars(kind).values() for call in _calls_of(method)]
@@ -229,8 +230,8 @@ def _is_told(value: Any) -> bool:
 
 
 def digest(packages: Iterable[str]) -> str:
-    """Return a digest of the code of `packages` and of all modules that this code imports. Of other installed packages,
-    only the version is hashed.
+    """Return a digest of the code of `packages` and of all modules that this code imports. For other installed
+    packages, only the version is hashed.
 
     Raises OSError or ValueError if code cannot be read, for example because the code comes from no file.
     """
@@ -313,7 +314,8 @@ def _spec_of(name: str) -> ModuleSpec | None:
 
 @functools.cache
 def _version(package: str) -> str:
-    """Return a package's version. Return "" if the code may change without a new version: not installed, or editable.
+    """Return a package's version. Return "" if the code may change without a new version: not installed, or
+    editable.
     """
     with suppress(Exception):
         found = [importlib.metadata.distribution(name) for name in _distributions()[package]]

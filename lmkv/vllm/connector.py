@@ -54,7 +54,8 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 class LMKVConnectorMetadata(KVConnectorMetadata):
-    """The plan of one step (`StepPlan`: which chunks to copy) in the form in which vLLM passes metadata to the workers.
+    """The plan of one step (`StepPlan`: which chunks to copy) in the form in which vLLM passes metadata to the
+    workers.
     """
 
     def __init__(self, plan: StepPlan) -> None:
@@ -85,7 +86,7 @@ class Sides(NamedTuple):
 _CONNECTORS: WeakValueDictionary[tuple[KVConnectorRole, int], LMKVConnector] = WeakValueDictionary()
 """The connectors in this process, by role and by the `id` of the model's configuration.
 
-An engine may have only one. A second one in a MultiConnector would also return a report for `lmkv.report`, and vLLM
+An engine may have only one: a second one in a MultiConnector would also return a report for `lmkv.report`, and vLLM
 would fail.
 """
 
@@ -93,7 +94,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _never_raises(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
-    """Decorate a method so that it never raises. An exception is logged, and the method returns `fallback()` instead.
+    """Decorate a method so that it never raises. An exception is logged, and the method returns `fallback()`
+    instead.
     """
 
     def decorate(method: _Method) -> _Method:
@@ -269,7 +271,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.fail_load(request.request_id, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """Return the number of loaded tokens by vLLM's `CacheHitSource`, so that vLLM's metrics distinguish the tiers.
+        """Return the number of loaded tokens by vLLM's `CacheHitSource`, so that vLLM's metrics distinguish the
+        tiers.
         """
         counts = {} if self._scheduler is None else self._scheduler.hit_sources(request.request_id)
         return compat.hit_sources(counts, num_external_tokens)

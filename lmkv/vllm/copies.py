@@ -24,7 +24,8 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 _REMEMBERED = 10_000_000
-"""Largest number of digests to keep for audited loads (80 MB). Digests are kept until the load's blocks are released.
+"""Largest number of digests to keep for audited loads (80 MB). Digests are kept until the load's blocks are
+released.
 """
 
 
@@ -74,7 +75,8 @@ class LayerwiseTransfer:
                 pipeline.last.wait()
 
     def finish(self) -> Event | None:
-        """Finish all copies. Return an event for their end, or None if the copies have failed and no copy is running.
+        """Finish all copies. Return an event for their end, or None if the copies have failed and no copy is
+        running.
         """
         pipeline, events = self._pipeline, list[Event]()
         if pipeline is None:
@@ -105,7 +107,8 @@ def _number(digests: Digests) -> int:
 
 @frozen
 class Comparing:
-    """The event of a comparison. If the comparison has raised an exception, all methods except `wait` raise it as well.
+    """The event of a comparison. If the comparison has raised an exception, all methods except `wait` raise it as
+    well.
     """
 
     _future: Future[list[Difference]]

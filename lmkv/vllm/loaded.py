@@ -41,7 +41,8 @@ change while the model computes do not count.
 """
 _before_call: ByLayer = WeakKeyDictionary()
 _emptied: ByLayer = WeakKeyDictionary()
-"""Digests, by layer and name, of parameters whose content vLLM has moved into another form and then emptied or deleted.
+"""Digests, by layer and name, of parameters whose content vLLM has moved into another form and then emptied or
+deleted.
 """
 
 KEEPS_WEIGHTS = frozenset({
@@ -228,7 +229,8 @@ def _layers(runner: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _identity(vllm_config: Any, layers: Iterable[tuple[str, nn.Module]], workers: Sequence[Any] = ()) -> str:
-    """Return the identity of these layers. `workers`: vLLM objects with code that may also affect the layers' results.
+    """Return the identity of these layers. `workers`: vLLM objects with code that may also affect the layers'
+    results.
     """
     scattered = experts_are_scattered(vllm_config)
     files = stamps(folder_of(source_of(vllm_config.model_config), "config.json")) if scattered else ()

@@ -292,7 +292,8 @@ def source_of(model_config: Any) -> str:
 
 
 def config_digest(model_config: Any) -> str:
-    """Return a digest of the model's configuration with all overrides, such as rope scaling, heads, layers and windows.
+    """Return a digest of the model's configuration with all overrides, such as rope scaling, heads, layers and
+    windows.
     """
     described = model_config.hf_config.to_dict()
     # The same model in another folder has the same KV.

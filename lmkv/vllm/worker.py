@@ -476,7 +476,8 @@ class Worker:
         return finished, failed
 
     def close(self, *, process_ends: bool = False) -> None:
-        """Wait for the running copies, and unmap the slab. If the process ends, the kernel unmaps the slab. Idempotent.
+        """Wait for the running copies, and unmap the slab. If the process ends, the kernel unmaps the slab.
+        Idempotent.
         """
         self._closing.set()
         if self._search is not None:

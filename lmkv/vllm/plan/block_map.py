@@ -13,7 +13,8 @@ _NOTHING = Run(0, [])
 """The run of pages (`Run`) for a block table that a copy does not touch."""
 
 NULL_BLOCK = 0
-"""vLLM's placeholder in block tables, for blocks that a sliding window has passed and for states that no longer exist.
+"""vLLM's placeholder in block tables, for blocks that a sliding window has passed and for states that no longer
+exist.
 """
 
 
@@ -171,7 +172,8 @@ class BlockMap:
         }
 
     def most_blocks(self, tokens: int) -> int:
-        """Return the largest number of blocks that a request of `tokens` tokens needs until the end of its next step.
+        """Return the largest number of blocks that a request of `tokens` tokens needs until the end of its next
+        step.
         """
         return sum((0 if group.state else tokens // group.block_size) + 2 for group in self.groups)
 

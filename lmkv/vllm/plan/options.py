@@ -50,7 +50,8 @@ _NUMBERS: Final = (int, float, bool, type(None))
 
 
 def check_model(vllm_config: Any) -> None:
-    """Raise ValueError if vLLM cannot cache prefixes of this model or cannot split its prefill. The message says why.
+    """Raise ValueError if vLLM cannot cache prefixes of this model or cannot split its prefill. The message says
+    why.
     """
     from vllm import envs
 

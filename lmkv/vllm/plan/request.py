@@ -23,7 +23,8 @@ from lmkv.vllm.plan.identity import Adapters, Media, UnnamedMediaError, request_
 from lmkv.vllm.plan.options import MAX_TOKENS, RequestOptions
 
 STALL = 0.8
-"""If the time to compute is unknown, a request stops waiting after this many seconds without a new chunk, and computes.
+"""If the time to compute is unknown, a request stops waiting after this many seconds without a new chunk, and
+computes.
 """
 
 
@@ -396,7 +397,8 @@ class Request:
         self.tail_chunk, self.storing.tail_due = len(self.chain.keys), True
 
     def leave_out(self) -> None:
-        """Store and load nothing for this request from now on, because its weights or inputs are not known for certain.
+        """Store and load nothing for this request from now on, because its weights or inputs are not known for
+        certain.
         """
         self.unidentified = self.options.skip_save = self.options.skip_load = True
 

@@ -47,10 +47,10 @@ class Scheduler:
     All calls come from vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request,
     `plan_step`, `take_plan`, and later `on_report` with the workers' results.
 
-    `namespace`: the namespace of all chunks. `block_map`: decides which blocks belong to which chunk. `events`: records
-    KV events; None if vLLM publishes none. `identify()`: a function that returns the identity of the workers' model, or
-    None to cache nothing. This function is called at the start and when the weights may have changed.
-    `load_adapter(lora)`: a function that returns an adapter as the workers have loaded it.
+    `block_map`: decides which blocks belong to which chunk. `events`: records KV events; None if vLLM publishes none.
+    `identify()`: a function that returns the identity of the workers' model, or None to cache nothing. This function is
+    called at the start and when the weights may have changed. `load_adapter(lora)`: a function that returns an adapter
+    as the workers have loaded it.
     """
 
     def __init__(
@@ -359,8 +359,8 @@ class Scheduler:
                 logger.exception("lmkv: an error occurred after a copy; lmkv continues; please report the error")
 
     def _note(self, report: WorkerReport) -> None:
-        """Process a report except the results of its jobs. After a failed load, make the results of running stores be
-        discarded.
+        """Process a report except the results of its jobs. After a failed load, discard the results of running
+        stores.
         """
         self._mapped |= report.mapped
         if report.refusal and not self._refused:

@@ -2,8 +2,8 @@
 back.
 
 Checksums prove that loaded bytes are the bytes that were written. Only an audit proves that these bytes are the right
-KV. For `HitAudits`, workers copy freshly computed pages into free slots, as a store does, and then compare these slots
-with the stored chunks.
+KV. For `HitAudits`, workers copy freshly computed pages into free slots, and compare these slots with the stored
+chunks.
 """
 
 from __future__ import annotations
@@ -278,7 +278,8 @@ class HitAudits(Planner):
             self.on_wrong(job.request, first, not job.audit.computed)
 
     def accuse(self, text: str, *then: str) -> None:
-        """Log a wrong chunk or load and the consequences `then`, and switch loads off if `audit_action` is "disable".
+        """Log a wrong chunk or load and the consequences `then`, and switch loads off if `audit_action` is
+        "disable".
         """
         self._telemetry.loads_off |= self._disables
         off = "; lmkv loads nothing from now on" if self._disables else ""

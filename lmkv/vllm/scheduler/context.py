@@ -65,7 +65,8 @@ class SchedulerOptions:
 
     @classmethod
     def of(cls, config: object, **given: Any) -> Self:
-        """Make options from the attributes of `config` that have the same names. Arguments in `given` take precedence.
+        """Make options from the attributes of `config` that have the same names. Arguments in `given` take
+        precedence.
         """
         found = {each.name: getattr(config, each.name) for each in fields(cls) if hasattr(config, each.name)}
         return cls(**{**found, **given})
@@ -115,8 +116,8 @@ class Jobs:
     def distrust(self) -> None:
         """Mark all current jobs as distrusted, so that their results are discarded.
 
-        After a failed load, their KV may depend on unfilled blocks, which vLLM's prefix cache shares with other
-        requests. A reset discards everything that was stored before it.
+        After a failed load, any KV may depend on unfilled blocks, which vLLM's prefix cache shares with other requests.
+        After a reset, no request looks for KV that was stored earlier.
         """
         for job in self._jobs.values():
             job.distrusted = True

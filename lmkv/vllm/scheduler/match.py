@@ -29,7 +29,8 @@ logger = logging.getLogger("lmkv.vllm")
 
 _MAX_ASYNC_LOADS = 3
 _YIELD, _YIELD_EVERY = 5e-5, 0.01
-"""Seconds of the pauses in which the scheduling thread lets I/O threads run, and shortest seconds from pause to pause.
+"""Seconds of the pauses in which the scheduling thread lets I/O threads run, and shortest seconds from pause to
+pause.
 """
 _LOOK_EVERY = 0.01, 0.1, 1.0
 """Time between two lookups for `wait_for`: shortest (seconds), share of the time since the first lookup, longest

@@ -49,7 +49,8 @@ class ChunkStores(Planner):
         self._by_prefix = context.options.save_unfull_chunk and not context.block_map.windowed
 
     def completes(self, request: Request, computed: int) -> int:
-        """Return how many of the first chunks are complete after `computed` tokens. Return 0 if all of them are stored.
+        """Return how many of the first chunks are complete after `computed` tokens. Return 0 if all of them are
+        stored.
         """
         if computed < (request.storing.stored + 1) * self._chunk_size:
             # The usual case.
@@ -325,7 +326,8 @@ class Endings(Planner):
         return self._answer(request) or None
 
     def _once_all_stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Apply the request's options once no other request, such as one with the same prompt, is storing these chunks.
+        """Apply the request's options once no other request, such as one with the same prompt, is storing these
+        chunks.
         """
         other = self._stores.storing(keys)
         if other is not None:

@@ -15,7 +15,8 @@ from lmkv.vllm.plan import JobReport
 from lmkv.vllm.plan.request import Miss
 
 Values = dict[str, dict[tuple[str, ...], Any]]
-"""For each metric and its label values: a counter's increase, a gauge's value, or a list of a histogram's observations.
+"""For each metric and its label values: a counter's increase, a gauge's value, or a list of a histogram's
+observations.
 """
 
 
@@ -168,7 +169,8 @@ class Samples:
 
 
 def merge(into: Values, other: Values) -> None:
-    """Add later values, or the values of another rank, to `into`. Counters and histograms add up; gauges are replaced.
+    """Add later values, or the values of another rank, to `into`. Counters and histograms add up; gauges are
+    replaced.
     """
     for name, series in other.items():
         merged, gauge = into.setdefault(name, {}), METRICS[name].kind == "gauge"
@@ -251,7 +253,8 @@ class Telemetry:
         self._samples.add("lmkv_audit_seconds", seconds)
 
     def compared(self, tiers: Sequence[str], wrong: Sequence[str], *, states: bool) -> None:
-        """Count compared chunks or states. `tiers`: the tier of each compared one. `wrong`: the tier of each wrong one.
+        """Count compared chunks or states. `tiers`: the tier of each compared one. `wrong`: the tier of each wrong
+        one.
         """
         for tier in tiers:
             self._samples.add("lmkv_audited_states" if states else "lmkv_audited_chunks", 1, tier)

@@ -25,7 +25,8 @@ _PROBE_EVERY = 16
 _USUAL = 4.0
 """A load is abandoned if it takes longer than this multiple of its expected time."""
 _STAKE = 0.25
-"""If loading is expected to be faster than computing, a request may wait for at least this share of the computing time.
+"""If loading is expected to be faster than computing, a request may wait for at least this share of the computing
+time.
 """
 
 
@@ -150,7 +151,8 @@ class LoadMode:
             self._speed += (speed - self._speed) * (_SMOOTHING if self._speed else 1)
 
     def between_steps(self, nbytes: int) -> bool:
-        """Return whether to load `nbytes` bytes asynchronously. With "auto", return False until a speed was measured.
+        """Return whether to load `nbytes` bytes asynchronously. With "auto", return False until a speed was
+        measured.
         """
         if self.mode != "auto":
             return self.mode == "async"
