@@ -136,8 +136,7 @@ class Backend(Protocol):
         ...
 
     def read(self, key: ChunkKey, into: memoryview) -> Read:
-        """Copy a chunk's payload into the buffer `into`, and return the result. The buffer belongs to the caller, and
-        has the length of the payload.
+        """Copy a chunk's payload into `into`, a buffer of the caller with the payload's length, and return the result.
 
         Unless the result is HIT, the content of the buffer is undefined. If the stored chunk has another length, the
         result is FAILED. After a result with `CorruptChunkError` lmkv deletes the chunk. After any other error lmkv
@@ -186,8 +185,8 @@ class ListsKeys(Protocol):
 class SharesRoom(Protocol):
     """A backend that shares its medium with other processes and namespaces, and counts the bytes of all these writers.
 
-    Chunks of other namespaces count as used space, and may be evicted, but are never read. In `list_all` and `reclaim`,
-    keys of other namespaces have more than 32 bytes.
+    Chunks of other namespaces count as used space, and may be evicted, but are never read. Keys of other namespaces
+    have more than 32 bytes.
     """
 
     def reserve_bytes(self, nbytes: int) -> int:

@@ -31,7 +31,7 @@ TOLERANCE = {
 compared.
 """
 _RUN = 16
-"""How many consecutive numbers form a run, the unit of comparison. A run belongs to the keys or values of one head."""
+"""How many consecutive numbers form a run, the unit of comparison. All belong to the keys or values of one head."""
 _ROUNDING, _LEAST = 4.0, 0.05
 """Lower bounds for the spread of a run: `_ROUNDING` rounding errors, and `_LEAST` times the page's median spread."""
 

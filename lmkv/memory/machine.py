@@ -54,8 +54,7 @@ class ControlGroup:
 
 
 def control_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[ControlGroup]:
-    """Yield the control groups that limit this process: its own group, and all parent groups inside `root`. Some may
-    not exist.
+    """Yield the control groups that limit this process: its own group, and all parent groups inside `root`.
 
     In a container, `root` is usually the container's own group, although the path in the file `own` is longer.
     """

@@ -1,8 +1,8 @@
 """The worker side of the connector: maps the slab (lmkv's host memory), makes the copies that the scheduler side
 orders, and reports their results.
 
-A worker makes no decisions. No method raises: an error becomes a failed job. After a failed store the chunks are not
-stored, and after a failed load vLLM recomputes the blocks.
+No method raises: an error becomes a failed job. After a failed store the chunks are not stored, and after a failed load
+vLLM recomputes the blocks.
 """
 
 from __future__ import annotations
