@@ -120,9 +120,8 @@ class ServedModel:
     the stage with the most layers. `layers`: names of the layers that `layout` describes. `fused`: whether all layers
     of a block are adjacent in memory, so that `layout` treats them as one layer.
 
-    `num_blocks`: number of vLLM's blocks. `ranks`: the ranks of the workers. `numbers`: for each layer, the numbers in
-    its pages; empty if a page also has other data. `experts`: whether the model is a mixture of experts. `dtype`: the
-    model's data type.
+    `num_blocks`: number of vLLM's blocks. `numbers`: for each layer, the numbers in its pages; empty if a page also has
+    other data. `experts`: whether the model is a mixture of experts.
     """
 
     block_map: BlockMap

@@ -295,7 +295,7 @@ class Report:
     `sources`, `source_chunks`: number of tokens and of chunks from each tier in the last promise to vLLM. `promised`:
     the keys of the promised chunks, and of the chunks before them in vLLM's own hit. `miss`: why the other tokens were
     not promised. `counted`: whether the metrics have counted the hit and the miss, which happens when vLLM first
-    schedules the request. `last_log_line`: the numbers of tokens in the request's last log line.
+    schedules the request.
     """
 
     sources: dict[str, int] = field(factory=dict)
