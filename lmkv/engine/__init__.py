@@ -435,9 +435,9 @@ class Engine:
     def pin(self, tokens: Tokens, *, ttl: float | None = None, variant: Variant = PLAIN) -> int:
         """Keep a prompt's first chunks in host memory for `ttl` seconds. Returns the number of pinned tokens.
 
-        Chunks from the first one that is not in host memory on are not pinned. `ttl`: the engine's `pin_ttl` by
-        default. Pins may fill a limited share of host memory. Beyond this share, the variant with the most pins loses
-        its oldest pins.
+        Pinning stops before the first chunk that is not in host memory. `ttl`: the engine's `pin_ttl` by default. Pins
+        may fill a limited share of host memory. Beyond this share, the variant with the most pins loses its oldest
+        pins.
         """
         self._check_open()
         limit = self._pin_ttl if ttl is None else seconds(ttl, "ttl")
