@@ -164,7 +164,8 @@ class SlabRef:
 
 
 class SlabMap:
-    """A mapping of a slab into this process. Which slots are free is unknown. Close a mapping only after its last use.
+    """A mapping of a slab into this process. The mapping does not know which slots are free. Close a mapping only after
+    its last use.
 
     `array`: uint8 [num_slots, slot_bytes].
     """

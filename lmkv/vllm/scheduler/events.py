@@ -1,7 +1,7 @@
 """Makes KV events for routers: which of vLLM's blocks have entered or left a tier of the store.
 
-Only chunks that this engine has stored or found have events, because others' block hashes are unknown. The store's
-threads record changes, and the scheduling thread makes events from these changes.
+Only chunks that this engine has stored or found have events, because the block hashes of other chunks are unknown. The
+store's threads record changes, and the scheduling thread makes events from these changes.
 
 A block may be in several chunks: a prompt's tail and the chunk that the tail became, or chunks with different tags.
 Routers may see several tiers as one place (medium and locality). A block is in a place while any chunk with this block

@@ -308,8 +308,8 @@ class StateStores(Planner):
 
 
 class Endings(Planner):
-    """Applies the pins and priorities of ended requests, after each request's last store. `stores`: says when stores
-    end.
+    """Applies the pins and priorities of ended requests, after each request's last store. `stores`: finds running
+    stores.
     """
 
     def __init__(self, context: PlanContext, stores: ChunkStores) -> None:
