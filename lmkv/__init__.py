@@ -1,7 +1,7 @@
 """lmkv keeps the KV cache of an LLM server outside the server's GPU.
 
-A name of this package is imported when a program first uses the name, so `lmkv.policies` and `lmkv.testing` work
-without torch.
+Each public name is imported from its module when a program first uses the name. So `lmkv.policies` and `lmkv.testing`
+work without torch.
 """
 
 from __future__ import annotations

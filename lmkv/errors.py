@@ -21,11 +21,11 @@ _IN_QUERY = re.compile(r"([?&])([^=&#]*)(?:=([^&]*))?")
 SECRET = re.compile(r"(?i)passw|pass\b|pwd|pw\b|secret|token|key|credential|signature|proxy|\bsig")
 """Matches the names of options that have secret values."""
 _READ, _SHOWN = 8000, 1000
-"""Number of characters to read, and number of characters to show, of a text from outside."""
+"""Largest number of characters to read, and to show, of a text that does not come from lmkv."""
 
 
 def mask_secrets(text: str) -> str:
-    """Return the text without the passwords of the URLs in it.
+    """Return the text with the passwords of all URLs in it replaced by `***`.
 
     >>> mask_secrets("redis://cache:secret@host:6379/0?ssl_password=other&db=1")
     'redis://cache:***@host:6379/0?ssl_password=***&db=1'
@@ -38,8 +38,8 @@ def _masked_users(text: str) -> str:
 
 
 def _masked_user(text: str) -> str:
-    """Mask the user and password of one URL up to its last @, because users forget to encode : / ? # @ in a
-    password.
+    """Mask the password of one URL. The password ends at the last @, because users forget to encode : / ? # @ in
+    passwords.
     """
     if not (scheme := _SCHEME.search(text)):
         return text
@@ -70,7 +70,7 @@ def printable(text: str, most: int = 200) -> str:
 
 
 def outside(text: str) -> str:
-    """Return the text of a store or a client library for a message: shortened, in one line, without passwords.
+    """Prepare a text from a store or a client library for a message: shortened, in one line, with passwords masked.
 
     >>> outside("refused: redis://cache:secret@host " + "more " * 9_000)[:40]
     'refused: redis://cache:***@host more mor'
@@ -82,7 +82,9 @@ def outside(text: str) -> str:
 
 
 def _masked_repr(x: str, level: int) -> str:
-    """Return the repr of a string without passwords. `level`: the depth of nesting, which `reprlib` passes."""
+    """Return the repr of a string with passwords masked. `level`: the depth of nesting, an argument that `reprlib`
+    passes.
+    """
     return reprlib.Repr.repr_str(_SHORT, mask_secrets(x), level)
 
 
@@ -92,7 +94,7 @@ _SHORT.repr_str = _masked_repr  # type: ignore[method-assign]
 
 
 def short_repr(value: object) -> str:
-    """Return a value's repr for a message: at most one line, and without the passwords in URLs. Never raises.
+    """Return a value's repr for a message: at most one line, with the passwords of URLs masked. Never raises.
 
     >>> print(short_repr("a" * 100), short_repr([[["deep"]]]))
     'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' [[[...]]]
@@ -105,7 +107,8 @@ def short_repr(value: object) -> str:
 
 
 def safe_repr(error: BaseException) -> str:
-    """Return the repr of an error, shortened and without passwords. If the repr raises, return the name of the type.
+    """Return the repr of an error, shortened and with passwords masked. If `repr` raises, return the name of the
+    error's type.
 
     >>> safe_repr(ValueError("no"))
     "ValueError('no')"
@@ -117,7 +120,9 @@ def safe_repr(error: BaseException) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs an extra of lmkv from the source from which lmkv was installed."""
+    """Return the pip command that installs an optional extra of lmkv, from the source from which lmkv itself was
+    installed.
+    """
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
@@ -140,8 +145,8 @@ class LmkvError(Exception):
 
 
 class ConfigError(LmkvError, ValueError):
-    """A setting is unknown, has an invalid value, or cannot work on this machine. The message names key, value and
-    source of the setting.
+    """A setting is unknown, has an invalid value, or cannot work on this machine. The message names the setting, its
+    value, and where the value was set.
     """
 
 
@@ -154,9 +159,10 @@ class UsageError(LmkvError):
 
 
 class BackendError(LmkvError):
-    """A backend failed in `action`, such as "read", for the chunk `key` (hexadecimal; "" for no single chunk).
+    """A backend failed in `action`, such as "read". `key`: the chunk's key in hexadecimal, or "" if the action was not
+    for one chunk.
 
-    `reason` is shortened and shown without passwords, because it may be a server's text.
+    `reason` is shortened and its passwords are masked, because a server may have written this text.
     """
 
     def __init__(self, backend: str, action: str, key: str = "", reason: str = "") -> None:

@@ -1,4 +1,4 @@
-"""`Medium`: recognizes the disk of a folder, so that lmkv never writes below the mount point of an unmounted disk."""
+"""`Medium` recognizes the disk under a folder. So lmkv never writes into the empty mount point of an unmounted disk."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class MediumError(OSError):
 
 
 class Medium:
-    """The medium of the folder at `path`, recognized by its device number and by a small file with random digits.
+    """The medium (the mounted file system) of the folder at `path`, recognized by its device number and by a small file
+    with random digits.
 
     A folder that is created again on the same device is on the same medium. A folder that is mounted again under
     another device number is on the same medium if the small file has the same digits. Without this file, only the
-    device number counts. Thread-safe. Raises `OSError` if there is no folder.
+    device number counts. Thread-safe. The constructor raises `OSError` if there is no folder.
 
     Examples
     --------
@@ -42,7 +43,7 @@ class Medium:
         self._name = self._read() or self._read(os.O_CREAT | os.O_APPEND)
 
     def check(self, status: os.stat_result | None = None) -> None:
-        """Raise `MediumError` if the folder is now on another medium, and `OSError` if there is no folder.
+        """Raise `MediumError` if the folder is now on another medium, and `OSError` if the folder does not exist.
 
         `status`: the result of `os.stat` for the folder, if the caller has this result.
         """
@@ -74,8 +75,8 @@ class Medium:
         return os.stat(above).st_dev
 
     def _read(self, more: int = 0) -> bytes:
-        """Return the content of the small file, or b"" if the file does not exist. `more`: further flags for
-        `open`, such as `os.O_CREAT`.
+        """Return the content of the small file, or b"" if the file does not exist or has another length. `more`:
+        further flags for `open`, such as `os.O_CREAT`.
         """
         with suppress(OSError):
             fd = os.open(os.path.join(self.path, NAME), os.O_RDWR * bool(more) | more | _CAREFULLY, 0o600)

@@ -1,7 +1,7 @@
 """Loads backends and policies of other packages, by entry points or by names such as `package.module:Class`.
 
 An installed package lists backends in the entry point group `lmkv.backends`, by the scheme of their URLs, and eviction
-policies in `lmkv.policies`, by name. lmkv imports such an object only when a setting uses it.
+policies in `lmkv.policies`, by name. lmkv imports a backend or policy only when a setting names it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLACE = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
 
 
 def is_place(text: str) -> bool:
-    """Return whether a text has the form of a place, `package.module:Class`, which names an object.
+    """Return whether a text has the form `package.module:Class`, which names a Python object.
 
     >>> is_place("my_tiers.sqlite:SQLiteStore"), is_place("redis://host")
     (True, False)
@@ -30,14 +30,15 @@ def is_place(text: str) -> bool:
 
 
 def installed(group: str) -> Mapping[str, str]:
-    """Return the entry points of installed packages in a group: for each name the place `package.module:Class`."""
+    """Return the entry points of a group in all installed packages: for each name, the value `package.module:Class`."""
     return {found.name: found.value for found in entry_points(group=group)}
 
 
 def load(place: str, wanted_by: str) -> Any:
     """Return the object at `place`, which has the form `package.module:Class`.
 
-    Raises ConfigError if the import fails. The message names the place, and the setting `wanted_by`.
+    Raises ConfigError if the import fails. The message names `place` and `wanted_by`, the setting that contains
+    `place`.
     """
     module, _, name = place.partition(":")
     try:
@@ -50,10 +51,11 @@ def load(place: str, wanted_by: str) -> Any:
 
 
 def make(place: str, wanted_by: str, kind: type[Any], *args: Any, **options: Any) -> Any:
-    """Return a new object of the class at `place` (`package.module:Class`), or the result of the function at `place`.
+    """Call the class or function at `place` (`package.module:Class`) with `args` and `options`, and return the new
+    object.
 
     Raises ConfigError if the object cannot be made, or if the object lacks methods of the protocol `kind`. `wanted_by`:
-    the setting that names the place.
+    the setting that contains `place`, for the message.
     """
     found = load(place, wanted_by)
     try:

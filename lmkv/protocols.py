@@ -1,7 +1,7 @@
 """The interfaces between lmkv's parts, and the data that pass through these interfaces.
 
-Calls for one key return misses and failures as values, and raise no exception for either. Optional methods of a backend
-are in separate protocols, which lmkv tests with `isinstance`.
+A backend call for one key returns a miss or a failure as a value, and raises no exception. Optional features of a
+backend have separate protocols, which lmkv tests with `isinstance`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from lmkv.errors import BackendError, UsageError, outside
 
 
 class Presence(Enum):
-    """The place of a chunk: in host memory, only in a lower tier, or nowhere. `Catalog.lookup` returns this value."""
+    """Where a chunk is: in host memory, only in a lower tier, or nowhere. `Catalog.lookup` returns this value."""
 
     MISS = "miss"
     READY = "ready"
-    """The chunk is complete in host memory, so a request can lease the chunk now."""
+    """The chunk is complete in host memory. A request can lease the chunk, which keeps the chunk there during a
+    load.
+    """
     PENDING = "pending"
     """The chunk is being stored in host memory, or promoted into host memory."""
     LOWER = "lower"
-    """The chunk is only in a lower tier, so a request can promote the chunk."""
+    """The chunk is only in a lower tier. A request can promote the chunk: read the chunk into host memory."""
 
 
 def miss_in_words(reason: str, tier: str | None) -> str:
-    """Return in words why tokens were missed, and in which tier: `evicted from disk`, `not ready in cpu`."""
+    """Return a text that says why tokens were missed, and in which tier: `evicted from disk`, `not ready in cpu`."""
     words = {"slower": "too slow to load", "limited": "over max_load_tokens"}.get(reason, reason.replace("_", " "))
     return f"{words} {'from' if reason in ('evicted', 'slower') else 'in'} {tier}" if tier else words
 
@@ -65,10 +67,10 @@ class WriteStatus(Enum):
 @frozen
 class Written:
     """The result of `Backend.write`. After STORED or PRESENT the backend has the complete chunk. After any other status
-    it does not have the chunk.
+    the backend does not have the chunk.
 
     `reason`: why the chunk was not stored. `lacking`: after REJECTED, the number of bytes to delete before the write
-    can succeed; 0 if unknown, None if deletions would not help.
+    can succeed; 0 if this number is unknown, None if deletions would not help.
     """
 
     status: WriteStatus
@@ -78,9 +80,7 @@ class Written:
 
     @classmethod
     def rejected(cls, reason: str, lacking: int | None = 0) -> Written:
-        """Return a result for a chunk that was not stored. The text `reason` is shortened, and shown without
-        passwords.
-        """
+        """Return a result with the status REJECTED. The text `reason` is shortened, and passwords in it are masked."""
         return cls(WriteStatus.REJECTED, outside(reason), lacking=lacking)
 
     @classmethod
@@ -100,10 +100,10 @@ ChunkKey = bytes
 class Chunk:
     """A chunk for `Backend.write`.
 
-    `payload`: the chunk's bytes, in contiguous memory of the caller. This memory does not change until `write` returns.
-    `parent`: the key of the chunk before this chunk in its prompt; empty for the first chunk. `tokens`: the chunk's
-    token ids as little-endian uint32; empty if unknown. A backend may record `parent` and `tokens` as a description of
-    the chunk.
+    `payload`: the chunk's bytes, in contiguous memory of the caller, who does not change the bytes until `write`
+    returns. `parent`: the key of the chunk before this chunk in its prompt; empty for the first chunk. `tokens`: the
+    chunk's token ids as little-endian uint32; empty if unknown. A backend may store `parent` and `tokens` with the
+    chunk.
     """
 
     key: ChunkKey
@@ -112,7 +112,7 @@ class Chunk:
     tokens: bytes = b""
 
     def check(self) -> None:
-        """Raise UsageError for a chunk that no backend can store."""
+        """Raise UsageError if the payload, parent or tokens have a wrong shape or length."""
         if not len(self.payload) or self.payload.ndim != 1 or self.payload.itemsize != 1:
             raise UsageError("a payload must be a one-dimensional view of at least one byte")
         if len(self.parent) not in (0, len(self.key)) or len(self.tokens) % 4:
@@ -124,7 +124,7 @@ class Backend(Protocol):
     """Storage of immutable chunks by key. The methods may block, and several threads call them at the same time.
 
     `read` and `write` transfer one chunk, and return failures as values. `contains` and `delete` take several keys, and
-    raise `BackendError`. A backend neither counts bytes nor evicts chunks, because the tier of the backend does both.
+    raise `BackendError`. A backend neither counts bytes nor evicts chunks: the `Tier` that has the backend does both.
     After `close`, every call except `close` raises `ClosedError`.
     """
 
@@ -136,17 +136,16 @@ class Backend(Protocol):
         ...
 
     def read(self, key: ChunkKey, into: memoryview) -> Read:
-        """Fill `into` with a chunk's payload, and return the result. `into`: a buffer of the caller, with the length of
-        the payload.
+        """Copy a chunk's payload into `into`, a buffer of the caller with the payload's length, and return the result.
 
-        Unless the result is HIT, the content of the buffer is undefined. The result for a stored chunk of another
-        length is FAILED. After a result with `CorruptChunkError` lmkv deletes the chunk. After any other error lmkv
+        Unless the result is HIT, the content of the buffer is undefined. If the stored chunk has another length, the
+        result is FAILED. After a result with `CorruptChunkError` lmkv deletes the chunk. After any other error lmkv
         keeps the chunk.
         """
         ...
 
     def write(self, chunk: Chunk) -> Written:
-        """Store a chunk completely or not at all. If the chunk's key exists, keep the stored chunk and return
+        """Store a chunk completely or not at all. If the key is already stored, keep the stored chunk and return
         PRESENT.
         """
         ...
@@ -160,8 +159,8 @@ class Backend(Protocol):
 
 @frozen
 class Listed:
-    """One chunk that `ListsKeys.list_keys` has found. `nbytes`: number of bytes of the tier's capacity that the
-    chunk takes.
+    """One chunk in the result of `ListsKeys.list_keys`. `nbytes`: how many bytes of the tier's capacity the chunk
+    takes. `last_used`: time of the last use in seconds; 0.0 if unknown.
     """
 
     key: ChunkKey
@@ -171,11 +170,11 @@ class Listed:
 
 @runtime_checkable
 class ListsKeys(Protocol):
-    """A backend that can list its chunks, because the chunks remain after the end of the backend's process."""
+    """A backend that can list its chunks. Such chunks outlive the process that stored the chunks."""
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """Yield the stored chunks in batches. If the medium knows when chunks were used, the least recently used chunks
-        come first.
+        """Yield the stored chunks in batches. If the medium records times of use, the least recently used chunks come
+        first.
 
         Reads no payload.
         """
@@ -186,17 +185,20 @@ class ListsKeys(Protocol):
 class SharesRoom(Protocol):
     """A backend that shares its medium with other processes and namespaces, and counts the bytes of all these writers.
 
-    Chunks of other namespaces count, and may be evicted, but are never served. Their keys have more than 32 bytes.
+    Chunks of other namespaces count as used space, and may be evicted, but are never read. Keys of other namespaces
+    have more than 32 bytes.
     """
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count `nbytes` bytes that the caller is about to write, and return the number of bytes of all writers. The
-        counted bytes are included.
+        """Add `nbytes` bytes, which the caller will write next, to the shared count. Return the new count: the bytes of
+        all writers.
         """
         ...
 
     def release_bytes(self, nbytes: int) -> None:
-        """Subtract `nbytes` bytes that `reserve_bytes` has counted but nobody has written."""
+        """Subtract `nbytes` bytes from the shared count: bytes that `reserve_bytes` has added, but that were not
+        written.
+        """
         ...
 
     def reclaim(self, keys: Sequence[ChunkKey]) -> int:
@@ -220,20 +222,21 @@ class RegistersMemory(Protocol):
     """A backend that transfers payloads between its store and registered memory without another copy."""
 
     def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
-        """Register memory from and into which payloads will be transferred: a whole memory file.
+        """Register the memory that holds all payloads: one whole memory file.
 
-        `descriptor`: the file descriptor of the memory file, which the caller owns. `address`, `nbytes`: where the file
-        is mapped in this process, and its size. Called once, before any other call. The memory exists until `close`.
+        `descriptor`: the file descriptor of the memory file, which the caller owns. `address`, `nbytes`: the address
+        and the size of the file's mapping in this process. lmkv calls this method once, before all other methods. The
+        memory exists until `close`.
         """
         ...
 
 
 @runtime_checkable
 class Shared(Protocol):
-    """A backend that other processes may write to, so that the backend may have chunks that the store does not know.
+    """A backend that other processes may also write to, so that the backend may have chunks that are new to the store.
 
     If `shared` is true, the store looks for such chunks with `contains` for each request. If the backend is also a
-    `ListsKeys`, the store lists its chunks repeatedly. The store reads `shared` once, when the store is made.
+    `ListsKeys`, the store lists the backend's chunks repeatedly. The store reads `shared` only when the store is made.
     """
 
     @property
@@ -242,59 +245,61 @@ class Shared(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides which keys a tier evicts, from the sizes of keys in bytes and from their uses, without a clock or I/O.
+    """Decides which chunks a tier evicts, from keys, sizes in bytes and uses, without a clock or I/O.
 
-    The store calls a policy while the store holds its lock. A known key is either evictable or held. A policy evicts a
-    chunk before its parent (the chunk before it in its prompt), because no request finds a chunk without its parent.
-    `lmkv.policies.PolicyBase` implements everything except the order of eviction.
+    The store calls a policy while holding the store's lock. An inserted key is either evictable or held. A policy
+    evicts a chunk before the chunk's parent (the previous chunk of the prompt), because no request finds a chunk
+    without its parent. `lmkv.policies.PolicyBase` implements everything except the eviction order.
     """
 
     def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
-        """Add evictable keys with chunks of `size` bytes each. `keys` are in the order of their prompt.
+        """Add evictable keys, for chunks of `size` bytes each. `keys`: consecutive chunks of one prompt, first to last.
 
         The policy adds the last of `keys` first. `parents`: for each key the key of the previous chunk; empty for the
-        first chunk of a prompt, or if the previous chunk is unknown. Raises UsageError for a known key.
+        first chunk of a prompt, or if the previous chunk is unknown. Raises UsageError for a key that was already
+        inserted.
         """
         ...
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request has used these chunks of a prompt, given first to last. Keys may be unknown.
+        """Note that a request has used these chunks of a prompt, first to last. Some keys may not be inserted.
 
         The request that stored a chunk also touches this chunk, so the first touch of a chunk is not a reuse.
         """
         ...
 
     def discard(self, key: ChunkKey) -> None:
-        """Forget a key. Unknown keys are ignored."""
+        """Remove a key from the policy. Unknown keys are ignored."""
         ...
 
     def hold(self, key: ChunkKey) -> None:
-        """Keep a known key from eviction until `release` is called for the key. Idempotent."""
+        """Prevent the eviction of a known key until `release` is called for the key. Idempotent."""
         ...
 
     def release(self, key: ChunkKey) -> None:
-        """Allow the eviction of a known key again; this counts as a use. Idempotent."""
+        """Allow the eviction of a known key again. This call counts as a use of the chunk. Idempotent."""
         ...
 
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
-        """Remove and return evictable keys that together have at least `nbytes` bytes. No returned key is in `protect`.
+        """Remove and return evictable keys of chunks that together have at least `nbytes` bytes. No returned key is in
+        `protect`.
 
-        If the evictable keys have too few bytes, return None and change nothing.
+        If all evictable chunks together have fewer bytes, return None and change nothing.
         """
         ...
 
 
 @runtime_checkable
 class TakesHints(Protocol):
-    """A policy that takes hints from callers about which chunks to evict first or last."""
+    """A policy that accepts hints: callers may say which chunks to evict first or last."""
 
     def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
-        """Set the priority of a prompt's keys, given first to last. Keys with a priority below 0 are evicted before all
-        others.
+        """Set the eviction priority of a prompt's keys, which are in the order of the prompt. Keys with a priority
+        below 0 are evicted before all others.
 
         Keys with the priority 0 are evicted when the policy chooses them. Keys with a priority above 0 are evicted
-        after all others, the lowest priority first. Keys may be unknown, because a write may still be on its way to the
-        tier.
+        after all others, the lowest priority first. The policy may not know a key yet, because its chunk is still being
+        written.
         """
         ...
 
@@ -304,11 +309,13 @@ class LabelsKeys(Protocol):
     """A policy that knows to which tenant (a user or group with a quota) each chunk belongs."""
 
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
-        """Assign chunks to the first of these names that has a quota. The keys need not be inserted yet."""
+        """Assign chunks to the first tenant in `names` that has a quota. The keys need not be inserted yet."""
         ...
 
     def used_bytes(self) -> Mapping[str, int]:
-        """Return the bytes that each tenant uses, by name. The name "" counts all chunks without a tenant."""
+        """Return the number of bytes that each tenant uses, by the tenant's name. The name "" stands for chunks without
+        a tenant.
+        """
         ...
 
 
@@ -319,15 +326,15 @@ class DividesTier(Protocol):
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
         """Return `(tenant, share)`: the name of a chunk's tenant, and the tenant's share of the tier, from 0 to 1.
 
-        For a chunk without a tenant, the result is about the tenant of `parent`, the chunk before it. The tenant "" has
-        the rest of the tier.
+        A chunk without a tenant has the tenant of `parent`, the previous chunk of the prompt. If `parent` has no tenant
+        either, the tenant is "", and the share is the rest of the tier.
         """
         ...
 
 
 @runtime_checkable
 class Admission(Protocol):
-    """A filter that decides which new chunks a tier stores. The store calls the filter while the store holds its
+    """A filter that decides which new chunks a tier stores. The store calls the filter while holding the store's
     lock.
     """
 
@@ -339,14 +346,16 @@ class SeesPrompts(Protocol):
     """An admission filter that needs to know the lengths of prompts."""
 
     def prompt(self, keys: Sequence[ChunkKey], tokens: int) -> None:
-        """Note that a request with `tokens` tokens has chunks with these keys. The tier may soon be offered these
-        chunks.
+        """Note that a request has a prompt of `tokens` tokens, with chunks of these keys. The store may soon call
+        `admit` for these keys.
         """
         ...
 
 
 class Clock(Protocol):
-    """A function that returns monotonic seconds, such as `time.monotonic`. A test can pass a clock that it sets."""
+    """A function that returns monotonic seconds, such as `time.monotonic`. A test can pass a clock that the test
+    controls.
+    """
 
     def __call__(self) -> float: ...
 
@@ -362,7 +371,7 @@ class Tier:
     policy : Policy
         Decides what to evict. Every tier needs a separate policy object.
     capacity_bytes : int, optional
-        Largest number of bytes to store, or None for as many as the backend accepts. Host memory ignores this number,
+        Largest number of bytes to store; None means as many as the backend accepts. Host memory ignores this number,
         because host memory has a fixed number of slots.
     admission : Admission, optional
         A filter for new chunks, or None to store all chunks. The tier of host memory must have None.
@@ -377,8 +386,8 @@ class Tier:
 
     Notes
     -----
-    The store calls the policy and the filter while the store holds its lock. The store never calls the backend while
-    holding its lock.
+    The store calls the policy and the admission filter while holding the store's lock, but never calls the backend
+    then.
 
     Examples
     --------

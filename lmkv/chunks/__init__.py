@@ -1,3 +1,3 @@
-"""Chunks, the units in which KV is stored: their keys and namespaces, their layout in memory, and their format on
-disk.
+"""Chunks, the units in which lmkv stores KV: their keys and namespaces, their layout in memory, and their file
+format.
 """

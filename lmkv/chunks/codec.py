@@ -1,8 +1,8 @@
 """Encodes and decodes the files of chunks, in the format that docs/development/format.md specifies.
 
-A chunk file is a header, then the payload from a page boundary on, padded with zeros to whole pages. This module does
-no I/O. It checks each number in a file against the file's real size before it allocates memory. Hostile bytes cause a
-`FormatError` and no other harm.
+A chunk file has a header of whole 4 KiB pages, and then the payload, padded with zeros to whole pages. This module does
+no I/O, and checks each number in a file against the file's real size before allocating memory. Hostile bytes cause only
+a `FormatError`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ _WRITER = struct.Struct("<4H")
 Version = tuple[int, ...]
 THIS_WRITER: Version = tuple(map(int, re.findall(r"\d+", __version__)[:3]))
 REFUSED_WRITERS: frozenset[Version] = frozenset()
-"""Versions of lmkv that stored KV under a wrong key (see the changelog). lmkv reads no chunks of these versions."""
+"""Versions of lmkv that stored KV under a wrong key (see the changelog). This lmkv reads no chunks of these
+versions.
+"""
 _HAS_PARENT = 1
 _AUTHENTICATED = 2
 _NO_PARENT = bytes(KEY_BYTES)
@@ -61,8 +63,9 @@ class Header:
     `tokens`: token ids as little-endian uint32, or empty if the file does not record them. `parent`: the key of the
     chunk before the file's chunk, or empty for the first chunk of a prompt. `checksums`: the CRC-32 of each segment of
     `segment_bytes` bytes of the payload; the last segment may be shorter. `header_bytes`: the offset of the payload in
-    bytes. `salt`: random bytes for the tags. `tags`: the joined authentication tags of all segments. Both are empty
-    unless the file is authenticated. `writer`: the version of lmkv that wrote the file, zeros before 0.1.0.
+    bytes. `salt`: random bytes from which the tags are computed. `tags`: the joined authentication tags of all
+    segments. `salt` and `tags` are empty unless the file is authenticated. `writer`: the version of lmkv that wrote the
+    file; zeros before 0.1.0.
     """
 
     namespace: bytes = field(repr=bytes.hex)
@@ -84,8 +87,8 @@ class Header:
 
 @lru_cache(maxsize=1024)
 def header_bytes(payload_bytes: int, segment_bytes: int, max_tokens: int, *, authenticated: bool = False) -> int:
-    """Return the size in bytes of the header for a payload of `payload_bytes` bytes, with space for `max_tokens` token
-    ids.
+    """Return the size of a header in bytes: with the checksums of a payload of `payload_bytes` bytes, and space for
+    `max_tokens` token ids.
     """
     segments = -(-payload_bytes // segment_bytes)
     tags = SALT_BYTES + segments * TAG_BYTES + HEADER_TAG_BYTES if authenticated else 0
@@ -94,15 +97,15 @@ def header_bytes(payload_bytes: int, segment_bytes: int, max_tokens: int, *, aut
 
 
 def segment_checksums(payload: memoryview, segment_bytes: int) -> tuple[int, ...]:
-    """Return the CRC-32 of each segment of `segment_bytes` bytes. Releases the GIL for segments of more than a few
-    KB.
+    """Return the CRC-32 of each segment of `segment_bytes` bytes. The GIL is released during segments of more than a
+    few KB.
     """
     return tuple(crc32(payload[at : at + segment_bytes]) for at in range(0, len(payload), segment_bytes))
 
 
 def pack_header(header: Header, into: memoryview, authenticator: Authenticator | None = None) -> None:
-    """Write the header over the `header.header_bytes` bytes of `into`. If the header has tags, `authenticator` must not
-    be None.
+    """Write the header over the `header.header_bytes` bytes of `into`. A header with tags needs an `authenticator`.
+    Raises FormatError.
     """
     counts = len(header.checksums), len(header.tokens) // 4
     at_tokens = _FIXED.size + 4 * counts[0]
@@ -131,14 +134,16 @@ def pack_header(header: Header, into: memoryview, authenticator: Authenticator |
 
 
 def _end_of_body(nbytes: int, *, authenticated: bool) -> int:
-    """Return the offset of the writer's version in a header of `nbytes` bytes. The header's tag, if any, and its
-    checksum follow.
+    """Return the offset of the writer's version in a header of `nbytes` bytes. The header's own authentication tag (if
+    any) and checksum follow after this version.
     """
     return nbytes - _CHECKSUM.size - (HEADER_TAG_BYTES if authenticated else 0) - _WRITER.size
 
 
 def peek_header_bytes(start: memoryview) -> int:
-    """Return the length of the header in bytes, as the file's first page states. Raises `FormatError`."""
+    """Return the length of a file's header in bytes. `start`: the beginning of the file, at least one page. Raises
+    `FormatError`.
+    """
     if len(start) < PAGE:
         raise FormatError(f"the chunk has only {len(start)} bytes, fewer than its header needs")
     magic, version, _flags, nbytes = struct.unpack_from("<8sHHI", start)
@@ -152,8 +157,7 @@ def peek_header_bytes(start: memoryview) -> int:
 
 
 def parse_header(data: memoryview, authenticator: Authenticator | None = None) -> Header:
-    """Return the header at the start of `data`, which may be longer than the header. Raises `FormatError` and no other
-    error.
+    """Return the header at the start of `data`, which may be longer than the header. Raises only `FormatError`.
 
     With an authenticator, only headers that were written with the same secret are valid.
     """
@@ -208,7 +212,9 @@ def _decode(data: memoryview, nbytes: int) -> Header:
 def verify_segments(
     header: Header, payload: memoryview, first: int = 0, authenticator: Authenticator | None = None
 ) -> None:
-    """Verify the consecutive segments in `payload`, from segment number `first` on. Raises `FormatError`."""
+    """Verify consecutive segments of a payload. `payload`: the segments from number `first` on. Raises
+    `FormatError`.
+    """
     if authenticator:
         _authenticate_segments(header, payload, first, authenticator)
         return
@@ -234,10 +240,10 @@ def plausible_file_bytes(nbytes: int) -> bool:
 
 @frozen
 class ChunkFormat:
-    """Packs and verifies the chunks of a namespace, on any medium.
+    """Writes headers for the chunks of a namespace, and verifies headers and payloads, on any medium.
 
-    `max_tokens`: largest number of token ids that a header records. `authenticator`: None without a key; then only
-    checksums verify the bytes.
+    `max_tokens`: largest number of token ids that a header records. `authenticator`: None if there is no authentication
+    key; then only checksums verify the bytes.
     """
 
     namespace: bytes = field(repr=bytes.hex)
@@ -250,7 +256,9 @@ class ChunkFormat:
         return header_bytes(payload_bytes, self.segment_bytes, self.max_tokens, authenticated=authenticated)
 
     def pack(self, into: memoryview, digests: SegmentDigests, payload_bytes: int, parent: bytes, ids: bytes) -> None:
-        """Write a header over all of `into`. If there are too many token `ids` for the header, it records none."""
+        """Write a header over all of `into`. `ids`: the token ids; if there are more than `max_tokens`, the header
+        records none.
+        """
         header = Header(
             namespace=self.namespace,
             key=digests.key,
@@ -266,20 +274,26 @@ class ChunkFormat:
         pack_header(header, into, self.authenticator)
 
     def parse(self, key: bytes, data: memoryview) -> Header:
-        """Return the header at the start of `data`, checked to belong to the chunk. Raises `FormatError`."""
+        """Return the header at the start of `data`. Raises `FormatError` if the header is invalid or belongs to another
+        chunk.
+        """
         header = parse_header(data, self.authenticator)
         if (header.namespace, header.key) != (self.namespace, key):
             raise FormatError(f"the stored bytes are chunk {header.key.hex()} of namespace {header.namespace.hex()}")
         return header
 
     def verify(self, header: Header, payload: memoryview, first: int = 0) -> None:
-        """Verify the consecutive segments in `payload`, from segment number `first` on. Raises `FormatError`."""
+        """Verify consecutive segments of a payload. `payload`: the segments from number `first` on. Raises
+        `FormatError`.
+        """
         verify_segments(header, payload, first, self.authenticator)
 
 
 @define
 class SegmentDigests:
-    """Computes the digests that verify one written payload: `add` its segments, in their order."""
+    """Computes the checksums and authentication tags of one payload that is being written. Call `add` with its segments
+    in order.
+    """
 
     key: bytes
     _format: ChunkFormat
@@ -292,7 +306,7 @@ class SegmentDigests:
         return os.urandom(SALT_BYTES) if self._format.authenticator else b""
 
     def add(self, payload: memoryview) -> None:
-        """Add whole segments; the payload's last one may be shorter."""
+        """Add the next segments. `payload`: whole segments; only a chunk's last segment may be shorter."""
         first, size = len(self.checksums), self._format.segment_bytes
         self.checksums += segment_checksums(payload, size)
         if self._format.authenticator:

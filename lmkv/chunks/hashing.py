@@ -1,9 +1,8 @@
 """Computes chunk keys from tokens, with the standard library alone.
 
-Key i is sha256(root
-
-tokens[0 : (i + 1) * chunk_size]), with tokens as little-endian uint32. So a key depends on the tokens of its chunk and
-on all tokens before the chunk. One incremental hash computes all keys, so n tokens take O(n) time.
+The key of chunk i is the SHA-256 digest of the root, followed by tokens[0 : (i + 1) * chunk_size] as little-endian
+uint32. So a key depends on the tokens of its chunk and on all earlier tokens. One incremental hash computes all keys,
+so n tokens take O(n) time.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _STATE_TAG: Final = b"lmkv state\0"
 
 
 class Tokens(Protocol):
-    """A sequence of token ids: a list, tuple, array, numpy array or torch tensor, or any sequence with slices of these
-    types.
+    """A sequence of token ids: a list, tuple, array, numpy array or torch tensor, or a sequence that returns slices of
+    these types.
     """
 
     def __len__(self) -> int: ...
@@ -38,7 +37,7 @@ class Tokens(Protocol):
 
 
 class TailKey(bytes):
-    """The key of a tail: the tokens after a prompt's last whole chunk. `tokens`: the number of tokens in the tail."""
+    """The key of a tail: the tokens after a prompt's last whole chunk. `tokens`: the number of these tokens."""
 
     tokens: int
 
@@ -52,14 +51,14 @@ class TailKey(bytes):
 class StateKey(bytes):
     """The key of a state entry: the state of a recurrent layer at the end of a chunk.
 
-    `number`: the number of the entry among the state entries at this place, from 1 on; see `LayerPages.state`.
+    `number`: which state entry at the end of this chunk, from 1 on; see `LayerPages.state`.
     """
 
     number: int
 
     @classmethod
     def of(cls, chunk: bytes, number: int) -> Self:
-        """Return the key of state entry `number` at the end of the chunk with the key `chunk`."""
+        """Return the key of state entry `number` at the end of a chunk. `chunk`: the key of the chunk."""
         key = cls(hashlib.sha256(_STATE_TAG + chunk + number.to_bytes(2, "little")).digest())
         key.number = number
         return key
@@ -67,7 +66,7 @@ class StateKey(bytes):
 
 @lru_cache(1 << 16)
 def state_keys(chunk: bytes, count: int) -> tuple[StateKey, ...]:
-    """Return the keys of the `count` state entries at the end of the chunk with the key `chunk`."""
+    """Return the keys of the `count` state entries at the end of a chunk. `chunk`: the key of the chunk."""
     return tuple(StateKey.of(chunk, number) for number in range(1, count + 1))
 
 
@@ -75,8 +74,8 @@ class KeyChain:
     """The keys of one growing token sequence: `keys[i]`, 32 bytes, is the key of chunk i.
 
     `root`: 32 bytes, see `Namespace.root`. `chunk_size`: tokens per chunk. `extras`: for some chunk indices, a 32-byte
-    digest of the chunk's other inputs, such as an image. The key of such a chunk, and all later keys, depend on the
-    digest. Not thread-safe.
+    digest of the chunk's inputs other than tokens, such as an image. The key of such a chunk, and all later keys,
+    depend on this digest. Not thread-safe.
     """
 
     __slots__ = ("_chunk_size", "_extras", "_ids", "_stream", "keys", "root")
@@ -92,11 +91,11 @@ class KeyChain:
         self._ids = bytearray()
 
     def extend(self, tokens: Tokens) -> None:
-        """Add the keys of the chunks that are now complete. `tokens` is the COMPLETE sequence so far.
+        """Add the keys of the chunks that are now complete. `tokens`: ALL tokens of the sequence so far.
 
         Reads each token once. Does not read the tokens after the last whole chunk. Raises UsageError with the position
         of a token that is not a uint32; the chain is then unchanged. A bool inside a list counts as 0 or 1; arrays of
-        bools or floats are refused.
+        bools or floats raise UsageError.
         """
         done = len(self.keys)
         complete = _length(tokens) // self._chunk_size
@@ -105,16 +104,16 @@ class KeyChain:
             self._absorb(memoryview(ids), complete - done)
 
     def parent(self, position: int) -> bytes:
-        """Return the key before `keys[position]`, or empty bytes for position 0. Position `len(keys)` is the place of
-        the next key.
+        """Return the key of the chunk before chunk `position`, or b"" for position 0. `position` may be `len(keys)`,
+        the index of the next chunk.
         """
         if not 0 <= position <= len(self.keys):
             raise UsageError(f"there is no chunk {position} in a chain of {len(self.keys)} chunks")
         return self.keys[position - 1] if position else b""
 
     def origin(self, position: int) -> bytes:
-        """Return the key before chunk `position` (for position 0, the root), combined with the chunk's `extras` if it
-        has any.
+        """Return a digest of everything before the tokens of chunk `position`: the previous chunk's key (for position
+        0, the root), hashed with the chunk's `extras` if there are any.
 
         Two chunks with equal origins and equal tokens have the same KV.
         """
@@ -123,8 +122,8 @@ class KeyChain:
         return before if extra is None else _with_extra(before, extra)
 
     def tail(self, tokens: Tokens) -> TailKey | None:
-        """Return the key of the tokens after the last whole chunk, or None if no tokens follow it. `tokens`: all
-        tokens with which the chain was extended.
+        """Return the key of the tokens after the last whole chunk, or None if there are no such tokens. `tokens`: all
+        tokens that were passed to `extend`.
         """
         done, count = len(self.keys) * self._chunk_size, _length(tokens)
         if count == done:
@@ -135,12 +134,14 @@ class KeyChain:
         return TailKey.of(stream.digest(), count - done)
 
     def token_bytes(self, first: int, end: int) -> bytes:
-        """Return the token ids of chunks [first, end) as little-endian uint32."""
+        """Return the token ids of chunks `first` to `end - 1` as little-endian uint32."""
         width = self._chunk_size * _TOKEN_BYTES
         return bytes(memoryview(self._ids)[first * width : end * width])
 
     def _absorb(self, ids: memoryview, chunks: int) -> None:
-        """Hash the tokens of `chunks` chunks. `ids`: one item for each token; it may have more tokens."""
+        """Hash the tokens of the next `chunks` chunks. `ids`: the token ids from the first of these chunks on; later
+        ids are ignored.
+        """
         self._ids += ids[: chunks * self._chunk_size]
         step, extras = self._chunk_size, self._extras
         stream, append = self._stream, self.keys.append
@@ -172,8 +173,8 @@ def chunk_keys(tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int
 def hash_prompt(
     tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None, *, tail: bool
 ) -> tuple[KeyChain, TailKey | None]:
-    """Return the chain of a prompt's whole chunks, and with `tail` the key of the tokens after the whole chunks.
-    Without `tail` or such tokens, this key is None.
+    """Return `(chain, tail key)` of a prompt. The tail key, for the tokens after the last whole chunk, is None if
+    `tail` is false or there are no such tokens.
     """
     chain = KeyChain(root, chunk_size, extras)
     chain.extend(tokens)
@@ -181,8 +182,8 @@ def hash_prompt(
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """Return all tokens as little-endian uint32. Raises UsageError with the position of a token that is not a
-    uint32.
+    """Return the bytes of all tokens as little-endian uint32. Raises UsageError with the position of a token that is
+    not a uint32.
     """
     return _uint32(tokens, 0, _length(tokens)).tobytes()
 
@@ -209,7 +210,9 @@ def _length(tokens: Tokens) -> int:
 
 
 def _uint32(tokens: Tokens, start: int, stop: int) -> array[int]:
-    """Return tokens[start:stop], perhaps followed by later tokens, as uint32 that are little-endian in memory."""
+    """Return tokens[start:stop] as uint32 that are little-endian in memory. The result may contain later tokens as
+    well.
+    """
     ids = _native_uint32(tokens, start, stop)
     if sys.byteorder == "big":
         ids.byteswap()
@@ -242,7 +245,9 @@ def _from_sequence(tokens: Iterable[int], start: int) -> array[int]:
 
 
 def _from_ndarray(tokens: Any, start: int) -> array[int]:
-    """Return tokens of a numpy array or a torch tensor on any device as uint32, without importing either library."""
+    """Return the tokens of a numpy array, or of a torch tensor on any device, as uint32. This function imports neither
+    library.
+    """
     if hasattr(tokens, "detach"):
         tokens = _from_tensor(tokens)
     kind, itemsize = tokens.dtype.kind, tokens.dtype.itemsize

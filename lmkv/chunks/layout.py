@@ -1,10 +1,11 @@
-"""The layout of a chunk: the place of each byte in the chunk, which is the same in workers, slabs and files.
+"""The layout of a chunk: the place of each byte in the chunk. The layout is the same in workers, host memory and files.
 
 A chunk consists of whole pages of vLLM's paged memory, in the order `[rank][layer][page]`. The format inside a page
 does not matter, so the pages of any attention backend work.
 
-A recurrent layer has no pages, but a state at the end of a chunk. States are separate entries, in slots of the same
-size as chunks. If each chunk contained the states, it would be several times as large, and most chunks need no states.
+A recurrent layer (such as Mamba) has no pages, but a state at the end of a chunk. States are entries of their own, in
+slots of the same size as chunks. Most chunks need no states, and a chunk that contained states would be several times
+as large.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def align_up(nbytes: int, alignment: int = ALIGNMENT) -> int:
 
 @frozen
 class LayerPages:
-    """One layer's share of a chunk on one rank.
+    """The pages of one layer in a chunk, on one rank. Layers that share pages count as one layer.
 
     Parameters
     ----------
@@ -64,9 +65,9 @@ class LayerPages:
 class KVLayout:
     """The order of bytes in a chunk, and in each state entry (the states of recurrent layers at the end of a chunk).
 
-    The order is `[rank][layer][page]`, without padding in between.
+    The order is `[rank][layer][page]`, without padding.
 
-    `PagedMemory.layout` returns the layout for given tensors.
+    `PagedMemory.layout` makes the layout of a rank's KV tensors.
 
     Parameters
     ----------
@@ -75,7 +76,8 @@ class KVLayout:
     layers
         The layers of one rank, in the order of the model.
     num_ranks
-        Number of ranks. Each rank has a part of every chunk: all of `layers`, or only the first layers.
+        Number of ranks. Each rank stores its own part of every chunk: all of `layers`, or only the first ones if a
+        pipeline stage has fewer layers.
 
     Raises
     ------
@@ -101,13 +103,13 @@ class KVLayout:
 
     @property
     def digest(self) -> str:
-        """Identifier of the layout, 16 hexadecimal digits. Processes with the same layout have the same digest."""
+        """Identifier of the layout: 16 hexadecimal digits, equal for equal layouts in every process."""
         return hashlib.sha256(repr((self.chunk_size, self.layers, self.num_ranks)).encode()).hexdigest()[:16]
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
-        """Offset in bytes of each layer inside a rank's part of the chunk. For a recurrent layer, inside the rank's
-        part of the state entry.
+        """Offset of each layer in bytes, inside a rank's part of the chunk. A recurrent layer's offset is inside the
+        rank's part of its state entry.
         """
         ends: dict[int, int] = {}
         offsets = []
@@ -118,7 +120,7 @@ class KVLayout:
 
     @cached_property
     def states(self) -> int:
-        """Number of state entries at the end of a chunk; 0 without recurrent layers."""
+        """Number of state entries at the end of a chunk; 0 if the model has no recurrent layers."""
         return max(layer.state for layer in self.layers)
 
     @cached_property
@@ -128,7 +130,7 @@ class KVLayout:
 
     @property
     def rank_bytes(self) -> int:
-        """Bytes of one rank's part of a chunk."""
+        """Number of bytes that one rank stores in a chunk."""
         return self._rank_bytes[0]
 
     @property
@@ -137,20 +139,22 @@ class KVLayout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of a chunk and of each state entry, for all ranks together."""
+        """The bytes of a chunk, and then of each state entry, for all ranks together."""
         return tuple(nbytes * self.num_ranks for nbytes in self._rank_bytes)
 
     @property
     def slot_bytes(self) -> int:
-        """The bytes of the largest entry, rounded up to whole memory pages."""
+        """The size of a slot in bytes: the largest entry, rounded up to whole memory pages."""
         return align_up(max(self.sizes))
 
     def pages_per_chunk(self, group: int) -> int:
-        """Return the number of blocks per chunk in the block table `group`."""
+        """Return the number of blocks per chunk in block table `group`."""
         return next(layer.pages_per_chunk for layer in self.layers if layer.group == group)
 
     def spans(self, tokens: int) -> list[slice]:
-        """Return the ranges of bytes in a chunk that contain the pages of the chunk's first `tokens` tokens."""
+        """Return the byte ranges of a chunk that contain the pages of its first `tokens` tokens, one range per rank and
+        layer.
+        """
         found = []
         for rank, (number, layer) in product(range(self.num_ranks), enumerate(self.layers)):
             if layer.state:
@@ -161,14 +165,14 @@ class KVLayout:
         return found
 
     def span(self, rank: int, layer: int) -> tuple[int, int]:
-        """Return `(offset, nbytes)` of one layer of one rank inside a chunk. For a recurrent layer, inside the layer's
-        state entry.
+        """Return `(offset, nbytes)` of one layer of one rank inside a chunk, or inside a state entry if the layer is
+        recurrent.
         """
         segment = self._rank_bytes[self.layers[layer].state]
         return rank * segment + self.layer_offsets[layer], self.layers[layer].nbytes
 
     def segment(self, rank: int) -> tuple[int, int] | None:
-        """Return `(offset, nbytes)` of the rank's part of a slot, or None if the part differs between chunks and state
-        entries.
+        """Return `(offset, nbytes)` of a rank's part of each slot. Return None if there is only one rank, or if the
+        part differs between chunks and state entries.
         """
         return None if self.states or self.num_ranks == 1 else (rank * self.rank_bytes, self.rank_bytes)

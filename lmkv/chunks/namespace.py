@@ -1,4 +1,5 @@
-"""Namespaces: everything except the tokens that decides the KV of a chunk. A chunk's key depends on all of it.
+"""Namespaces: all conditions, other than tokens, on which the KV of a chunk depends. Every chunk key depends on them
+too.
 
 Two chunks may share a key only if their KV is interchangeable. Chunks with equal tokens are interchangeable only if
 model, formats, parallelism, cache salt and LoRA adapter are equal. A hash of an injective encoding of these values is

@@ -1,4 +1,4 @@
-"""`Engine`: stores, loads, looks up and prefetches KV by the tokens of a prompt, without a server."""
+"""`Engine` stores, loads, looks up and prefetches KV by the tokens of a prompt, without a server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_store(
     block_axis: int,
     **identity: Any,
 ) -> tuple[TieredStore, Namespace, KVLayout, PagedMemory]:
-    """Return the store, namespace, layout and memory of a new engine. Raises UsageError and ConfigError.
+    """Make the store, namespace, layout and paged memory of a new engine. Raises UsageError and ConfigError.
 
     `identity`: the fields of the namespace that do not follow from the tensors.
     """
@@ -62,7 +62,7 @@ def open_store(
 
 
 def _page_format(tensor: torch.Tensor, block_axis: int) -> tuple[object, ...]:
-    """Return the dtype, and the shape and strides without the axis of blocks: they decide where in a page each number
+    """Return the dtype, and the shape and strides inside a block. These values decide where in a page each number
     is.
     """
     inner = block_axis + 1
@@ -71,19 +71,19 @@ def _page_format(tensor: torch.Tensor, block_axis: int) -> tuple[object, ...]:
 
 _READ_TIMEOUT = 30.0
 _MARGIN = 60.0
-"""Longest time in seconds from the end of a wait for chunks to the lease of these chunks."""
+"""Seconds that may pass between the end of a promotion and the lease of its chunks."""
 
 
 def _look_up_shared(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) -> None:
-    """Ask shared tiers for the chunks that the store's indexes do not know, for at most `timeout` seconds."""
+    """Look in shared tiers, for at most `timeout` seconds, for chunks that the store does not know yet."""
     limit, lookup = seconds(timeout, "timeout"), store.look_up_shared(keys)
     if lookup is not None:
         lookup.wait(limit)
 
 
 def _lease_window(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) -> Lease:
-    """Return a lease on chunks from `keys[0]` on. If `keys[0]` is not in host memory, read chunks from lower tiers
-    first.
+    """Lease as many consecutive chunks as possible, from `keys[0]` on. If `keys[0]` is not in host memory, read chunks
+    from lower tiers first.
     """
     lease = store.lease(keys)
     if lease:
@@ -100,25 +100,24 @@ def _lease_window(store: TieredStore, keys: Sequence[ChunkKey], timeout: float) 
 
 
 class Engine:
-    """Stores the KV of prompts from paged tensors in a `TieredStore`, and loads the KV back. `Engine.open` makes an
-    engine.
+    """Stores KV from paged tensors in a `TieredStore`, and loads the KV back. Call `Engine.open` to make an engine.
 
     Parameters
     ----------
     store : TieredStore
-        The store. The engine closes it.
+        The store, which the engine closes.
     namespace : Namespace
-        The model, layout and versions that prompts must have in common to share KV. All chunk keys depend on the
-        namespace.
+        The model, layout and versions that prompts must have in common to share KV. All chunk keys depend on these
+        values.
     layout : KVLayout
-        The order of a chunk's bytes in a slot of the store.
+        The order of a chunk's bytes in a slot of host memory.
     memory : PagedMemory, optional
-        The paged tensors. Without paged tensors, the engine can look up, prefetch and pin KV, but not store or retrieve
-        it.
+        The paged tensors. Without paged tensors, the engine can look up, prefetch and pin KV, but can neither store nor
+        retrieve KV.
     rank : int
-        The rank of `memory` in the layout: the index of its part of each chunk.
+        The index of this rank's part in each chunk.
     pin_ttl : float
-        Seconds for which pins and prefetched chunks stay in host memory.
+        Seconds for which pinned and prefetched chunks stay in host memory.
     name : str
         Name of the engine in messages.
 
@@ -129,7 +128,7 @@ class Engine:
 
     Notes
     -----
-    Thread-safe: calls that copy run one at a time, and all other calls run concurrently. The engine owns threads,
+    Thread-safe: calls that copy KV run one at a time, and all other calls run concurrently. The engine owns threads,
     memory and files, so close the engine, or use it in a `with` statement. In a forked child every call raises
     ClosedError.
 
@@ -196,8 +195,9 @@ class Engine:
 
         Each tensor has blocks of `block_size` tokens along its axis `block_axis` (0, or 1 for the shape `[2, block,
         ...]`). Any dtype is possible. Models that compute different KV need different values of `model` or `revision`.
-        Tensors with other shapes, strides, dtypes, or names (if `kv_caches` is a mapping) do not share KV. Raises
-        UsageError if a block of a tensor is not dense in memory, and ConfigError for settings that cannot work here.
+        Engines share KV only if shapes, strides and dtypes of their tensors are equal, and names if `kv_caches` is a
+        mapping. Raises UsageError if a block of a tensor is not dense in memory, and ConfigError for settings that
+        cannot work on this machine.
         """
         if model == "":
             raise UsageError("the argument model is empty: engines with equal names share KV")
@@ -231,16 +231,16 @@ class Engine:
     # -- copying ------------------------------------------------------------------------------------------
 
     def store(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN, wait: float = 0.0) -> int:
-        """Store the KV of a prompt from `blocks`. Returns how many tokens, from the first one on, are stored now.
+        """Store the KV of a prompt from `blocks`. Returns how many of the prompt's first tokens are stored now.
 
         `blocks`: the indexes of the prompt's blocks, in order; the first block holds the first token. Only whole chunks
         that `blocks` covers are stored. Chunks that a tier already has are not copied again. The result is smaller
         than the prompt if there is no space, or while another thread stores some of the chunks.
 
         Without `wait`, the call copies into host memory and returns; lower tiers get the chunks in the background. If a
-        lower tier is slow, some chunks may never be written to it. With `wait`, the call blocks for up to `wait`
-        seconds, so that lower tiers get all chunks. The prompt may then be longer than host memory. Calls with `wait`
-        run one at a time.
+        lower tier is slow, some chunks may never be written to this tier. With `wait`, the call waits for slow lower
+        tiers, for up to `wait` seconds in total, so that these tiers get all chunks. The prompt may then need more
+        space than host memory has. Calls with `wait` run one at a time.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
@@ -269,8 +269,8 @@ class Engine:
         return self._store.catalog.count_stored(keys[:done]) * self.chunk_size
 
     def _store_window(self, request: Request, first: int, end: int) -> int:
-        """Store chunks [first, end) as far as there are slots. Returns how many of these chunks are stored now, by this
-        call or by other calls.
+        """Store the chunks with index `first` to `end - 1`, as far as there are free slots. Returns how many of these
+        chunks are stored now, by this call or by other calls.
         """
         with request.reserve(self._store, first, end) as reservation:
             copies = request.copies_to_slots(reservation.slots, first, end)
@@ -290,12 +290,12 @@ class Engine:
         variant: Variant = PLAIN,
         timeout: float = _READ_TIMEOUT,
     ) -> int:
-        """Fill `blocks` with the stored KV of a prompt, and return how many tokens, from the first one on, are loaded.
+        """Fill `blocks` with the stored KV of a prompt. Return how many of the prompt's first tokens are loaded.
 
-        `blocks`: the indexes of the prompt's blocks, in order. Tokens before `skip_tokens` (rounded down to a whole
-        chunk) are not loaded, but count in the result. Chunks of lower tiers are read through host memory in windows:
-        runs of chunks that fit together. So the prompt may be longer than host memory. If a window takes more than
-        `timeout` seconds, loading ends before this window.
+        `blocks`: the indexes of the prompt's blocks, in order. Tokens before `skip_tokens` (rounded down to whole
+        chunks) are not loaded, but count in the result. Chunks in lower tiers are first read into host memory, as many
+        at a time as fit. So the prompt may need more space than host memory has. If one such group of chunks takes more
+        than `timeout` seconds, loading stops before this group.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
@@ -324,8 +324,9 @@ class Engine:
     ) -> Iterator[LayerReader]:
         """Fill `blocks` as `retrieve` does, but layer by layer, while the model computes: `with ... as reader`.
 
-        `reader.wait(layer)` waits until a layer is in `blocks`. The first `reader.tokens` tokens of the prompt are
-        loaded, at most as many as fit into host memory. The end of the `with` block waits for the copies of all layers.
+        `reader.wait(layer)` makes later computation wait until the layer is in `blocks`. `reader.tokens`: how many of
+        the prompt's first tokens are loaded, at most as many as fit into host memory. At its end, the `with` block
+        waits for the copies of all layers.
         """
         copier, request = self._check_copies(), self._request(tokens, blocks, variant)
         keys = request.keys
@@ -345,9 +346,9 @@ class Engine:
     def store_layers(self, tokens: Tokens, blocks: Sequence[int], *, variant: Variant = PLAIN) -> Iterator[LayerWriter]:
         """Store KV as `store` does, but layer by layer, while the model computes: `with ... as writer`.
 
-        Call `writer.save(layer)` once a layer is computed. The end of the `with` block saves the other layers.
-        Afterwards, lookups find the first `writer.tokens` tokens of the prompt. After an exception in the block,
-        nothing is stored.
+        Call `writer.save(layer)` after the layer is computed. At its end, the `with` block saves all layers that were
+        not saved. Lookups then find the first `writer.tokens` tokens of the prompt. If the `with` block raises, nothing
+        is stored.
         """
         copier, request = self._check_copies(), self._request(tokens, blocks, variant)
         keys = request.keys
@@ -373,15 +374,15 @@ class Engine:
         return Request(self._chain(tokens, variant), blocks, self.chunk_size, self._pages)
 
     def _found(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many chunks, from `keys[0]` on, are in some tier. Writes chunks in host memory to lower tiers that
-        have lost these chunks.
+        """Return how many chunks, from `keys[0]` on, are in some tier without a gap. If lower tiers have lost such
+        chunks, write them again from host memory.
         """
         found = self._store.catalog.count_prefix(keys)[1]
         self._store.write_lost(keys[:found])
         return found
 
     def _note_retrieved(self, keys: Sequence[ChunkKey], start: int, done: int) -> None:
-        """Count chunks [start, done) as loaded, and note a use of each chunk before the index `done`."""
+        """Count chunks `start` to `done - 1` as loaded, and record a use of every chunk before `done`."""
         self._store.touch(keys[:done])
         with self._copy_lock:
             self._requested += len(keys) * self.chunk_size
@@ -395,7 +396,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _locked_copier(self) -> Iterator[Copier]:
-        """Provide the copier for a `with` block, and hold `_copy_lock` meanwhile. Raises ClosedError once the engine is
+        """Yield the copier, and hold `_copy_lock` during the `with` block. Raises ClosedError if the engine is
         closed.
         """
         with self._copy_lock:
@@ -410,10 +411,9 @@ class Engine:
     # -- looking ahead ------------------------------------------------------------------------------------
 
     def lookup(self, tokens: Tokens, *, variant: Variant = PLAIN, timeout: float = 1.0) -> int:
-        """Return how many tokens of a prompt, from the first one on, have stored KV. The KV may be evicted before
-        `retrieve`.
+        """Return how many of a prompt's first tokens have stored KV. This KV may be evicted before `retrieve`.
 
-        To find KV of other processes, the call asks shared tiers, for at most `timeout` seconds.
+        The call also looks in shared tiers for KV that other processes have stored, for at most `timeout` seconds.
         """
         self._check_open()
         keys = self.keys(tokens, variant)
@@ -421,10 +421,10 @@ class Engine:
         return self._store.catalog.count_stored(keys) * self.chunk_size
 
     def prefetch(self, tokens: Tokens, *, variant: Variant = PLAIN) -> Prefetch:
-        """Start to load a prompt's KV into host memory, and return at once.
+        """Begin to read a prompt's KV from lower tiers into host memory, and return at once.
 
         Reads for `retrieve` run before reads for prefetches. All prefetches together get a limited part of host memory;
-        chunks that do not fit are not loaded. Loaded chunks stay in host memory for the engine's `pin_ttl` seconds.
+        chunks beyond this part are not loaded. Loaded chunks stay in host memory for the engine's `pin_ttl` seconds.
         """
         self._check_open()
         keys = self.keys(tokens, variant)
@@ -433,12 +433,11 @@ class Engine:
         return Prefetch(promotion, self.chunk_size, self._layout.chunk_bytes)
 
     def pin(self, tokens: Tokens, *, ttl: float | None = None, variant: Variant = PLAIN) -> int:
-        """Keep a prompt's chunks in host memory for `ttl` seconds, from the first chunk on. Returns the number of
-        pinned tokens.
+        """Keep a prompt's first chunks in host memory for `ttl` seconds. Returns the number of pinned tokens.
 
-        Pinning ends before the first chunk that is not in host memory. `ttl`: the engine's `pin_ttl` by default. Pins
-        may fill a limited share of host memory. Beyond this share, the oldest pins of the variant with the most pins
-        end.
+        Pinning stops before the first chunk that is not in host memory. `ttl`: the engine's `pin_ttl` by default. Pins
+        may fill a limited share of host memory. Beyond this share, the variant with the most pins loses its oldest
+        pins.
         """
         self._check_open()
         limit = self._pin_ttl if ttl is None else seconds(ttl, "ttl")
@@ -446,12 +445,12 @@ class Engine:
         return self._store.pin(keys, limit, owner) * self.chunk_size
 
     def unpin(self, tokens: Tokens, *, variant: Variant = PLAIN) -> int:
-        """End the pins of a prompt, and return how many tokens were pinned."""
+        """Remove the pins of a prompt, and return how many tokens were pinned."""
         self._check_open()
         return self._store.unpin(self.keys(tokens, variant)) * self.chunk_size
 
     def clear(self, tokens: Tokens | None = None, *, variant: Variant = PLAIN) -> int:
-        """Remove the KV of a prompt (without `tokens`: all KV) from every tier, and return how many tokens were
+        """Remove the KV of a prompt from every tier; without `tokens`, remove all KV. Return how many tokens were
         removed.
         """
         self._check_open()
@@ -477,15 +476,15 @@ class Engine:
         return EngineStats(self._stored, self._retrieved, self._requested, self._store.stats())
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
-        """Wait until persistent tiers are listed, for at most `timeout` seconds. Returns whether all these tiers are
-        listed.
+        """Wait until all chunks of persistent tiers are listed, for at most `timeout` seconds. Returns whether the
+        lists are complete.
         """
         self._check_open()
         return self._store.wait_indexed(None if timeout is None else seconds(timeout, "timeout"))
 
     def drain(self, timeout: float = 10.0) -> bool:
         """Wait until all stored chunks are written to the lower tiers, for at most `timeout` seconds. Returns False if
-        the time was too short.
+        this time was too short.
         """
         if self._store.forked:
             self._check_open()
@@ -522,7 +521,9 @@ _lock = threading.Lock()
 
 
 def get_or_create(name: str, factory: Callable[[], Engine]) -> Engine:
-    """Return the open engine called `name`. If there is no such engine, `factory` makes one, while other calls wait."""
+    """Return the open engine called `name`. If there is no such engine, call `factory` to make it; other calls wait
+    meanwhile.
+    """
     with _lock:
         engine = _engines.get(name)
         if engine is None or engine.closed:
@@ -540,7 +541,7 @@ def get(name: str) -> Engine:
 
 
 def destroy(name: str) -> None:
-    """Close the engine called `name` and forget the name. If there is no such engine, nothing happens."""
+    """Close the engine called `name`, and remove the name. Does nothing if there is no such engine."""
     with _lock:
         engine = _engines.pop(name, None)
     if engine is not None:

@@ -22,7 +22,7 @@ from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
 
 _FOREVER = 1e9
-"""Seconds of more than thirty years: a number that every clock can add to its time."""
+"""More than thirty years, in seconds. Every clock can add this number to its time."""
 
 
 def whole(value: Any, name: str, least: int) -> int:
@@ -32,8 +32,8 @@ def whole(value: Any, name: str, least: int) -> int:
 
 
 def seconds(value: Any, name: str) -> float:
-    """Return the value as a number of seconds that every clock can add to its time. `name`: the argument's name, for
-    errors.
+    """Return `value`, limited to plus or minus thirty years, so that every clock can add the result to its time. Raises
+    UsageError, with the argument's `name`, if `value` is no number.
     """
     if isinstance(value, bool) or not isinstance(value, (float, Real)) or value != value:
         raise UsageError(f"{name} must be a number of seconds, not {short_repr(value)}")
@@ -50,7 +50,7 @@ class Variant:
     Parameters
     ----------
     cache_salt
-        A tenant's text: prompts with different salts share no KV.
+        A text that separates tenants: prompts with different salts share no KV.
     lora
         Name and path of the prompt's LoRA adapter.
     tags
@@ -75,7 +75,7 @@ PLAIN = Variant()
 
 
 def root_of(variant: Variant, namespace: Namespace) -> bytes:
-    """Return the root of a prompt's chunk keys: a digest that every key depends on. Raises UsageError if a part of the
+    """Return the root of a prompt's chunk keys: a digest that every key depends on. Raises UsageError if a field of the
     variant has the wrong type.
     """
     _check(variant)
@@ -95,8 +95,8 @@ def _check(given: object) -> None:
 
 
 class Request:
-    """The tokens and `blocks` of a call. `keys`: one key for each whole chunk that `blocks` covers. A chunk has
-    `chunk_size` tokens, in `pages` blocks.
+    """The tokens and `blocks` of one call of an engine. `keys`: the keys of the whole chunks that `blocks` covers.
+    `chunk_size`: tokens per chunk. `pages`: blocks per chunk.
     """
 
     def __init__(self, chain: KeyChain, blocks: object, chunk_size: int, pages: int) -> None:
@@ -107,25 +107,27 @@ class Request:
         self.keys = chain.keys[: len(self._blocks) // pages]
 
     def chunks_in(self, tokens: object) -> int:
-        """Return how many whole chunks the first `tokens` tokens have. Raises UsageError if `tokens` is not a count."""
+        """Return how many whole chunks the first `tokens` tokens fill. Raises UsageError for a value that is no token
+        count.
+        """
         return min(whole(tokens, "skip_tokens", 0) // self._chunk_size, len(self.keys))
 
     def reserve(self, store: TieredStore, first: int, end: int) -> Reservation:
-        """Reserve slots of the store for the chunks from index `first` up to, but not including, `end`."""
+        """Reserve slots of host memory for the chunks with index `first` to `end - 1`."""
         keys = self.keys[first:end]
         ids = self._chain.token_bytes(first, first + len(keys))
         store.hints.prompt(keys, len(self.keys) * self._chunk_size)
         return store.reserve(keys, parent=self._chain.parent(first), tokens=ids, protect=self.keys)
 
     def copies_to_slots(self, slots: Mapping[ChunkKey, int], first: int, end: int) -> list[ChunkCopy]:
-        """Return the copies from blocks to slots for some of the chunks [first, end). `slots`: the slot of each of
-        these chunks.
+        """Return the copies from blocks to slots for those of chunks `first` to `end - 1` that `slots` contains.
+        `slots`: slots by chunk key.
         """
         keys = enumerate(self.keys[first:end], first)
         return [self._copy(slots[key], index) for index, key in keys if key in slots]
 
     def copies_to_blocks(self, slots: Sequence[int], first: int) -> list[ChunkCopy]:
-        """Return the copies from `slots` to blocks. `slots`: the slots of the chunks from the index `first` on."""
+        """Return the copies from `slots` to blocks. `slots`: one slot for each chunk, from chunk `first` on."""
         return [self._copy(slot, index) for index, slot in enumerate(slots, first)]
 
     def _copy(self, slot: int, index: int) -> ChunkCopy:
@@ -142,7 +144,7 @@ class EngineStats:
 
     Notes
     -----
-    The object never changes. `requested_tokens` counts the tokens of all chunks that callers wanted to load.
+    `requested_tokens` counts the tokens of all chunks that callers asked to load, loaded or not.
     """
 
     stored_tokens: int
@@ -153,7 +155,7 @@ class EngineStats:
 
 @frozen
 class Progress:
-    """The progress of a prefetch: how many tokens and bytes were found in some tier, and how many are in host memory
+    """How far a prefetch is: the tokens and bytes that were found in some tier, and those that are in host memory
     now.
     """
 
@@ -169,7 +171,7 @@ class Progress:
 
 @define(eq=False, repr=False)
 class Prefetch:
-    """The handle that `Engine.prefetch` returns: waits for a prefetch, shows its progress, or cancels it.
+    """The handle that `Engine.prefetch` returns: waits for the prefetch, shows its progress, or cancels the prefetch.
 
     Notes
     -----
@@ -202,7 +204,7 @@ class Prefetch:
 
     @property
     def tokens(self) -> int:
-        """Number of the prompt's first tokens that are in host memory now."""
+        """How many of the prompt's first tokens are in host memory now."""
         return self._promotion.ready * self._chunk_size
 
     @property
@@ -214,7 +216,7 @@ class Prefetch:
 
     @property
     def sources(self) -> Mapping[str, int]:
-        """Number of tokens that came from each tier, by the name of the tier."""
+        """Number of tokens that were found in each tier, by the name of the tier."""
         chunks = self._promotion.sources
         return MappingProxyType({name: count * self._chunk_size for name, count in chunks.items()})
 
@@ -223,11 +225,11 @@ class Prefetch:
         return self._promotion.wait(timeout)
 
     def cancel(self) -> None:
-        """Stop the prefetch, and allow the eviction of its chunks. Reads that are running finish. Idempotent."""
+        """Stop the prefetch, and allow the eviction of its chunks. Running reads continue to their end. Idempotent."""
         self._promotion.release()
 
     def __await__(self) -> Generator[object, None, int]:
-        """Wait for the prefetch in the running event loop, without blocking a thread. The result is `tokens`."""
+        """Await the end of the prefetch without blocking a thread. The result of `await` is `tokens`."""
         loop = asyncio.get_running_loop()
         finished: asyncio.Future[None] = loop.create_future()
 

@@ -1,1 +1,1 @@
-"""Slots in host memory, paged KV memory on a device or the host, and the copies between them."""
+"""Host memory with its slots, paged KV memory on a device or the host, and copies between slots and paged memory."""

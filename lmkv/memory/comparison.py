@@ -1,7 +1,7 @@
-"""Compares the numbers that a model has just computed for a chunk with the numbers of the stored chunk.
+"""Compares the KV that a model has just computed for a chunk with the stored KV of the same chunk.
 
-The same computation in another batch, or in steps of other sizes, gives slightly different numbers. docs/audits.md has
-the tolerances.
+The same computation in another batch, or in steps of other sizes, gives slightly different numbers. docs/audits.md
+lists the tolerances.
 """
 
 from __future__ import annotations
@@ -27,27 +27,25 @@ TOLERANCE = {
     torch.float8_e4m3fn: 0.25,
     torch.float8_e5m2: 0.35,
 }
-"""The largest `deviation` at which a page counts as equal, by the dtype of its numbers. Other dtypes are not
+"""The largest `deviation` at which a page still counts as equal, by the dtype of its numbers. Other dtypes are not
 compared.
 """
 _RUN = 16
-"""How many numbers are compared together, as one run: numbers of one head's keys, or of one head's values."""
+"""How many consecutive numbers form a run, the unit of comparison. All belong to the keys or values of one head."""
 _ROUNDING, _LEAST = 4.0, 0.05
-"""The spread of a run counts as at least `_ROUNDING` rounding errors, and as at least `_LEAST` times the page's median
-spread.
-"""
+"""Lower bounds for the spread of a run: `_ROUNDING` rounding errors, and `_LEAST` times the page's median spread."""
 
 
 @frozen
 class Part:
-    """Describes the numbers of one layer in the pages of a plane (an array of pages).
+    """Describes where the numbers of one layer are in the pages of a plane (an array with one page for each block).
 
-    `plane`: the index of the plane. `offset`, `nbytes`: the bytes of the numbers in a page. `dtype`: the type of the
+    `plane`: the index of the plane. `offset`, `nbytes`: the range of bytes in each page. `dtype`: the type of the
     numbers.
 
-    `strides`: possible distances between the same channel of two tokens, counted in numbers. `loose`: the share of a
-    page that may differ, because a rounding may choose another expert for a token. `source`: the type of the numbers
-    from which the page's numbers are computed; this type decides the rounding errors.
+    `strides`: possible distances in a page between the same channel of two neighbouring tokens, counted in numbers.
+    `loose`: the share of a page that may differ, because a rounding error may choose another expert for a token.
+    `source`: the model's dtype, which decides the rounding errors.
     """
 
     layer: str
@@ -62,11 +60,11 @@ class Part:
 
 @frozen
 class Difference:
-    """A chunk that differs from the stored chunk on one rank. `layers`: the names of the layers that differ. `copy`:
-    the index of the chunk in the compared copies.
+    """A chunk that differs from its stored copy on one rank. `layers`: names of the layers that differ. `copy`: the
+    chunk's index in the list of compared copies.
 
-    `first`, `end`: the range of differing tokens, in whole pages. `deviation`: the largest `deviation` of any page.
-    `blocks`: the blocks that a load has filled.
+    `first`, `end`: the range of tokens that differ, in whole pages. `deviation`: the largest deviation of any page (see
+    `deviation`). `blocks`: the differing blocks, if blocks that a load has filled were compared.
     """
 
     copy: int
@@ -85,16 +83,16 @@ def deviation(
     rounding: float = 0.0,
     loose: float = 0.0,
 ) -> torch.Tensor:
-    """Return, for each page, how far its computed and stored numbers differ: shape [page], from arguments of shape
-    [page, number].
+    """Return how far the computed and the stored numbers of each page differ: shape [page], from arguments [page,
+    number].
 
-    In each page, the run of 16 numbers that differs most counts. `loose`: the share of runs, 0 to 1, to leave out; the
-    runs that differ most are left out.
+    The result of a page is the difference of the run (16 numbers) that differs most. `loose`: the share of runs, 0 to
+    1, to ignore; the runs that differ most are ignored.
 
     A run's difference is divided by the run's spread: how much its computed numbers change from token to token. So
-    neither a large mean nor other runs of the page hide the difference. `strides`: see `Part`; the smallest spread
-    counts. `rounding`: the relative rounding error of the numbers. The result is 0 for equal pages and about 1 for
-    unrelated pages. If only one of two numbers is finite, the result is infinite.
+    neither a large mean nor other runs of the page hide a difference. `strides`: see `Part`; of the spreads that these
+    strides give, the smallest counts. `rounding`: the relative rounding error of the numbers. The result is 0 for equal
+    pages and about 1 for unrelated pages. If only one of two numbers is finite, the result is infinite.
 
     >>> page = torch.randn((1, 64), generator=torch.Generator().manual_seed(1))
     >>> other = page.clone()
@@ -114,15 +112,15 @@ def deviation(
 
 
 def _runs(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the mean square of each run, shape [page, run]. The last run of a page is filled up with zeros."""
+    """Return the mean square of each run of 16 numbers: shape [page, run]. Zeros fill up the last run of a page."""
     squares = torch.nn.functional.pad(numbers.double().square(), (0, -numbers.shape[1] % _RUN))
     found: torch.Tensor = squares.unflatten(1, (-1, _RUN)).mean(2)
     return found
 
 
 def _steps(numbers: torch.Tensor, stride: int) -> torch.Tensor:
-    """Return the difference between each number and the number `stride` places later; at the end of a page, `stride`
-    places earlier.
+    """Return the difference between each number and the number `stride` places later. The last `stride` differences of
+    a page are repeated.
     """
     steps = numbers[:, stride:] - numbers[:, :-stride]
     return torch.cat([steps, steps[:, -stride:]], 1)
@@ -130,7 +128,7 @@ def _steps(numbers: torch.Tensor, stride: int) -> torch.Tensor:
 
 @frozen
 class Comparison:
-    """Compares one rank's part of chunks in the slots of a slab. Thread-safe.
+    """Compares one rank's part of chunks in host memory. Thread-safe.
 
     `tolerances`: see `TOLERANCE`.
     """
@@ -142,9 +140,7 @@ class Comparison:
     _tolerances: dict[torch.dtype, float] = field(factory=TOLERANCE.copy)
 
     def differences(self, copies: Sequence[ChunkCopy], stored: Sequence[int]) -> list[Difference]:
-        """Return the differences between the slots of `copies` and the slots `stored`, which has one slot for each
-        copy.
-        """
+        """Compare each copy's slot with the slot at the same index of `stored`. Return the chunks that differ."""
         found = []
         for number, (copy, slot) in enumerate(zip(copies, stored, strict=True)):
             wrong = list(self._wrong(copy, slot))
@@ -155,7 +151,7 @@ class Comparison:
         return found
 
     def _wrong(self, copy: ChunkCopy, stored: int) -> Iterator[tuple[str, int, int, float]]:
-        """Yield `(layer, first token, end, deviation)` for each layer of the chunk that differs."""
+        """Yield `(layer, first token, end, deviation)` for each layer that differs in the chunk."""
         for part in self._parts:
             tolerance = self._tolerances.get(part.dtype)
             if tolerance is not None and part.source is not None:
@@ -170,8 +166,8 @@ class Comparison:
                 yield part.layer, (first + pages[0]) * size, (first + pages[-1] + 1) * size, float(found.max())
 
     def measure(self, part: Part, copy: ChunkCopy, stored: int) -> torch.Tensor | None:
-        """Return the `deviation` of each page of `part`, or None if all bytes are equal or the copy has no such
-        page.
+        """Return the `deviation` of each page of `part`, or None if all bytes are equal or the copy contains no page of
+        `part`.
         """
         computed, known = (
             _pages(self._layout, self._slab, self._rank, part, copy, slot) for slot in (copy.slot, stored)
@@ -184,7 +180,7 @@ class Comparison:
 
 
 def _pages(layout: KVLayout, slab: SlabMap, rank: int, part: Part, copy: ChunkCopy, slot: int) -> npt.NDArray[np.uint8]:
-    """Return the bytes of `part` in each page of a copy, read from `slot`: uint8 [page, byte]."""
+    """Return the bytes of `part` in each page of a copy, but read from `slot`: uint8 [page, byte]."""
     shape, (offset, nbytes) = layout.layers[part.plane], layout.span(rank, part.plane)
     run = copy.runs[shape.group]
     rows = slice(run.first, run.first + len(run.blocks)), slice(part.offset, part.offset + part.nbytes)
@@ -202,12 +198,12 @@ Digests = list[list[torch.Tensor]]
 """For each part and each copy, a tensor of digests: int64 [page]."""
 
 _WORDS = 1 << 20
-"""Number of 32-bit words that one kernel digests: 4 MiB, with 20 MiB of scratch memory."""
+"""Number of 32-bit words in one batch of pages: 4 MiB, which needs 20 MiB of scratch memory."""
 
 
 def factors(row: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return `count` pseudorandom odd numbers, int64 [count], for the digest of row `row`. SplitMix64's mixing function
-    makes them.
+    """Return `count` pseudorandom odd numbers, int64 [count], made with SplitMix64's mixing function. `row`: the
+    seed.
     """
     mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -7046029254386353131 * (2 * row + 1)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
@@ -219,11 +215,12 @@ _page_factors = lru_cache(64)(factors)
 
 
 def page_digests(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Return the digests of the pages `blocks` of `rows`: int64 [page], for rows of uint8 [block, byte].
+    """Return a digest for each of the pages with an index in `blocks`: int64 [page]. `rows`: the pages, uint8 [block,
+    byte].
 
     The digests are computed on the device of `rows`. A digest is the sum, modulo 2**64, of a page's 32-bit words, each
-    multiplied by a factor that depends on its place in the page. Different pages have equal digests with a probability
-    of about 2**-33.
+    multiplied by a factor that depends on the word's place in the page. Different pages have equal digests with a
+    probability of about 2**-33.
 
     >>> rows = torch.arange(32, dtype=torch.uint8).reshape(4, 8)
     >>> one, other, again = page_digests(rows, torch.tensor([0, 3, 0])).tolist()
@@ -243,7 +240,7 @@ def page_digests(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 @frozen
 class Reading:
-    """The digests of the pages that were read, in the order of reading. The digests are valid once `event` is
+    """The digests of the pages of one read, in the order of the pages. The digests are valid once `event` is
     reached.
     """
 
@@ -259,8 +256,8 @@ class Reading:
 
 @define(eq=False)
 class ReadBack:
-    """Reads one rank's paged memory back. `parts`: the content of the pages, by layer. `staging`: the staging memory of
-    the rank's device; None for a CPU.
+    """Computes digests of one rank's paged memory. `parts`: the content of the pages, by layer. `staging`: the staging
+    memory of the rank's device; None for a CPU.
     """
 
     _memory: PagedMemory
@@ -270,8 +267,8 @@ class ReadBack:
     _staging: Staging | None
 
     def begin(self, copies: Sequence[ChunkCopy]) -> Reading:
-        """Begin to read the blocks of `copies`, after all computation launched so far and the loads for which this
-        computation waits.
+        """Begin to compute digests of the blocks of `copies`. The reads come after all computation launched so far, and
+        after the loads for which this computation waits.
         """
         pages = [(part, self._blocks(part, copies)) for part in self._parts]
         on_device = self._memory.device.type == "cuda"
@@ -295,15 +292,15 @@ class ReadBack:
         return blocks.pin_memory() if self._memory.device.type == "cuda" else blocks
 
     def digests(self, reading: Reading, copies: Sequence[ChunkCopy]) -> Digests:
-        """Return the digests of a reading that has ended, for each part and each copy."""
+        """Split the digests of a finished read: return a tensor for each part and each copy."""
         groups = [self._layout.layers[part.plane].group for part in self._parts]
         sizes = [len(copy.runs[group].blocks) for group in groups for copy in copies]
         found = list(reading.found.split(sizes))
         return [found[at : at + len(copies)] for at in range(0, len(found), len(copies))]
 
     def of_slots(self, copies: Sequence[ChunkCopy], slab: SlabMap) -> Digests:
-        """Return the digests of the copies' pages, read from the copies' slots in `slab`. Any thread may call
-        `of_slots`.
+        """Return the digests of the copies' pages, read from the copies' slots in `slab`. Any thread may call this
+        method.
         """
         return [[self._of_slot(part, copy, slab) for copy in copies] for part in self._parts]
 
@@ -312,8 +309,8 @@ class ReadBack:
         return page_digests(pages, torch.arange(len(pages)))
 
     def differences(self, copies: Sequence[ChunkCopy], found: Digests, known: Digests) -> list[Difference]:
-        """Return the differences between the digests `found` and the digests `known` of the same copies. `known` may
-        have more pages.
+        """Compare two sets of digests of the same copies, and return the chunks that differ. `known` may have more
+        pages than `found`.
         """
         differ = []
         for number, copy in enumerate(copies):
@@ -330,7 +327,7 @@ class ReadBack:
         return differ
 
     def _tokens(self, part: Part, copy: ChunkCopy, pages: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return `(first token, end, block)` for each of the copy's pages with an index in `pages`."""
+        """Return `(first token, end, block)` for each page of the copy with an index in `pages`."""
         shape = self._layout.layers[part.plane]
         run, size = copy.runs[shape.group], self._layout.chunk_size // shape.pages_per_chunk
         return [((run.first + page) * size, (run.first + page + 1) * size, run.blocks[page]) for page in pages]

@@ -1,6 +1,4 @@
-"""`Copier`: the interface of copiers, the descriptions of the copies that copiers make, and the checks that all copiers
-share.
-"""
+"""`Copier`: the interface of copiers, the descriptions of copies, and the checks that all copiers share."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ class ChunkCopy(NamedTuple):
 
 
 class Event(Protocol):
-    """The end of a copy. `query` returns whether the copy has ended, without blocking. `wait` blocks until the copy has
-    ended.
+    """An event that is reached when a copy has ended. `query` returns whether the event is reached. `wait` blocks until
+    the event is reached.
     """
 
     def query(self) -> bool: ...
@@ -45,7 +43,7 @@ class Event(Protocol):
 
 
 class Done:
-    """The event of a copy that has ended when the copier's call returns."""
+    """The event of a copy that has already ended when the copier's call returns."""
 
     def query(self) -> bool:
         return True
@@ -60,9 +58,8 @@ DONE: Event = Done()
 class Copier(Protocol):
     """Copies between one rank's paged memory and the rank's part of each slot. Not thread-safe.
 
-    All calls come from the thread that launches the model's computation, and their order counts. A store reads the
-    results of all computation that was launched before the store. Computation that is launched after a load reads the
-    loaded blocks.
+    All calls come from the thread that launches the model's computation. A store sees the results of all computation
+    that was launched before the store. Computation that is launched after a load sees the loaded blocks.
     """
 
     @property
@@ -73,16 +70,16 @@ class Copier(Protocol):
         ...
 
     def load(self, copies: Sequence[ChunkCopy], *, overlap: bool = False, after: Event | None = None) -> Event:
-        """Copy slots into blocks. With `overlap`, computation does not wait, and must not read the blocks before the
-        returned event.
+        """Copy slots into blocks. With `overlap`, computation does not wait for the copy, and must not read the blocks
+        before the returned event is reached.
 
-        The copy begins after all computation launched so far. With `after`, the copy begins after the event `after`
-        instead, which is right if no computation launched later than this event uses the blocks.
+        The copy begins after all computation launched so far. With `after`, the copy begins after this earlier event
+        instead. The caller must know that no computation launched later than this event uses the blocks.
         """
         ...
 
     def store_layers(self, copies: Sequence[ChunkCopy]) -> Iterator[Event]:
-        """Store one layer at each `next` of the returned iterator. The caller calls `next` after launching the layer's
+        """Store one layer at each `next` of the returned iterator. Call `next` after launching the layer's
         computation.
         """
         ...
@@ -92,15 +89,15 @@ class Copier(Protocol):
         ...
 
     def close(self, *, process_ends: bool = False) -> None:
-        """Wait for all copies, and free the resources of the copier. With `process_ends`, the kernel frees the
-        resources, which is faster.
+        """Wait for all copies, and free the copier's resources. With `process_ends`, leave the pinned memory to the
+        kernel, which frees it faster when the process ends.
         """
         ...
 
 
 class HasLayers(Protocol):
-    """A plane: an array of pages of one or more layers. `layers`: the indexes of these layers in the model; several if
-    layers are fused.
+    """A plane: an array with one page for each block. `layers`: indexes of the layers whose KV a page contains; several
+    if layers are fused.
     """
 
     @property
@@ -108,10 +105,10 @@ class HasLayers(Protocol):
 
 
 def by_layer(planes: Sequence[_P], num_layers: int) -> tuple[list[list[_P]], list[list[_P]]]:
-    """Return two lists: for each layer the planes to load with the layer, and for each layer the planes to store with
-    the layer.
+    """Group planes by layer. Return two lists with an element for each layer: the planes to load with this layer, and
+    the planes to store with this layer.
 
-    A plane is loaded with its first layer, and stored with its last layer.
+    A plane of several layers is loaded with its first layer, and stored with its last layer.
     """
     to_load, to_store = (
         [[plane for plane in planes if plane.layers[at] == layer] for layer in range(num_layers)] for at in (0, -1)
@@ -143,11 +140,11 @@ def _block_id(value: Any) -> int:
 
 
 def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mapping[int, int]) -> dict[int, list[int]]:
-    """Return, for each block table, the blocks of all copies, in the order of the copies. `num_blocks`: the number of
-    blocks of each block table.
+    """Check all slots and block ids. Return for each block table the blocks of all copies, in the order of the copies.
+    `num_blocks`: the number of blocks, by block table.
 
-    Raises UsageError for slots and blocks that do not exist, before any byte is copied. Without this check, numpy (with
-    "clip") or a device would copy other pages, without an error.
+    Raises UsageError for a slot or block that does not exist. Without this check, numpy or a device would silently copy
+    other pages.
     """
     found = {}
     for copy in copies:
@@ -162,7 +159,9 @@ def check_copies(copies: Sequence[ChunkCopy], num_slots: int, num_blocks: Mappin
 
 
 def check_fit(memory: PagedMemory, layout: KVLayout, slab: SlabMap) -> None:
-    """Raise UsageError unless the memory, the layout and the slab describe the same chunk."""
+    """Raise UsageError if pages of `memory` and `layout` differ in size, or if a chunk does not fit into a slot of
+    `slab`.
+    """
     pages = [row.shape[1] for row in memory.rows]
     # A pipeline stage may have fewer layers than the one that the layout describes.
     if not pages or pages != [layer.page_bytes for layer in layout.layers[: len(pages)]]:
@@ -179,9 +178,10 @@ Guard = Callable[[], AbstractContextManager[object]]
 
 
 class _Layers:
-    """Copies one layer after the other. `tokens`: how many tokens of the prompt, from the first one on, are copied.
+    """Copies one layer after the other. `tokens`: how many of the prompt's first tokens are copied.
 
-    `last`: the event of the latest copy of a layer. `left`: the layers that the caller has not named yet.
+    `last`: the event of the latest layer's copy. `left`: the layers for which the caller has not called `wait` or
+    `save`.
     """
 
     def __init__(self, events: Iterator[Event], num_layers: int, tokens: int, guard: Guard) -> None:
@@ -202,16 +202,16 @@ class _Layers:
             self._done += 1
 
     def finish(self) -> Event:
-        """Copy the remaining layers, and return the event at the end of the whole copy."""
+        """Copy the remaining layers, and return the event of the last copy."""
         self._upto(self._num_layers - 1)
         return self.last
 
 
 class LayerReader(_Layers):
-    """Fills blocks layer by layer. `Engine.retrieve_layers` provides such a reader.
+    """Loads blocks layer by layer. `Engine.retrieve_layers` yields a reader.
 
     Call `wait(layer)` before you launch computation that reads the layer. Methods raise UsageError for a layer that
-    does not exist, and exceptions of the copier.
+    does not exist, and pass on the copier's exceptions.
     """
 
     def __init__(
@@ -231,10 +231,10 @@ class LayerReader(_Layers):
 
 
 class LayerWriter(_Layers):
-    """Stores blocks layer by layer. `Engine.store_layers` provides such a writer.
+    """Stores blocks layer by layer. `Engine.store_layers` yields a writer.
 
     Call `save(layer)` after you have launched the computation of the layer. Methods raise UsageError for a layer that
-    does not exist, and exceptions of the copier.
+    does not exist, and pass on the copier's exceptions.
     """
 
     def __init__(
@@ -243,7 +243,9 @@ class LayerWriter(_Layers):
         super().__init__(copier.store_layers(copies), copier.num_layers, tokens, guard)
 
     def save(self, layer: int) -> None:
-        """Store `layer` as soon as all earlier layers are stored. Layers may be computed in any order."""
+        """Mark `layer` as computed, and store it once all earlier layers are computed. Layers may be computed in any
+        order.
+        """
         self._name(layer)
         while self._done < self._num_layers and self._done not in self.left:
             self._upto(self._done)

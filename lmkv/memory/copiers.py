@@ -24,13 +24,15 @@ _FREE_SHARE = 4
 
 
 def _words(nbytes: int) -> np.dtype[np.generic]:
-    """Return the widest integer that divides `nbytes`: numpy copies rows of int64 at the speed of memcpy."""
+    """Return the widest unsigned integer type with a size that divides `nbytes`: numpy copies wide words at the speed
+    of memcpy.
+    """
     return np.dtype(next(f"u{size}" for size in (8, 4, 2, 1) if nbytes % size == 0))
 
 
 @frozen
 class _HostPlane:
-    """One plane: its pages in paged memory, of shape [block, word], and its part of all slots, of shape [slot, page,
+    """One plane (an array of pages): its pages in paged memory, shape [block, word], and in all slots, [slot, page,
     word].
     """
 
@@ -45,7 +47,7 @@ _PageRuns = dict[int, list[tuple[int, slice, npt.NDArray[np.intp]]]]
 
 
 class CPUCopier:
-    """The copier for paged memory on the host: one numpy call per chunk and plane.
+    """The copier for paged memory on the host, with one numpy call per chunk and plane (array of pages).
 
     numpy's `take` with "clip", and its indexed assignment, are as fast as a contiguous copy, whereas torch's indexed
     copies are 15 to 40 % slower. More threads would only compete for the same memory.
@@ -85,7 +87,9 @@ class CPUCopier:
         return (_load(planes, pages) for planes in self._to_load)
 
     def _pages(self, copies: Sequence[ChunkCopy]) -> _PageRuns:
-        """Return the pages to copy, which are the same for all layers. Raises UsageError as `check_copies` does."""
+        """Return the pages to copy, by block table; all layers have the same. Raises UsageError as `check_copies`
+        does.
+        """
         pages: _PageRuns = {}
         for group, ids in check_copies(copies, self._num_slots, self._num_blocks).items():
             # One array for all copies, because Python's share of the time counts where pages are small.
@@ -127,8 +131,8 @@ def _load(planes: Sequence[_HostPlane], pages: _PageRuns) -> Event:
 
 
 def check_device(kind: str) -> None:
-    """Raise UsageError if there is no copier for devices of type `kind`. A ROCm device, which torch also calls "cuda",
-    has none.
+    """Raise UsageError if lmkv has no copier for devices of type `kind`, or if "cuda" means a ROCm device in this
+    torch.
     """
     if kind not in ("cpu", "cuda") or (kind == "cuda" and torch.version.hip):
         what = "an AMD GPU" if kind == "cuda" else f"a device of type {kind!r}"
@@ -136,7 +140,7 @@ def check_device(kind: str) -> None:
 
 
 def make_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging | None:
-    """Make the streams and the staging memory of a copier on the device of `memory`, before there is a slab.
+    """Make the streams and the staging memory of a copier on the device of `memory`. A slab is not needed yet.
 
     Returns None for a CPU, which needs neither streams nor staging memory.
 
@@ -161,8 +165,8 @@ def make_copier(
 ) -> Copier:
     """Make a copier for the device of `memory`, and begin to map the rank's part of the slab in the background.
 
-    `turn`: (index, count) of this rank among the ranks with the same part of the slots. Raises UsageError if memory,
-    layout and slab do not fit together, and torch's exceptions for the device.
+    `turn`: (index, count) of this rank among the ranks that map the same part of the slots; each begins at another
+    place. Raises UsageError if memory, layout and slab do not fit together, and torch's exceptions for the device.
     """
     staging = staging or make_staging(memory)
     if staging is not None:

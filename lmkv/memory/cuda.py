@@ -1,6 +1,4 @@
-"""`CUDADevice`: a CUDA device for copiers, with torch's streams and memory, the driver's transfers and a Triton
-kernel.
-"""
+"""`CUDADevice`: a CUDA device for copiers, with torch's streams and memory, driver transfers, and a Triton kernel."""
 
 from __future__ import annotations
 
@@ -60,8 +58,8 @@ class _CUDAStream:
 
 
 class CUDADevice:
-    """One CUDA device. Raises OSError if there is no CUDA driver. `driver`: the driver's library, which tests
-    replace.
+    """One CUDA device. The constructor raises OSError if there is no CUDA driver. `driver`: the driver's library; tests
+    pass a replacement.
     """
 
     def __init__(self, device: torch.device, driver: Any = None) -> None:
@@ -128,7 +126,7 @@ def _check(status: int, what: str) -> None:
 
 
 def _copy_batch(function: Any, transfers: Transfers, queue: int) -> int:
-    """Queue all copies in one call, and return the driver's status."""
+    """Queue all copies in one call, and return the driver's status code (0 for success)."""
     arrays = [np.ascontiguousarray(array) for array in (transfers.targets, transfers.sources, transfers.sizes)]
     # CUmemcpyAttributes: the access order, two hints of a type and an id each, flags.
     attributes = (ctypes.c_uint * 6)(_ANY_ORDER if transfers.stable else _IN_STREAM_ORDER)
@@ -139,7 +137,9 @@ def _copy_batch(function: Any, transfers: Transfers, queue: int) -> int:
 
 
 def batched_copy(driver: Any) -> Callable[[Transfers, int], int] | None:
-    """Return a function that queues many copies in one call and returns a status, or None before CUDA 12.8."""
+    """Return a function that queues many copies in one call and returns a status code. Return None if the driver is
+    older than CUDA 12.8.
+    """
     function, found = ctypes.c_void_p(), ctypes.c_int()
     find = getattr(driver, "cuGetProcAddress_v2", None)
     if find is None:

@@ -1,4 +1,4 @@
-"""Copies between paged memory on a device and the slab, ordered by streams and events.
+"""Copies between paged memory on a device and host memory. Streams and events order these copies.
 
 `Device` is the interface to an accelerator. Tests simulate a device that executes queued work in any allowed order.
 """
@@ -33,12 +33,12 @@ STAGING_BYTES = 1 << 30
 
 
 class DeviceError(LmkvError):
-    """The device or its driver has failed, or has refused a call."""
+    """The device or its driver has failed, or has returned an error for a call."""
 
 
 @frozen
 class Spans:
-    """Equally long runs of bytes to copy: `nbytes` bytes from `sources[i]` to `targets[i]` for each index i."""
+    """Runs of bytes of equal length to copy: `nbytes` bytes from `sources[i]` to `targets[i]` for each index i."""
 
     sources: Addresses
     targets: Addresses
@@ -46,18 +46,17 @@ class Spans:
 
     @property
     def word(self) -> int:
-        """The size in bytes of the widest word, at most 8, of which all addresses and the length are multiples."""
+        """The size of a word in bytes: the largest of 1, 2, 4 and 8 that divides `nbytes` and all addresses."""
         bits = self.nbytes | int(np.bitwise_or.reduce(self.sources) | np.bitwise_or.reduce(self.targets))
         return min(bits & -bits, 8)
 
 
 @frozen
 class Transfers:
-    """Copies between host and device, all in one direction, and in any order.
+    """Copies between host and device, all in one direction. The device may make the copies in any order.
 
-    `pinned`: whether the host's side of each copy is inside registered memory; otherwise each is outside of it.
-    `stable`: whether the sources do not change until all copies are done, so that the device may read the sources
-    early.
+    `pinned`: whether all host addresses are in registered memory; if not, all are in other memory. `stable`: whether
+    the sources do not change until all copies are done, so that the device may read the sources early.
     """
 
     sources: Addresses
@@ -68,7 +67,7 @@ class Transfers:
 
 
 class TimedEvent(Event, Protocol):
-    """An event that `record_event` has returned with `timed=True`."""
+    """An event that measures time. `record_event(timed=True)` returns such an event."""
 
     def seconds_since(self, earlier: TimedEvent) -> float:
         """Return how many seconds passed on the device from `earlier` to this event. Both events must be reached."""
@@ -76,51 +75,52 @@ class TimedEvent(Event, Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work that the device does in the order of the queue. Between two streams, only events determine an
-    order.
-    """
+    """A queue of work that the device does in the order of the queue. Only events order the work of two streams."""
 
     def record_event(self, *, timed: bool = False) -> TimedEvent:
         """Return an event that is reached when all work queued so far is done."""
         ...
 
     def wait_for(self, event: Event) -> None:
-        """Make work that is queued from now on begin after `event`, without blocking the calling thread."""
+        """Make all work that is queued from now on wait for `event`. The calling thread does not wait."""
         ...
 
     def run(self, work: Callable[[], object]) -> None:
-        """Queue the torch operations that `work()` launches. `work` may be called later."""
+        """Call `work`, perhaps later, so that the torch operations that `work` launches are queued on this stream."""
         ...
 
 
 class Device(Protocol):
-    """An accelerator. Only these calls block: `synchronize`, `allocate`, and `transfer` of unregistered memory.
+    """An accelerator. Only these methods block: `synchronize`, `allocate`, and `transfer` of unregistered memory.
 
-    A call may raise the error of an earlier call, and a failed device may raise repeatedly.
+    A method may raise the error of an earlier call, and a failed device may raise in every call.
     """
 
     def stream(self, *, compute: bool = False) -> Stream:
-        """Return a new stream. With `compute`, return the stream on which the model's computation is being launched."""
+        """Return a new stream. With `compute`, return the stream on which the model's computation is launched now."""
         ...
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
-        """Allocate memory on the device. Returns its address, and the object that owns the memory. The end of this
-        object frees the memory.
+        """Allocate memory on the device. Returns `(address, owner)`: the memory is freed when `owner` is deleted.
 
-        The memory is outside any pool of the caller, because vLLM copies its pools to the host when the engine sleeps.
+        The memory is outside vLLM's memory pools, because vLLM copies these pools to the host when the engine sleeps.
         """
         ...
 
     def move(self, spans: Spans, stream: Stream) -> None:
-        """Copy any number of equally long runs from device to device in one call."""
+        """Copy any number of runs of equal length from device to device in one call."""
         ...
 
     def transfer(self, transfers: Transfers, stream: Stream) -> None:
-        """Copy between host and device. No run may cross the border of a registration."""
+        """Copy runs of bytes between host and device. No run may cross the border between two registrations of host
+        memory.
+        """
         ...
 
     def register(self, address: int, nbytes: int) -> Callable[[], None]:
-        """Pin host memory, and return a function that unpins it. Raises DeviceError. Any thread may call it."""
+        """Pin host memory, and return a function that unpins this memory. Raises DeviceError. Any thread may call this
+        method.
+        """
         ...
 
     def synchronize(self) -> None:
@@ -129,7 +129,7 @@ class Device(Protocol):
 
 
 class Ring:
-    """Hands out parts of device memory, one after the other. A part is handed out again once its last use has ended."""
+    """Device memory that is used as a ring buffer. A region is used again once the work that used it has ended."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -138,7 +138,9 @@ class Ring:
         self._uses: deque[tuple[int, int, Event]] = deque()
 
     def borrow(self, nbytes: int, stream: Stream) -> int:
-        """Return the address of `nbytes` bytes, which work that is queued on `stream` from now on may use."""
+        """Return the address of `nbytes` bytes, for work that is queued on `stream` from now on. The work waits until
+        earlier uses of these bytes have ended.
+        """
         start = self._next if self._next + nbytes <= self.nbytes else 0
         self._next = start + nbytes
         while any(low < self._next and start < high for low, high, _ in self._uses):
@@ -147,17 +149,15 @@ class Ring:
         return self._address + start
 
     def used_until(self, address: int, event: Event) -> None:
-        """Allow reuse of the memory at `address` after `event`. `address`: the result of the latest `borrow`."""
+        """Allow reuse of the latest `borrow` after `event`. `address`: the result of this `borrow`."""
         self._uses.append((address - self._address, self._next, event))
 
 
 class Staging:
-    """The streams, the staging memory and the compiled kernels of one rank. All of them can be made before there is a
-    slab.
+    """The streams, staging memory and compiled kernels of one rank, which need no slab.
 
-    `nbytes`: size of the staging memory for stores. For loads there is a quarter of this size, which loads reuse in the
-    order of their stream. `ring` and `loading` exist until `free`, and again after `allocate`. Raises the device's
-    exceptions.
+    `nbytes`: size of the staging memory for stores (`ring`). The staging memory for loads (`loading`) has a quarter of
+    this size. `free` deletes `ring` and `loading`, and `allocate` makes them again. Raises the device's exceptions.
     """
 
     def __init__(self, device: Device, memory: PagedMemory, nbytes: int = STAGING_BYTES) -> None:
@@ -173,17 +173,17 @@ class Staging:
         device.synchronize()
 
     def record_event(self) -> Event:
-        """Return an event for the end of all computation that was launched until now."""
+        """Return an event that is reached when all computation launched until now has ended."""
         return self.device.stream(compute=True).record_event()
 
     def allocate(self) -> None:
-        """Allocate the memory, unless it is allocated."""
+        """Allocate the staging memory, unless it is already allocated."""
         if not hasattr(self, "loading"):
             self.ring = Ring(self.device, self.ring_bytes)
             self.loading, self._owner = self.device.allocate(self.batch_bytes)
 
     def free(self) -> None:
-        """Free the memory, once all copies have ended. Raises the device's exceptions."""
+        """Wait for all copies, and then free the staging memory. Raises the device's exceptions."""
         self.device.synchronize()
         if hasattr(self, "loading"):
             del self.ring, self.loading, self._owner
@@ -193,18 +193,18 @@ class Staging:
 
 
 PIECE_BYTES = 32 << 20
-"""Bytes per registration. On an H100, a launch waits 1.5 ms for a registration of 32 MiB, and 5 ms for one of 128
+"""Bytes per registration. On an H100, a kernel launch waits 1.5 ms for a registration of 32 MiB, and 5 ms for 128
 MiB.
 """
 
 
 class PinnedSlab:
-    """Maps one rank's part of a slab, and registers it with the device, in pieces of whole slots.
+    """Maps one rank's part of a slab, and registers (pins) this part with the device, piece by piece.
 
-    Copies of unregistered memory are correct as well, but slower, and block the calling thread. `part`: the offset and
-    the bytes of the rank's part in each slot. `turn`: (index, count) of this rank among the ranks with the same part,
-    each of which begins at another place. `threads`: the number of threads that register memory; with 0, only calls of
-    `pin_next` register it.
+    Copies of unregistered memory are correct too, but slower, and block the calling thread. `part`: offset and size in
+    bytes of the rank's part in each slot. `turn`: (index, count) of this rank among the ranks with the same part, each
+    of which begins at another place. `threads`: the number of threads that register memory; with 0, only calls of
+    `pin_next` register memory.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class PinnedSlab:
         return f"<PinnedSlab: {int(self._pinned.sum())} of {self._slab.num_slots} slots>"
 
     def holds(self, hosts: Addresses) -> npt.NDArray[np.bool_]:
-        """Return, for each address in `hosts`, whether the memory at this address of the slab is registered."""
+        """Return for each address in `hosts` whether the slab is registered at this address."""
         pinned: npt.NDArray[np.bool_] = self._pinned[(hosts - self._address) // self._slab.slot_bytes]
         return pinned
 
@@ -241,7 +241,9 @@ class PinnedSlab:
             pass
 
     def pin_next(self) -> bool:
-        """Map and register the next piece. Returns False if no piece is left, or if the driver has refused a piece."""
+        """Map and register the next piece. Returns False if no piece is left, or if registration was stopped or has
+        failed before.
+        """
         with self._lock:
             piece = None if self._stop.is_set() else next(self._pieces, None)
         if piece is None:
@@ -263,7 +265,7 @@ class PinnedSlab:
         self._pinned[first : last + 1] = True
 
     def wait(self) -> None:
-        """Wait until registration has ended."""
+        """Wait until the threads that register memory have ended."""
         for thread in self._threads:
             thread.join()
 
@@ -283,22 +285,22 @@ class PinnedSlab:
 
 
 def pinning_threads(ranks: int) -> int:
-    """Return how many threads each of `ranks` ranks uses to map and register memory. All ranks together use at most a
-    quarter of the cores, but each rank uses at least one thread.
+    """Return how many threads each of `ranks` ranks uses to map and register memory: at least one. All ranks together
+    use at most a quarter of the cores, unless there are more ranks.
     """
     return max(1, min(4, (os.cpu_count() or 1) // 4 // ranks))
 
 
 DIRECT_BYTES = 512 << 10
-"""Size in bytes of the smallest page that is loaded without staging memory. Its separate transfer costs less than a
-second copy.
+"""Smallest page size in bytes for loads without staging memory: one transfer per page then costs less than a second
+copy.
 """
 
 
 @frozen
 class _DevicePlane:
-    """A plane on the device: block `b` has `nbytes` bytes at `address + b * stride`. The plane's part of a slot begins
-    at `offset`.
+    """A plane (an array of pages) on the device: block `b` has `nbytes` bytes at `address + b * stride`. In a slot, the
+    plane's pages begin at `offset`.
     """
 
     address: int
@@ -311,7 +313,9 @@ class _DevicePlane:
 
 @frozen
 class _PlaneSet:
-    """Planes of one block table with pages of one size. The addresses of their pages are computed together."""
+    """Planes with the same block table, stride and page size, so that the addresses of all their pages are computed
+    together.
+    """
 
     addresses: Addresses
     offsets: Addresses
@@ -320,7 +324,9 @@ class _PlaneSet:
     group: int
 
     def pages(self, alike: Sequence[ChunkCopy], slots: Addresses) -> _Pages:
-        """Return the pages of copies that differ only in their blocks and slots. `slots`: addresses of the slots."""
+        """Return the pages of copies that differ only in their blocks and slots. `slots`: the address of each copy's
+        slot.
+        """
         blocks = np.array([copy.runs[self.group].blocks for copy in alike], np.int64)
         numbers = alike[0].runs[self.group].first + np.arange(blocks.shape[1])
         device = self.addresses[:, None] + blocks[:, None] * self.stride
@@ -330,7 +336,7 @@ class _PlaneSet:
 
 @frozen
 class _Pages:
-    """Pages of one size: the address of each page on the device, and its address on the host."""
+    """Pages of one size: for each page an address on the device and an address on the host."""
 
     device: Addresses
     host: Addresses
@@ -342,7 +348,7 @@ class _Pages:
 
 @frozen
 class LoadEvent:
-    """The end of a load. Once it is reached, `seconds` is the time that the device took for the copies."""
+    """The event of a load. Once the event is reached, `seconds` is the time that the device needed for the copies."""
 
     begun: TimedEvent
     ended: TimedEvent
@@ -359,12 +365,12 @@ class LoadEvent:
 
 
 class DeviceCopier:
-    """The copier for paged memory on a device. It uses staging memory on the device.
+    """The copier for paged memory on a device, with staging memory on the same device.
 
-    A store gathers pages in staging memory on the compute stream, so their blocks may be overwritten as soon as the
+    On the compute stream, a store gathers pages in staging memory, so their blocks may be overwritten as soon as the
     call returns. On a separate stream, the store then transfers the gathered pages to the slots. A load does the
-    reverse. So a chunk crosses the bus as one run of bytes, and one call transfers all chunks. If all staging memory is
-    in use, the device waits for earlier transfers, but the calling thread does not wait.
+    reverse. So a chunk crosses the bus as one run of bytes, and one call transfers many chunks. If all staging memory
+    is in use, the device waits for earlier transfers, but the calling thread does not wait.
     """
 
     def __init__(
@@ -445,9 +451,7 @@ class DeviceCopier:
     def _load(
         self, copies: Sequence[ChunkCopy], parts: Sequence[Sequence[_PlaneSet]], after: Event | None = None
     ) -> Iterator[LoadEvent]:
-        """Fill the planes of one part after the other, and yield an event for each part. `parts`: the planes in the
-        order of loading.
-        """
+        """Fill the planes of one element of `parts` after the other, and yield an event for each element."""
         incoming = self._staging.incoming
         with self._idle_after_failure():
             # Computation that was launched before may still use the blocks.
@@ -458,7 +462,7 @@ class DeviceCopier:
                 yield LoadEvent(begun, incoming.record_event(timed=True))
 
     def _fill(self, parts: Sequence[_Pages]) -> None:
-        """Transfer large pages directly to their blocks, and other pages through staging memory."""
+        """Load pages from the slots: large pages directly into their blocks, other pages through staging memory."""
         incoming, address = self._staging.incoming, self._staging.loading
         large = [pages for pages in parts if pages.page_bytes >= self._direct_bytes]
         small = (pages for pages in parts if pages.page_bytes < self._direct_bytes)
@@ -473,8 +477,8 @@ class DeviceCopier:
 
     @contextlib.contextmanager
     def _idle_after_failure(self) -> Iterator[None]:
-        """If a copy in the `with` block fails, wait for the part of the copy that is queued. Afterwards its slots and
-        blocks may be reused.
+        """If the `with` block raises, wait for the copies that are already queued, so that their slots and blocks may
+        be reused.
         """
         try:
             yield
@@ -494,7 +498,8 @@ class DeviceCopier:
                     yield part.pages(alike, slots)
 
     def _runs(self, batch: Sequence[_Pages], address: int) -> tuple[Addresses, Addresses, Addresses]:
-        """Return the longest contiguous runs of a batch: addresses on the host, addresses from `address` on, and sizes.
+        """Join pages that are adjacent on the host to runs. Return the runs' host addresses, staging addresses (from
+        `address` on) and sizes.
 
         A run never crosses the end of a slot, because the border of a registration may be there.
         """
@@ -504,7 +509,7 @@ class DeviceCopier:
         return hosts[first], address + (np.cumsum(sizes) - sizes)[first], np.add.reduceat(sizes, first)
 
     def _transfer(self, hosts: Addresses, devices: Addresses, sizes: Addresses, stream: Stream, *, loads: bool) -> None:
-        """Transfer runs, with one call for pinned memory and one for other memory."""
+        """Transfer runs with one call for pinned memory and one for other memory."""
         sources, targets = (hosts, devices) if loads else (devices, hosts)
         pinned = self.pins.holds(hosts)
         for state in (True, False):
@@ -515,10 +520,10 @@ class DeviceCopier:
                 self._device.transfer(transfers, stream)
 
     def close(self, *, process_ends: bool = False) -> None:
-        """Wait for all copies and unpin the slab. Afterwards raise exceptions of the device, if there were any.
+        """Wait for all copies, and unpin the slab. Raises the device's exceptions.
 
-        With `process_ends`, the kernel unpins the slab, because a call that unpins takes longer than vLLM waits for a
-        worker.
+        With `process_ends`, leave the unpinning to the kernel, because vLLM ends a worker before unpinning would be
+        done.
         """
         try:
             self._device.synchronize()
@@ -527,7 +532,7 @@ class DeviceCopier:
 
 
 def _sets(planes: Iterable[_DevicePlane]) -> list[_PlaneSet]:
-    """Return the planes in sets: neighbouring planes with the same block table, stride and page size are one set."""
+    """Group neighbouring planes with the same block table, stride and page size."""
     sets = []
     for kind, same in groupby(planes, lambda plane: (plane.stride, plane.nbytes, plane.group)):
         addresses, offsets = np.array([(plane.address, plane.offset) for plane in same], np.int64).T
@@ -536,7 +541,7 @@ def _sets(planes: Iterable[_DevicePlane]) -> list[_PlaneSet]:
 
 
 def _alike(copies: Sequence[ChunkCopy]) -> list[list[ChunkCopy]]:
-    """Return the copies in groups: neighbours whose runs have equal beginnings and lengths are one group."""
+    """Group neighbouring copies whose runs have the same first page and the same length."""
     return [list(same) for _, same in groupby(copies, lambda copy: [(run.first, len(run.blocks)) for run in copy.runs])]
 
 
@@ -565,8 +570,8 @@ def _batches(parts: Iterable[_Pages], room: int) -> Iterator[list[_Pages]]:
 
 
 def _staged(batch: Sequence[_Pages], address: int) -> Iterator[tuple[_Pages, Addresses]]:
-    """Yield the pages of each size together, with the address of each page in the staging memory that begins at
-    `address`.
+    """Group the pages of a batch by size. Yield each group with the addresses of its pages in the staging memory that
+    begins at `address`.
     """
     sizes = _sizes(batch)
     places = address + np.cumsum(sizes) - sizes

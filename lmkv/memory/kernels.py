@@ -12,7 +12,7 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 @triton.jit
 def _move(sources, targets, length, WORD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Copy runs on the device: program [i, j] copies BLOCK words of run i, from word j * BLOCK on."""
+    """Copy runs of bytes on the device: program [i, j] copies BLOCK words of run i, from word j * BLOCK on."""
     run = tl.program_id(0)
     words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(sources + run).to(tl.pointer_type(WORD))
@@ -22,7 +22,7 @@ def _move(sources, targets, length, WORD: tl.constexpr, BLOCK: tl.constexpr):  #
 
 
 def launch_move(sources: torch.Tensor, targets: torch.Tensor, nbytes: int, word: int) -> None:
-    """Copy `nbytes` bytes from `sources[i]` to `targets[i]` for each index i, on the current stream.
+    """Copy `nbytes` bytes from address `sources[i]` to address `targets[i]` for each index i, on the current stream.
 
     `sources`, `targets`: int64 [n]. `word`: 1, 2, 4 or 8 bytes; all addresses and `nbytes` are multiples of `word`.
     """

@@ -1,4 +1,4 @@
-"""Finds how much memory a slab, or a folder in memory that engines share, may take on this machine."""
+"""Computes how much memory on this machine a slab, or an in-memory folder that engines share, may take."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _NO_LIMIT = 1 << 60
 """Number of bytes. In control groups of version 1, a larger limit means that there is no limit."""
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _FILE_SYSTEM_SHARE = 0.9
-"""Largest share of a free file system in memory for chunks, because vLLM also has queues in /dev/shm."""
+"""Largest share of an in-memory file system's free space for chunks, because vLLM also has queues in /dev/shm."""
 
 
 @frozen
 class ControlGroup:
-    """The folder of a control group. `names`: the file with the limit, the file with the use, and the page cache's
-    entry in the file `memory.stat`.
+    """The folder of a control group (cgroup). `names`: the file with the limit, the file with the memory in use, and
+    two entries of `memory.stat` for the page cache.
 
-    `V1`, `V2`: the `names` in version 1 and in version 2 of the kernel's interface.
+    `V1`, `V2`: the `names` in cgroup version 1 and in version 2.
     """
 
     folder: Path
@@ -40,11 +40,13 @@ class ControlGroup:
     V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
     def limit_bytes(self) -> int:
-        """Return the limit in bytes. Raises ValueError if there is no limit, and OSError if there is no such group."""
+        """Return the limit in bytes. Raises ValueError if there is no limit, and OSError if the control group does not
+        exist.
+        """
         return int((self.folder / self.names[0]).read_text())
 
     def free_bytes(self) -> int:
-        """Return how many bytes the group may still take. The group's page cache counts as free, because the kernel can
+        """Return how many more bytes the group may take. The group's page cache counts as free, because the kernel can
         drop it.
         """
         used, stat = int((self.folder / self.names[1]).read_text()), _numbers(self.folder / "memory.stat")
@@ -52,10 +54,9 @@ class ControlGroup:
 
 
 def control_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[ControlGroup]:
-    """Yield the control groups that limit this process: the process's own group, and all groups above it that `root`
-    shows.
+    """Yield the control groups that limit this process: its own group, and all parent groups inside `root`.
 
-    In a container, `root` usually begins at the container's own group, even if the path in `own` is longer.
+    In a container, `root` is usually the container's own group, although the path in the file `own` is longer.
     """
     lines = []
     with contextlib.suppress(OSError):
@@ -82,7 +83,7 @@ def memory_limit(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) ->
 def available_ram(
     meminfo: Path = Path("/proc/meminfo"), root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Return the bytes of available memory: MemAvailable, or less if a control group leaves less."""
+    """Return the bytes of available memory: MemAvailable of /proc/meminfo, or less if a control group allows less."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError, KeyError):
         free = 1024 * _numbers(meminfo)["MemAvailable:"]
@@ -97,16 +98,16 @@ _SMALL_SHARE = 256
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the numbers in a file by name. Each line of the file has a name and a number."""
+    """Parse a file that has a name and a number in each line. Return the numbers by name."""
     return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
 
 
 def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
-    """Return `wanted` bytes rounded down to whole slots. If this machine has less memory, return fewer bytes and log a
-    warning.
+    """Return a capacity for a slab: `wanted` bytes, rounded down to whole slots. If this machine has too little memory,
+    return fewer bytes and log a warning.
 
-    `engines`: the number of engines that start on this host; each of them gets at most an equal share. Memory that is
-    promised to other slabs of this host does not count as available, unless `wanted` is less than 1/256 of the
+    `engines`: the number of engines that start on this host; each of them gets at most an equal share of the available
+    memory. The full size of other slabs of this user counts as used, unless `wanted` is less than 1/256 of the
     available memory. Raises ConfigError if not even one slot fits.
     """
     promised, taken = slab.promised_and_taken()
@@ -122,9 +123,10 @@ def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
 
 
 def _limited(setting: str, wanted: int, limits: Mapping[str, int], unit: int = 1) -> int:
-    """Return `wanted` bytes, or the smallest of the limits with a warning, rounded down to whole units of `unit` bytes.
+    """Return `wanted` bytes or the smallest of `limits` (bytes by reason), rounded down to multiples of `unit`. Log a
+    warning if a limit is smaller.
 
-    Raises ConfigError if not even one chunk fits.
+    Raises ConfigError if not even one unit of several bytes fits.
     """
     reason, limit = min(limits.items(), key=lambda item: item[1])
     capacity = max(min(wanted, limit), 0) // unit * unit
@@ -141,7 +143,7 @@ def _limited(setting: str, wanted: int, limits: Mapping[str, int], unit: int = 1
 
 
 def file_system_of(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Return the type of the file system of a folder, or "" if the kernel does not tell it."""
+    """Return the type of the file system of a folder, or "" if the file `mounts` does not list it."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in mounts.read_text().splitlines():
@@ -152,7 +154,9 @@ def file_system_of(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> 
 
 
 def check_in_memory(folder: str) -> None:
-    """Log a warning if the folder is not in memory. Raises ConfigError if no files can be written to the folder."""
+    """Log a warning if the folder is not on an in-memory file system. Raises ConfigError for hugetlbfs, where lmkv
+    cannot write.
+    """
     kind = file_system_of(folder)
     if kind == "hugetlbfs":
         raise ConfigError(
@@ -169,10 +173,10 @@ def check_in_memory(folder: str) -> None:
 
 
 def clamp_shared_memory(folder: str, wanted: int, used: int) -> int:
-    """Return `wanted` bytes. If the folder or this machine has less memory, return fewer bytes and log a warning.
+    """Return a capacity for an in-memory folder: `wanted` bytes. If the folder or this machine has too little memory,
+    return fewer bytes and log a warning.
 
-    `used`: the bytes of chunks that are already in the folder. Memory that is promised to slabs of this host does not
-    count as available.
+    `used`: the bytes of chunks that are already in the folder. The full size of this user's slabs counts as used.
     """
     promised, taken = slab.promised_and_taken()
     limits = {"available memory": int((available_ram() + taken + used) * RAM_SHARE) - promised}

@@ -1,8 +1,8 @@
-"""Views paged KV tensors of any attention backend as planes of bytes. A plane is an array of pages: uint8 [block, bytes
-per block].
+"""Views the paged KV tensors of any attention backend as planes of bytes. A plane is an array of pages: uint8 [block,
+page_bytes].
 
-Only the attention backend knows the format inside a page. A block must be one dense run of memory in each plane, but
-blocks of several layers may be interleaved.
+Only the attention backend knows the format inside a page. A block must be contiguous in each plane, but blocks of
+several layers may be interleaved.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from lmkv.errors import UsageError, short_repr
 
 
 def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
-    """Return a view of `plane` as uint8 [block, page_bytes]. `plane`: a tensor of shape [block, ...], whose memory the
-    view shares.
+    """Return a view of `plane`, a tensor of shape [block, ...], as uint8 [block, page_bytes].
 
-    Raises UsageError if a block is not one run of bytes.
+    Raises UsageError if a block is not contiguous in memory, or if blocks overlap.
     """
     inner = sorted(zip(plane.stride()[1:], plane.shape[1:], strict=True))
     expected = 1
@@ -41,8 +40,8 @@ def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
 
 
 def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
-    """Return a view of `row` with pages of `page_bytes` bytes if each page has enough padding after it; otherwise
-    return `row`.
+    """Return a view of `row` whose pages include the padding up to `page_bytes` bytes. Return `row` itself if there is
+    too little padding between its pages.
     """
     blocks, stride = row.shape[0], row.stride(0)
     end = row.storage_offset() + (blocks - 1) * stride + page_bytes
@@ -52,8 +51,8 @@ def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
 
 
 def planes(tensor: Any, block_axis: int) -> list[torch.Tensor]:
-    """Return the planes of a layer's tensor, each with the block as first axis. A tensor of shape [2, block, ...] has
-    two planes.
+    """Return the planes of a layer's tensor, each of shape [block, ...]. A tensor of shape [2, block, ...] has two
+    planes.
     """
     if block_axis not in (0, 1):
         raise UsageError(f"block_axis must be 0 or 1, not {short_repr(block_axis)}")
@@ -67,7 +66,7 @@ def _described(tensor: object) -> str:
 
 
 class PagedMemory:
-    """The KV tensors of one rank, seen as *planes*: arrays with one page for each block. `PagedMemory.of` makes the
+    """The KV tensors of one rank as *planes*: arrays with one page for each block. Call `PagedMemory.of` to make the
     object.
 
     Parameters
@@ -80,7 +79,7 @@ class PagedMemory:
         For each plane, the index of the plane's layer in the model; by default the index of the plane.
     fuse
         Whether to join planes with blocks that are next to each other in memory, as in vLLM's block-major layouts. A
-        block of joined planes is one page, which one copy moves.
+        page then has the KV of all joined layers, and one copy moves this page.
 
     Raises
     ------
@@ -121,7 +120,7 @@ class PagedMemory:
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor], *, block_axis: int = 0) -> PagedMemory:
         """Make paged memory of one tensor per layer, with one block table for all layers. Raises UsageError if a block
-        is not one run of bytes.
+        is not contiguous in memory.
 
         `block_axis`: the axis of blocks in each tensor: 0, or 1 for the shape [2, block, ...].
         """

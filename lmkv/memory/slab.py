@@ -1,10 +1,10 @@
 """The slab: one region of host memory, divided into slots of equal size. A slot has space for one chunk.
 
-The slab is the first tier, and all other tiers write from it and read into it. A shared slab is an anonymous memory
-file, which other processes map through the file descriptor of its owner. The size of /dev/shm does not limit the slab,
-and the kernel frees the memory when the last process that maps it ends. The file's name has the engine's name and a
-random part. So lmkv notices if the path of a descriptor leads to another file, in another container or after the owner
-has ended.
+The slab is the first tier. Lower tiers are written from the slab, and their chunks are read into the slab. A shared
+slab is an anonymous memory file, which other processes map through the owner's file descriptor. The size of /dev/shm
+does not limit the slab. The kernel frees the memory when the last process that maps the slab ends. The file's name
+contains the engine's name and a random part. So lmkv notices if the path of a descriptor leads to another file, in
+another container or after the owner has ended.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _PREFIX = "lmkv-slab-"
 _MEMFD = re.compile(rf"/memfd:({_PREFIX}.*?)( \(deleted\))?")
 
 _PATIENCE = 10.0
-"""Seconds to wait while other processes make their slabs."""
+"""Seconds to wait for the lock while other processes make their slabs."""
 _PAUSE = 0.01
-"""Seconds between two attempts."""
+"""Seconds between two attempts to lock the file."""
 
 _MADV_POPULATE_WRITE = 23
 _PIECE = 8 << 20
@@ -68,7 +68,7 @@ def _prefix(engine: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """Return the name of the slab file that a path in /proc leads to, or "" if it is no slab of this user."""
+    """Return the name of the slab file behind a path in /proc, or "" if the path leads to no slab of this user."""
     try:
         found = _MEMFD.fullmatch(os.readlink(path))
         return found[1] if found and os.stat(path).st_uid == os.geteuid() else ""
@@ -77,7 +77,7 @@ def name_of(path: str) -> str:
 
 
 def slab_files() -> Iterator[tuple[str, str, os.stat_result]]:
-    """Yield the path, the name and the status of the file of each slab of this user on this host."""
+    """Yield `(path, name, status)` of the memory file of each slab of this user on this host."""
     names = set()
     for path in glob.iglob("/proc/[0-9]*/fd/*"):
         name = name_of(path)
@@ -90,8 +90,8 @@ def slab_files() -> Iterator[tuple[str, str, os.stat_result]]:
 
 
 def find_file(engine: str) -> tuple[str, str, int] | None:
-    """Return the path, name and size in bytes of an engine's slab. Returns None unless exactly one slab of the engine
-    has its final size.
+    """Return `(path, name, size in bytes)` of an engine's slab. Returns None if the engine has no slab, several slabs,
+    or a slab that has no size yet.
     """
     found = [(path, name, stat.st_size) for path, name, stat in slab_files() if name.startswith(_prefix(engine))]
     return found[0] if len(found) == 1 and found[0][2] else None
@@ -99,11 +99,11 @@ def find_file(engine: str) -> tuple[str, str, int] | None:
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Hold a lock during a `with` block that makes a slab. All processes of this user on this host use this lock, so
-    that each process sees all earlier slabs.
+    """Hold a lock during a `with` block that makes a slab. All processes of this user on this host use the same lock,
+    so that each process counts the memory of all earlier slabs.
 
-    A process that does not get the lock within `_PATIENCE` seconds continues with a warning. Two slabs may then be
-    promised the same memory.
+    A process that does not get the lock within `_PATIENCE` seconds continues with a warning. Two slabs may then claim
+    the same memory.
     """
     deadline = time.monotonic() + _PATIENCE
     with contextlib.ExitStack() as stack:
@@ -125,8 +125,8 @@ def _lock_file() -> str:
 
 
 def _lock(fd: int, deadline: float) -> None:
-    """Lock a file until this process closes it, and wait for the lock until `deadline`. Forked children do not have the
-    lock.
+    """Lock a file until this process closes it. Wait for the lock until `deadline`, then raise TimeoutError. Forked
+    children do not inherit the lock.
     """
     status = os.fstat(fd)
     if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
@@ -142,15 +142,17 @@ def _lock(fd: int, deadline: float) -> None:
 
 
 def promised_and_taken() -> tuple[int, int]:
-    """Return how many bytes this user's slabs on this host may take, and how many bytes the slabs have taken."""
+    """Return `(promised, taken)`: the total size of this user's slabs on this host, and the bytes that the slabs occupy
+    so far.
+    """
     found = [stat for _, _, stat in slab_files()]
     return sum(stat.st_size for stat in found), sum(stat.st_blocks * 512 for stat in found)
 
 
 @frozen
 class SlabRef:
-    """A reference to a shared slab. With the reference, another process on this host can `attach` the slab. `name`: the
-    name of the slab's memory file.
+    """A reference with which another process on this host can map a shared slab (see `attach`). `name`: the name of the
+    slab's memory file.
 
     Equality ignores `path`, which contains the id of a process: a forked child has another path for the same file.
     """
@@ -162,7 +164,8 @@ class SlabRef:
 
 
 class SlabMap:
-    """A mapping of a slab into this process, without the list of free slots. Close a mapping only after its last use.
+    """A mapping of a slab into this process. The mapping does not know which slots are free. Close a mapping only after
+    its last use.
 
     `array`: uint8 [num_slots, slot_bytes].
     """
@@ -192,7 +195,7 @@ class SlabMap:
         return self.array[slot, :nbytes].data
 
     def populate(self, part: tuple[int, int] | None = None, turn: tuple[int, int] = (0, 1)) -> None:
-        """Make the kernel map the pages in the background, so that copies cause no page faults.
+        """Make the kernel map the slab's memory pages in the background, so that copies cause no page faults.
 
         `part`: offset and size in bytes of the part of each slot to map, if other processes map the other parts.
         `turn`: see `spans`.
@@ -216,8 +219,8 @@ class SlabMap:
             self._stop.wait(time.monotonic() - started)
 
     def spans(self, part: tuple[int, int], piece: int, turn: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int]]:
-        """Yield the offset and the size in bytes of each span of the slab that contains `part` of the slots. If the
-        part is the whole slot, slots are joined to spans of up to `piece` bytes.
+        """Yield `(offset, size)` in bytes of each span of the slab that contains `part` of a slot. If the part is the
+        whole slot, spans of up to `piece` bytes contain several slots.
 
         `part`: the offset and size in bytes of the part in each slot. `turn`: (index, count) of this process among the
         processes that map the part. Each process begins at another place, and later finds pages that other processes
@@ -232,8 +235,8 @@ class SlabMap:
             yield slot * self.slot_bytes + offset, (last - slot) * self.slot_bytes + nbytes
 
     def prefault(self, offset: int, nbytes: int) -> bool:
-        """Make the kernel map the pages of `nbytes` bytes from `offset` on. Returns False if the kernel refuses, or
-        cannot map them immediately.
+        """Make the kernel map the pages of `nbytes` bytes from `offset` on. Returns False if the kernel does not map
+        all these pages.
         """
         # Through ctypes, which releases the GIL; mmap.madvise would keep it for the seconds that this takes.
         madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -242,7 +245,7 @@ class SlabMap:
         return not madvise(self.address + first, align_up(offset + nbytes - first), _MADV_POPULATE_WRITE)
 
     def close(self) -> None:
-        """Unmap the memory once no view uses it any more. Idempotent."""
+        """Unmap the memory as soon as no view of the memory exists any more. Idempotent."""
         self._stop.set()
         if self._populator is not None:
             # It uses the address, which another mapping may get once this one is closed.
@@ -253,7 +256,9 @@ class SlabMap:
 
 
 def lower_priority() -> None:
-    """Lower the priority of the calling thread, and on Linux only of this thread, so that computation comes first."""
+    """Lower the priority of the calling thread, so that computation comes first. On Linux, other threads keep their
+    priority.
+    """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
@@ -261,7 +266,7 @@ def lower_priority() -> None:
 def attach(ref: SlabRef) -> SlabMap:
     """Map a slab of another process on this host.
 
-    Raises OSError if the other process has ended or denies access, or if the path now leads to another file.
+    Raises OSError if the other process has ended or denies access, or if the path in `ref` now leads to another file.
     """
     fd = os.open(ref.path, os.O_RDWR)
     try:
@@ -280,7 +285,7 @@ def slab_name(engine: str, layout: KVLayout) -> str:
 
 
 def wait_for_slab(engine: str, slot_bytes: int, stop: threading.Event) -> SlabRef | None:
-    """Wait until an engine has a slab, and return a reference to the slab, or None if `stop` is set first."""
+    """Wait until a slab of the engine exists, and return a reference to it. Return None if `stop` is set first."""
     while not stop.is_set():
         found = find_file(engine)
         if found is not None:
@@ -291,7 +296,7 @@ def wait_for_slab(engine: str, slot_bytes: int, stop: threading.Event) -> SlabRe
 
 
 class Slab(SlabMap):
-    """A slab with the list of its free slots. `allocate` and `free` take constant time and never block.
+    """A slab that knows which of its slots are free. `allocate` and `free` take constant time and never block.
 
     Not thread-safe: each caller holds the lock of the store or backend that owns the slab. `engine`: the name by which
     other processes find a shared slab. `descriptor`: the file descriptor of a shared slab's memory file, else -1.
@@ -330,13 +335,11 @@ class Slab(SlabMap):
         return len(self._free)
 
     def allocate(self) -> int | None:
-        """Return a free slot, which is in use from now on, or None if all slots are in use."""
+        """Mark a free slot as used, and return it. Return None if all slots are in use."""
         return next(iter(self.claim(1)), None)
 
     def claim(self, count: int) -> list[int]:
-        """Return at most `count` free slots, which are in use from now on. The caller fills the last slot of the list
-        first.
-        """
+        """Mark up to `count` free slots as used, and return them. If there are fewer, return all free slots."""
         first = max(0, len(self._free) - count)
         slots, self._free[first:] = self._free[first:], []
         for slot in slots:
@@ -353,7 +356,7 @@ class Slab(SlabMap):
             self._free.append(slot)
 
     def recount(self, used: Collection[int]) -> None:
-        """Note that the slots `used` are in use, and that all other slots are free."""
+        """Mark exactly the slots in `used` as used, and all other slots as free."""
         self._free, self._used = (
             [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used],
             bytearray(slot in used for slot in range(self.num_slots)),

@@ -1,3 +1,1 @@
-"""The connector for vLLM. Programs can import this package without vLLM; only some of its modules, such as
-`connector`, need vLLM.
-"""
+"""The connector for vLLM. Only some modules of this package, such as `connector`, need vLLM to be installed."""

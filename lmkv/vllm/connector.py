@@ -1,7 +1,7 @@
 """`LMKVConnector`: implements vLLM's interface of KV connectors with lmkv's scheduler side and worker side.
 
-The scheduler side never waits for I/O and never raises into vLLM: requests whose lookup fails compute their tokens. If
-a copy fails, the worker side names the blocks that vLLM must recompute.
+The scheduler side never waits for I/O and never raises into vLLM: if a lookup fails, vLLM computes the tokens. If a
+load fails, the worker side reports the blocks or requests that vLLM must recompute.
 """
 
 from __future__ import annotations
@@ -54,14 +54,18 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 class LMKVConnectorMetadata(KVConnectorMetadata):
-    """A `StepPlan` (the copy orders of a step) in the form in which vLLM passes metadata to the workers."""
+    """The plan of one step (`StepPlan`: which chunks to copy) in the form in which vLLM passes metadata to the
+    workers.
+    """
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
 
 
 class LMKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """A `WorkerReport` (ended copies) in the form in which vLLM passes metadata to the scheduler."""
+    """A worker's report (`WorkerReport`: which copies have ended) in the form in which vLLM passes metadata to the
+    scheduler.
+    """
 
     def __init__(self, report: WorkerReport) -> None:
         self.report = report
@@ -72,9 +76,7 @@ class LMKVWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class Sides(NamedTuple):
-    """The side of a connector that exists in this process: the scheduler side or a worker side. The other field is
-    None.
-    """
+    """The side of a connector in this process, scheduler or worker (the other field is None), and the served model."""
 
     scheduler: Scheduler | None
     worker: Worker | None
@@ -82,18 +84,18 @@ class Sides(NamedTuple):
 
 
 _CONNECTORS: WeakValueDictionary[tuple[KVConnectorRole, int], LMKVConnector] = WeakValueDictionary()
-"""The connectors in this process, by role and by the `id` of the configuration.
+"""The connectors in this process, by role and by the `id` of the model's configuration.
 
-A second connector of the same engine in a MultiConnector would also answer a request's `lmkv.report`, and vLLM would
-fail.
+An engine may have only one: a second one in a MultiConnector would also return a report for `lmkv.report`, and vLLM
+would fail.
 """
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _never_raises(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
-    """Decorate a method so that an unexpected exception is logged and `fallback()` is returned, and the engine
-    continues.
+    """Decorate a method so that it never raises. An exception is logged, and the method returns `fallback()`
+    instead.
     """
 
     def decorate(method: _Method) -> _Method:
@@ -111,7 +113,7 @@ def _never_raises(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
 
 
 class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's KV connector that offloads KV to host memory and lower tiers, and loads KV from these tiers.
+    """A KV connector for vLLM that offloads KV to host memory and lower tiers, and loads KV from them.
 
     A server uses the connector if its `--kv-transfer-config` has `"kv_connector": "LMKVConnector"`. vLLM then makes one
     instance in the scheduler's process, and one in each worker. A model that lmkv does not cache (see
@@ -123,7 +125,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         The engine's configuration. lmkv's own settings are read from the environment, the file that
         `LMKV_CONFIG_FILE` names, and `kv_transfer_config.kv_connector_extra_config`.
     role : KVConnectorRole
-        Which side this instance is: `SCHEDULER`, which has the index and the I/O threads, or `WORKER`, which copies.
+        The side of this instance: `SCHEDULER`, which has the index and the I/O threads, or `WORKER`, which copies.
     kv_cache_config : vllm.v1.kv_cache_interface.KVCacheConfig
         The KV cache groups and the number of blocks, in the layout that vLLM has chosen.
 
@@ -137,8 +139,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
     Notes
     -----
     Not thread-safe: vLLM calls the methods of each role from one thread. On the scheduler side no method waits for I/O
-    or a copy. An unexpected exception is logged, and counts as a miss. If an exception prevents a promised load, the
-    load fails, and vLLM recomputes the tokens if `kv_load_failure_policy` is "recompute".
+    or a copy. An unexpected exception is logged, and counts as a miss. If an exception prevents a load that vLLM
+    already counts on, the load fails. vLLM then recomputes the tokens if `kv_load_failure_policy` is "recompute".
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -185,7 +187,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def sides(self) -> Sides:
-        """The side of this connector and None for the other side, and the served model."""
+        """The scheduler side or the worker side of this connector, None for the other side, and the served model."""
         return Sides(self._scheduler, self._worker, self._model)
 
     # -- before there is an instance ----------------------------------------------------------------------
@@ -196,15 +198,15 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return whether vLLM must split CUDA graphs at each layer: True with `use_layerwise`, because whole graphs
-        skip calls between layers.
+        """Return whether vLLM must split CUDA graphs at each layer. True with `use_layerwise`, because a whole graph
+        skips the calls to the connector between layers.
         """
         return Config.load(extra=extra_config).use_layerwise
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the KV layout that vLLM must use: "BLHNC", with all layers of a block together, or None for vLLM's
-        choice.
+        """Return the KV layout that vLLM must use: "BLHNC", in which all layers of a block are adjacent. Return None to
+        let vLLM choose.
         """
         config = assemble.config_of(vllm_config)
         wanted = config.block_major and not config.use_layerwise and compat.may_be_block_major(vllm_config)
@@ -232,7 +234,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False: a preempted request need not wait until its KV is stored."""
+        """Always False: a preempted request need not wait until its KV is stored."""
         return False
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -269,8 +271,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.fail_load(request.request_id, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """Return the number of loaded tokens for each `CacheHitSource` of vLLM, so that vLLM's metrics distinguish
-        the tiers.
+        """Return the number of loaded tokens by vLLM's `CacheHitSource`, so that vLLM's metrics distinguish the
+        tiers.
         """
         counts = {} if self._scheduler is None else self._scheduler.hit_sources(request.request_id)
         return compat.hit_sources(counts, num_external_tokens)
@@ -293,8 +295,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(lambda: None)
     def _republish(self) -> None:
-        """Publish all of lmkv's chunks again if vLLM is about to announce that all blocks are removed. lmkv's chunks
-        are not removed.
+        """Publish all of lmkv's chunks again if vLLM is about to publish that all blocks are removed, because lmkv
+        still has its chunks.
         """
         if self._scheduler is not None and self._describe_blocks is not None and self._describe_blocks.all_cleared:
             self._scheduler.republish()
@@ -334,8 +336,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_never_raises(list)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return as vLLM's KV events the chunks that tiers have gained and lost. Return nothing unless KV events are
-        switched on.
+        """Return vLLM's KV events for the chunks that tiers have gained and lost. Return nothing unless KV events are
+        on.
         """
         if self._scheduler is None or self._describe_blocks is None:
             return []
@@ -356,7 +358,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.refuse(f"a worker cannot use its KV tensors: {error}")
 
     def unregister_kv_caches(self) -> None:
-        """Release the KV tensors before the engine sleeps (vLLM 0.33)."""
+        """Release lmkv's device memory before the engine sleeps (vLLM 0.33)."""
         if self._worker is not None:
             self._worker.suspend()
 
@@ -388,12 +390,12 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return `KVConnectorTransferResults`, in vLLM 0.30 and later."""
+        """Return `KVConnectorTransferResults` with the ended and failed loads, for vLLM 0.30 and later."""
         return compat.transfer_results(*self._finished())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return the requests whose loads have ended, for vLLM 0.29. Its scheduler side learns of failed loads
-        without this method.
+        """Return the ids of requests whose loads have ended, for vLLM 0.29. vLLM 0.29 learns of failed loads in other
+        ways.
         """
         finished, _ = self._finished()
         return set(), finished

@@ -1,4 +1,4 @@
-"""Copies a worker's chunks layer by layer, and compares copied chunks for audits."""
+"""Copies chunks layer by layer in a worker, and compares copied chunks for audits."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 _REMEMBERED = 10_000_000
-"""Largest number of digests of audited loads (80 MB). A load's digests are kept until the load's blocks are
+"""Largest number of digests to keep for audited loads (80 MB). Digests are kept until the load's blocks are
 released.
 """
 
 
 class NotReadyError(UsageError):
-    """The worker cannot copy, now or ever. This error is logged once, whereas other failed copies are logged each
+    """The worker cannot make copies now, or at all. The worker warns of this error only once, but of other errors each
     time.
     """
 
@@ -38,8 +38,7 @@ class NotReadyError(UsageError):
 class LayerwiseTransfer:
     """Copies a step's loads or stores layer by layer while the model computes the other layers.
 
-    The first copies begin when the object is made. The copies of all `orders` succeed or fail together. No method
-    raises.
+    The constructor begins the first copies. The copies of all `orders` succeed or fail together. No method raises.
     """
 
     def __init__(self, orders: Sequence[CopyOrder], copier: Callable[[], Copier], *, loads: bool) -> None:
@@ -67,8 +66,8 @@ class LayerwiseTransfer:
             self._attempt(lambda: pipeline.save(layer))
 
     def _fail(self) -> None:
-        """Wait for the running copies, and then fail. Without the wait, a copy could read slots that already hold
-        other chunks.
+        """Mark the transfer as failed, after waiting for running stores. Without the wait, slots could be reused while
+        a copy still writes into them.
         """
         pipeline, self._pipeline = self._pipeline, None
         if isinstance(pipeline, LayerWriter):
@@ -76,7 +75,9 @@ class LayerwiseTransfer:
                 pipeline.last.wait()
 
     def finish(self) -> Event | None:
-        """Return an event for the end of all copies, or None if the copies have failed and no copy is running."""
+        """Finish all copies. Return an event for their end, or None if the copies have failed and no copy is
+        running.
+        """
         pipeline, events = self._pipeline, list[Event]()
         if pipeline is None:
             return None
@@ -106,8 +107,8 @@ def _number(digests: Digests) -> int:
 
 @frozen
 class Comparing:
-    """An event for the end of a comparison. If the comparison has raised, all methods except `wait` raise the same
-    exception.
+    """The event of a comparison. If the comparison has raised an exception, all methods except `wait` raise it as
+    well.
     """
 
     _future: Future[list[Difference]]
@@ -123,15 +124,15 @@ class Comparing:
 
     @property
     def differences(self) -> list[Difference]:
-        """The chunks that differ. Read this property only after the end of the comparison."""
+        """The chunks that differ. If the comparison is still running, reading this property waits."""
         return self._future.result()
 
 
 class Comparer:
-    """Compares copied chunks for one rank, in one thread, one order after the other. An order is a list of copies that
-    succeed or fail together.
+    """Compares copied chunks for one rank, in one background thread, one copy order after the other. A copy order is a
+    list of copies that succeed or fail together.
 
-    Callers change no slot of an order until the order's `Comparing` has ended.
+    Until the `Comparing` of an order has ended, callers must not change the order's slots.
     """
 
     def __init__(self, rank: int) -> None:
@@ -145,30 +146,30 @@ class Comparer:
     def register(
         self, memory: PagedMemory, layout: KVLayout | None, parts: Sequence[Part], staging: Staging | None
     ) -> None:
-        """Set the paged memory to read back. `parts`: for each layer, the content of its pages."""
+        """Set the paged memory whose blocks `read` reads. `parts`: for each layer, the content of its pages."""
         self._parts, self._layout = parts, layout
         self._back = None if layout is None else ReadBack(memory, layout, parts, self._rank, staging)
         self.forget()
 
     def forget(self) -> None:
-        """Forget all digests, including those of running comparisons, because the paged memory loses its pages."""
+        """Forget all digests, because the content of the paged memory is about to be lost."""
         self._loaded: LRUCache[int, Digests] = LRUCache(_REMEMBERED, _number)
 
     def begin(self, order: CopyOrder, slab: SlabMap | None) -> Comparing:
-        """Compare the copies of a store with the chunks that `order.compares` names. The copies must have ended."""
+        """Compare the slots that a store has filled with the slots in `order.compares`. The store must have ended."""
         assert self._layout is not None
         assert slab is not None
         comparison = Comparison(self._layout, slab, self._rank, self._parts)
         return self._submit(lambda: comparison.differences(order.copies, order.compares))
 
     def read(self, order: CopyOrder | ReadOrder) -> Reading:
-        """Begin to read the blocks of an order, after all work that was launched on the device before."""
+        """Begin to read the blocks of an order, after all work that was launched on the device until now."""
         assert self._back is not None
         return self._back.begin(order.copies)
 
     def compare_load(self, order: CopyOrder, reading: Reading, slab: SlabMap | None) -> Comparing:
-        """Compare a finished reading of a load's blocks with the load's slots, and remember the digests of the
-        reading.
+        """Compare the digests of a load's blocks with the load's slots. If all are equal, keep the digests for
+        `compare_again`.
         """
         back, loaded = self._back, self._loaded
         assert back is not None
@@ -184,7 +185,9 @@ class Comparer:
         return self._submit(differences)
 
     def compare_again(self, order: ReadOrder, reading: Reading) -> Comparing:
-        """Compare a finished second reading of a load's blocks with the first reading, and forget the first reading."""
+        """Compare the digests of a load's blocks with the digests that `compare_load` has kept, and forget the kept
+        digests.
+        """
         back, loaded = self._back, self._loaded
         assert back is not None
 

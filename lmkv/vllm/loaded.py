@@ -1,7 +1,7 @@
-"""Computes the identity of the workers' model, from weights, constants of layers, configuration and code.
+"""Computes the identity of the model in the workers, from weights, constants of layers, configuration and code.
 
-vLLM's engine core asks its workers for this identity, and notes calls that may have changed the identity. lmkv does not
-read the weight files, because their content may have changed since vLLM read them.
+vLLM's engine core asks its workers for this identity, and notes calls that may have changed it. lmkv does not read the
+weight files, because their content may have changed since vLLM loaded the weights.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ logger = logging.getLogger("lmkv.vllm")
 ByLayer = WeakKeyDictionary["nn.Module", dict[str, str]]
 
 _constants_of: ByLayer = WeakKeyDictionary()
-"""Constants and code of each layer, as vLLM built them or as calls have changed them. Steps of the model change
-other constants, which do not count.
+"""For each layer, its constants and code when vLLM built it, updated after calls that change constants. Constants that
+change while the model computes do not count.
 """
 _before_call: ByLayer = WeakKeyDictionary()
 _emptied: ByLayer = WeakKeyDictionary()
-"""Digests, by layer and name, of parameters that vLLM has packed into another form and has then emptied or dropped."""
+"""Digests, by layer and name, of parameters whose content vLLM has moved into another form and then emptied or
+deleted.
+"""
 
 KEEPS_WEIGHTS = frozenset({
     *("check_health", "compute_weight_checksums", "get_model_inspection", "get_kv_cache_spec", "list_loras"),
@@ -49,7 +51,7 @@ KEEPS_WEIGHTS = frozenset({
     *("reset_encoder_cache", "get_node_and_gpu_ids", "determine_available_memory", "execute_dummy_batch"),
     *("get_encoder_timing_stats", "shutdown_weight_transfer_engine"),
 })  # fmt: skip
-"""Methods of vLLM's workers that do not change weights, although clients may call these methods often."""
+"""Worker methods of vLLM that do not change weights, so that lmkv need not check the weights after a call."""
 
 
 # -- in a worker ------------------------------------------------------------------------------------------------------
@@ -57,7 +59,7 @@ KEEPS_WEIGHTS = frozenset({
 
 @functools.cache
 def watch_packing() -> None:
-    """Make all later modules compute the digest of a parameter before they empty or drop the parameter.
+    """Patch `torch.nn.Module`: a module records the digest of a parameter before the parameter is emptied or deleted.
 
     vLLM's CPU build empties the weights of a linear layer when it passes these weights to oneDNN. Idempotent.
     """
@@ -84,8 +86,8 @@ def watch_packing() -> None:
 
 
 def _registered(module: nn.Module, name: str, new: Any) -> None:
-    """Note a parameter that a module replaces or drops. Never raises, because every module in this process calls
-    this function.
+    """Record the digest of a parameter that a module empties or deletes. Never raises, because every module in this
+    process calls this function.
     """
     with suppress(Exception):
         # Parameters without a size yet raise here.
@@ -102,7 +104,7 @@ def _registered(module: nn.Module, name: str, new: Any) -> None:
 
 
 def identity(worker: Any) -> str:
-    """Return the identity of a worker's model. If the identity is unknown, log a warning and return "". Never
+    """Return the identity of a worker's model, a digest. If the identity is unknown, log a warning and return "". Never
     raises.
     """
     try:
@@ -116,12 +118,14 @@ def identity(worker: Any) -> str:
 
 
 def note_constants(worker: Any) -> None:
-    """Note the constants of all layers (numbers outside tensors) before a call that may change constants."""
+    """Record the constants of all layers (numbers outside tensors) before a call that may change constants."""
     _before_call.update((layer, _changeable(layer)) for _, layer in _layers(worker.model_runner))
 
 
 def fold_constants(worker: Any) -> None:
-    """Add to the identity the constants that a call has changed. Call this function after that call."""
+    """Compare the layers' constants with those that `note_constants` recorded. Add the changed constants to the
+    identity.
+    """
     for _, layer in _layers(worker.model_runner):
         before = _before_call.pop(layer, None)
         if before is None:
@@ -135,16 +139,16 @@ def fold_constants(worker: Any) -> None:
 
 
 def _changeable(layer: nn.Module) -> dict[str, str]:
-    """Return the constants of a layer, except those that LoRA adapters change."""
+    """Return a layer's constants, and digests of its stacked LoRA weights."""
     stacked = {name: getattr(layer, name, ()) for name in ("lora_a_stacked", "lora_b_stacked")}
     return _constants(layer) | {name: " ".join(map(_digest, each)) for name, each in stacked.items() if len(each)}
 
 
 def adapter(worker: Any, lora: Any) -> Adapter | None:
-    """Return a LoRA adapter as a worker has loaded it, or would load it now, or None if the adapter is unknown. Never
-    raises.
+    """Return the digest and files of a LoRA adapter as the worker has loaded it, or would load it now. Return None if
+    lmkv cannot identify the adapter. Never raises.
 
-    The adapter is not loaded into vLLM, because vLLM would drop the adapter of a running request to make room.
+    The adapter is not loaded into vLLM, because vLLM might evict the adapter of a running request.
     """
     try:
         manager = worker.model_runner.lora_manager
@@ -163,8 +167,8 @@ _loads: set[tuple[int, str]] = set()
 
 
 def take_loads() -> set[tuple[int, str]]:
-    """Return the adapters that this process has loaded since the last call, as pairs of number and digest. An
-    unknown digest is "".
+    """Return the adapters that this process has loaded since the last call, as pairs (adapter number, digest). The
+    digest is "" if unknown.
     """
     taken = set(_loads)
     _loads.difference_update(taken)
@@ -172,7 +176,7 @@ def take_loads() -> set[tuple[int, str]]:
 
 
 def _watch_adapters(manager: Any) -> None:
-    """Note each adapter that vLLM loads from now on. Idempotent."""
+    """Patch vLLM's LoRA manager, so that it records each adapter that it loads. Idempotent."""
     if hasattr(manager, "lmkv_adapters"):
         return
     _loads.clear()
@@ -206,8 +210,8 @@ def _adapter_digest(found: Any) -> str:
 
 
 def draft_model(runner: Any) -> Any | None:
-    """Return the model that computes drafts with separate layers, or None. From vLLM 0.32 on, a wrapper may hold the
-    model.
+    """Return the draft model if the runner has one with separate layers, else None. From vLLM 0.32 on, a wrapper may
+    hold the model.
     """
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(drafter, "model", None)
@@ -225,8 +229,8 @@ def _layers(runner: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _identity(vllm_config: Any, layers: Iterable[tuple[str, nn.Module]], workers: Sequence[Any] = ()) -> str:
-    """Return the identity of these layers. `workers`: objects of vLLM with code that may also decide the results of
-    layers.
+    """Return the identity of these layers. `workers`: vLLM objects with code that may also affect the layers'
+    results.
     """
     scattered = experts_are_scattered(vllm_config)
     files = stamps(folder_of(source_of(vllm_config.model_config), "config.json")) if scattered else ()
@@ -259,22 +263,22 @@ def _identity(vllm_config: Any, layers: Iterable[tuple[str, nn.Module]], workers
 
 
 _EXPERTS = {"FusedMoE", "RoutedExperts"}
-"""Names of vLLM's classes, in its several versions, for layers that hold the weights of experts."""
+"""Class names, in several versions of vLLM, of layers that hold the weights of experts."""
 
 
 def experts_are_scattered(vllm_config: Any) -> bool:
-    """Return whether experts are spread over several engines, so that no engine knows all experts."""
+    """Return whether the experts are spread over several data parallel engines, so that no engine has all of them."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     return parallel.data_parallel_size > 1 and bool(getattr(model, "is_moe", True))
 
 
 _ADDRESSES = 1 << 40
-"""Smallest number that lmkv takes for a memory address. Memory addresses differ between processes."""
+"""Smallest number that counts as a memory address. Addresses differ between processes, so they are no constants."""
 
 
 _HOW = re.compile("compile|guards|nvtx|_is_encoder|use_aiter|use_flashinfer|torchao_reload")
-"""Names of attributes that decide how, not what, a layer computes. Their values differ between engines with and
-without compilation.
+"""Names of attributes that decide how a layer computes, but not the result. Engines with and without compilation have
+different values.
 """
 
 
@@ -285,7 +289,7 @@ def _parts_of(layer: nn.Module) -> dict[str, Any]:
 
 
 def _constants(layer: nn.Module) -> dict[str, str]:
-    """Return the numbers and names that a layer uses besides tensors, such as scales, windows, limits and backends."""
+    """Return the numbers and names, other than tensors, that a layer uses: scales, windows, limits, backends."""
     found = {}
     for part, owner in _parts_of(layer).items():
         found[part] = type(owner).__qualname__
@@ -296,14 +300,12 @@ def _constants(layer: nn.Module) -> dict[str, str]:
 
 
 _DEPTH = 4
-"""Largest depth of dictionaries, lists and objects to examine in a layer of a plug-in."""
+"""Largest nesting depth of dictionaries, lists and objects to examine in a layer of a plug-in."""
 _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def _values_of(owner: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of a layer or its backend. For layers of plug-ins, also return the content of these
-    attributes.
-    """
+    """Return the attributes of a layer or its backend. For layers of plug-ins, also return nested values."""
     own = code.packages_of(owner)
     fields = [(name, value) for name, value in getattr(owner, "__dict__", {}).items() if name not in _OF_TORCH]
     return [leaf for name, value in fields for leaf in _leaves(name, value, own)] if own else fields
@@ -323,8 +325,8 @@ def _leaves(name: str, value: Any, own: Set[str], depth: int = 0) -> Iterator[tu
 
 
 _COUNTS, _OF_PLUG_INS = re.compile("scale|slope|bias|sink|zero"), re.compile("^(?!kv_cache)")
-"""Patterns for names of plain tensors that affect results: in vLLM's layers, and in other layers. All other tensors
-are working memory.
+"""Patterns for names of tensors, outside parameters and buffers, that affect results: in vLLM's layers, and in other
+layers. All other tensors are working memory.
 """
 
 
@@ -337,7 +339,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _tensors(module: nn.Module, seen: dict[Any, str]) -> Iterator[str]:
-    """Yield a line for each of a layer's own parameters and buffers, and for other tensors of the layer that affect
+    """Yield a text line with the digest of each parameter and buffer of a layer, and of each other tensor that affects
     results.
 
     `seen`: digests of tensors that several layers share.
@@ -381,7 +383,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the tensor in pieces if it is not contiguous, so that copies of the pieces take little device memory."""
+    """Split a tensor that is not contiguous, so that contiguous copies of the pieces need little device memory."""
     if tensor.is_contiguous():
         return [tensor]
     row = max(1, tensor[0].numel() * tensor.element_size())
@@ -398,15 +400,15 @@ def _digest_of_part(data: torch.Tensor) -> str:
 
 
 _BLOCK = 1 << 20
-"""Number of 32-bit words in a block (4 MiB), which is summed at once. The sum of a block needs 16 MiB."""
+"""Number of 32-bit words (4 MiB) that are summed at once, which needs 16 MiB."""
 
 
 def digest_on_device(data: torch.Tensor) -> str:
     """Return the digest of a flat tensor, computed on the tensor's device.
 
-    Each word of 32 bits is multiplied by a factor of its place, which is an odd number of 64 bits. The products are
-    added up, modulo 2**64. Two different tensors have equal sums with a probability of about 2**-32 for each of two
-    rows of factors. The digest is the SHA-256 of the sums of all blocks.
+    Each 32-bit word is multiplied by an odd 64-bit factor that depends on its place. The products of each block of 4
+    MiB are added up, modulo 2**64, for two rows of factors. Different tensors have equal sums with a probability of
+    about 2**-32 for each row. The digest is the SHA-256 of all sums.
     """
     import torch
 
@@ -425,8 +427,7 @@ def digest_on_device(data: torch.Tensor) -> str:
 
 
 class Loaded:
-    """Asks the workers of one engine for the identity of their model. Its methods are called on the scheduling thread
-    only.
+    """Asks the workers of one engine for the identity of their model. Only the scheduling thread calls its methods.
 
     `core`: vLLM's engine core, which has the workers; None if there is no engine core.
     """
@@ -436,7 +437,7 @@ class Loaded:
         self._asked = False
 
     def __call__(self) -> str | None:
-        """Return the identity of all workers' models, or None if the identity of one model is unknown. Waits for the
+        """Return the identity of the model in all workers, or None if a worker cannot identify its model. Waits for the
         running step.
         """
         core, again, self._asked = self._core(), self._asked, True
@@ -453,9 +454,7 @@ class Loaded:
         return hashlib.sha256(" ".join(found).encode()).hexdigest()
 
     def adapter(self, lora: Any) -> Adapter | None:
-        """Return the adapter that all workers have loaded. Return None if the workers differ or one worker does not
-        know the adapter.
-        """
+        """Return the digest and files of an adapter, if all workers have the same files. Return None otherwise."""
         core, found = self._core(), list[Adapter | None]()
         with suppress(Exception):
             found = [] if core is None else core.model_executor.collective_rpc(adapter, args=(lora,))
@@ -465,7 +464,7 @@ class Loaded:
         return " ".join(sorted({digest for digest, _ in known})), known[0][1]
 
     def watch(self, changes: WeightChanges) -> None:
-        """Notify `changes` before and after every call of the engine core that may change the model's results."""
+        """Patch the engine core, so that `changes` is notified of every call that may change the model's results."""
         core = self._core()
         if core is None:
             return

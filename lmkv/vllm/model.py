@@ -1,4 +1,4 @@
-"""Describes the model that vLLM serves: the layout of its pages, and the namespace of its KV."""
+"""Describes the model that vLLM serves: the layout of its KV pages, and the namespace of its chunks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     import torch
 
 _LOOSE = 0.5
-"""Share of a page that may differ in an audit without counting as wrong, for models with experts."""
+"""Share of a page's numbers that may differ in an audit without counting as wrong, for models with experts."""
 
 
 @frozen
 class Ranks:
-    """The ranks of an engine: one for each worker. Each pipeline stage has context ranks, and each context rank has
-    tensor ranks.
+    """The ranks of an engine, one per worker: the product of pipeline stages, prefill context ranks and tensor ranks.
 
-    `stages`: number of hidden layers in each pipeline stage. `tensor`: number of tensor ranks. `context`: number of
-    prefill context ranks. `replicas`: number of consecutive ranks with the same KV, of which lmkv stores one copy.
+    `stages`: number of hidden layers of each pipeline stage ((0,) if there is one stage). `tensor`: number of tensor
+    ranks. `context`: number of prefill context ranks. `replicas`: number of consecutive ranks with the same KV, which
+    lmkv stores once.
     """
 
     stages: tuple[int, ...]
@@ -44,7 +44,7 @@ class Ranks:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Ranks:
-        """Return the ranks of a configuration. Raises ValueError, with the reason, if lmkv does not support the
+        """Return the ranks of a configuration. Raises ValueError with the reason if lmkv does not support the
         configuration.
         """
         check_parallel(vllm_config, kv_cache_config)
@@ -63,13 +63,11 @@ class Ranks:
 
     @property
     def shards(self) -> int:
-        """Number of parts that each chunk has: one for each group of ranks with the same KV."""
+        """Number of parts of each chunk: one for each group of ranks with the same KV."""
         return self.total // self.replicas
 
     def describe(self, parallel: Any) -> str:
-        """Return a text about how the workers divide KV. Two engines divide KV equally if, and only if, their texts
-        are equal.
-        """
+        """Return a text about how the workers divide KV. Engines with equal texts divide KV in the same way."""
         spread = getattr(parallel, "decode_context_parallel_size", 1)
         interleave = getattr(parallel, "cp_kv_cache_interleave_size", 1)
         stages = f" stages {','.join(map(str, self.stages))}" if len(self.stages) > 1 else ""
@@ -77,10 +75,10 @@ class Ranks:
         return f"tp{self.tensor}{stages}{context}"
 
     def place(self, stage: int, context: int, tensor: int) -> tuple[int, int]:
-        """Return `(shard, replica)` of the worker with these ranks.
+        """Return `(shard, replica)` of a worker.
 
         `shard`: the index of the worker's part in each chunk. `replica`: the worker's index among the workers with the
-        same part. The workers are counted by stage, then tensor rank, then context rank.
+        same part. Workers are numbered by stage, then by tensor rank, then by context rank.
         """
         return divmod((stage * self.tensor + tensor) * self.context + context, self.replicas)
 
@@ -88,8 +86,8 @@ class Ranks:
         """Return the layers of the pipeline stage with the most layers. Every other stage has the first layers of this
         list.
 
-        `layers`: the layers of stage number `stage`. The scheduler side knows only the layers of stage 0, so the pages
-        of all hidden layers must repeat one pattern. Raises ValueError if the pages do not.
+        `layers`: the layers of stage number `stage`. The scheduler side knows only stage 0, so all hidden layers must
+        have the same pattern of pages. Otherwise, raises ValueError.
         """
         if len(self.stages) == 1:
             return tuple(layers)
@@ -118,13 +116,12 @@ def _stages(vllm_config: Any) -> tuple[int, ...]:
 class ServedModel:
     """A model that vLLM serves.
 
-    `block_map`: maps block tables to chunks. `layout`: the layout of a chunk; with pipeline stages, for the stage with
-    the most layers. `layers`: names of the layers that `layout` describes. `fused`: whether the layers of a block are
-    next to each other in memory, so that `layout` describes them as one layer.
+    `block_map`: decides which blocks belong to which chunk. `layout`: the layout of a chunk; with pipeline stages, for
+    the stage with the most layers. `layers`: names of the layers that `layout` describes. `fused`: whether all layers
+    of a block are adjacent in memory, so that `layout` treats them as one layer.
 
-    `num_blocks`: number of vLLM's blocks. `ranks`: the ranks of the workers. `numbers`: for each layer, the numbers in
-    its pages; empty if a page also has other data. `experts`: whether tokens choose among experts. `dtype`: the model's
-    data type.
+    `num_blocks`: number of vLLM's blocks. `numbers`: for each layer, the numbers in its pages; empty if a page also has
+    other data. `experts`: whether the model is a mixture of experts.
     """
 
     block_map: BlockMap
@@ -140,12 +137,14 @@ class ServedModel:
 
     @cached_property
     def namespace(self) -> Namespace:
-        """The namespace of the model's KV. The first access makes the namespace, because workers need none."""
+        """The namespace of the model's KV. Only the first access computes the namespace, because workers do not need
+        one.
+        """
         return self._make_namespace()
 
     def paged_memory(self, rows: Sequence[torch.Tensor]) -> PagedMemory:
-        """Return paged memory over `rows`: for each layer in the order of `layers`, a registered tensor as `block_rows`
-        returns it.
+        """Return paged memory over `rows`. `rows`: the KV tensor of each layer, in the order of `layers`, as
+        `block_rows` returns it.
 
         Raises ValueError if the pages of `rows` do not match the layout.
         """
@@ -165,9 +164,7 @@ class ServedModel:
         return memory
 
     def parts(self, rows: Sequence[torch.Tensor]) -> list[Part]:
-        """Return for each layer the content of its pages in `rows`: numbers, or plain bytes if a page also has other
-        data.
-        """
+        """Describe the content of the pages in `rows`: numbers, or plain bytes if a page also has other data."""
         import torch
 
         base = min(int(row.storage_offset()) for row in rows) if self.fused else 0
@@ -182,11 +179,11 @@ class ServedModel:
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int = 0) -> ServedModel:
-    """Return the model of vLLM's configuration. `chunk_size`: number of tokens in a chunk, which is rounded up to whole
-    blocks.
+    """Describe the model of vLLM's configuration. `chunk_size`: number of tokens in a chunk, which is rounded up to
+    whole blocks; with recurrent layers, a chunk is a block.
 
-    `stage`: the pipeline stage that computes the layers in `kv_cache_config`. Raises ValueError, with the reason, for a
-    model or a parallel split that lmkv does not cache.
+    `stage`: the pipeline stage that computes the layers in `kv_cache_config`. Raises ValueError with the reason if lmkv
+    does not cache the model or the parallel configuration.
     """
     check_model(vllm_config)
     ranks = Ranks.of(vllm_config, kv_cache_config)
@@ -237,10 +234,10 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
 
 
 def _state_entries(groups: list[KVGroup], chunk_size: int) -> list[int]:
-    """Return for each group the number of its state entry, or 0 if the group has the KV of tokens.
+    """Return for each KV cache group the number of its state entry, or 0 if the group has KV of tokens.
 
-    A state entry holds states of recurrent layers after a chunk. Groups share an entry if their states together fit
-    into the size of a chunk, because every slot has the size of the largest entry.
+    A state entry is a slot with the states of recurrent layers after a chunk. Every slot has the size of the largest
+    entry. So groups share an entry as long as their states fit into the size of a chunk.
     """
     chunk = sum(sum(group.page_bytes) * (chunk_size // group.block_size) for group in groups if not group.recurrent)
     entries, number, room = [], 0, 0
@@ -287,14 +284,14 @@ def _layout_name(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def source_of(model_config: Any) -> str:
-    """Return the source of the weights. vLLM's `model` is a temporary folder if vLLM reads the weights from object
-    storage.
+    """Return the source of the weights. If vLLM reads weights from object storage, its `model` is only a temporary
+    folder.
     """
     return str(getattr(model_config, "model_weights", None) or model_config.model)
 
 
 def config_digest(model_config: Any) -> str:
-    """Return the digest of the model's configuration with all overrides, such as rope scaling, heads, layers and
+    """Return a digest of the model's configuration with all overrides, such as rope scaling, heads, layers and
     windows.
     """
     described = model_config.hf_config.to_dict()
@@ -304,8 +301,8 @@ def config_digest(model_config: Any) -> str:
 
 
 def _device(vllm_config: Any) -> str:
-    """Return the kind of device and the form of its 8-bit floating-point numbers, because devices interpret such
-    numbers differently.
+    """Describe the device type and what else affects results: the form of 8-bit floats on GPUs, the instruction set on
+    CPUs.
     """
     from vllm.platforms import current_platform
 
@@ -318,9 +315,7 @@ def _device(vllm_config: Any) -> str:
 
 
 def _state_format(vllm_config: Any) -> str:
-    """Return a text of the options that decide the bytes of a recurrent layer's state, in addition to its shape and
-    type.
-    """
+    """Return the options, other than shape and type, that decide the bytes of a recurrent layer's state, as text."""
     from vllm import envs
 
     return f"{getattr(envs, 'VLLM_SSM_CONV_STATE_LAYOUT', None)} {getattr(vllm_config, 'mamba_config', None)}"

@@ -23,8 +23,8 @@ MODULE = "lmkv.vllm.connector"
 def register() -> None:
     """Register `LMKVConnector` with vLLM. vLLM calls this function in each of its processes, perhaps several times.
 
-    If lmkv refuses its settings, this function ends the server, or the engine of a program. The function raises nothing
-    else, because any other exception would end vLLM.
+    If lmkv's settings are invalid, the function ends a server's process, or raises ConfigError in a program. The
+    function raises nothing else, because any exception would end vLLM.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -52,9 +52,9 @@ def register() -> None:
 
 
 def obstacles(transfer: Mapping[str, Any], *, offloads: bool) -> Iterator[str]:
-    """Yield the reasons why vLLM does not use lmkv although `transfer`, the `kv_transfer_config`, names lmkv.
+    """Yield the reasons why vLLM will not use lmkv although `transfer` (the `kv_transfer_config`) names lmkv.
 
-    `offloads`: whether vLLM was also given `kv_offloading_size`.
+    `offloads`: whether `kv_offloading_size` is set as well.
     """
     if NAME not in repr(transfer):
         return
@@ -70,10 +70,10 @@ def _other_module(transfer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[dict[str, Any], bool]:
-    """Return `(transfer, offloads)`: the `kv_transfer_config` of a command line or its `--config` file, and whether the
-    command line has `--kv-offloading-size`.
+    """Read a command line and its `--config` file. Return `(transfer, offloads)`: the `kv_transfer_config`, and whether
+    `--kv-offloading-size` is set.
 
-    `folder`: the folder for relative paths in the command line.
+    `folder`: the folder to which relative paths refer.
     """
     words = list(arguments)
     options = re.search(r"--config[ =](\S+)", " ".join(words))
@@ -90,7 +90,7 @@ def of_command_line(arguments: Sequence[str], folder: Path = Path()) -> tuple[di
 
 
 def _problems(transfer: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why vLLM will fail: another module for the connector, or settings that lmkv refuses."""
+    """Return the reasons why vLLM would fail later: another module for the connector, or invalid settings of lmkv."""
     if transfer.get("kv_connector") != NAME:
         return []
     try:
@@ -108,8 +108,8 @@ def _started_here() -> tuple[dict[str, Any], bool, bool] | None:
     """Return `(transfer, offloads, by_program)` for the server or engine that starts in this process, or None in a
     child process.
 
-    `transfer` and `offloads` are the results of `of_command_line`. `by_program`: whether a program starts the engine.
-    At this point a server has only its command line. A program's arguments are in the calling frames.
+    `transfer` and `offloads` are the results of `of_command_line`. `by_program`: whether a Python program starts the
+    engine. A program's arguments are found on the call stack; a server's are on its command line.
     """
     if multiprocessing.parent_process() is not None:
         return None

@@ -25,7 +25,7 @@ _LOGGED = ("lmkv_hit_tokens", "lmkv_missed_tokens", "lmkv_stored_tokens", "lmkv_
 
 
 class LMKVStats(KVConnectorStats):
-    """The metrics of an interval, for vLLM. `data` is a mapping of type `lmkv.vllm.scheduler.telemetry.Values`."""
+    """The metrics of an interval in vLLM's form. `data`: the values by metric, of type `telemetry.Values`."""
 
     def reset(self) -> None:
         self.data: Values = {}
@@ -35,7 +35,7 @@ class LMKVStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the numbers that vLLM writes to its log periodically."""
+        """Return the numbers that vLLM writes to its log periodically, by name."""
         return {
             " ".join([name.removeprefix("lmkv_").replace("_", " "), *labels]): value
             for name in _LOGGED
@@ -48,9 +48,7 @@ class LMKVStats(KVConnectorStats):
 
 
 class LMKVPromMetrics(KVConnectorPromMetrics):
-    """The Prometheus metrics of every engine that this process serves. No method raises, because a missing metric is
-    not a failure.
-    """
+    """The Prometheus metrics of all engines of this process. No method raises: a failure only leaves out a metric."""
 
     _registered: ClassVar[list[Any]] = []
 
@@ -74,14 +72,14 @@ class LMKVPromMetrics(KVConnectorPromMetrics):
 
     @classmethod
     def _unregister(cls) -> None:
-        """Forget the metrics of an earlier engine of this process, as vLLM forgets its own metrics."""
+        """Unregister the metrics of an earlier engine in this process, as vLLM does with its own metrics."""
         registered, cls._registered = cls._registered, []
         for metric in registered:
             with contextlib.suppress(KeyError):
                 REGISTRY.unregister(metric)
 
     def _begin(self, name: str) -> None:
-        """Start series with known labels at 0, because otherwise Prometheus misses the first increase of each
+        """Start a metric's series with known labels at 0. Otherwise Prometheus would miss the first increase of each
         series.
         """
         metric = METRICS[name]
@@ -142,11 +140,11 @@ def wants_kv_events(vllm_config: Any) -> bool:
 
 @define
 class BlockDescriber:
-    """Describes a request's blocks by vLLM's hashes, and makes vLLM's KV events of the tiers that have these blocks.
+    """Describes a request's blocks by vLLM's hashes, and makes vLLM's KV events about these blocks.
 
-    All sequences have an element for each block table that lmkv caches. `block_sizes`: number of tokens in a block.
-    `kinds`: vLLM's name for the attention. `groups`: the table's number among vLLM's KV cache groups. `block_pool`:
-    vLLM's block pool, or None until vLLM has made it.
+    Each sequence has one element per block table that lmkv caches. `block_sizes`: number of tokens in a block. `kinds`:
+    vLLM's name for the kind of attention. `groups`: the index of the KV cache group. `block_pool`: vLLM's block pool;
+    None until vLLM has made it.
     """
 
     block_sizes: Sequence[int]
@@ -165,14 +163,14 @@ class BlockDescriber:
 
     @property
     def all_cleared(self) -> bool:
-        """Whether vLLM is about to publish an event that all blocks are removed."""
+        """Whether vLLM is about to publish the event that all blocks are removed."""
         from vllm.distributed.kv_events import AllBlocksCleared
 
         return any(isinstance(event, AllBlocksCleared) for event in self.block_pool.kv_event_queue)
 
     def __call__(self, request: Any, group: int, start: int, end: int) -> Blocks | None:
-        """Return the blocks of tokens [start, end) in the table with index `group`, or None if vLLM has not hashed
-        these blocks yet.
+        """Return the blocks of tokens `start` to `end - 1` in block table `group`. Return None if vLLM has not hashed
+        all these blocks yet.
         """
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_block_hashes
 
@@ -193,7 +191,7 @@ class BlockDescriber:
         )
 
     def as_vllm_events(self, events: Iterable[Event]) -> list[Any]:
-        """Return `events` as objects of vLLM's `BlockStored` and `BlockRemoved`."""
+        """Convert `events` to vLLM's `BlockStored` and `BlockRemoved`."""
         return [self._stored(event) if isinstance(event, BlocksStored) else _removed(event) for event in events]
 
     def _stored(self, event: BlocksStored) -> Any:
@@ -221,7 +219,7 @@ def _removed(event: BlocksRemoved) -> Any:
 
 
 def _extra_keys(request: Any, size: int, start: int, end: int) -> tuple[tuple[Any, ...] | None, ...]:
-    """Return for each block the extra keys, such as images, that vLLM has hashed with the block; () if no block has
+    """Return for each block the extra keys that vLLM has hashed with it, such as images. Return () if no block has
     extra keys.
     """
     from vllm.v1.core import kv_cache_utils

@@ -21,8 +21,8 @@ NAME = "LMKVConnector"
 
 
 class LMKVBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
-    """Builds the prefill request and the decode request from a client's request. The prefill request and the decode
-    request have lmkv's options.
+    """Builds the prefill request and the decode request from a client's request, and keeps lmkv's options in both
+    requests.
     """
 
     def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:

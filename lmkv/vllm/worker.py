@@ -1,8 +1,8 @@
-"""The worker side of the connector: maps the slab (lmkv's host memory), executes copy orders, and reports their
-results.
+"""The worker side of the connector: maps the slab (lmkv's host memory), makes the copies that the scheduler side
+orders, and reports their results.
 
-It makes no decisions and knows no requests. No method raises: an error becomes a failed job. After a failed store the
-chunks are missing, and after a failed load vLLM recomputes the blocks.
+No method raises: an error becomes a failed job. After a failed store the chunks are not stored, and after a failed load
+vLLM recomputes the blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ C = TypeVar("C", bound=Copier)
 logger = logging.getLogger(__name__)
 
 _ATTACHES = 3
-"""Number of attempts to map a slab before a rank refuses all orders."""
+"""Number of attempts to map a slab before a rank fails all copy orders."""
 
 
 @define(eq=False)
@@ -45,7 +45,7 @@ class _Running:
     started: float
     step: int
     reading: Reading | None = None
-    """The reading of the blocks that an audited load within a step has filled."""
+    """The read of the blocks that an audited load within a step has filled."""
     seconds: float | None = None
     """Duration of the copy in seconds, or None until the copy has ended."""
     audited: bool = True
@@ -53,19 +53,19 @@ class _Running:
 
 
 class Worker:
-    """Executes the copy orders of each `StepPlan` for one rank. All calls come from the thread that runs the model.
+    """Executes the copy orders of each `StepPlan` for one rank. A copy order is a list of chunks to copy. All calls
+    come from the thread that runs the model.
 
-    `rank`: the index of this worker's part in each slot (a piece of the slab, lmkv's host memory, for one chunk).
-    `layout`: the layout of a chunk. It is None if this rank cannot cache the model, although the scheduler side can;
-    then every order fails.
+    `rank`: the index of this worker's part in each slot (the space for one chunk in host memory). `layout`: the layout
+    of a chunk; None if this rank cannot cache the model, so that every order fails.
 
-    `share`: (index, count) of this rank among the ranks with the same KV, the first of which stores the KV.
-    `block_level_failures`: whether failed loads are reported by block ids, or else by request ids (see
-    `BlockMap.one_full_table`). `layerwise`: whether loads and stores overlap the computation of a step. The model must
+    `share`: (index, count) of this rank among the ranks with the same KV; only the first one stores.
+    `block_level_failures`: whether to report failed loads by block ids instead of request ids (see
+    `BlockMap.one_full_table`). `layerwise`: whether to copy layer by layer while the model computes. The model must
     then call `wait_for_layer` and `save_layer`.
 
-    `engine`: the name of the slab (see `slab_name`). The worker maps the slab before the first order, as soon as the
-    slab exists. `staging_bytes`: bytes of device memory for stores.
+    `engine`: the name of the slab (see `slab_name`), which the worker maps as soon as the slab exists. `staging_bytes`:
+    bytes of device memory for stores.
     """
 
     def __init__(
@@ -101,12 +101,14 @@ class Worker:
         self._failed_attaches = 0
         self._suspended = False
         self._launched: Event | None = None
-        """An event after the work that was launched before the orders came. Work after this event uses no block that
-        a load is filling.
+        """An event that is reached when the work before this step is done. Later work uses no block that a load is
+        filling.
         """
         self._due_loads: list[CopyOrder] = []
         self._due_stores: list[CopyOrder] = []
-        """The stores of this step that have not begun yet. The list prevents a second execution."""
+        """The stores of this step that have not begun yet. Each store is removed when it begins, so that none runs
+        twice.
+        """
         self._running: list[_Running] = []
         self._step = 0
         self._report = WorkerReport()
@@ -122,11 +124,11 @@ class Worker:
         return f"<Worker: rank {self._rank}, {state}, {len(self._running)} copies running>"
 
     def refuse(self, reason: str) -> None:
-        """Fail every order from now on. The report of the first failed order has the reason."""
+        """Fail every copy order from now on. Later reports to the scheduler side contain the reason."""
         self._refusal = self._refusal or reason
 
     def register(self, memory: PagedMemory, parts: Sequence[Part] = ()) -> None:
-        """Set the paged memory to which orders refer, and allocate staging memory on the device of the paged memory.
+        """Set the paged memory to copy from and to, and allocate staging memory on its device.
 
         `parts`: for each layer, the content of its pages.
         """
@@ -155,10 +157,10 @@ class Worker:
                 self._attach(ref)
 
     def suspend(self) -> None:
-        """End the running copies before vLLM's sleep, and fail all orders until `resume` is called.
+        """Wait for the running copies before vLLM's sleep, and fail all copy orders until `resume` is called.
 
-        The sleep frees the device memory behind the KV cache. This call frees staging memory. Host memory stays pinned,
-        and the paged memory keeps its address. Idempotent.
+        vLLM frees the device memory of the KV cache, and this call frees staging memory. Host memory stays pinned, and
+        the paged memory keeps its address. Idempotent.
         """
         self._suspended = True
         self._comparer.forget()
@@ -173,7 +175,7 @@ class Worker:
                 logger.exception("lmkv: the device could not free lmkv's memory before the engine's sleep")
 
     def resume(self) -> None:
-        """Accept orders again after vLLM's sleep, when device memory is behind the KV cache again. Idempotent."""
+        """Accept copy orders again after vLLM's sleep, when the KV cache has device memory again. Idempotent."""
         try:
             if self._staging is not None:
                 self._staging.allocate()
@@ -183,7 +185,7 @@ class Worker:
             self.refuse(f"after the engine's sleep the device has no memory for copies: {error}")
 
     def begin(self, plan: StepPlan) -> None:
-        """Take the orders of a step. Each order is executed once, even if the model does not run in that step."""
+        """Accept the copy orders of a step. Each is executed once, even if the model does not run in that step."""
         self._due_loads, self._due_stores = plan.loads, plan.stores
         self._step += 1
         for order in plan.reads:
@@ -229,7 +231,7 @@ class Worker:
                 logger.debug("lmkv: cannot map host memory at %s", ref.path, exc_info=True)
 
     def _check_slab(self, ref: SlabRef, layout: KVLayout) -> None:
-        """Raise UsageError if the slab belongs to a scheduler side with a layout other than `layout`."""
+        """Raise UsageError if the slab belongs to an engine whose layout is not `layout`."""
         if ref.slot_bytes != layout.slot_bytes or (self._engine and layout.digest not in ref.name):
             raise UsageError(f"slots of {ref.slot_bytes} bytes do not fit this rank's {layout}")
 
@@ -242,7 +244,7 @@ class Worker:
             slab.close()
 
     def load(self) -> None:
-        """Execute the step's loads, before the model computes."""
+        """Begin the step's loads, before the model computes."""
         orders, self._due_loads = self._due_loads, []
         if not orders:
             return
@@ -270,7 +272,7 @@ class Worker:
             self._writing.step(layer)
 
     def save(self) -> None:
-        """Execute the step's stores. Call this method after the launch of the computation that writes the blocks."""
+        """Begin the step's stores. Call this method after launching the computation that writes the blocks."""
         reading, writing, self._reading, self._writing = self._reading, self._writing, None, None
         self._end(reading)
         self._end(writing)
@@ -317,7 +319,9 @@ class Worker:
             return None
 
     def _follow(self, item: _Running) -> None:
-        """Report an order if its copies and comparison have ended. Otherwise let a later call look again."""
+        """Report a copy order if its copies and comparison have ended. Otherwise, check the order again in a later
+        call.
+        """
         try:
             while item.event.query():
                 if item.seconds is None:
@@ -337,7 +341,9 @@ class Worker:
         self._running.append(item)
 
     def _following(self, item: _Running) -> Event | None:
-        """Return the event of the next part of an order (a reading or a comparison), or None if the order has ended."""
+        """Begin the next phase of a copy order (a read or a comparison) and return its event. Return None if the order
+        has ended.
+        """
         order, event = item.order, item.event
         if isinstance(event, Comparing) or not item.audited:
             return None
@@ -380,8 +386,8 @@ class Worker:
         return self._copier
 
     def wrap_copier(self, wrap: Callable[[Copier], C]) -> C:
-        """Replace the copier by `wrap(copier)`, as tests of faults do, and return the new copier. Raises
-        NotReadyError without a copier.
+        """Replace the copier by `wrap(copier)` and return the new one, for tests of faults. Raises NotReadyError
+        without a copier.
         """
         self._copier = copier = wrap(self._ready_copier())
         return copier
@@ -424,7 +430,7 @@ class Worker:
         self._samples.observe(f"vllm:kv_offload_{direction}_size", nbytes)
 
     def take_samples(self) -> Values:
-        """Return the values of metrics since the last call."""
+        """Return the metrics' values since the last call."""
         return self._samples.take()
 
     def _fail(self, order: CopyOrder) -> None:
@@ -439,7 +445,7 @@ class Worker:
     def poll(self) -> None:
         """Report the copies that have ended, without waiting for the others.
 
-        A load layer by layer ends in this method, because vLLM asks for failed loads after this call. With drafts,
+        A layer-by-layer load ends in this method, because vLLM asks for failed loads right after it. With drafts,
         `save` would be too late.
         """
         reading, self._reading = self._reading, None
@@ -449,15 +455,15 @@ class Worker:
             self._follow(item)
 
     def take_report(self) -> WorkerReport | None:
-        """Return a report of the jobs that have ended and the adapters that were loaded since the last call, or None
-        for an empty report.
+        """Return a report of the jobs that have ended and of the adapters that were loaded since the last call. Return
+        None if there are none.
         """
         report, self._report = self._report, WorkerReport()
         report.adapters = take_loads()
         return report if report.jobs or report.steps or report.adapters else None
 
     def take_failed_blocks(self) -> set[int]:
-        """Return the blocks that loads have left unfilled since the last call of this method."""
+        """Return the blocks that failed loads have not filled, since the last call of this method."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -470,7 +476,9 @@ class Worker:
         return finished, failed
 
     def close(self, *, process_ends: bool = False) -> None:
-        """Wait for the running copies, and unmap the slab unless the process ends. Idempotent."""
+        """Wait for the running copies, and unmap the slab. If the process ends, the kernel unmaps the slab.
+        Idempotent.
+        """
         self._closing.set()
         if self._search is not None:
             self._search.join()

@@ -1,4 +1,4 @@
-"""The messages between the scheduler side and the workers: copy orders and reports.
+"""The messages between the scheduler side and the workers: copy orders, which tell workers what to copy, and reports.
 
 Both sides of the connector import this package, which also has `Request`. The package uses no types of vLLM.
 """
@@ -16,15 +16,16 @@ from lmkv.memory.slab import SlabRef
 
 @frozen
 class CopyOrder:
-    """An order to copy chunks. All `copies` of an order succeed or fail together.
+    """A command to the workers to copy chunks. All `copies` of an order succeed or fail together. `job`: the order's
+    number.
 
-    `stores`: whether to copy from blocks into slots, instead of from slots into blocks. `failed_blocks`: blocks that no
-    copy will fill, and that the workers report as failed. `between_steps`: whether no computation of this step reads
-    the blocks.
+    `stores`: True to copy from blocks into slots, False to copy from slots into blocks. `failed_blocks`: blocks that no
+    copy will fill, and that the workers report as failed. `between_steps`: whether the load is asynchronous, so that no
+    computation of this step uses its blocks.
 
     `finishes`: id of the request whose asynchronous load ends with this order. `compares`: for each copy, a slot to
-    compare with the slot that the copy has filled. `audited`: whether to read back the blocks that a load has filled,
-    and to compare them with the slots.
+    compare with the slot that the copy has filled. `audited`: whether to read back the blocks of a load, and compare
+    them with the slots.
     """
 
     job: int
@@ -39,8 +40,8 @@ class CopyOrder:
 
 @frozen
 class ReadOrder:
-    """An order to read the blocks of the audited load with job number `load` again, and to compare this reading with
-    the first one.
+    """A command to the workers to read the blocks of an audited load again, and compare the result with the first read.
+    `load`: the job number of that load.
     """
 
     job: int
@@ -50,7 +51,7 @@ class ReadOrder:
 
 @define
 class StepPlan:
-    """The orders of one step. The workers execute `reads` before all writes of the step.
+    """The copy orders of one step. The workers execute `reads` before everything else in the step.
 
     `slab`: the slab (lmkv's host memory) to map; None once every worker has mapped the slab. `timed`: the number of the
     step if the workers must report the step's end, else 0.
@@ -65,11 +66,11 @@ class StepPlan:
 
 @define
 class JobReport:
-    """The result of a job: a copy order, or an order to read. `ranks`: number of ranks that have answered. `seconds`:
-    the time of the slowest rank.
+    """The result of a job, which is one copy order or read order. `ranks`: number of ranks that have reported a result.
+    `seconds`: the time of the slowest rank.
 
-    `ok`: whether the job has succeeded on all of these ranks. `nbytes`: number of bytes that these ranks have copied
-    together. `differences`: the chunks or blocks that a comparison has found to differ.
+    `ok`: whether the job has succeeded on all these ranks. `nbytes`: number of bytes that all these ranks have copied.
+    `differences`: the chunks or blocks that an audit has found to differ.
     """
 
     ranks: int
@@ -85,11 +86,11 @@ class JobReport:
 
 @define
 class WorkerReport:
-    """The jobs and the timed steps that have ended since the last report.
+    """What a worker reports to the scheduler side: the jobs and timed steps that have ended since its last report.
 
-    `jobs`: results by the number of the job. `steps`: numbers of the timed steps. `mapped`: the ranks that have mapped
-    the slab. `refusal`: why a rank fails every order from now on; "" if no rank does so. `adapters`: (number, digest)
-    of each loaded adapter.
+    `jobs`: results by job number. `steps`: numbers of the timed steps. `mapped`: the ranks that have mapped the slab.
+    `refusal`: why a rank fails every order from now on; "" if no rank does so. `adapters`: (number, digest) of each
+    loaded adapter.
     """
 
     jobs: dict[int, JobReport] = field(factory=dict)
@@ -99,8 +100,8 @@ class WorkerReport:
     adapters: set[tuple[int, str]] = field(factory=set)
 
     def merge(self, other: WorkerReport) -> WorkerReport:
-        """Return a report with the content of this report and of `other`. `a.merge(b)` equals `b.merge(a)`, because
-        ranks answer in any order.
+        """Return a report with the content of both reports. `a.merge(b)` equals `b.merge(a)`, because ranks report in
+        any order.
         """
         merged = dict(self.jobs)
         for job, report in other.jobs.items():
@@ -111,20 +112,18 @@ class WorkerReport:
 
 
 class StepPlanBuilder:
-    """Gives numbers to copy orders, and collects these orders until `take` returns them as the step's plan."""
+    """Numbers copy orders and collects them, until `take` returns them as the step's plan."""
 
     def __init__(self) -> None:
         self._last_job = 0
         self._plan = StepPlan()
 
     def time(self, step: int) -> None:
-        """Ask the workers to report the end of the step with this number."""
+        """Make the workers report the end of step number `step`."""
         self._plan.timed = step
 
     def read(self, load: int, copies: list[ChunkCopy]) -> ReadOrder:
-        """Add to the plan a second reading of the blocks that an audited load has filled. `load`: the load's job
-        number.
-        """
+        """Add a second read of the blocks of an audited load to the plan. `load`: the load's job number."""
         self._plan.reads.append(ReadOrder(self._new_job(), load, copies))
         return self._plan.reads[-1]
 
@@ -137,13 +136,13 @@ class StepPlanBuilder:
         finishes: str | None = None,
         audited: bool = False,
     ) -> CopyOrder:
-        """Add to the plan an order to load. The arguments are the fields of `CopyOrder` with the same names."""
+        """Add a load to the plan. The arguments are the fields of `CopyOrder` with the same names."""
         made = self._new_job(), copies, False, failed_blocks, between_steps, finishes
         self._plan.loads.append(CopyOrder(*made, audited=audited))
         return self._plan.loads[-1]
 
     def store(self, copies: list[ChunkCopy], compares: Sequence[int] = ()) -> CopyOrder:
-        """Add to the plan an order to store, and to compare the copies with the slots in `compares`, if any."""
+        """Add a store to the plan. `compares`: see `CopyOrder`."""
         self._plan.stores.append(CopyOrder(self._new_job(), copies, stores=True, compares=list(compares)))
         return self._plan.stores[-1]
 
@@ -152,7 +151,7 @@ class StepPlanBuilder:
         return self._last_job
 
     def take(self, slab: SlabRef | None) -> StepPlan:
-        """Return the plan, and begin a new plan. `slab`: the slab that the workers must map if the plan has orders."""
+        """Return the plan, and begin a new plan. `slab`: the slab to map, if the plan has loads or stores."""
         plan, self._plan = self._plan, StepPlan()
         plan.slab = slab if plan.loads or plan.stores else None
         return plan

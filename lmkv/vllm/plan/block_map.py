@@ -10,22 +10,21 @@ from attrs import frozen
 from lmkv.memory.copier import ChunkCopy, Run
 
 _NOTHING = Run(0, [])
-"""The run of a block table that the copied entry does not cover."""
+"""The run of pages (`Run`) for a block table that a copy does not touch."""
 
 NULL_BLOCK = 0
-"""vLLM's placeholder in block tables. The placeholder replaces blocks that a sliding window has passed, and states
-that no longer exist.
+"""vLLM's placeholder in block tables, for blocks that a sliding window has passed and for states that no longer
+exist.
 """
 
 
 @frozen
 class Group:
-    """One block table. `block_size`: number of tokens in a block. `window`: number of tokens that a query sees with a
-    sliding window, or None.
+    """One block table. `block_size`: number of tokens in a block. `window`: number of tokens that a query attends to
+    with a sliding window; None for full attention.
 
     `table`: the table's index among vLLM's tables; None if lmkv caches all tables. `state`: for recurrent layers the
-    number of their state entry, from 1 on, else 0. A block of such a table holds a state, not the KV of tokens. Only
-    vLLM knows after which token.
+    number of their state entry, from 1 on, else 0. A block of recurrent layers holds a state, not the KV of tokens.
     """
 
     block_size: int
@@ -36,10 +35,10 @@ class Group:
 
 @frozen(slots=False)
 class BlockMap:
-    """Maps chunks of `chunk_size` tokens to the block tables of `groups`.
+    """Maps chunks of `chunk_size` tokens to block tables. `groups`: the tables that lmkv caches.
 
-    `scratch`: whether vLLM has further tables, with blocks that hold no prefix. vLLM fills the blocks of these tables
-    again for the tokens after a hit, so a hit must end at the end of a block.
+    `scratch`: whether vLLM has further tables that cannot be cached. vLLM fills their blocks again from the end of a
+    hit on, so a hit must end at the end of a block.
     """
 
     chunk_size: int
@@ -47,29 +46,31 @@ class BlockMap:
     scratch: bool = False
 
     def select(self, tables: Sequence[list[int]]) -> Sequence[list[int]]:
-        """Return the block tables that lmkv stores and loads, out of all block tables of vLLM."""
+        """Return those of vLLM's block tables that lmkv caches."""
         return [tables[group.table or 0] for group in self.groups] if self.scratch else tables
 
     def index(self, table: int) -> int:
-        """Return the index in `groups` of the block table that has the index `table` in vLLM."""
+        """Return the index in `groups` of vLLM's block table number `table`."""
         return next((index for index, group in enumerate(self.groups) if group.table == table), table)
 
     @cached_property
     def windowed(self) -> bool:
-        """Whether a stored chunk may lack pages. Then a hit must end at the end of a chunk."""
+        """Whether some layers have a sliding window. A stored chunk may then lack pages, so a hit must end at the end
+        of a chunk.
+        """
         return any(group.window is not None for group in self.groups)
 
     @cached_property
     def states(self) -> int:
-        """Number of state entries after each chunk; 0 without recurrent layers."""
+        """Number of state entries after each chunk; 0 if the model has no recurrent layers."""
         return max((group.state for group in self.groups), default=0)
 
     @cached_property
     def one_full_table(self) -> bool:
         """Whether vLLM can continue a request at the first block that a load has not filled.
 
-        With several block tables, block ids are ambiguous. With a window, the blocks before the unfilled block may be
-        null. vLLM reads a state before the loads of the step begin.
+        If so, failed loads are reported by block ids. With several block tables, block ids are ambiguous. With a
+        window, earlier blocks may be null. vLLM reads a state before the loads of the step begin.
         """
         return len(self.groups) == 1 and not (self.windowed or self.states or self.scratch)
 
@@ -78,8 +79,7 @@ class BlockMap:
     ) -> ChunkCopy | None:
         """Return a copy of chunk number `chunk`, or of the chunk's first `tokens` tokens, into `slot`.
 
-        Returns None if blocks are missing. With a sliding window, a copy needs only the pages that a hit reads. A hit
-        ends with the last of these tokens, or one token earlier if the hit is a whole prompt.
+        Returns None if blocks are missing. With a sliding window, only the pages that a later hit reads must be there.
         """
         runs, tokens = [], tokens or self.chunk_size
         for group, table in zip(self.groups, block_ids, strict=True):
@@ -95,8 +95,8 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def compared_copy(self, slot: int, block_ids: Sequence[list[int]], chunk: int) -> ChunkCopy | None:
-        """Return a copy of a whole chunk as `store_copy` does, but without pages that the chunk of another request
-        may lack.
+        """Return a copy of a whole chunk as `store_copy` does. With a sliding window, leave out pages that the same
+        chunk of another request may lack.
         """
         copy = self.store_copy(slot, block_ids, chunk)
         if copy is None or not self.windowed:
@@ -108,10 +108,10 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def _needed(self, group: Group, tokens: int | None = None) -> int:
-        """Return the index of the first page of a chunk that a hit reads.
+        """Return the index of the first page of a chunk that a hit reads: 0 without a sliding window.
 
-        The hit ends with the chunk's first `tokens` tokens, or one token earlier. After a hit of `tokens` - 1 tokens,
-        the next token sees itself and `window` - 1 tokens before it.
+        The hit ends after the chunk's first `tokens` tokens, or one token earlier. In that case, the next token attends
+        to itself and to `window` - 1 tokens before it.
         """
         tokens = tokens or self.chunk_size
         return 0 if group.window is None else max(0, tokens - group.window) // group.block_size
@@ -119,10 +119,10 @@ class BlockMap:
     def load_copies(
         self, slots: Sequence[int], block_ids: Sequence[list[int]], start: int, end: int
     ) -> list[ChunkCopy]:
-        """Return the copies that fill the blocks of tokens [start, end).
+        """Return the copies that fill the blocks of tokens `start` to `end - 1`.
 
         `slots`: the slots of the chunks, beginning with the chunk that contains token `start`. No copy writes blocks
-        before `start`: their KV is valid, and other requests may be reading these blocks.
+        before token `start`, because their KV is valid and other requests may use these blocks.
         """
         if start >= end:
             return []
@@ -134,7 +134,7 @@ class BlockMap:
         return [ChunkCopy(slot, runs) for slot, runs in zip(slots, zip(*columns, strict=True), strict=False)]
 
     def _load_runs(self, group: Group, table: list[int], spans: Sequence[tuple[int, int]]) -> list[Run]:
-        """Return one run for each of `spans`, which are ranges of tokens within one chunk."""
+        """Return the run of pages for each of `spans`: ranges of tokens, each within one chunk."""
         if group.state:
             return [_NOTHING] * len(spans)
         size, per_chunk = group.block_size, self.chunk_size // group.block_size
@@ -149,9 +149,9 @@ class BlockMap:
         return runs
 
     def state_copy(self, slot: int, number: int, blocks: Mapping[int, int]) -> ChunkCopy | None:
-        """Return a copy between `slot` and the states of state entry `number`, or None if a block is missing.
+        """Return a copy between `slot` and the blocks of state entry `number`. Return None if a block is missing.
 
-        `blocks`: the block of each state, by the index of its group.
+        `blocks`: the block of each state, by the index of its group in `groups`.
         """
         wanted = [index for index, group in enumerate(self.groups) if group.state == number]
         if any(blocks.get(index, NULL_BLOCK) == NULL_BLOCK for index in wanted):
@@ -160,7 +160,8 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def state_blocks(self, block_ids: Sequence[list[int]], tokens: int) -> dict[int, int]:
-        """Return by group index the block of the state after `tokens` tokens, which vLLM has just allocated or filled.
+        """Return, by group index, the block with the state after `tokens` tokens, which vLLM has just allocated or
+        filled.
 
         `tokens`: number of tokens at the end of a load, or at the end of a step without drafts.
         """
@@ -171,18 +172,18 @@ class BlockMap:
         }
 
     def most_blocks(self, tokens: int) -> int:
-        """Return an upper bound of the blocks that a request needs until the end of its next step. `tokens`: number
-        of tokens of the request.
+        """Return the largest number of blocks that a request of `tokens` tokens needs until the end of its next
+        step.
         """
         return sum((0 if group.state else tokens // group.block_size) + 2 for group in self.groups)
 
     def covers(self, copies: Sequence[ChunkCopy], start: int, end: int) -> bool:
-        """Return whether `copies` has a copy for every chunk with some of the tokens [start, end)."""
+        """Return whether `copies` has one copy for each chunk that contains tokens from `start` to `end - 1`."""
         return len(copies) == -(-end // self.chunk_size) - start // self.chunk_size
 
     def blocks_between(self, block_ids: Sequence[list[int]], start: int, end: int) -> list[int]:
-        """Return the blocks to report for a failed load of tokens [start, end): the blocks of the first table
-        without states, and of states.
+        """Return the blocks to report if a load of tokens `start` to `end - 1` fails: those in the first table without
+        states, and the states' blocks.
         """
         for group, table in zip(self.groups, block_ids, strict=True):
             if not group.state:
@@ -195,9 +196,7 @@ class BlockMap:
 
 
 def _first_real(blocks: Sequence[int]) -> int:
-    """Return the index of the first block that is not the null block. All null blocks are at the beginning of
-    `blocks`.
-    """
+    """Return the index of the first block that is not a null block. Null blocks are only at the beginning."""
     for index, block in enumerate(blocks):
         if block != NULL_BLOCK:
             return index

@@ -1,9 +1,8 @@
-"""Identifies everything that decides KV in addition to the tokens: salt, adapter, tags, weights, images, sounds and
-videos.
+"""Identifies everything except tokens that decides KV: salt, adapter, tags, weights, images, sounds and videos.
 
-vLLM names an image, sound or video by an `identifier`: a hash of its content, a name from the client, or a counter of
-the process. These three kinds look alike, so an identifier proves nothing. lmkv therefore hashes the tensors of vLLM's
-processor, because the model sees only these tensors.
+vLLM names an image, sound or video by an `identifier`: a hash of its content, a name from the client, or a counter.
+These kinds look alike, so an identifier proves nothing about the content. lmkv therefore hashes the tensors that vLLM's
+processor makes, because the model sees only these tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ logger = logging.getLogger("lmkv.vllm")
 def request_root(
     namespace: Namespace, request: Any, tags: Iterable[tuple[str, str]], loaded: str = "", adapter: str = ""
 ) -> bytes:
-    """Return the root of a request's keys, made of the namespace, cache salt, LoRA adapter, tags and weights.
+    """Return the root of a request's chunk keys: a digest of namespace, cache salt, LoRA adapter, tags and weights.
 
     `tags`: pairs of name and value. `loaded`: the identity of the workers' model. `adapter`: the identity of the
     request's adapter (see `Adapters`).
@@ -40,9 +39,7 @@ def request_root(
 
 
 def tagged_root(namespace: Namespace, tags: Iterable[tuple[str, str]], loaded: str, cache_salt: str | None) -> bytes:
-    """Return the root of the keys of a prompt without a request and without an adapter. The arguments are those of
-    `request_root`.
-    """
+    """Return the root of the chunk keys of a prompt that has no adapter. The arguments are those of `request_root`."""
     extra = {f"tag.{name}": value for name, value in tags} | ({"loaded": loaded} if loaded else {})
     return namespace.root(cache_salt=cache_salt, lora=None, extra=extra)
 
@@ -53,10 +50,9 @@ Stamps = tuple[tuple[str, int, int, int], ...]
 
 
 def stamps(folder: Path) -> Stamps:
-    """Return names, inodes, sizes and times of the files of weights and configuration in `folder`; () without such
-    files.
+    """Return `(name, inode, size, time)` of each file of weights or configuration in `folder`; () if there are none.
 
-    The result changes when somebody writes one of these files.
+    The result changes when such a file is written.
     """
     with suppress(OSError):
         # Not a broken link, a folder or a pipe of such a name.
@@ -67,7 +63,7 @@ def stamps(folder: Path) -> Stamps:
 
 
 def folder_of(path: str, file: str = _CONFIG) -> Path:
-    """Return the folder that vLLM uses for `path`: the folder itself, or the snapshot in the Hub's cache that has
+    """Return the local folder that vLLM uses for `path`: the path itself, or the snapshot in the Hub's cache that has
     `file`.
     """
     folder = Path(path).expanduser()
@@ -83,23 +79,21 @@ def folder_of(path: str, file: str = _CONFIG) -> Path:
 
 
 Adapter = tuple[str, Stamps]
-"""An adapter that a worker has loaded: a digest of the adapter's weights and scales, and the `stamps` of its files
-before the load.
-"""
+"""A loaded LoRA adapter: a digest of its weights and scales, and the `stamps` of its files before the load."""
 
 
 @define(eq=False)
 class Adapters:
-    """Identifies the LoRA adapters that one engine serves. Its methods are called on the scheduling thread only.
+    """Identifies the LoRA adapters that one engine serves. Only the scheduling thread calls its methods.
 
-    `load(adapter)`: a function that returns an adapter as the workers have loaded it, or None if the adapter is
-    unknown. vLLM may read the files of an adapter again without notice. An adapter with files that have changed since
-    its load has no identity until it gets another number.
+    `load(lora)`: a function that returns an adapter as the workers have loaded it, or None if unknown. vLLM may read an
+    adapter's files again without notice. So an adapter whose files have changed since its load is not cached until the
+    client loads it under another name.
     """
 
     _load: Callable[[Any], Adapter | None]
     _known: LRUCache[int, tuple[str, Adapter]] = field(factory=lambda: LRUCache(1024), init=False)
-    """For each adapter number the path, digest and files of the last adapter that was loaded under this number."""
+    """For each adapter number: the path, digest and file stamps of the last adapter with this number."""
 
     def identity(self, lora: Any) -> str:
         """Return a digest of an adapter's weights and scales. If the adapter is unknown, log a warning and return
@@ -119,12 +113,14 @@ class Adapters:
         return digest
 
     def loaded(self, number: int, digest: str) -> None:
-        """Note that a worker has loaded an adapter with this digest under this number, and forget any other digest."""
+        """Note that a worker has loaded an adapter with this digest as number `number`, and forget any other digest of
+        this number.
+        """
         if number in self._known and self._known[number][1][0] != digest:
             self.forget(number)
 
     def forget(self, number: int) -> None:
-        """Forget the adapter of this number, so that `identity` asks the workers again."""
+        """Forget adapter number `number`, so that `identity` asks the workers again."""
         self._known.pop(number, None)
 
     def _unknown(self, path: str, number: int, why: str) -> str:
@@ -137,38 +133,36 @@ class Adapters:
 
 
 _REMEMBERED = 1 << 16
-"""Number of identifiers to remember, which is more than the items in vLLM's caches."""
+"""Number of identifiers to remember: more than vLLM's caches have items."""
 
 
 class UnnamedMediaError(Exception):
-    """lmkv cannot identify an image, sound or video of a request, so the request's chunks have no keys."""
+    """lmkv cannot identify an image, sound or video of a request, so the request is not cached."""
 
 
 @define(eq=False)
 class Media:
-    """Identifies the images, sounds and videos of one engine's requests. Its methods are called on the scheduling
-    thread only.
+    """Identifies the images, sounds and videos (items) of one engine's requests. Only the scheduling thread calls its
+    methods.
 
-    vLLM's caches use only identifiers. If two items with different content have the same identifier, vLLM may compute
-    either item. Therefore lmkv remembers the first digest of an identifier, and rejects any other digest. `by_name`:
-    whether the operator guarantees that names are unique, so that names serve as digests.
+    vLLM's caches use only identifiers. If two different items have the same identifier, vLLM may use either item for
+    both. Therefore lmkv remembers the first digest of an identifier, and rejects any other digest. `by_name`: whether
+    identifiers serve as digests, because the operator guarantees that they are unique.
     """
 
     by_name: bool = False
     _first: LRUCache[bytes, tuple[bytes, tuple[str, str]]] = field(
         factory=lambda: LRUCache(_REMEMBERED), init=False, repr=False
     )
-    """The first digest for each identifier, with the weights and adapter that encoded the item. The keys are digests
-    of identifiers, because identifiers may have any length.
-    """
+    """For the digest of each identifier: the item's first digest, and the weights and adapter that encoded the item."""
     _warned: set[str] = field(factory=set, init=False, repr=False)
 
     def extras(self, request: Any, chunk_size: int, weights: str = "", adapter: str = "") -> Mapping[int, bytes]:
-        """Return by chunk number a digest of the items (images, sounds and videos) that overlap the chunk. Tokens do
-        not distinguish items.
+        """Return, by chunk index, a digest of the items that overlap the chunk, because tokens do not distinguish
+        items.
 
-        The digest covers kind, content and position of each item. `weights`, `adapter`: identities of the weights that
-        encode the items. Raises UnnamedMediaError for an item that cannot be identified.
+        The digest covers kind, content and position of each item. `weights`, `adapter`: identities of the weights and
+        the adapter that encode the items. Raises UnnamedMediaError for an item that cannot be identified.
         """
         parts: dict[int, list[tuple[int, int, str, bytes]]] = {}
         features = getattr(request, "mm_features", None) or ()
@@ -222,7 +216,7 @@ def _of_tensors(feature: Any) -> bytes | None:
 
 
 def digest_of(data: Mapping[str, Any]) -> bytes:
-    """Return the digest of an item's tensors and their names. `data`: a `MultiModalKwargsItem`, or a plain mapping."""
+    """Return a digest of an item's tensors and their names. `data`: a `MultiModalKwargsItem`, or a plain mapping."""
     digest = hashlib.sha256()
     for name in sorted(data):
         digest.update(canonical(name))
@@ -233,7 +227,7 @@ def digest_of(data: Mapping[str, Any]) -> bytes:
 
 
 def _pieces(value: Any) -> Iterator[bytes | memoryview]:
-    """Yield the content of a nested tensor as bytes, with a mark at the end of each part."""
+    """Yield the content of nested tensors as bytes. Headers with types and lengths make the bytes unambiguous."""
     import torch
 
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Decides which models and requests are cached, and reads a request's `kv_transfer_params` and `agent_hint`."""
+"""Decides which models and requests lmkv caches, and reads a request's `kv_transfer_params` and `agent_hint`."""
 
 from __future__ import annotations
 
@@ -13,32 +13,27 @@ from attrs import define, field
 from lmkv.errors import short_repr
 
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
-"""Kinds of KV cache that keep only blocks for the tokens of a prefix, in the order of the tokens, and no other
-state.
-"""
+"""Kinds of KV cache whose blocks hold only the KV of a prefix's tokens, in the order of the tokens."""
 
 _NOT_BATCH_INVARIANT = ("FLASHINFER", "TRITON_MLA")
-"""Attention backends that vLLM does not combine with cached prefixes if vLLM must be batch-invariant."""
+"""Attention backends with which vLLM caches no prefixes if it must be batch-invariant."""
 
 STATES_WITH_DRAFTS_ON_V1 = False
 """Whether lmkv caches recurrent layers with drafts on the V1 runner. Tests set this value.
 
-If a request is preempted a few tokens after a boundary in its answer, vLLM 0.32's V1 runner continues from a wrong
-state. This also happens without lmkv. lmkv would store the states after the wrong state. The V2 runner continues from
-the right state.
+If a request is preempted a few generated tokens after a block boundary, vLLM 0.32's V1 runner continues from a wrong
+state, even without lmkv. lmkv would store the wrong states that follow. The V2 runner continues from the right state.
 """
 _DEFAULT_TTL = 300.0
 _MAX_PRIORITY = 9
 _MAX_EDITS = 64
 _MAX_SESSION = 1024
-"""Largest number of edits in an `agent_hint`, and of characters in the id of a session."""
+"""Largest number of edits in an `agent_hint`, and largest number of characters in a session id."""
 MAX_TOKENS: Final = 1 << 20
-"""Number of tokens of the longest prompt, if the server does not say how long prompts may be."""
+"""Length of the longest prompt in tokens, if the server does not say how long prompts may be."""
 MAX_TAGS: Final = 64
 MAX_TAG_CHARACTERS: Final = 4096
-"""Largest number of tags of a request, and largest number of characters in the names and values of all tags
-together.
-"""
+"""Largest number of tags of a request, and largest number of characters in all their names and values together."""
 _MAX_KEYS: Final = 256
 _MAX_NUMBER: Final = 1 << 32
 _TAGS: Final = ("lmkv.tag.", "lmcache.tag.")
@@ -50,13 +45,13 @@ _OPTIONS: Final = {
     *(f"lmcache.{name}" for name in ("skip_save", "skip_load", "max_offload_tokens", "token_drop")),
 }
 _MAX_SAID: Final = 20
-"""Largest number of unknown options that the log names."""
+"""Largest number of different unknown options to log."""
 _NUMBERS: Final = (int, float, bool, type(None))
 
 
 def check_model(vllm_config: Any) -> None:
-    """Raise ValueError if vLLM caches no prefix of this model, or cannot compute a prefill in parts. The error has
-    vLLM's reason.
+    """Raise ValueError if vLLM cannot cache prefixes of this model or cannot split its prefill. The message says
+    why.
     """
     from vllm import envs
 
@@ -92,15 +87,13 @@ def check_model(vllm_config: Any) -> None:
 
 
 def returns_routed_experts(vllm_config: Any) -> bool:
-    """Return whether answers include the routed experts of each prompt token. After a hit, these experts are
-    unknown.
-    """
+    """Return whether responses include the experts of each prompt token. Loaded tokens have no known experts."""
     places = (vllm_config.model_config, getattr(vllm_config, "aux_output_config", None))
     return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
 
 def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ValueError, with the reason, if the configuration does not decide which part of a chunk each worker has."""
+    """Raise ValueError with the reason if lmkv cannot tell which part of a chunk each worker has."""
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ValueError(
@@ -124,22 +117,24 @@ def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def has_draft_layers(speculative: Any) -> bool:
-    """Return whether draft tokens come from layers with separate KV, instead of only from earlier tokens."""
+    """Return whether draft tokens come from layers with their own KV, instead of from earlier tokens alone."""
     return speculative.method not in ("ngram", "ngram_gpu", "suffix")
 
 
 def is_scratch(group: Any) -> bool:
-    """Return whether vLLM fills the blocks of a group again for each request, even after a hit."""
+    """Return whether a KV cache group cannot be cached, because vLLM fills its blocks again for each request, even
+    after a hit.
+    """
     return not getattr(group.kv_cache_spec, "prefix_cacheable", True)
 
 
 def is_replayed(group: Any) -> bool:
-    """Return whether vLLM recomputes the last tokens of each hit to fill the blocks of a group."""
+    """Return whether vLLM recomputes the last tokens of each hit to fill the blocks of a KV cache group."""
     return getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) > 0
 
 
 def check_group(group: Any) -> None:
-    """Raise ValueError, with the layers' names, if the blocks of a KV cache group are not in the device's block
+    """Raise ValueError with the layers' names if vLLM keeps a KV cache group's blocks outside the device's block
     tables.
     """
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
@@ -147,7 +142,7 @@ def check_group(group: Any) -> None:
 
 
 def is_state(spec: Any) -> bool:
-    """Return whether these layers keep a state instead of KV for each token, as Mamba, gated delta nets and short
+    """Return whether layers keep a recurrent state instead of KV per token, as Mamba, gated delta nets and short
     convolutions do.
     """
     return type(spec).__name__ == "MambaSpec"
@@ -159,10 +154,10 @@ def has_runner_v2(vllm_config: Any) -> bool:
 
 
 def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool) -> None:
-    """Raise ValueError, with the reason, if states of recurrent layers cannot be stored and restored.
+    """Raise ValueError with the reason if lmkv cannot store and load the states of recurrent layers.
 
-    `recurrent`: for each KV cache group with prefixes, whether its layers are recurrent. `replayed`: whether
-    `is_replayed` is true of any other group.
+    `recurrent`: for each cached KV cache group, whether its layers are recurrent. `replayed`: whether `is_replayed` is
+    true for any group.
     """
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
@@ -194,7 +189,7 @@ def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool)
 
 
 def check_spec(spec: Any) -> None:
-    """Raise ValueError, with the reason, if the KV of these layers depends on more than the tokens of a prefix."""
+    """Raise ValueError with the reason if the KV of these layers depends on more than the tokens of a prefix."""
     kind = type(spec).__name__
     if (kind not in _KINDS and not is_state(spec)) or not getattr(spec, "prefix_cacheable", True):
         raise ValueError(f"the KV of {kind} layers depends on more than a prefix's tokens")
@@ -203,29 +198,26 @@ def check_spec(spec: Any) -> None:
 
 
 def has_tokens(request: Any) -> bool:
-    """Return whether tokens identify the request's prompt. A prompt of embeddings has no tokens."""
+    """Return whether token ids identify the request's prompt. A prompt of embeddings has none."""
     return getattr(request, "prompt_embeds", None) is None
 
 
 def must_be_computed(request: Any) -> bool:
-    """Return whether vLLM needs an output for every token of the prompt: log probabilities, or an embedding for each
-    token.
-    """
+    """Return whether vLLM must compute every prompt token, for log probabilities or an embedding per token."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
 @define
 class AgentHint:
-    """The parts of an `agent_hint` that lmkv supports.
+    """The fields of an `agent_hint` that lmkv supports.
 
-    `ttl`: seconds after the end of the request for which its chunks are evicted last. `prefetch`: whether to promote
-    the prompt's chunks. `session`: the id of the session. `ended`: whether this request ends the session, or ends a
-    branch of the session by an edit of the type `evict`. Chunks that no other session shares are then evicted first.
-    `priority`: above 0, the request's chunks are evicted last. `waits`: seconds until the session probably continues
-    after a tool or a person; until then the request's chunks are evicted last.
+    `ttl`: seconds after the request's end during which its chunks are evicted last. `prefetch`: whether to promote the
+    prompt's chunks. `session`: the session's id. `ended`: whether the session, or a branch of it (an edit of type
+    `evict`), ends with this request. Chunks that no other session shares are then evicted first. `priority`: if above
+    0, the request's chunks are evicted last. `waits`: seconds until the session probably continues, after a tool or a
+    person; until then, the request's chunks are evicted last.
 
-    lmkv ignores all other fields: parts of a request, `offload` (lmkv offloads every chunk anyway), more than 64 edits,
-    and an id of more than 1,024 characters.
+    lmkv ignores all other fields, lists of more than 64 edits, and session ids of more than 1,024 characters.
     """
 
     ttl: float = 0.0
@@ -237,7 +229,7 @@ class AgentHint:
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """Return the hint of a mapping, or of an object with the same fields."""
+        """Read the hint from a mapping, or from an object with the same fields."""
         control = _field(value, "cache_control")
         ttl = _field(control, "ttl") if control is not None else None
         edits = _field(_field(value, "context_management"), "edits")
@@ -266,21 +258,20 @@ def seconds(value: object) -> float:
 class RequestOptions:
     """The options of a request in its `kv_transfer_params`, under keys with the prefix `lmkv.` or `lmcache.`.
 
-    `skip_save`, `skip_load`: whether to store nothing, and whether to load nothing. `report`: whether the answer
-    includes what was loaded. `prefetch`: whether to promote this prompt's chunks and to keep these chunks for a while.
-    `prefetch_tokens`: token ids of another prompt to prefetch, ignored if that prompt is longer than the longest
-    prompt. `pin`: seconds for which the request's chunks are pinned after the request's end. `tag.<name>`: a text, a
-    number, a boolean or null; only requests with equal tags share KV. `wait_for`: number of tokens at the beginning of
-    the prompt for which the request waits, because another server is storing the KV of these tokens.
+    `skip_save`, `skip_load`: whether to store nothing, and whether to load nothing. `report`: whether the response
+    includes a report about the load. `prefetch`: whether to promote this prompt's chunks and keep them in host memory
+    for a while. `prefetch_tokens`: token ids of another prompt to prefetch. `pin`: seconds for which the request's
+    chunks are pinned after the request's end. `tag.<name>`: a text, a number, a boolean or null; only requests with
+    equal tags share KV. `wait_for`: how many of the prompt's first tokens the request waits for, because another server
+    is storing their KV.
 
-    lmkv does not cache a request, and ignores its options, if a tag has another type, or if tags are too many or too
-    long. The same holds for `kv_transfer_params` with more than 256 keys. It is unclear with which requests such a
-    request may share KV. A request with `lmcache.token_drop` is not cached either, because lmkv stores KV of all
-    tokens.
+    A request is not cached if a tag has another type, tags are too many or too long, or there are more than 256 keys.
+    Without all tags, lmkv does not know with which other requests this request may share KV. A request with
+    `lmcache.token_drop` is not cached either.
 
-    vLLM has four more options. `max_load_tokens`: largest number of tokens to load after vLLM's own hit.
-    `max_offload_tokens`: largest number of tokens to store, from the first token on. `agent_hint` (RFC 52113): see
-    `AgentHint`. `do_remote_decode`: whether another server will decode. A `kv_producer` then answers with the value of
+    lmkv also reads four options without a prefix, which vLLM defines. `max_load_tokens`: largest number of tokens to
+    load after vLLM's own hit. `max_offload_tokens`: how many of the first tokens may be stored. `agent_hint` (RFC
+    52113): see `AgentHint`. `do_remote_decode`: whether another server will decode; a `kv_producer` then returns the
     `wait_for` for that server.
     """
 
@@ -299,7 +290,9 @@ class RequestOptions:
 
     @classmethod
     def of(cls, request: Any, longest: int = MAX_TOKENS) -> Self:
-        """Return the options of a vLLM request. `longest`: number of tokens of the longest prompt."""
+        """Read the options of a vLLM request. `longest`: length of the longest prompt in tokens; longer
+        `prefetch_tokens` are ignored.
+        """
         params = getattr(request, "kv_transfer_params", None)
         params = params if isinstance(params, Mapping) else {}
         tags = _tags(params)
@@ -328,7 +321,7 @@ class RequestOptions:
 
 
 def _name_unknown(params: Mapping[Any, Any]) -> None:
-    """Log once each option that lmkv does not know."""
+    """Log each unknown option once."""
     for key in params if len(params) <= _MAX_KEYS else ():
         unknown = isinstance(key, str) and key.startswith(("lmkv.", "lmcache.")) and key not in _OPTIONS
         if unknown and not key.startswith(_TAGS) and key not in _said and len(_said) < _MAX_SAID:
@@ -348,7 +341,9 @@ def _say_that_none_is_dropped() -> None:
 
 
 def _tags(params: Mapping[Any, Any]) -> tuple[tuple[str, str], ...] | None:
-    """Return the names and values of the tags, or None if a tag is unreadable or there are too many tags."""
+    """Return the tags as pairs (name, value). Return None if a value has a wrong type, or if tags are too many or too
+    long.
+    """
     if len(params) > _MAX_KEYS:
         return None
     found, room = dict[str, str](), MAX_TAG_CHARACTERS
@@ -361,7 +356,7 @@ def _tags(params: Mapping[Any, Any]) -> tuple[tuple[str, str], ...] | None:
 
 
 def _text(value: object) -> str | None:
-    """Return the text of a tag's value, for a text, a number, a boolean or None. Return None for any other type."""
+    """Return a tag's value as text. Return None if the value is too large, or no text, number, boolean or null."""
     if isinstance(value, str):
         return str.__str__(value)
     small = type(value) is not int or value.bit_length() <= MAX_TAG_CHARACTERS
@@ -377,7 +372,7 @@ def _is_true(value: object) -> bool:
 
 
 def _token_ids(value: object, longest: int) -> tuple[int, ...]:
-    """Return the token ids of a list. Return () for any other value, because a client's mistake must not fail the
+    """Return the token ids of a list. Return () for anything else, because a client's mistake must not fail the
     request.
     """
     if not isinstance(value, list | tuple) or len(value) > longest:

@@ -1,7 +1,7 @@
-"""`Request`: a request's options, its chunk keys, and the progress of its loads, stores and audits.
+"""`Request`: a request's options and chunk keys, and the state of its loads, stores and audits.
 
-The docstring of each part names the only class that writes the part. All classes may read all parts, on the scheduling
-thread.
+The state is split into classes such as `Waiting`, whose docstrings name the only classes that change the state. All
+classes may read the state, on the scheduling thread.
 """
 
 from __future__ import annotations
@@ -23,33 +23,35 @@ from lmkv.vllm.plan.identity import Adapters, Media, UnnamedMediaError, request_
 from lmkv.vllm.plan.options import MAX_TOKENS, RequestOptions
 
 STALL = 0.8
-"""Seconds without a new chunk after which a request stops waiting and computes, if the time to compute is unknown."""
+"""If the time to compute is unknown, a request stops waiting after this many seconds without a new chunk, and
+computes.
+"""
 
 
 BlockTables = Sequence[list[int]]
-"""Block ids of a request in the order of its tokens, one list for each KV cache group."""
+"""Block ids of a request in the order of its tokens, one list per KV cache group."""
 
 
 @define
 class Patience:
     """Limits how long one request waits for chunks: all its waits together last at most `deadline` seconds.
 
-    Each wait also has a separate limit. A wait begins with the first call of `lasts` and ends with a call of `end`. The
-    time in which a request only waits for space in vLLM's KV cache does not count.
+    Each wait also has its own limit. A wait begins with a call of `lasts` and ends with a call of `end`. Time in which
+    a request only waits for space in vLLM's KV cache does not count.
     """
 
     deadline: float
     late: bool = field(default=False, init=False)
-    """Whether a wait took too long. Then the request does not wait again."""
+    """Whether a wait has reached a limit. Then the request never waits again."""
     spent: float = field(default=0.0, init=False)
-    """Number of seconds of all waits, up to the last call of a method."""
+    """Seconds of all waits so far, updated by calls of the methods."""
     _since: float | None = field(default=None, init=False)
     _limit: float | None = field(default=None, init=False)
     _arrived: int = field(default=0, init=False)
 
     def lasts(self, now: float, limit: Callable[[], float | None], arrived: int) -> bool:
-        """Return whether the request may continue to wait. `now`: the time in seconds. `arrived`: number of chunks that
-        have arrived by now.
+        """Return whether the request may continue to wait. `now`: the clock's time in seconds. `arrived`: number of
+        chunks that have arrived so far.
 
         `limit`: a function that returns how many seconds this wait may last. The function is called once, when the wait
         begins. If the result is None, the wait continues while at least one chunk arrives every `STALL` seconds.
@@ -68,11 +70,11 @@ class Patience:
         return not self.late
 
     def waited(self, now: float) -> float:
-        """Return the number of seconds of all waits until the time `now`."""
+        """Return the seconds of all waits until `now`, the clock's time."""
         return self.spent + (0.0 if self._since is None else now - self._since)
 
     def end(self, now: float) -> None:
-        """End the present wait, because its chunks have arrived or the request no longer needs them."""
+        """End the current wait, because the chunks have arrived or the request no longer needs them."""
         if self._since is not None:
             self._spend(now)
             self._since = None
@@ -84,11 +86,9 @@ class Patience:
 
 @frozen
 class Miss:
-    """The number of `tokens` of a request that were not loaded, and the `reason` (see
-    `lmkv.vllm.scheduler.telemetry.REASONS`).
+    """How many tokens of a request were not loaded, and why. `reason`: one of `lmkv.vllm.scheduler.telemetry.REASONS`.
 
-    `tier`: the tier that has the tokens' chunks, or had them before their eviction. `seconds_ago`: seconds since this
-    eviction.
+    `tier`: the tier that has the tokens' chunks, or that has evicted them. `seconds_ago`: seconds since the eviction.
     """
 
     reason: str
@@ -98,12 +98,12 @@ class Miss:
 
     @property
     def looked_up(self) -> int:
-        """Number of tokens that a lookup did not find. The number is 0 for a request that may not load."""
+        """Number of tokens that a lookup did not find: `tokens`, or 0 for a request that may not load."""
         return 0 if self.reason in ("skip_load", "unidentified") else self.tokens
 
     @property
     def public_reason(self) -> str:
-        """The reason in a form that reveals nothing about requests with other salts."""
+        """The reason without information about requests with other salts: "not_stored" instead of "other_salt"."""
         return "not_stored" if self.reason == "other_salt" else self.reason
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class Miss:
         return f"{self.tokens} tokens missed: {miss_in_words(self.reason, self.tier)}{when}"
 
     def report(self) -> dict[str, object]:
-        """Return the miss for the request's report. The result reveals nothing about requests with other salts."""
+        """Return the miss as JSON fields for the request's report, with `public_reason`."""
         fields = {
             "reason": self.public_reason,
             "tokens": self.tokens,
@@ -123,12 +123,12 @@ class Miss:
 
 @define(eq=False)
 class Audit:
-    """An audit of a hit, which compares the hit's stored chunks with computed KV. The audit covers the chunks [first,
-    end) and the states after these chunks.
+    """An audit of a hit: vLLM computes the hit's tokens, and workers compare the stored chunks with the computed KV.
+    The audit covers chunks `first` to `end - 1`, and the states after these chunks.
 
-    `next`: the number of the chunk to compare next. `tiers`: for each chunk, the tier that would have delivered the
-    chunk. `computed`: number of tokens of vLLM's own hit before the chunks, which lmkv may have loaded earlier. `tail`:
-    the key of the prompt's tail, if the tail follows the chunks and has whole pages.
+    `next`: index of the chunk to compare next. `tiers`: for each chunk, the tier from which it would have been loaded.
+    `computed`: number of tokens of vLLM's own hit before the chunks, which lmkv may have loaded earlier. `tail`: the
+    key of the prompt's tail, if the tail is part of the hit and has whole pages.
     """
 
     first: int
@@ -142,7 +142,7 @@ class Audit:
         self.next = self.first
 
     def tier(self, chunk: int) -> str:
-        """Return the tier that would have delivered this chunk."""
+        """Return the tier from which chunk number `chunk` would have been loaded."""
         return self.tiers[min(chunk - self.first, len(self.tiers) - 1)]
 
 
@@ -154,19 +154,19 @@ class VLLMRequest(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Number of known tokens, without placeholders for sampled tokens."""
+        """Number of tokens with known ids: the prompt and the generated tokens, without placeholders."""
         ...
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of tokens before the step that is being scheduled, as if vLLM accepted all drafts of running steps."""
+        """Number of tokens that are computed before the step that is being scheduled, if all drafts of running steps
+        are accepted.
+        """
         ...
 
     @property
     def num_in_flight_tokens(self) -> int:
-        """How many of the `num_computed_tokens` tokens are in running steps with outputs that are not known yet.
-        Drafts count.
-        """
+        """How many of the `num_computed_tokens` tokens belong to steps that are still running. Drafts count."""
         ...
 
     @property
@@ -175,16 +175,15 @@ class VLLMRequest(Protocol):
 
 @define(eq=False)
 class Waiting:
-    """The state of a request while it waits for chunks, and the decisions about its lookup. Only `Matcher` writes this
-    state.
+    """The state of a request's lookup and of its waits for chunks. Only `Matcher` changes this state.
 
-    `computed`: number of tokens of vLLM's own hit at the last lookup. `lease`: a lease on the chunks that this lookup
-    has promised, until the chunks are loaded or the step ends. `between_steps`: whether the promised load is between
-    steps. `shared_lookup`, `promotion`: the lookup and the promotion for which the request waits. `stored_elsewhere`:
-    number of chunks of another server (`wait_for`) that were found so far. `look_at`: the time to look for more chunks
-    of that server. `worth_loading`: how many of the first chunks load faster than they compute, or None until this is
-    decided. `longest_hit`: largest number of chunks of a hit. States after more chunks would load more slowly than vLLM
-    computes the tokens. `deferred_since`: the time of the first answer that made vLLM ask again.
+    `computed`: number of tokens of vLLM's own hit at the last lookup. `lease`: keeps the chunks that the lookup has
+    promised to vLLM in host memory, until they are loaded or the step ends. `between_steps`: whether the promised load
+    is asynchronous. `shared_lookup`, `promotion`: the lookup in shared tiers and the promotion for which the request
+    waits. `stored_elsewhere`: number of chunks for `wait_for` that were found so far. `look_at`: the time of the next
+    lookup for `wait_for`. `worth_loading`: how many of the first chunks load faster than they compute; None until
+    decided. `longest_hit`: largest number of chunks of a hit; the states after more chunks would load too slowly.
+    `deferred_since`: the time when vLLM was first told to ask again.
     """
 
     patience: Patience
@@ -198,11 +197,11 @@ class Waiting:
     worth_loading: float | None = None
     longest_hit: float = math.inf
     promoted: dict[str, int] = field(factory=dict, repr=False)
-    """Number of chunks that were promoted for this request, by the name of the tier that had the chunks."""
+    """Number of chunks that were promoted for this request, by the tier from which they came."""
     deferred_since: float | None = None
 
     def release(self) -> None:
-        """Release the lease on promised chunks, and the promotion."""
+        """Release the lease and cancel the promotion."""
         self.release_lease()
         self.cancel()
 
@@ -219,17 +218,17 @@ class Waiting:
             self.promotion = None
 
     def note_promoted(self) -> None:
-        """Note how many chunks the promotion has brought from each tier."""
+        """Record how many chunks the promotion has read from each tier."""
         for tier, count in self.promotion.arrived.items() if self.promotion is not None else ():
             self.promoted[tier] = max(count, self.promoted.get(tier, 0))
 
 
 @define
 class Loading:
-    """The results of a request's loads. Only `Loads` writes this part.
+    """The state of a request's loads. Only `Loads` changes this state.
 
-    `begun`: number of loads between steps. `failed`: whether a load has failed. Then the request computes the rest of
-    its tokens and loads nothing more.
+    `begun`: number of asynchronous loads that have begun. `failed`: whether a load has failed. Then the request
+    computes the rest of its tokens and loads nothing more.
     """
 
     begun: int = 0
@@ -238,12 +237,11 @@ class Loading:
 
 @define(eq=False)
 class Storing:
-    """The progress of a request's stores. Only `ChunkStores` and `StateStores` write this part.
+    """The state of a request's stores. Only `ChunkStores` and `StateStores` change this state.
 
     `stored`: how many of the first chunks are stored or being stored. `tail_due`: whether the prompt's tail must still
-    be stored. `kept`: number of chunks before the last states that are kept for other requests. `last_states`: number
-    of chunks before the last states of the answer, which later states replace. `copying`: number of stores that have
-    not ended.
+    be stored. `kept`: number of chunks before the last states that stay stored. `last_states`: number of chunks before
+    the last states of the generated tokens, which later states replace. `copying`: number of running stores.
     """
 
     stored: int = 0
@@ -254,18 +252,18 @@ class Storing:
     _at_end: list[Callable[[], None]] = field(init=False, factory=list, repr=False)
 
     def begin_again(self, chunk: int) -> None:
-        """Make the request store its tail, and its chunks from number `chunk` on, again."""
+        """Store the tail, and the chunks from number `chunk` on, again."""
         self.stored, self.tail_due = min(self.stored, chunk), True
 
     def once_stored(self, call: Callable[[], None]) -> None:
-        """Call `call` as soon as no store of the request's chunks is running, perhaps now."""
+        """Call `call` as soon as no store of the request is running: now, or when the last store ends."""
         if self.copying:
             self._at_end.append(call)
         else:
             call()
 
     def copy_ended(self) -> None:
-        """Note that a store of the request's chunks has ended."""
+        """Note that one of the request's stores has ended."""
         self.copying -= 1
         if not self.copying:
             calls, self._at_end = self._at_end, []
@@ -277,11 +275,11 @@ class Storing:
 
 @define(eq=False)
 class Auditing:
-    """The audits of a request. Only `HitAudits` and `LoadAudits` write this part.
+    """The state of a request's audits. Only `HitAudits` and `LoadAudits` change this state.
 
-    `decided`: whether the sampler has decided about an audit of the hit. `audit`: the audit of a hit that vLLM computes
-    again, or None. `reads_back`: whether lmkv reads back the next load even if the sampler does not choose it.
-    `tenure`: number of times that the request has released its blocks.
+    `decided`: whether lmkv has already decided if the hit is audited. `audit`: the audit of the hit, or None.
+    `reads_back`: whether the next load is audited in any case. `tenure`: how many times the request has released its
+    blocks.
     """
 
     decided: bool = False
@@ -292,14 +290,12 @@ class Auditing:
 
 @define(eq=False)
 class Report:
-    """The tokens that were promised and loaded for a request, and the request's miss. Only `SchedulerObserver` writes
-    this part.
+    """What was promised and loaded for a request, and what it missed. Only `SchedulerObserver` changes this state.
 
-    `sources`: number of tokens from each tier in the last promise. `source_chunks`: number of chunks from each tier in
-    the last promise. `promised`: the keys of the promised chunks, and of the chunks in vLLM's own hit before the
-    promised chunks. `miss`: why the other tokens were not promised. `counted`: whether the metrics have counted the hit
-    and the miss, which happens when vLLM first schedules the request. `last_log_line`: the numbers of tokens in the
-    last log line of the request.
+    `sources`, `source_chunks`: number of tokens and of chunks from each tier in the last promise to vLLM. `promised`:
+    the keys of the promised chunks, and of the chunks before them in vLLM's own hit. `miss`: why the other tokens were
+    not promised. `counted`: whether the metrics have counted the hit and the miss, which happens when vLLM first
+    schedules the request.
     """
 
     sources: dict[str, int] = field(factory=dict)
@@ -315,10 +311,10 @@ class Report:
 
 @frozen
 class Naming:
-    """Everything that one engine needs to make the chunk keys of its requests.
+    """The data from which one engine makes the chunk keys of its requests.
 
     `save_tails`: whether tails (the tokens after the last whole chunk of a prompt) have keys. `states`: number of state
-    entries after each chunk. `longest`: number of tokens of the longest prompt.
+    entries after each chunk. `longest`: length of the longest prompt in tokens.
     """
 
     namespace: Namespace
@@ -332,8 +328,8 @@ class Naming:
 
 @define(eq=False)
 class Request:
-    """One request between its arrival and its end. `Request.of` makes a request. `vllm`: vLLM's request. `root`: the
-    root of the request's chunk keys.
+    """One request from its arrival to its end. `Request.of` makes a request. `vllm`: vLLM's request. `root`: the root
+    of the request's chunk keys.
     """
 
     vllm: VLLMRequest = field(repr=lambda request: request.request_id)
@@ -342,26 +338,24 @@ class Request:
     waiting: Waiting = field(repr=False)
     naming: Naming = field(repr=False)
     name: str = field(repr=False)
-    """A readable form of the request's id: shortened and printable, because clients choose ids."""
+    """The request's id, shortened and printable, because clients choose ids."""
     tenants: Sequence[str] = field(repr=False)
-    """The request's names in quotas: the label of its salt, and each of its tags as `name:value`."""
+    """The request's tenants in quotas: the label of its salt, and each of its tags as `name:value`."""
     weights: str = field(default="", repr=False)
-    """The identity of the weights with which vLLM computes the request."""
+    """The identity of the model's weights when the request arrived."""
     adapter: tuple[int, str] = (0, "")
     """The number of the request's adapter (0 without an adapter), and its identity."""
     unidentified: bool = False
-    """Whether the request's weights, adapter or images have no identity, or have changed while the request ran."""
+    """Whether the request is not cached, because its weights, adapter or images are unknown or have changed."""
     loading: Loading = field(init=False, factory=Loading, repr=False)
     storing: Storing = field(init=False, factory=Storing, repr=False)
     auditing: Auditing = field(init=False, factory=Auditing, repr=False)
     report: Report = field(init=False, factory=Report, repr=False)
     chain: KeyChain = field(init=False, repr=lambda chain: f"<{len(chain.keys)} keys>")
     hashed_tokens: int = field(init=False, default=-1)
-    """Number of prompt tokens that `chain` and `tail` cover. The prompt of a streamed session grows with each input."""
+    """Number of prompt tokens that `chain` and `tail` cover. A streamed session's prompt grows with each input."""
     tail: TailKey | None = field(init=False, default=None, repr=False)
-    """Key of the tokens after the last whole chunk of the prompt. The key is None if there are no such tokens or tails
-    are not stored.
-    """
+    """The key of the tokens after the prompt's last whole chunk; None if there are none, or if tails are not stored."""
     tail_chunk: int = field(init=False, default=0)
     """Number of whole chunks before the tail."""
 
@@ -369,8 +363,8 @@ class Request:
     def of(cls, vllm: VLLMRequest, naming: Naming, identity: str | None, patience: Patience) -> Self:
         """Make a request with the keys of its prompt.
 
-        `identity`: the identity of the weights that the workers have loaded. If this identity is None (unknown), the
-        request is not cached.
+        `identity`: the identity of the weights that the workers have loaded; None if unknown. Then the request is not
+        cached.
         """
         options, weights = RequestOptions.of(vllm, naming.longest), identity or ""
         lora = getattr(vllm, "lora_request", None)
@@ -385,9 +379,9 @@ class Request:
         return request
 
     def follow(self) -> None:
-        """Hash the prompt. Call this method again when a streamed session gets its next input, perhaps with images.
+        """Hash the prompt, if it has grown: a streamed session's prompt grows with each input.
 
-        vLLM then drops the last sampled token; the other computed tokens become part of the prompt.
+        Earlier generated tokens, except the last one, then become part of the prompt.
         """
         prompt_tokens: int = getattr(self.vllm, "num_prompt_tokens", 0)
         if prompt_tokens == self.hashed_tokens:
@@ -403,12 +397,14 @@ class Request:
         self.tail_chunk, self.storing.tail_due = len(self.chain.keys), True
 
     def leave_out(self) -> None:
-        """Store and load nothing from now on, because the request's weights or inputs are at least partly unknown."""
+        """Store and load nothing for this request from now on, because its weights or inputs are not known for
+        certain.
+        """
         self.unidentified = self.options.skip_save = self.options.skip_load = True
 
     @property
     def lora_name(self) -> str | None:
-        """The name by which vLLM's prefix cache knows the request's adapter, or None without an adapter."""
+        """The adapter's name in vLLM's prefix cache; None without an adapter."""
         lora = getattr(self.vllm, "lora_request", None)
         return None if lora is None else str(lora.lora_name)
 
@@ -418,23 +414,23 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that are known: the prompt, and the sampled tokens of the answer."""
+        """Number of tokens with known ids: the prompt and the generated tokens."""
         return self.vllm.num_tokens
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of tokens of the prompt, which grows in a streamed session."""
+        """Number of prompt tokens, which grows in a streamed session."""
         tokens: int = getattr(self.vllm, "num_prompt_tokens", self.vllm.num_tokens)
         return tokens
 
     @property
     def last_token(self) -> int:
-        """Index of the last token. vLLM always computes the last token, because vLLM needs the logits of this token."""
+        """Index of the last token, which vLLM always computes, because it needs this token's logits."""
         return self.vllm.num_tokens - 1
 
     @property
     def loadable(self) -> int:
-        """The largest number of tokens that a load may fill, from the first token on."""
+        """How many of the first tokens may be loaded at most."""
         limit = self.options.max_load_tokens
         return self.last_token if limit is None else min(self.last_token, self.waiting.computed + limit)
 
@@ -445,7 +441,7 @@ class Request:
 
     @property
     def answer(self) -> dict[str, object]:
-        """The report in the request's answer, for a request with the option `lmkv.report`."""
+        """The report that is returned for the option `lmkv.report`."""
         report = self.report
         missed = {} if report.miss is None else {"missed": report.miss.report()}
         return {
@@ -458,18 +454,18 @@ class Request:
         }
 
     def keys(self, count: int) -> list[ChunkKey]:
-        """Return the first `count` chunk keys, after hashing the tokens that have become known since the last call."""
+        """Return the first `count` chunk keys. Hash the tokens that have become known since the last call first."""
         if count > len(self.chain.keys):
             self.chain.extend(self.known_tokens)
         return self.chain.keys[:count]
 
     def keys_with_tail(self, count: int) -> list[ChunkKey]:
-        """Return the first `count` chunk keys, and then the key of the prompt's tail if the tail comes next."""
+        """Return the first `count` chunk keys, and the key of the prompt's tail if the tail follows directly."""
         keys = self.keys(count)
         return [*keys, self.tail] if self.tail is not None and count == self.tail_chunk else keys
 
     def state_keys(self, chunks: int) -> Sequence[StateKey]:
-        """Return the keys of the states after the first `chunks` chunks; none for 0 chunks, or without recurrent
+        """Return the keys of the states after the first `chunks` chunks. Return none for 0 chunks, or without recurrent
         layers.
         """
         if not (self.naming.states and chunks):
@@ -479,5 +475,5 @@ class Request:
         return state_keys(self.chain.keys[chunks - 1], self.naming.states)
 
     def tokens(self, first: int, count: int) -> Sequence[int]:
-        """Return up to `count` token ids from index `first` on; fewer if the later tokens are not known yet."""
+        """Return up to `count` token ids from index `first` on: fewer if later ids are not known yet."""
         return self.known_tokens[first : first + count]

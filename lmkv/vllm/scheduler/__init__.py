@@ -1,7 +1,7 @@
-"""The scheduler side of the connector: answers vLLM's lookups and plans the copies of each step.
+"""The scheduler side of the connector: tells vLLM how many tokens can be loaded, and plans the copies of each step.
 
 This package uses no types of vLLM, and reads only a few attributes of requests and scheduler outputs, so that tests can
-simulate any schedule. No call waits for I/O of tiers.
+simulate any schedule. No call waits for I/O.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 class Scheduler:
-    """The scheduler side: follows all requests, answers vLLM's lookups, and orders loads, stores and audits.
+    """The scheduler side: follows all requests, tells vLLM how many tokens can be loaded, and plans loads, stores and
+    audits.
 
     `Matcher` and `Loads` decide about loads, `ChunkStores` and `StateStores` about stores, `HitAudits` and `LoadAudits`
-    about audits. `WeightChanges` names KV by its weights. `Endings` carries out the pins and priorities of ended
-    requests.
+    about audits. `WeightChanges` keeps KV of different weights apart. `Endings` applies the pins and priorities of
+    ended requests.
 
     All calls come from vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request,
-    `plan_step`, `take_plan`, and later `on_report` with the workers' answers.
+    `plan_step`, `take_plan`, and later `on_report` with the workers' results.
 
-    `namespace`: the namespace of all chunks. `block_map`: maps block tables to chunks. `events`: records KV events;
-    None if vLLM publishes no events. `identify()`: a function that returns the identity of the workers' model, or None
-    if lmkv may cache nothing. The scheduler side calls this function when it is made and after each call of `suspect`.
-    `load_adapter(lora)`: a function that returns an adapter as the workers have loaded it.
+    `block_map`: decides which blocks belong to which chunk. `events`: records KV events; None if vLLM publishes none.
+    `identify()`: a function that returns the identity of the workers' model, or None to cache nothing. This function is
+    called at the start and when the weights may have changed. `load_adapter(lora)`: a function that returns an adapter
+    as the workers have loaded it.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Scheduler:
 
     @property
     def observer(self) -> SchedulerObserver:
-        """The observer, which has metrics, explanations of misses, recent requests and KV events."""
+        """The observer: metrics, reasons of misses, recent requests and KV events."""
         return self._observer
 
     @property
@@ -116,7 +117,7 @@ class Scheduler:
         return MappingProxyType(self._requests)
 
     def keys_of(self, tokens: Sequence[int], cache_salt: str | None, tags: Mapping[str, str]) -> list[ChunkKey]:
-        """Return the keys of a prompt without images and adapters, or none if the weights are unknown. Thread-safe.
+        """Return the chunk keys of a prompt without images and adapters; none if the weights are unknown. Thread-safe.
 
         The keys are for the weights that the workers had at the last lookup.
         """
@@ -124,7 +125,7 @@ class Scheduler:
         return [] if root is None else self._keys(root, tokens)
 
     def root_of(self, cache_salt: str | None, tags: Mapping[str, str]) -> bytes | None:
-        """Return the root of the keys of prompts with this salt and these tags. Thread-safe.
+        """Return the root of the chunk keys of prompts with this salt and these tags. Thread-safe.
 
         The root is for the weights that the workers had at the last lookup; None if these weights are unknown.
         """
@@ -132,10 +133,10 @@ class Scheduler:
         return None if identity is None else tagged_root(self._naming.namespace, tags.items(), identity, cache_salt)
 
     def watch_blocks(self, free: Callable[[], int], evict: Callable[[set[int]], None], count: int = 0) -> None:
-        """Set two functions of vLLM: `free()` counts the free blocks, and `evict(blocks)` removes blocks from its
-        prefix cache.
+        """Set two functions of vLLM: `free()` returns the number of free blocks, and `evict(blocks)` removes blocks
+        from vLLM's prefix cache.
 
-        `count`: the number of all blocks.
+        `count`: the number of vLLM's blocks.
         """
         self.loads.admission.free_blocks = free
         self.loads.evict_blocks = evict
@@ -146,8 +147,8 @@ class Scheduler:
     def on_new_request(self, vllm_request: VLLMRequest) -> None:
         """Hash the prompt of a new request, and begin to promote its chunks before vLLM schedules the request.
 
-        If the weights may have changed, hashing and promotion wait for the request's first lookup, because the engine
-        may sleep until then.
+        If the weights may have changed, this happens at the request's first lookup instead, because until then the
+        engine may sleep.
         """
         if self.changes.puts_off(vllm_request.request_id):
             return
@@ -165,7 +166,7 @@ class Scheduler:
             self.matcher.arrived(request, keys)
 
     def _keys(self, root: bytes, tokens: Sequence[int]) -> list[ChunkKey]:
-        """Return the keys of a prompt of `tokens`, including the key of its tail. `root`: the root of the keys."""
+        """Return the chunk keys of a prompt, including the key of its tail. `root`: the root of these keys."""
         chain, tail = hash_prompt(tokens, root, self._chunk_size, tail=self._options.save_unfull_chunk)
         return chain.keys if tail is None else [*chain.keys, tail]
 
@@ -196,9 +197,9 @@ class Scheduler:
         return request
 
     def request_finished(self, vllm_request: VLLMRequest) -> dict[str, Any] | None:
-        """Forget an ended request, and return its report if the request asks for a report.
+        """Forget an ended request. Return the request's report if the request has the option for a report.
 
-        Once the request's last store has ended, its chunks count as used.
+        After the request's last store, its chunks count as used.
         """
         request = self._forget(vllm_request.request_id)
         return None if request is None else self._endings.finished(request)
@@ -209,7 +210,7 @@ class Scheduler:
         self, vllm_request: VLLMRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return `(tokens, asynchronous)`: how many tokens can be loaded after the computed tokens, and whether the
-        load is between steps.
+        load is asynchronous.
 
         If `tokens` is None, vLLM must ask again in the next step.
         """
@@ -233,13 +234,13 @@ class Scheduler:
         return (answer.tokens, answer.between_steps) if isinstance(answer, Hit) else (0, False)
 
     def _end_deferral(self, request: Request) -> None:
-        """Note that vLLM has the final answer for a request, and no longer asks again."""
+        """Record that a request's lookup has ended, so that vLLM does not ask again."""
         since, request.waiting.deferred_since = request.waiting.deferred_since, None
         if since is not None:
             self._observer.telemetry.lookup_was_deferred(self._clock() - since)
 
     def match(self, request: Request, num_computed_tokens: int) -> Match:
-        """Return what lmkv promises to a request, or the reason why lmkv promises nothing."""
+        """Return how many tokens lmkv promises to load for a request, or the reason why lmkv promises nothing."""
         request.waiting.release_lease()
         if request.auditing.audit is not None:
             request.auditing.audit.computed = max(request.auditing.audit.computed, num_computed_tokens)
@@ -260,20 +261,20 @@ class Scheduler:
     def update_state_after_alloc(
         self, vllm_request: VLLMRequest, block_ids: BlockTables, num_external_tokens: int
     ) -> None:
-        """Order the promised load into the blocks that vLLM has allocated, or release the promised chunks if vLLM
-        does not want the load.
+        """Plan the promised load into the blocks that vLLM has allocated. If vLLM does not want the load, release the
+        promised chunks.
         """
         request = self._request_of(vllm_request)
         self.matcher.allocated(request, self._block_map.select(block_ids), num_external_tokens)
         self._observer.recent.scheduled(request)
 
     def hit_sources(self, request_id: str) -> dict[str, int]:
-        """Return the number of tokens from each tier in the last promise to a request."""
+        """Return the number of tokens from each tier that the last lookup has promised for a request."""
         request = self._requests.get(request_id)
         return dict(request.report.sources) if request is not None else {}
 
     def fail_load(self, request_id: str, block_ids: BlockTables, num_external_tokens: int) -> None:
-        """Report the blocks of a promised load as failed, because the load could not be ordered."""
+        """Report the blocks of a promised load as failed, because planning the load has failed."""
         request, tables = self._requests.get(request_id), self._block_map.select(block_ids)
         if request is None:
             self.loads.fail_unknown(tables)
@@ -289,13 +290,13 @@ class Scheduler:
         preempted: Iterable[str] = (),
         overwritten: Collection[int] = (),
     ) -> None:
-        """Order the copies that follow from the step that vLLM has just scheduled.
+        """Plan the copies for the step that vLLM has just scheduled.
 
         `progress`: for each request of the step, how many tokens have valid KV after the step, without drafts.
         `blocks_of(request_id)`: a function that returns a request's block tables, or None. `scheduled_tokens`: number
-        of tokens of the step. `offers`: the states of recurrent layers that vLLM hands over, by request. `preempted`:
-        requests that have lost their blocks. `overwritten`: blocks that vLLM writes into before the workers get the
-        plan.
+        of tokens of the step. `offers`: the states of recurrent layers that vLLM retains for lmkv, by request.
+        `preempted`: requests that have lost their blocks. `overwritten`: blocks that vLLM writes into before the
+        workers get the plan.
         """
         for request_id in preempted:
             if request_id in self._requests:
@@ -310,7 +311,7 @@ class Scheduler:
         self._observer.value.step()
 
     def take_plan(self) -> StepPlan:
-        """Return the orders since the last call, as a plan for every worker."""
+        """Return the plan of the step for all workers: all copy orders since the last call."""
         # Sent with each plan until all workers have mapped it: some may not have run yet.
         return self._builder.take(None if len(self._mapped) == self._options.ranks else self._store.slab.ref)
 
@@ -358,8 +359,8 @@ class Scheduler:
                 logger.exception("lmkv: an error occurred after a copy; lmkv continues; please report the error")
 
     def _note(self, report: WorkerReport) -> None:
-        """Read a report, except the ends of jobs. After a failed load, mark running stores so that their results are
-        discarded.
+        """Process a report except the results of its jobs. After a failed load, discard the results of running
+        stores.
         """
         self._mapped |= report.mapped
         if report.refusal and not self._refused:
@@ -375,8 +376,8 @@ class Scheduler:
             self._jobs.distrust()
 
     def _on_wrong(self, request: Request, chunk: int, own_kv_is_right: bool) -> None:
-        """React to a wrong chunk, number `chunk` of a request: store nothing computed from this chunk, and empty
-        vLLM's prefix cache.
+        """React to a wrong chunk with index `chunk` of a request: discard running stores, which may depend on this
+        chunk, and empty vLLM's prefix cache.
         """
         self._jobs.distrust()
         self.changes.evict_all()
@@ -390,11 +391,11 @@ class Scheduler:
                 other.storing.begin_again(chunk)
 
     def take_events(self) -> list[Event]:
-        """Return as KV events the chunks that tiers have gained and lost since the last call."""
+        """Return the chunks that tiers have gained and lost since the last call, as KV events."""
         return [] if self._observer.events is None else self._observer.events.take()
 
     def republish(self) -> None:
-        """Publish all chunks again, after vLLM has announced that all blocks are removed. lmkv still has these
+        """Publish all chunks again, because vLLM has announced that all blocks are removed, but lmkv still has its
         chunks.
         """
         if self._observer.events is not None:
@@ -402,11 +403,13 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether the workers have not ended all ordered copies."""
+        """Whether some planned copy has not ended on all workers."""
         return len(self._jobs) > 0 or bool(self.loads.between_steps)
 
     def reset(self) -> None:
-        """Empty host memory. Lower tiers keep their chunks, which requests find again if the weights are the same."""
+        """Empty host memory. Lower tiers keep their chunks, which requests find again if the weights are still the
+        same.
+        """
         self.changes.suspect()
         # Running copies may belong to ended requests.
         self._jobs.distrust()
@@ -414,11 +417,11 @@ class Scheduler:
         self._observer.reset()
 
     def take_samples(self) -> Values:
-        """Return the values of metrics since the last call."""
+        """Return the metrics' values since the last call."""
         return self._observer.telemetry.take()
 
     def close(self) -> None:
-        """Forget every request and close the store. The store finishes its I/O within a bounded time."""
+        """Forget every request and close the store, which finishes its I/O within a limited time."""
         for request_id in list(self._requests):
             self._forget(request_id)
         self._store.close()

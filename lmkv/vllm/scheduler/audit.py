@@ -1,8 +1,9 @@
-"""Audits a sample of hits: `HitAudits` compares hits with computed KV, and `LoadAudits` reads loads back.
+"""Audits a sample of hits: `HitAudits` compares stored chunks with computed KV, and `LoadAudits` reads loaded blocks
+back.
 
 Checksums prove that loaded bytes are the bytes that were written. Only an audit proves that these bytes are the right
-KV. For `HitAudits` the workers copy freshly computed pages into separate slots, as a store does. The workers then
-compare the numbers in these slots with the stored chunks.
+KV. For `HitAudits`, workers copy freshly computed pages into free slots, and compare these slots with the stored
+chunks.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from lmkv.vllm.scheduler.context import Job, PlanContext, Planner
 logger = logging.getLogger("lmkv.vllm")
 
 _REMEMBERED = 100_000
-"""Number of chunks for which an audit, a deletion or an origin is remembered."""
+"""Number of chunks to remember in each cache of audits."""
 _NAMED = 3
 """Largest number of layers or blocks that a log line names."""
 
 
 CopiesOf = Sequence[Callable[[int], ChunkCopy | None]]
-"""For each key, a function from a slot to a copy of the key's chunk into this slot, or to None if blocks are
-missing.
+"""For each key, a function that takes a slot and returns the copy of the key's chunk into this slot, or None if blocks
+are missing.
 """
 
 
 def named(names: Sequence[str]) -> str:
-    """Return up to `_NAMED` of these names as one text for a log line."""
+    """Join up to `_NAMED` of these names to one text for a log line."""
     return ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
 
 
 @define
 class Sampler:
-    """Chooses one of `1 / rate` hits at random. A fixed interval could miss errors that follow a pattern."""
+    """Chooses a random share `rate` of hits. Choosing every n-th hit could miss errors that follow a pattern."""
 
     rate: float
     draw: Callable[[], float] = random.random
@@ -62,7 +63,7 @@ class _Comparison(Job):
     reservation: Reservation
     keys: Sequence[ChunkKey]
     chunks: list[int]
-    """The index of each compared chunk in its prompt; for a state the index of the chunk before the state."""
+    """The index of each compared chunk in its prompt; for a state, the index of the chunk before it."""
 
     @property
     def states(self) -> bool:
@@ -70,21 +71,21 @@ class _Comparison(Job):
 
 
 class WrongChunks:
-    """Deletes wrong chunks and the chunks that continue them, and remembers which chunks were wrong.
+    """Deletes wrong chunks and all chunks after them in a prompt, and remembers which chunks were wrong.
 
-    KV that was computed from a wrong chunk is wrong as well, and may be stored in any tier. Therefore `purge` checks
-    the chunks of every request before a load.
+    KV that was computed after a wrong chunk is wrong as well, and may be in any tier. Therefore `purge` must be called
+    with the chunks of every request before a load.
     """
 
     def __init__(self, delete: Callable[[Sequence[ChunkKey]], object], states: int) -> None:
         self._delete = delete
         self._states = states
         self._keys: dict[ChunkKey, str] = {}
-        """For the key of each wrong chunk, the finding of the audit as text for the log."""
+        """For the key of each wrong chunk, the result of its audit as text for the log."""
         self._deleted: LRUCache[ChunkKey, bool] = LRUCache(_REMEMBERED)
 
     def add(self, keys: Sequence[ChunkKey], found: str) -> None:
-        """Delete a wrong chunk (the first of `keys`) and the known chunks that continue it. `found`: the finding as
+        """Delete a wrong chunk (`keys[0]`) and the chunks after it (the other keys). `found`: the audit's result as
         text.
         """
         for key in keys[:1]:
@@ -94,19 +95,17 @@ class WrongChunks:
         self.purge(keys)
 
     def is_in(self, keys: Sequence[ChunkKey]) -> bool:
-        """Return whether an audit has found a wrong chunk with one of these keys."""
+        """Return whether an audit has found that one of these chunks is wrong."""
         return self.first_of(keys) is not None
 
     def first_of(self, keys: Sequence[ChunkKey]) -> str | None:
-        """Return the finding for the first of these keys with a wrong chunk in an audit, or None if no audit found a
-        wrong chunk.
+        """Return the audit's result for the first wrong chunk among `keys`. Return None if no wrong chunk is among
+        them.
         """
         return next((self._keys[key] for key in keys if key in self._keys), None) if self._keys else None
 
     def purge(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete a prompt's chunks that continue a wrong chunk and were stored before the audit found the wrong
-        chunk.
-        """
+        """Delete the chunks of a prompt from the first known wrong chunk on, unless they were deleted before."""
         if not self._keys:
             return
         first = next((number for number, key in enumerate(keys) if key in self._keys), len(keys))
@@ -117,11 +116,12 @@ class WrongChunks:
 
 
 class HitAudits(Planner):
-    """Decides which hits vLLM computes again for an audit, and deletes wrong chunks.
+    """Decides which hits to audit: vLLM computes them, and workers compare the result with the stored chunks. Deletes
+    wrong chunks.
 
-    `on_wrong(request, chunk, own_kv_is_right)`: a function that is called after the deletion of a wrong chunk of a
-    request, with the chunk's index in the prompt. `own_kv_is_right`: whether the KV in the request's blocks is right,
-    because vLLM has computed all of it.
+    `on_wrong(request, chunk, own_kv_is_right)`: a function that is called after the deletion of a wrong chunk. `chunk`:
+    the chunk's index in the prompt. `own_kv_is_right`: whether the request's blocks are right, because vLLM has
+    computed all of them.
     """
 
     def __init__(self, context: PlanContext) -> None:
@@ -133,13 +133,13 @@ class HitAudits(Planner):
         self.wrong = WrongChunks(self._store.delete, context.boundaries.states)
         self.on_wrong: Callable[[Request, int, bool], None] = lambda request, chunk, own_kv_is_right: None
         self._computed: LRUCache[tuple[ChunkKey, str], bool] = LRUCache(_REMEMBERED)
-        """The last chunks of hits that vLLM has computed for an audit, each with the tier that had the chunk."""
+        """The last chunks of audited hits, each with the tier that had the chunk."""
         self._behind: LRUCache[ChunkKey, str] = LRUCache(_REMEMBERED)
-        """Chunks that a request has computed after a load, with a text about this load for the log."""
+        """Chunks that a request has computed after a load, each with a text about this load for the log."""
 
     @property
     def loads_off(self) -> bool:
-        """Whether an audit has switched loads off, because a chunk was wrong and `audit_action` is "disable"."""
+        """Whether loads are off, because an audit found a wrong chunk and `audit_action` is "disable"."""
         return self._telemetry.loads_off
 
     def __repr__(self) -> str:
@@ -148,10 +148,11 @@ class HitAudits(Planner):
     def takes(
         self, request: Request, keys: Sequence[ChunkKey], sources: Mapping[str, int], tokens: int, seconds: float
     ) -> bool:
-        """Decide once, at random, whether vLLM computes a request's hit again for an audit, and return the decision.
+        """Decide once per request, at random, whether to audit its hit: vLLM then computes the hit. Return the
+        decision.
 
-        `keys`: the keys of the hit. `sources`: number of chunks that are not computed yet, by tier. `tokens`,
-        `seconds`: number of tokens to compute for the audit, and the estimated time.
+        `keys`: the keys of the hit. `sources`: number of chunks to load, by tier. `tokens`, `seconds`: number of tokens
+        that an audit computes, and the estimated time.
         """
         if request.auditing.audit is None and not request.auditing.decided:
             request.auditing.decided = True
@@ -172,23 +173,21 @@ class HitAudits(Planner):
         return request.auditing.audit is not None
 
     def _tail(self, request: Request, keys: Sequence[ChunkKey]) -> TailKey | None:
-        """Return the prompt's tail if the tail comes next in the hit and has whole pages, else None.
+        """Return the prompt's tail if it is the first of `keys` and has whole pages, else None.
 
-        With sliding windows the result is None, because pages of a tail may be missing.
+        With sliding windows, return None, because pages of a tail may be missing.
         """
         tail = request.tail if keys and keys[0] == request.tail and not self._block_map.windowed else None
         begins = len(request.chain.keys) * self._chunk_size if tail is not None else 0
         return tail if tail is not None and request.waiting.computed <= begins and self._whole(tail) else None
 
     def _whole(self, tail: TailKey) -> int:
-        """Return the number of tokens in full pages of a tail. The content after the tail's tokens in its last page
-        is undefined.
-        """
+        """Return the number of tokens in full pages of a tail. The rest of its last page is undefined."""
         size = max(group.block_size for group in self._block_map.groups)
         return tail.tokens // size * size
 
     def takes_load(self, request: Request) -> bool:
-        """Decide at random whether to read back a load of this request."""
+        """Decide at random whether to read back the blocks of a load for this request."""
         drawn, request.auditing.reads_back = request.auditing.reads_back, False
         return drawn or self.sampler()
 
@@ -203,7 +202,7 @@ class HitAudits(Planner):
     # -- orders -------------------------------------------------------------------------------------------
 
     def compare(self, request: Request, computed: int, tables: BlockTables) -> None:
-        """Order the comparison of the hit's chunks that are complete after the first `computed` tokens."""
+        """Plan the comparison of the hit's chunks that are complete after `computed` tokens."""
         audit = request.auditing.audit
         if audit is None:
             return
@@ -223,7 +222,7 @@ class HitAudits(Planner):
             self.end(request)
 
     def compare_states(self, request: Request, chunks: int, blocks: Mapping[int, int]) -> None:
-        """Order the comparison of the states after `chunks` chunks, where the hit would have ended."""
+        """Plan the comparison of the states after `chunks` chunks, if the hit would have ended there."""
         audit = request.auditing.audit
         if audit is None or chunks != audit.end:
             return
@@ -233,14 +232,14 @@ class HitAudits(Planner):
 
     @staticmethod
     def end(request: Request) -> None:
-        """Stop the comparison of this request's chunks."""
+        """End the audit of this request's hit."""
         request.auditing.audit = None
         request.waiting.cancel()
 
     def _order(
         self, request: Request, audit: Audit, keys: Sequence[ChunkKey], copies_of: CopiesOf, chunks: list[int]
     ) -> None:
-        """Order the comparison of the chunks of `keys` that are in host memory, if there are free slots for freshly
+        """Plan the comparison of the chunks of `keys` that are in host memory, as far as there are free slots for the
         computed pages.
         """
         lease = self._store.lease(keys)
@@ -260,7 +259,7 @@ class HitAudits(Planner):
     # -- ends ---------------------------------------------------------------------------------------------
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """React to the end of a comparison: delete the wrong chunks, after all ranks have compared their parts."""
+        """Process the result of a comparison, after all ranks have compared: delete the wrong chunks."""
         assert isinstance(job, _Comparison)
         job.reservation.abort()
         job.lease.release()
@@ -279,13 +278,15 @@ class HitAudits(Planner):
             self.on_wrong(job.request, first, not job.audit.computed)
 
     def accuse(self, text: str, *then: str) -> None:
-        """Log a finding, with its consequences, and switch loads off if `audit_action` is "disable"."""
+        """Log a wrong chunk or load and the consequences `then`, and switch loads off if `audit_action` is
+        "disable".
+        """
         self._telemetry.loads_off |= self._disables
         off = "; lmkv loads nothing from now on" if self._disables else ""
         logger.error("lmkv: an audit found %s%s", "; ".join([text, *filter(None, then)]), off)
 
     def _log(self, job: _Comparison, differences: Sequence[Difference], chunk: int) -> str:
-        """Log the finding of a comparison, and return the finding as text."""
+        """Log the result of a comparison, and return it as text."""
         found = [each for each in differences if job.chunks[each.copy] == chunk]
         layers = [layer for each in found for layer in each.layers]
         at = chunk * self._chunk_size
@@ -311,10 +312,10 @@ class _ReadAgain(Job):
 
 @define(eq=False)
 class AuditedLoad:
-    """A load whose blocks are read back for an audit, to compare them with the stored chunks.
+    """A load whose blocks are read back, and compared with the stored chunks.
 
-    `copies`: the copies of the chunks from number `first` on, and of the states. `tenure`: the request's
-    `Auditing.tenure` when the load was ordered.
+    `copies`: the copies of the chunks from index `first` on, and of the states. `end`: number of the request's tokens
+    up to the load's end. `tenure`: the request's `Auditing.tenure` when the load was planned.
     """
 
     request: Request
@@ -326,9 +327,10 @@ class AuditedLoad:
 
 
 class LoadAudits(Planner):
-    """Decides which loads are read back for an audit, and reacts to loads that have filled blocks with wrong content.
+    """Decides which loads to audit. Workers read the blocks of such a load back, after the load and again when the
+    request releases them.
 
-    If a request's blocks differ from the stored chunks, `audit` gets a report of a wrong chunk in the request's hit.
+    Wrong blocks are reported to `audit`, as wrong chunks of the hit.
     """
 
     def __init__(self, context: PlanContext, audit: HitAudits) -> None:
@@ -336,9 +338,9 @@ class LoadAudits(Planner):
         self._audit = audit
         self._layerwise = context.options.whole_blocks
         self._held: dict[int, AuditedLoad] = {}
-        """Audited loads of requests that still have the loaded blocks, by the number of the job."""
+        """Audited loads, by job number, of requests that still have the loaded blocks."""
         self._given_up: dict[int, AuditedLoad] = {}
-        """Audited loads of requests that have released the loaded blocks since the last plan. Nothing has
+        """Audited loads, by job number, of requests that have released the blocks since the last plan. Nothing has
         overwritten these blocks yet.
         """
         self._left: set[Request] = set()
@@ -346,7 +348,7 @@ class LoadAudits(Planner):
     def take(
         self, request: Request, copies: list[ChunkCopy], first: int, end: int, *, between_steps: bool
     ) -> AuditedLoad | None:
-        """Return an `AuditedLoad` if the sampler chooses this load, else None. `end`: number of the request's tokens
+        """Return an `AuditedLoad` if this load is chosen for an audit, else None. `end`: number of the request's tokens
         up to the load's end.
         """
         if not copies or not self._audit.takes_load(request):
@@ -355,7 +357,7 @@ class LoadAudits(Planner):
         return AuditedLoad(request, copies, first, end, kind, request.auditing.tenure)
 
     def load_ended(self, job: int, load: AuditedLoad, report: JobReport) -> None:
-        """React to the comparison of a load's blocks, after all ranks have compared their parts."""
+        """Process the comparison of a load's blocks, after all ranks have compared."""
         self._telemetry.audited_load(wrong=bool(report.differences))
         request = load.request
         if report.differences:
@@ -394,14 +396,14 @@ class LoadAudits(Planner):
     # -- once more ----------------------------------------------------------------------------------------
 
     def give_up(self, request: Request) -> None:
-        """Note that a request has released its blocks, because the request has ended or was preempted."""
+        """Note that a request has released its blocks, because it has ended or was preempted."""
         request.auditing.tenure += 1
         self._left.add(request)
         for job in [job for job, load in self._held.items() if load.request is request]:
             self._given_up[job] = self._held.pop(job)
 
     def order(self, overwritten: Collection[int]) -> None:
-        """Order a second reading of released blocks, before this step overwrites the blocks.
+        """Plan a second read of released blocks, before this step overwrites them.
 
         `overwritten`: blocks that vLLM writes into before the workers get the plan.
         """
@@ -414,9 +416,9 @@ class LoadAudits(Planner):
         self._left.clear()
 
     def _settled(self, load: AuditedLoad, overwritten: Collection[int]) -> list[ChunkCopy]:
-        """Return copies of the whole pages before the end of a load, because nothing should have changed these pages.
+        """Return copies of the load's whole pages, which nothing should have changed since the load.
 
-        The copies cover only tables that keep all blocks, and leave out the overwritten blocks.
+        Tables with sliding windows or states, and overwritten blocks, are left out.
         """
         size, copies = self._block_map.chunk_size, []
         for number, copy in enumerate(load.copies, load.first):
@@ -432,8 +434,8 @@ class LoadAudits(Planner):
         return copies
 
     def forget(self, request: Request | None = None) -> None:
-        """Forget the audited loads of a request, or of all requests if `request` is None. The blocks of these loads
-        are recomputed or lost.
+        """Forget the audited loads of a request, or of all requests if `request` is None, because their blocks are
+        recomputed or lost.
         """
         if request is None:
             self._held.clear()
@@ -444,7 +446,7 @@ class LoadAudits(Planner):
             self._held = {job: load for job, load in self._held.items() if load.request is not request}
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """React to the second reading of a load's blocks, after all ranks have read their parts."""
+        """Process the second read of a load's blocks, after all ranks have read."""
         assert isinstance(job, _ReadAgain)
         if report.ok and report.differences and job.load is not None:
             self._telemetry.audited_load(wrong=True, again=True)

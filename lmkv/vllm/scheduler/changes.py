@@ -1,4 +1,4 @@
-"""`WeightChanges`: identifies KV by the weights that computed it, and separates the KV of earlier weights.
+"""`WeightChanges` keeps KV of different weights apart: the identity of the weights is part of every chunk key.
 
 vLLM and trainers change weights and adapters while requests run. A running request then has KV of old and new weights.
 """
@@ -18,8 +18,8 @@ from lmkv.vllm.scheduler.loads import Loads
 
 
 def _identities() -> Iterator[str]:
-    """Yield identities for an engine whose workers cannot be asked: a new identity after each call of
-    `WeightChanges.suspect`.
+    """Yield identities for an engine that cannot ask its workers: first "", then a random one after each possible
+    change of the weights.
     """
     yield ""
     while True:
@@ -27,13 +27,14 @@ def _identities() -> Iterator[str]:
 
 
 class WeightChanges(Planner):
-    """Asks the workers for the identity of their weights, and leaves out requests that run during a change of weights.
+    """Asks the workers for the identity of their weights, and excludes requests that run during a change of weights.
 
-    A request that is left out keeps running, but stores and loads nothing more, and shares none of its blocks.
+    An excluded request keeps running, but lmkv stores and loads nothing more for it, and other requests share none of
+    its blocks.
 
     `requests`: the scheduler's requests, by id. `identify()`: a function that returns the identity of the workers'
-    model, or None if lmkv may cache nothing. This function is called when the object is made and after each call of
-    `suspect`. `evict()`: a function that empties vLLM's prefix cache.
+    model, or None to cache nothing. This function is called at the start and after calls of `suspect`. `evict()`: a
+    function that empties vLLM's prefix cache.
     """
 
     def __init__(
@@ -51,26 +52,24 @@ class WeightChanges(Planner):
         self._ask_workers = identify or partial(next, _identities())
         self.identity = self._ask_workers()
         self._suspicions = 0
-        """Number of calls of `suspect` since the last answer of the workers."""
+        """Number of calls of `suspect` since the workers were last asked."""
         self.put_off: set[str] = set()
-        """Ids of the requests that have arrived since the last answer of the workers."""
+        """Ids of the requests that have arrived since then, and are not hashed yet."""
         self._across: dict[str, set[int]] = {}
-        """Ids of requests with KV from before a change of weights, each with the blocks that no other request may
-        share.
-        """
+        """Ids of the excluded requests, each with the blocks that no other request may share."""
         self._loading_across: set[str] = set()
-        """The requests in `_across` that were loading between steps, and have computed nothing since the change."""
+        """The requests in `_across` that were loading asynchronously, and have computed nothing since the change."""
         self._served: LRUCache[str, str] = LRUCache(1024)
-        """For each adapter's name, the identity of the last adapter with this name."""
+        """For each adapter name, the identity of the adapter that had this name last."""
         self.evict: Callable[[], None] = lambda: None
         self.evictions = 0
 
     # -- requests -----------------------------------------------------------------------------------------
 
     def puts_off(self, request_id: str) -> bool:
-        """Return whether the weights may have changed. A new request is then hashed only at its first lookup.
+        """Return whether to hash a new request only at its first lookup, because the weights may have changed.
 
-        The engine may sleep until that lookup.
+        The workers are asked at that lookup, because until then the engine may sleep.
         """
         if self._suspicions:
             self.put_off.add(request_id)
@@ -79,8 +78,8 @@ class WeightChanges(Planner):
         return bool(self._suspicions)
 
     def follow_adapter(self, request: Request) -> None:
-        """Empty vLLM's prefix cache if another adapter had the name of the request's adapter, because vLLM knows
-        adapters only by name.
+        """If another adapter had the same name before, empty vLLM's prefix cache, because vLLM knows adapters only by
+        name.
         """
         name, identity = request.lora_name, request.adapter[1]
         if name is None or self._served.setdefault(name, identity) == identity:
@@ -97,24 +96,22 @@ class WeightChanges(Planner):
         self.evict()
 
     def loads_across(self, request_id: str) -> bool:
-        """Return whether other requests are loading KV from before a change of weights. vLLM may share the blocks of
-        such loads later.
+        """Return whether other requests are loading KV of earlier weights. vLLM may share the blocks of such loads
+        later.
         """
         return bool(self._loading_across - {request_id})
 
     def forget(self, request_id: str) -> None:
-        """Forget an ended request. If the request ran during a change of weights, remove its blocks from vLLM's
-        prefix cache.
-        """
+        """Forget an ended request. If it was excluded, remove its blocks from vLLM's prefix cache."""
         self.put_off.discard(request_id)
         self._loading_across.discard(request_id)
         if request_id in self._across:
             self._loads.evict_blocks(self._across.pop(request_id))
 
     def keep_apart(self, progress: Iterable[str], blocks_of: Callable[[str], BlockTables | None]) -> None:
-        """Prevent other requests from sharing blocks of requests that run during a change of weights.
+        """Prevent other requests from sharing blocks of excluded requests.
 
-        Requests that already share such blocks store nothing. `progress`: ids of the requests in the step.
+        Requests that already share such blocks are excluded too. `progress`: ids of the requests in the step.
         `blocks_of(request_id)`: a function that returns a request's block tables, or None.
         """
         if not self._across:
@@ -132,10 +129,10 @@ class WeightChanges(Planner):
     # -- changes ------------------------------------------------------------------------------------------
 
     def suspect(self) -> None:
-        """Ask for the identity of the weights before the next lookup, because the weights may have changed.
+        """Note that the weights may have changed. The next lookup asks the workers for the identity.
 
-        Running requests are left out, because earlier weights have computed at least a part of their KV. Running stores
-        keep their keys, because earlier weights have computed the KV that is being stored.
+        Running requests are excluded, because the earlier weights have computed at least a part of their KV. Running
+        stores continue under their keys, because the earlier weights have computed the KV that is being stored.
         """
         self._suspicions += 1
         self._load_audits.forget()
@@ -159,8 +156,8 @@ class WeightChanges(Planner):
             self.evict_all()
 
     def leave_out(self, request: Request) -> None:
-        """Leave a request out: the request keeps running, but stores and loads nothing more, and shares none of its
-        blocks.
+        """Exclude a request: it keeps running, but lmkv stores and loads nothing more for it, and other requests share
+        none of its blocks.
         """
         request.waiting.release_lease()
         request.leave_out()
@@ -171,17 +168,21 @@ class WeightChanges(Planner):
             self._loading_across.add(request.request_id)
 
     def adapter_loaded(self, number: int, digest: str) -> None:
-        """Note that the workers have loaded an adapter with this digest under this number."""
+        """Note that the workers have loaded an adapter with this digest as number `number`. Exclude requests with
+        another digest.
+        """
         self._naming.adapters.loaded(number, digest)
         self._leave_out_adapter(number, digest)
 
     def forget_adapter(self, number: int) -> None:
-        """Ask the workers again for the adapter of this number, because the adapter may have changed."""
+        """Note that adapter number `number` may have changed. Exclude its requests, and ask the workers at the next
+        request.
+        """
         self._naming.adapters.forget(number)
         self._leave_out_adapter(number)
 
     def _leave_out_adapter(self, number: int, loaded: str = "") -> None:
-        """Leave out requests with the adapter of this number, unless the adapter's digest is `loaded`."""
+        """Exclude requests with adapter number `number`, unless the adapter's digest is `loaded`."""
         for request in self._requests.values():
             if request.adapter[0] == number and request.adapter[1] != loaded and not request.unidentified:
                 self.leave_out(request)
@@ -189,5 +190,5 @@ class WeightChanges(Planner):
                 self._jobs.distrust()
 
     def forget_media(self) -> None:
-        """Forget the names of images, sounds and videos, because vLLM has cleared its encoder cache."""
+        """Forget the digests of images, sounds and videos, because vLLM has cleared its encoder cache."""
         self._naming.media.clear()

@@ -1,4 +1,4 @@
-"""The objects that all planners of a step share: options, store, block map, jobs, the step's plan, and observer."""
+"""What all planners of the scheduler side share: options, store, block map, jobs, the step's plan, and observer."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from lmkv.vllm.scheduler.observer import SchedulerObserver
 
 @frozen(kw_only=True)
 class SchedulerOptions:
-    """The options of the scheduler side, made once from lmkv's and vLLM's configuration.
+    """The options of the scheduler side, from lmkv's and vLLM's configuration.
 
-    `ranks`: number of workers that answer each order. `loads`: whether to load, False in a producer. `stores`: whether
-    to store, False in a consumer. `save_decode`: whether to store generated tokens as well. `save_unfull_chunk`:
-    whether to store and find tails (the tokens after a prompt's last whole chunk), and to find chunks that begin like a
-    tail. `whole_blocks`: whether a hit must end at the end of a block. With loads layer by layer, the step would
-    otherwise write the rest of the last block before the load.
+    `ranks`: number of workers that report on each job. `loads`: whether to load, False in a `kv_producer`. `stores`:
+    whether to store, False in a `kv_consumer`. `save_decode`: whether to store generated tokens as well.
+    `save_unfull_chunk`: whether to store and find tails (the tokens after a prompt's last whole chunk), and chunks that
+    begin like a tail. `whole_blocks`: whether a hit must end at the end of a block. Otherwise, with layer-by-layer
+    loads, the step would write the rest of the last block before the load.
 
     `min_retrieve_tokens`: number of tokens of the smallest hit to load. `load_or_recompute`: whether to compute chunks
-    for which loading is slower than computing, by measured times. `load_mode`: whether loads are within the step
-    ("sync"), between steps ("async"), or where they delay other requests less ("auto"). `concurrent_copies`: whether
-    the device copies while it computes. `prefetch_deadline`: largest number of seconds that a request waits for lower
-    tiers. `lookahead`: number of later tokens on which the KV of a position depends; a hit leaves out this number of
-    tokens at its end.
+    for which loading is slower than computing, by measured times. `load_mode`: whether loads are synchronous, within
+    the step ("sync"), asynchronous, between steps ("async"), or whichever delays other requests less ("auto").
+    `concurrent_copies`: whether the device copies while it computes. `prefetch_deadline`: largest number of seconds
+    that a request waits for lower tiers. `lookahead`: on how many later tokens the KV of draft layers depends; a hit
+    omits this number of tokens at its end.
 
-    `state_interval`: number of chunks from one kept state of a long prompt to the next; with 0, states and chunks get
-    equal space. `pin_ttl`: seconds for which prefetches and priorities last. `audit_rate`: share of loads that are read
-    back and, if `audits_computed`, of hits that are computed again and compared. `audit_action`: whether an audit only
-    drops a wrong chunk, or switches loads off as well. `media_by_name`: whether each name of an image has only one
-    content. `longest`: number of tokens of the longest prompt. `clock`: a function that returns seconds.
+    `state_interval`: number of chunks from one stored state of a long prompt to the next; with 0, states and chunks get
+    equal space. `pin_ttl`: seconds for which prefetches and priorities last. `audit_rate`: share of loads that are
+    audited and, if `audits_computed`, of hits. `audit_action`: whether an audit only deletes a wrong chunk, or switches
+    loads off as well. `media_by_name`: whether equal names of images mean equal content. `longest`: number of tokens of
+    the longest prompt. `clock`: a function that returns seconds.
     """
 
     ranks: int = 1
@@ -65,17 +65,19 @@ class SchedulerOptions:
 
     @classmethod
     def of(cls, config: object, **given: Any) -> Self:
-        """Make options from the attributes of `config` with the same names, and from the arguments `given`."""
+        """Make options from the attributes of `config` that have the same names. Arguments in `given` take
+        precedence.
+        """
         found = {each.name: getattr(config, each.name) for each in fields(cls) if hasattr(config, each.name)}
         return cls(**{**found, **given})
 
 
 @define(eq=False)
 class Job:
-    """A job of the workers for a request: the execution of one copy order. Each planner has a separate subclass.
+    """A job that the workers do for a request: one copy order or read order. Each planner has its own subclass.
 
-    `distrusted`: whether the result is discarded. This is so if the job was ordered before a load was known to have
-    failed, or before a reset. The job's blocks may then have been computed from unfilled blocks.
+    `distrusted`: whether to discard the result, because the job was planned before a load was known to have failed, or
+    before a reset. The job may copy KV that was computed from unfilled blocks.
     """
 
     planner: Planner = field(repr=False)
@@ -87,21 +89,21 @@ J = TypeVar("J", bound=Job)
 
 
 class Jobs:
-    """The jobs that have not ended. Its methods are called on the scheduling thread only. `ranks`: number of workers
-    that answer.
+    """The jobs that have not ended. Only the scheduling thread calls the methods. `ranks`: number of workers that
+    report on each job.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._jobs: dict[int, Job] = {}
         self._reports: dict[int, JobReport] = {}
-        """For the number of each job, the merged answers of the ranks so far."""
+        """For each job number, the merged reports of the ranks that have reported so far."""
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def begin(self, number: int, job: Job) -> None:
-        """Note a job whose copy order, with the number `number`, is in the step's plan."""
+        """Add a job. `number`: the number of its copy order in the step's plan."""
         self._jobs[number] = job
 
     def get(self, number: int) -> Job | None:
@@ -112,16 +114,16 @@ class Jobs:
         return (job for job in self._jobs.values() if isinstance(job, kind))
 
     def distrust(self) -> None:
-        """Mark all jobs that were ordered until now as distrusted, so that their results are discarded.
+        """Mark all current jobs as distrusted, so that their results are discarded.
 
-        After a failed load, KV may depend on the unfilled blocks, which vLLM's prefix cache shares with other requests.
+        After a failed load, any KV may depend on unfilled blocks, which vLLM's prefix cache shares with other requests.
         After a reset, no request looks for KV that was stored earlier.
         """
         for job in self._jobs.values():
             job.distrusted = True
 
     def answered(self, reports: Mapping[int, JobReport]) -> Iterator[tuple[int, JobReport]]:
-        """Merge answers of some ranks, and yield `(number, report)` for each job that all ranks have answered."""
+        """Merge the reports of some ranks. Yield `(number, report)` for each job on which all ranks have reported."""
         for number, part in reports.items():
             known = self._reports.pop(number, None)
             merged = part if known is None else known.merge(part)
@@ -131,7 +133,7 @@ class Jobs:
                 yield number, merged
 
     def end(self, number: int, report: JobReport) -> None:
-        """End a job that all ranks have answered. Do nothing for an unknown number."""
+        """End a job on which all ranks have reported. Unknown numbers are ignored."""
         job = self._jobs.pop(number, None)
         if job is not None:
             job.planner.ended(number, job, report)
@@ -153,7 +155,7 @@ class PlanContext:
 class Planner:
     """Base class of the parts of the scheduler side that make jobs for the workers.
 
-    All methods are called on the scheduling thread, and never wait.
+    Only the scheduling thread calls the methods, which never wait.
     """
 
     def __init__(self, context: PlanContext) -> None:
@@ -164,7 +166,7 @@ class Planner:
         self._chunk_size = context.block_map.chunk_size
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """React to the end of a job of this planner, after the reports of all ranks.
+        """Process the result of one of this planner's jobs, after all ranks have reported.
 
-        `number` is the number of the job's copy order, and `report` combines the reports of the ranks.
+        `number`: the job's number. `report`: the merged reports of all ranks.
         """

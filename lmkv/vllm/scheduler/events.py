@@ -1,12 +1,11 @@
-"""Makes KV events for routers: which of vLLM's blocks have entered a tier of the store, and which blocks have left a
-tier.
+"""Makes KV events for routers: which of vLLM's blocks have entered or left a tier of the store.
 
-Events cover chunks whose blocks are known, because this engine has stored or found the chunks. The store's threads note
-changes, and the scheduling thread turns the changes into events.
+Only chunks that this engine has stored or found have events, because the block hashes of other chunks are unknown. The
+store's threads record changes, and the scheduling thread makes events from these changes.
 
 A block may be in several chunks: a prompt's tail and the chunk that the tail became, or chunks with different tags.
-Routers may see several tiers as one place. A block is in a place while any chunk with this block is in a tier of the
-place.
+Routers may see several tiers as one place (medium and locality). A block is in a place while any chunk with this block
+is in a tier of the place.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _BATCH_CHANGES = 1024
 
 
 class Place(NamedTuple):
-    """The place of a tier, in the words of vLLM's events that routers know."""
+    """The place of a tier, in the terms of vLLM's KV events."""
 
     medium: str
     locality: str
@@ -51,7 +50,7 @@ def place_of(tier: str) -> Place:
 
 @frozen(kw_only=True)
 class Blocks:
-    """Consecutive blocks of one KV cache group, with the fields of vLLM's events. `tokens`: the token ids of all
+    """Consecutive blocks of one KV cache group, with the fields of vLLM's events. `tokens`: the token ids in all
     blocks.
     """
 
@@ -65,7 +64,7 @@ class Blocks:
     extra_keys: tuple[tuple[object, ...] | None, ...] = ()
 
     def part(self, first: int, end: int) -> Blocks:
-        """Return the blocks with the indexes [first, end)."""
+        """Return the blocks with index `first` to `end - 1`."""
         hashes, parent = self.hashes[first:end], self.hashes[first - 1] if first else self.parent
         tokens, extra_keys = self.tokens[first * self.block_size : end * self.block_size], self.extra_keys[first:end]
         return evolve(self, hashes=hashes, parent=parent, tokens=tokens, extra_keys=extra_keys)
@@ -86,26 +85,24 @@ class BlocksRemoved:
 
 Event = BlocksStored | BlocksRemoved
 Describe = Callable[[VLLMRequest, int, int, int], Blocks | None]
-"""`describe(request, group, start, end)`: a function that returns the blocks of tokens [start, end), or None. The
-tokens fill whole blocks.
+"""`describe(request, group, start, end)`: a function that returns the blocks of tokens `start` to `end - 1`, which fill
+whole blocks. Returns None if the hashes are not known.
 """
 
 
 @define(eq=False)
 class _Chunk:
-    """A chunk or state, with its blocks in each KV cache group without a window, and the tiers that have the chunk
-    or state.
-    """
+    """A chunk or state, its blocks in each KV cache group without a window, and the tiers that have it."""
 
     blocks: list[Blocks]
     tiers: set[str] = field(factory=set)
 
 
 class EventRecorder:
-    """Observes the store's tiers and records as events the chunks that tiers gain and lose. Never raises into vLLM.
+    """Observes the store's tiers, and records an event when a tier gains or loses a chunk. Never raises into vLLM.
 
-    `track`, `take` and `reset` are called on the scheduling thread only. The recorder forgets a chunk once no tier has
-    the chunk.
+    Only the scheduling thread calls `track`, `take` and `reset`. When no tier has a chunk any more, the recorder
+    forgets the chunk.
     """
 
     def __init__(self, store: TieredStore, block_map: BlockMap, describe: Describe) -> None:
@@ -121,7 +118,7 @@ class EventRecorder:
         self._chunks: dict[ChunkKey, _Chunk] = {}
         self._changes: deque[tuple[str, ChunkKey, bool]] = deque()
         self._counts: dict[tuple[Place, int], dict[BlockHash, int]] = {}
-        """For each place and group, how many chunks contain each announced block. A chunk counts once for each tier
+        """For each place and group, how many chunks contain each published block. A chunk counts once for each tier
         that has it.
         """
         self._events: list[Event] = []
@@ -144,10 +141,10 @@ class EventRecorder:
     # -- the scheduling thread ----------------------------------------------------------------------------
 
     def track(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Publish from now on which tiers have the chunks of `keys`, a request's first chunks, and the states after
-        these chunks.
+        """Publish from now on which tiers have these chunks and states. `keys`: keys of a request's first chunks, and
+        of states.
 
-        Chunks that were tracked with another request are skipped.
+        Chunks that are tracked already are skipped.
         """
         try:
             self._track({key: _Chunk(blocks) for key, blocks in self._unknown(request, keys) if blocks})
@@ -176,9 +173,7 @@ class EventRecorder:
         return [blocks for blocks in described if blocks is not None]
 
     def _state_blocks(self, request: VLLMRequest, end: int, number: int) -> list[Blocks]:
-        """Return the blocks of recurrent layers that have their state after `end` tokens in the state entry
-        `number`.
-        """
+        """Return the blocks with the states after `end` tokens of the layers in state entry `number`."""
         groups = [(index, group.block_size) for index, group in self._state_groups if group.state == number]
         described = (self._describe(request, index, end - size, end) for index, size in groups)
         return [blocks for blocks in described if blocks is not None]
@@ -193,7 +188,7 @@ class EventRecorder:
                 del self._chunks[key]
 
     def take(self) -> list[Event]:
-        """Return the events of all changes since the last call."""
+        """Return the events of recorded changes, at most 1,024 changes per call."""
         events, self._events = self._events, []
         touched = set()
         for _ in range(min(len(self._changes), _BATCH_CHANGES)):
@@ -211,7 +206,7 @@ class EventRecorder:
         return events
 
     def _stored(self, place: Place, blocks: Blocks) -> Iterator[Event]:
-        """Yield an event for each run of consecutive blocks that are new in a place."""
+        """Yield an event for each run of consecutive blocks that are new in this place."""
         counts = self._counts.setdefault((place, blocks.group), {})
         for block in blocks.hashes:
             counts[block] = counts.get(block, 0) + 1
@@ -232,7 +227,7 @@ class EventRecorder:
             yield BlocksRemoved(place, blocks.group, gone)
 
     def republish(self) -> None:
-        """Publish again all known chunks, with the tiers that have them now."""
+        """Publish all known chunks again, with the tiers that have them now."""
         again = [(tier, key, True) for key, chunk in self._chunks.items() for tier in sorted(chunk.tiers)]
         for chunk in self._chunks.values():
             chunk.tiers.clear()
@@ -242,7 +237,7 @@ class EventRecorder:
         self._changes.extendleft(reversed(again))
 
     def reset(self) -> None:
-        """Publish that all blocks are removed, and forget all blocks, because every chunk was deleted."""
+        """Publish that all known blocks are removed, and forget all chunks."""
         self._chunks.clear()
         self._changes.clear()
         self._events += [

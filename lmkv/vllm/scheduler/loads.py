@@ -1,8 +1,8 @@
-"""`Loads`: orders loads, within a step and between steps, and follows each load until every rank has answered.
+"""`Loads`: plans loads, within a step (synchronous) and between steps (asynchronous), and follows them to their end.
 
-vLLM's prefix cache shares the blocks of a load within a step as soon as vLLM allocates these blocks. lmkv prevents
-other requests from sharing the blocks until the load has succeeded. If the load fails, lmkv evicts its blocks from
-vLLM's prefix cache.
+As soon as vLLM allocates the blocks of a synchronous load, vLLM's prefix cache shares these blocks. Until the load has
+succeeded, lmkv prevents other requests from using the blocks. If the load fails, lmkv evicts the blocks from vLLM's
+prefix cache.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ logger = logging.getLogger("lmkv.vllm")
 
 @define(eq=False)
 class LoadWindow:
-    """A part of a load between steps: the `copies` of `tokens` tokens, which the workers make in one step.
+    """A part of an asynchronous load: the `copies` of `tokens` tokens, which the workers make in one step.
 
-    `lease`: the lease on the slots to copy from. `failed_blocks`: blocks that nothing will fill, and that are reported
-    as failed. `last`: whether the load ends with this window. `first`: index of the first chunk.
+    `lease`: keeps the chunks to copy in host memory. `failed_blocks`: blocks that nothing will fill, and that workers
+    report as failed. `last`: whether the load ends with this window. `first`: index of the first chunk.
     """
 
     copies: list[ChunkCopy]
@@ -47,12 +47,12 @@ class LoadWindow:
 
 @define(eq=False)
 class AsyncLoad:
-    """Loads tokens [start, end) of one request into the request's blocks, while the request does not compute.
+    """An asynchronous load: loads tokens `start` to `end - 1` of one request, while vLLM does not schedule the request.
 
-    `keys`: the keys of the chunks from the chunk with token `start` on, and of the states after the last chunk. While
-    up to `window` chunks are copied, the next chunks are promoted into host memory, so a load uses at most 2 * `window`
-    slots. The load ends early and reports the unfilled blocks if a chunk is lost, or if no chunk arrives for `timeout`
-    seconds. The same happens if all waits together exceed `limit` seconds.
+    `keys`: the keys of the chunks, beginning with the chunk that contains token `start`, and of the states after the
+    last chunk. While up to `window` chunks are copied, the next ones are promoted into host memory, so a load uses at
+    most 2 * `window` slots. The load ends early, and reports the unfilled blocks, in three cases: a chunk is lost, a
+    wait for chunks exceeds `timeout` seconds, or all waits together exceed `limit` seconds.
     """
 
     store: TieredStore = field(repr=False)
@@ -69,16 +69,16 @@ class AsyncLoad:
     """A function with the arguments and the result of `TieredStore.promote`."""
     stopped: bool = False
     abandoned: bool = False
-    """Whether the request has ended, so that vLLM need not compute the remaining tokens."""
+    """Whether the request has ended, so that vLLM does not compute the remaining tokens."""
     ended: bool = False
     copying: int = 0
     """Number of chunks in the window that is being copied, or 0."""
     _copied: int = 0
     _promotion: Promotion | None = None
     _waits_since: float = field(default=0.0, repr=False)
-    """The time when the promotion began, or when the previous copy ended if that was later."""
+    """The time when the current wait began: when the promotion began, or later when the previous copy ended."""
     _waited: float = field(default=0.0, repr=False)
-    """Seconds of all waits for earlier windows."""
+    """Seconds of all earlier waits."""
 
     @property
     def first_chunk(self) -> int:
@@ -86,7 +86,7 @@ class AsyncLoad:
         return self.start // self.block_map.chunk_size
 
     def advance(self) -> LoadWindow | None:
-        """Return the next window that the workers can copy now, or None. Never waits."""
+        """Return the next window if the workers can copy it now, else None. Never waits."""
         if self.stopped and not self.ended:
             # vLLM frees the blocks with the last window, so not while the one before it is being copied.
             return None if self.copying else self.give_up()
@@ -128,9 +128,7 @@ class AsyncLoad:
         return LoadWindow(copies, lease, [], self.ended, max(0, high - low), base)
 
     def _state_copies(self, lease: Lease) -> list[ChunkCopy]:
-        """Return the copies of the states among the leased entries. Raises ValueError if vLLM has no block for a
-        state.
-        """
+        """Return the copies of the states in `lease`. Raises ValueError if vLLM has no block for a state."""
         if not self.block_map.states:
             return []
         blocks = self.block_map.state_blocks(self.block_ids, self.end)
@@ -144,7 +142,7 @@ class AsyncLoad:
         return copies
 
     def give_up(self) -> LoadWindow:
-        """End the load now, and return a window without copies that names the unfilled blocks."""
+        """End the load now. Return a window without copies that reports the unfilled blocks."""
         self.ended = True
         self._drop_promotion()
         low = max(self.start, (self.first_chunk + self._copied) * self.block_map.chunk_size)
@@ -152,7 +150,7 @@ class AsyncLoad:
         return LoadWindow([], self.store.lease(()), unfilled, last=True)
 
     def copied(self, ok: bool) -> None:
-        """Note that the copy of a window has ended on every rank, and that the window's lease was released.
+        """Note that the copy of a window has ended on every rank.
 
         `ok`: whether the copy succeeded. If not, the load stops.
         """
@@ -163,7 +161,7 @@ class AsyncLoad:
         self.copying, self._waits_since = 0, self.clock()
 
     def stop(self) -> None:
-        """Stop the load after the present window, and report the unfilled blocks.
+        """Stop the load after the current window, and then report the unfilled blocks.
 
         vLLM frees the request's blocks only when the next window reports the end of the load.
         """
@@ -177,13 +175,12 @@ class AsyncLoad:
 
 
 class AsyncLoadAdmission:
-    """Decides whether another request may begin a load between steps.
+    """Decides whether another request may begin an asynchronous load.
 
-    vLLM cannot preempt a request while a load fills the request's blocks. Before vLLM schedules another request, it
-    reserves the blocks that such requests still need. For layers with a sliding window, vLLM 0.32 reserves too few
-    blocks, so two requests can wait for each other's blocks forever. For such models another request is admitted only
-    when the free blocks suffice for all of these requests. `free_blocks()`: a function that returns the number of
-    vLLM's free blocks.
+    vLLM cannot preempt a loading request, so it reserves the blocks that such a request still needs. For layers with a
+    sliding window, vLLM 0.32 reserves too few, and two loading requests can wait for each other's blocks forever. For
+    such models, another load may begin only if the free blocks suffice for all loading requests. `free_blocks()`: a
+    function that returns the number of vLLM's free blocks.
     """
 
     def __init__(self, block_map: BlockMap) -> None:
@@ -201,21 +198,20 @@ class AsyncLoadAdmission:
         return sum(map(self._block_map.most_blocks, lengths)) <= self.free_blocks()
 
     def begin(self, request: Request) -> None:
-        """Note that the request's blocks are allocated and not filled yet."""
+        """Note that the request begins a load: its blocks are allocated, but not filled."""
         self._requests[request.request_id] = request
 
     def end(self, request: Request) -> None:
-        """Note that the request computes, has lost its blocks, or has ended."""
+        """Note that the request does not load any more: it computes, has lost its blocks, or has ended."""
         self._requests.pop(request.request_id, None)
 
 
 @define(eq=False)
 class _LoadJob(Job):
-    """A load within a step, or a window of a load between steps.
+    """A synchronous load, or a window of an asynchronous load.
 
-    `tokens`: number of tokens to load. `load`: the load between steps to which the window belongs. `unconfirmed`: the
-    blocks from token `start` on that the step loads, or computes from loaded blocks. vLLM already shares the
-    unconfirmed blocks.
+    `tokens`: number of tokens to load. `load`: the asynchronous load of the window, else None. `unconfirmed`: the
+    request's blocks from token `start` on, which depend on the load. vLLM's prefix cache already shares these blocks.
     """
 
     lease: Lease
@@ -229,11 +225,11 @@ class _LoadJob(Job):
 
 
 class Loads(Planner):
-    """Orders loads and follows each load to its end.
+    """Plans loads and follows each load to its end.
 
-    `admission`: decides whether a request may begin a load between steps. `evict_blocks(blocks)`: a function that
-    removes blocks from vLLM's prefix cache. `on_failed_load(request_id)`: a function that is called before vLLM
-    continues a request after a failed load.
+    `admission`: decides whether a request may begin an asynchronous load. `evict_blocks(blocks)`: a function that
+    removes blocks from vLLM's prefix cache. `on_failed_load(request_id)`: a function that is called after a failed
+    load, before vLLM continues the request.
     """
 
     def __init__(self, context: PlanContext, timing: Timing, audits: LoadAudits) -> None:
@@ -243,9 +239,7 @@ class Loads(Planner):
         self._window = max(1, context.store.slab.num_slots // 4)
         self._async_loads: dict[str, tuple[Request, AsyncLoad]] = {}
         self._steps: dict[int, tuple[int, float]] = {}
-        """The number of tokens of each running step, and the time when the step was scheduled, by the number of the
-        step.
-        """
+        """For the number of each running timed step: its number of tokens, and the time when vLLM scheduled it."""
         self._last_step, self._last_end = 0, 0.0
         self.admission = AsyncLoadAdmission(context.block_map)
         self.evict_blocks: Callable[[set[int]], None] = lambda blocks: None
@@ -253,7 +247,7 @@ class Loads(Planner):
 
     @property
     def between_steps(self) -> dict[str, AsyncLoad]:
-        """The loads between steps that have not ended, by request id."""
+        """The asynchronous loads that have not ended, by request id."""
         return {request_id: load for request_id, (_, load) in self._async_loads.items()}
 
     @property
@@ -267,18 +261,18 @@ class Loads(Planner):
         return len(self._steps)
 
     def is_unconfirmed(self, request: Request, num_computed_tokens: int) -> bool:
-        """Return whether vLLM's own hit may include blocks of a load whose success is unknown.
+        """Return whether vLLM's own hit may include blocks of a load that has not succeeded yet.
 
-        `num_computed_tokens`: number of tokens of vLLM's own hit. Only the tokens of the load's first block are
-        compared, because an unnecessary wait of one step does no harm.
+        `num_computed_tokens`: number of tokens of vLLM's own hit. Only the load's first block is compared, because
+        waiting one step without need does no harm.
         """
         size = self._block_map.groups[0].block_size
         jobs = [job for job in self._jobs.of(_LoadJob) if job.unconfirmed and job.start < num_computed_tokens]
         return any(job.request.tokens(job.start, size) == request.tokens(job.start, size) for job in jobs)
 
     def may_have_been_read(self, number: int) -> bool:
-        """Return whether a step may have computed from the blocks of load number `number`: True unless the load is
-        between steps.
+        """Return whether a step may have read the blocks of load number `number` before its end: True for a synchronous
+        load.
         """
         job = self._jobs.get(number)
         return isinstance(job, _LoadJob) and not job.between_steps
@@ -286,7 +280,7 @@ class Loads(Planner):
     # -- orders -------------------------------------------------------------------------------------------
 
     def order(self, request: Request, lease: Lease, tables: BlockTables, end: int) -> None:
-        """Order a load of the leased chunks up to token `end`, within the step that is being scheduled."""
+        """Plan a synchronous load of the leased chunks, up to token `end`, in the step that is being scheduled."""
         start = request.waiting.computed
         copies = self._block_map.load_copies(lease.slots, tables, start, end)
         if not self._block_map.covers(copies, start, end):
@@ -297,7 +291,7 @@ class Loads(Planner):
         self._follow(order.job, request, lease, tables, end, audit)
 
     def fail(self, request: Request, tables: BlockTables, end: int) -> None:
-        """Report the blocks of a promised load, up to token `end`, as failed, because the load could not be ordered."""
+        """Report the blocks of a promised load, up to token `end`, as failed, because planning the load has failed."""
         request.loading.failed = True
         request.waiting.release_lease()
         owner, load = self._async_loads.get(request.request_id, (None, None))
@@ -308,14 +302,14 @@ class Loads(Planner):
             self._order_failed(request, tables, end)
 
     def fail_unknown(self, tables: BlockTables) -> None:
-        """Report the blocks of an unknown request's promised load as failed."""
+        """Report the blocks of a promised load as failed, for a request that lmkv does not know."""
         unfilled = [block for table in tables for block in table if block]
         self.evict_blocks(set(unfilled))
         self._builder.load([], unfilled)
 
     def _order_failed(self, request: Request, tables: BlockTables, end: int, lease: Lease | None = None) -> None:
-        """Order a load without copies, so that the workers report its blocks as failed. `lease`: a lease on chunks
-        to drop.
+        """Plan a load without copies, which makes the workers report its blocks as failed. `lease`: a lease on chunks
+        to delete.
         """
         between = request.waiting.between_steps
         failed = self._block_map.blocks_between(tables, request.waiting.computed, end)
@@ -334,8 +328,8 @@ class Loads(Planner):
         self._jobs.begin(job, made)
 
     def begin(self, request: Request, keys: Sequence[ChunkKey], tables: BlockTables, end: int) -> None:
-        """Begin a load between steps. It copies the chunks of `keys`, up to token `end`. The first chunk contains
-        the first token to load.
+        """Begin an asynchronous load of the chunks of `keys`, up to token `end`. The first chunk contains the first
+        token to load.
         """
         here = self._store.catalog.count_prefix(keys)[0]
         limit = self._timing.limit(keys, here, len(keys)) if here < len(keys) else None
@@ -351,8 +345,8 @@ class Loads(Planner):
         self._async_loads[request.request_id] = (request, load)
 
     def end_step(self, scheduled_tokens: int, requests: int) -> None:
-        """Order the windows that are ready, after vLLM has scheduled a step with `scheduled_tokens` tokens of
-        `requests` requests.
+        """Plan the windows that are ready, after vLLM has scheduled a step with `scheduled_tokens` tokens of `requests`
+        requests.
         """
         if scheduled_tokens >= MIN_STEP_TOKENS:
             self._last_step += 1
@@ -373,7 +367,7 @@ class Loads(Planner):
                 del self._async_loads[request.request_id]
 
     def cancel(self) -> None:
-        """Cancel all loads between steps, because planning failed. Loads with a running copy end in a later call."""
+        """Cancel all asynchronous loads, because planning failed. A load with a running copy ends in a later step."""
         # This step overwrites released blocks that were not reread.
         self._audits.forget()
         for request, load in list(self._async_loads.values()):
@@ -403,8 +397,8 @@ class Loads(Planner):
     # -- ends ---------------------------------------------------------------------------------------------
 
     def step_ended(self, step: int) -> None:
-        """Measure the time of a step that has ended. vLLM may have scheduled this step before the previous step had
-        ended.
+        """Measure the time of a step that has ended. Steps can overlap: vLLM may schedule a step before the previous
+        one ends.
         """
         tokens, scheduled = self._steps.pop(step, (0, 0.0))
         now = self._clock()
@@ -414,9 +408,7 @@ class Loads(Planner):
         self._steps = {number: timed for number, timed in self._steps.items() if number > step}
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """React to the end of a load. If the load has failed, drop its chunks, and make the request load nothing
-        more.
-        """
+        """Process the result of a load. After a failure, delete its chunks, and load nothing more for the request."""
         assert isinstance(job, _LoadJob)
         # The end of a stopped load is no separate failure.
         counts = job.tokens or job.load is None or not job.load.stopped
@@ -437,7 +429,7 @@ class Loads(Planner):
             self._timing.mode.note_load(report.nbytes, report.seconds)
 
     def _failed(self, job: _LoadJob, keys: Sequence[ChunkKey]) -> None:
-        """React to a failed load. `keys`: the keys of the load's chunks, which may be wrong."""
+        """Process a failed load. `keys`: keys of the load's chunks, to delete."""
         request = job.request
         if job.load is None or not job.load.abandoned:
             logger.warning("lmkv: a load for request %s failed; vLLM computes the tokens instead", request.name)
@@ -452,9 +444,7 @@ class Loads(Planner):
         self._store.drop(keys)
 
     def stop(self, request: Request) -> set[int]:
-        """Stop a request's load between steps, so that vLLM computes the rest of its tokens. Return the blocks of
-        the load.
-        """
+        """Stop a request's asynchronous load, so that vLLM computes the remaining tokens. Return the load's blocks."""
         owner, load = self._async_loads.get(request.request_id, (None, None))
         if load is None or owner is not request:
             return set()
@@ -462,7 +452,7 @@ class Loads(Planner):
         return {block for table in load.block_ids for block in table}
 
     def forget(self, request: Request) -> None:
-        """Stop an ended request's load between steps."""
+        """Stop the asynchronous load of an ended request."""
         self.admission.end(request)
         if self.stop(request):
             # Kept: only when the next step reports its end does vLLM free the blocks.

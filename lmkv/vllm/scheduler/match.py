@@ -1,8 +1,8 @@
-"""`Matcher`: decides how many tokens a lookup promises to vLLM, and how these tokens are loaded.
+"""`Matcher`: decides how many tokens lmkv promises to load when vLLM looks up a request, and how to load them.
 
-Chunks in host memory are loaded within the step that needs them, if vLLM can recompute a load that fails there. Chunks
-of lower tiers are promoted while the request waits in vLLM's queue, so that the batch does not wait for the promotion.
-A hit that is too long for host memory is loaded through host memory between steps.
+Chunks in host memory are loaded synchronously, within the step that needs them, if vLLM can recompute a load that fails
+there. Chunks in lower tiers are promoted while the request waits in vLLM's queue, so that the batch does not wait. A
+hit that does not fit into host memory is loaded asynchronously, in windows, between steps.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ logger = logging.getLogger("lmkv.vllm")
 
 _MAX_ASYNC_LOADS = 3
 _YIELD, _YIELD_EVERY = 5e-5, 0.01
-"""Length of the pauses in which the scheduling thread lets I/O threads run, and shortest time between two pauses
-(seconds).
+"""Seconds of the pauses in which the scheduling thread lets I/O threads run, and shortest seconds from pause to
+pause.
 """
 _LOOK_EVERY = 0.01, 0.1, 1.0
-"""Time between two lookups of another server's chunks: shortest (seconds), share of the time since the first lookup,
-longest (seconds).
+"""Time between two lookups for `wait_for`: shortest (seconds), share of the time since the first lookup, longest
+(seconds).
 """
 _LOOK_CHUNKS = 256
-"""Largest number of another server's chunks to look up at a time."""
+"""Largest number of chunks for `wait_for` to look up at a time."""
 _SHARED = "?"
-"""The name for all shared tiers together, under which the time of their answers is measured."""
+"""The name under which the response time of all shared tiers together is measured."""
 
 
 @frozen
 class Wait:
-    """An answer to a lookup: vLLM must ask again in the next step."""
+    """A lookup's result: vLLM must ask again in the next step."""
 
 
 @frozen
 class Hit:
-    """An answer to a lookup: `tokens` tokens after the computed tokens will be loaded. The promise holds until the end
-    of the step.
+    """A lookup's result: `tokens` tokens after the computed tokens will be loaded. This promise holds until the step
+    ends.
 
-    `between_steps`: whether the tokens are loaded between steps.
+    `between_steps`: whether the load is asynchronous.
     """
 
     tokens: int
@@ -60,14 +60,14 @@ class Hit:
 
 
 Match: TypeAlias = Wait | Hit | Miss
-"""The answer to a lookup. A `Miss` of 0 tokens means that nothing is missing."""
+"""A lookup's result. A `Miss` of 0 tokens means that nothing is missing."""
 WAIT = Wait()
 
 
 @define(eq=False)
 class _Lookup:
-    """The state of one lookup. `wanted`: keys of the chunks that may be loaded. `computed`: number of chunks at the
-    beginning that vLLM has already computed.
+    """The state of one lookup. `wanted`: keys of the chunks that may be loaded. `computed`: how many of the first
+    chunks vLLM already has.
 
     `keys`: the keys of the longest hit, including states. `ready`: how many of the first keys are in host memory.
     `found`: how many of the first keys are worth loading.
@@ -82,10 +82,10 @@ class _Lookup:
 
 
 class Matcher(Planner):
-    """Answers vLLM's lookups, and leases (keeps in host memory) the chunks that the answers promise.
+    """Decides the results of vLLM's lookups, and leases the promised chunks, which keeps them in host memory.
 
-    `stop_at(request, tokens)`: a function that makes vLLM end a step of the request after `tokens` tokens, and hand
-    over the states of recurrent layers there.
+    `stop_at(request, tokens)`: a function that makes vLLM end a step after `tokens` tokens of the request, and retain
+    the states of recurrent layers there.
     """
 
     def __init__(self, context: PlanContext, timing: Timing, loads: Loads, audit: HitAudits) -> None:
@@ -98,13 +98,15 @@ class Matcher(Planner):
         self.stop_at: Callable[[VLLMRequest, int], None] = lambda request, tokens: None
 
     def new_patience(self) -> Patience:
-        """Return a new `Patience`, for a request that has not waited yet."""
+        """Return the limits on waiting for a request that has not waited yet."""
         return Patience(self._options.prefetch_deadline)
 
     # -- arrival ------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Begin to look up and promote a new request's chunks while the request waits in vLLM's queue."""
+        """Begin to look up a new request's chunks in shared tiers, and to promote chunks, while the request waits in
+        vLLM's queue.
+        """
         if request.options.max_load_tokens == 0:
             return
         request.waiting.shared_lookup = self._store.look_up_shared(keys, self._boundaries.states)
@@ -116,8 +118,8 @@ class Matcher(Planner):
             self._yield(promotion)
 
     def _yield(self, promotion: Promotion) -> None:
-        """Let the I/O threads begin now. Otherwise these threads begin when the scheduling thread next waits, some 4
-        ms later.
+        """Pause for a moment, so that the I/O threads begin now, not when the scheduling thread next waits, some 4 ms
+        later.
         """
         reads = any(origin != self._store.primary_name for origin in promotion.origins)
         if reads and not 0 <= self._clock() - self._yielded < _YIELD_EVERY:
@@ -143,7 +145,7 @@ class Matcher(Planner):
         return self._answer(lookup)
 
     def _answer(self, lookup: _Lookup) -> Match:
-        """Return the promise for the found chunks, after all waits are over."""
+        """Return the promise for the chunks that were found, after all waits."""
         request, computed = lookup.request, lookup.request.waiting.computed
         keys, last = self._extended(request, lookup.keys[: lookup.found])
         ready = len(keys) if lookup.ready == lookup.found else lookup.ready
@@ -174,7 +176,7 @@ class Matcher(Planner):
         return Hit(need, between_steps)
 
     def refuse(self, request: Request, num_computed_tokens: int, reason: str) -> Miss:
-        """Return the answer that the request loads nothing, for the given reason."""
+        """Return a miss of all remaining tokens, because of `reason`."""
         request.waiting.computed = num_computed_tokens
         miss = Miss(reason, max(0, request.last_token - num_computed_tokens))
         self._observer.missed(request, miss)
@@ -183,7 +185,7 @@ class Matcher(Planner):
     # -- waits, in their order ----------------------------------------------------------------------------
 
     def _asks_shared_tiers(self, lookup: _Lookup) -> bool:
-        """Return whether the request waits until shared tiers have answered which chunks they have."""
+        """Return whether the request still waits for shared tiers to say which chunks they have."""
         waiting, wanted = lookup.request.waiting, lookup.request.options.wait_for
         asked, now = waiting.shared_lookup, self._clock()
         if asked is None:
@@ -201,9 +203,9 @@ class Matcher(Planner):
         return False
 
     def _awaits_another_server(self, lookup: _Lookup) -> bool:
-        """Return whether the request must still wait for tokens of `wait_for`, which another server stores.
+        """Return whether the request must still wait for the tokens of `wait_for`, which another server is storing.
 
-        If so, look for these tokens again. Later waits have separate deadlines.
+        If so, begin another lookup for these tokens. Later waits have new limits.
         """
         request, waiting, now = lookup.request, lookup.request.waiting, self._clock()
         wanted = request.options.wait_for
@@ -230,9 +232,7 @@ class Matcher(Planner):
         return False
 
     def _promotes(self, lookup: _Lookup) -> bool:
-        """Find the longest hit, and return whether the request waits until the chunks of that hit are in host
-        memory.
-        """
+        """Find the longest hit. Return whether the request waits until the hit's chunks are in host memory."""
         self._find(lookup)
         if lookup.found <= max(lookup.ready, lookup.computed):
             return False
@@ -246,8 +246,8 @@ class Matcher(Planner):
         return False
 
     def _is_promoting(self, lookup: _Lookup) -> bool:
-        """Return whether the request waits for the promotion of chunks [ready, found). It waits if these chunks fit
-        into host memory and arrive in time.
+        """Return whether the request waits for chunks `ready` to `found - 1`: they must fit into host memory and arrive
+        in time.
         """
         if lookup.found > self._timing.max_promoted:
             return False
@@ -281,9 +281,9 @@ class Matcher(Planner):
         return request.keys((total - 1) // size)
 
     def _worth_loading(self, request: Request, keys: Sequence[ChunkKey]) -> tuple[int, int]:
-        """Return `(ready, found)`: how many of the first chunks can be leased, and how many are worth loading.
+        """Return `(ready, found)`: how many of the first chunks are in host memory, and how many are worth loading.
 
-        The number `found` is decided once per request, and again after shared tiers have answered.
+        What is worth loading is decided once per request, and again after a lookup in shared tiers.
         """
         ready, found = self._store.catalog.count_prefix(keys)
         waiting = request.waiting
@@ -295,9 +295,7 @@ class Matcher(Planner):
         return ready, found
 
     def _find(self, lookup: _Lookup) -> None:
-        """Find the longest hit. With recurrent layers, the hit ends at a boundary with states that are worth
-        loading.
-        """
+        """Find the longest hit. With recurrent layers, a hit ends where states are stored that are worth loading."""
         request, chain, waiting = lookup.request, lookup.wanted, lookup.request.waiting
         lookup.keys = chain
         while self._boundaries.states:
@@ -313,10 +311,10 @@ class Matcher(Planner):
         lookup.ready, lookup.found = self._worth_loading(request, lookup.keys)
 
     def _extended(self, request: Request, keys: list[ChunkKey]) -> tuple[list[ChunkKey], int]:
-        """Return `(keys, tokens)`: the given keys, and the key of one more chunk in host memory, if its first tokens
-        continue the prompt.
+        """Add to `keys` one more chunk in host memory, if its first tokens continue the prompt. Return `(keys,
+        tokens)`.
 
-        `tokens`: how many tokens of the last chunk belong to the prompt.
+        `tokens`: how many tokens of the last chunk match the prompt.
         """
         size, at = self._chunk_size, len(keys) * self._chunk_size
         if keys and isinstance(keys[-1], TailKey):
@@ -334,10 +332,10 @@ class Matcher(Planner):
         return (keys, size) if few else ([*keys, key], count)
 
     def _offer(self, request: Request, ready: int, found: int) -> tuple[int, bool]:
-        """Return `(chunks, between_steps)`: how many chunks to promise, and whether to load these chunks between steps.
+        """Return `(chunks, between_steps)`: how many chunks to promise, and whether to load them asynchronously.
 
-        A hit that is too long for host memory is loaded between steps. If vLLM cannot recompute a failed load within a
-        step, every hit is loaded between steps.
+        A hit that does not fit into host memory is loaded asynchronously. So is every hit if vLLM cannot recompute a
+        failed synchronous load.
         """
         if request.loading.begun >= _MAX_ASYNC_LOADS:
             # Preempted again and again. vLLM cannot preempt a loading request: two of them could preempt each other
@@ -350,8 +348,8 @@ class Matcher(Planner):
         return ready, nbytes > 0 and (not self._may_load_within_step or self._timing.mode.between_steps(nbytes))
 
     def _hit_tokens(self, request: Request, chunks: int, last: int) -> int:
-        """Return how many tokens of a hit of `chunks` chunks may be loaded. `last`: number of the last chunk's
-        tokens that belong to the prompt.
+        """Return how many tokens of a hit of `chunks` chunks may be loaded. `last`: how many tokens of the last chunk
+        match.
         """
         lookahead = self._options.lookahead
         whole = self._block_map.scratch or (lookahead > 1 and self._block_map.windowed)
@@ -363,8 +361,8 @@ class Matcher(Planner):
         return hit - hit % self._block_map.groups[0].block_size if self._options.whole_blocks else hit
 
     def _stop_where_prompts_part(self, request: Request, chain: Sequence[ChunkKey], hit: int) -> None:
-        """Make vLLM stop where this prompt diverges from an earlier prompt, to store a state there if no tier has
-        one.
+        """If this prompt diverges from an earlier prompt after the hit, make vLLM retain a state there, so that lmkv
+        can store it.
         """
         if self._boundaries.states:
             shared = self._store.catalog.count_prefix(chain)[1] * self._chunk_size
@@ -375,9 +373,7 @@ class Matcher(Planner):
     # -- promises -----------------------------------------------------------------------------------------
 
     def _is_audited(self, request: Request, keys: list[ChunkKey], first: int, ready: int, need: int) -> bool:
-        """Return whether vLLM computes this hit again for an audit. If so, the request keeps the hit's chunks in
-        host memory.
-        """
+        """Return whether vLLM computes this hit for an audit instead of loading it."""
         chunks = self._boundaries.without_states(len(keys)) - first
         sources = self._sources(request, chunks, keys[max(first, ready) :])
         speed = self._timing.cost.prefill_speed
@@ -390,7 +386,9 @@ class Matcher(Planner):
         return True
 
     def _promise(self, request: Request, keys: list[ChunkKey], first: int, need: int, between_steps: bool) -> bool:
-        """Lease the chunks to load within the step. Returns False if some of these chunks have just been evicted."""
+        """Promise a load, and lease the chunks of a synchronous load. Return False if some of these chunks have just
+        been evicted.
+        """
         waiting = request.waiting
         if between_steps:
             below = keys[max(first, self._store.catalog.count_prefix(keys)[0]) :]
@@ -412,8 +410,8 @@ class Matcher(Planner):
         return True
 
     def _sources(self, request: Request, total: int, below: Sequence[ChunkKey]) -> dict[str, int]:
-        """Return the number of chunks to load from each tier, `total` in all. A promoted chunk counts for the lower
-        tier that it comes from.
+        """Return the number of chunks to load from each tier, `total` in all. Promoted chunks count for the tier they
+        came from.
         """
         host = self._store.primary_name
         request.waiting.note_promoted()
@@ -427,7 +425,9 @@ class Matcher(Planner):
     # -- allocation ---------------------------------------------------------------------------------------
 
     def allocated(self, request: Request, tables: BlockTables, tokens: int) -> None:
-        """Order the promised load of `tokens` tokens into the allocated blocks. If `tokens` is 0, release the lease."""
+        """Plan the promised load of `tokens` tokens into the allocated blocks. If `tokens` is 0, release the promised
+        chunks.
+        """
         waiting = request.waiting
         promised = self._promised.pop(request.request_id, None) is not None
         self._observer.scheduled(request, tokens, refused=promised and tokens <= 0)
@@ -444,13 +444,13 @@ class Matcher(Planner):
             waiting.lease = None
 
     def end_step(self) -> None:
-        """Withdraw the promises that vLLM has not used in the step that it has just scheduled."""
+        """Release the promised chunks that vLLM has not used in the step that it has just scheduled."""
         # A lease kept by a waiting request would keep its chunks from eviction.
         for request in self._promised.values():
             request.waiting.release_lease()
         self._promised.clear()
 
     def forget(self, request: Request) -> None:
-        """Release the leases and promotions of an ended request."""
+        """Release the lease and the promotion of an ended request."""
         self._promised.pop(request.request_id, None)
         request.waiting.release()

@@ -1,6 +1,4 @@
-"""`SchedulerObserver`: receives each event of the scheduler side, and makes metrics, explanations and KV events of
-these events.
-"""
+"""`SchedulerObserver`: is notified of all events of the scheduler side, and makes metrics, reports and KV events."""
 
 from __future__ import annotations
 
@@ -28,16 +26,14 @@ from lmkv.vllm.scheduler.value import MemoryValue
 logger = logging.getLogger("lmkv.vllm")
 
 _WHOLE = 4096
-"""Number of characters of the longest request id that is kept unchanged."""
+"""Largest number of characters of a request id that is kept unchanged."""
 
 
 _REMEMBERED = 100_000
-"""Number of evicted chunks, and number of first chunks of prompts, to remember."""
+"""Number of evicted chunks per tier, and of first chunks of prompts, to remember."""
 
 _LAST_BOUNDARIES = 8
-"""Number of chunk ends whose missing states are explained. The number is small, because each step explains each
-waiting prompt.
-"""
+"""At how many chunk ends to explain missing states. The number is small, because every lookup explains its miss."""
 
 _SHORT = 16
 """Number of bytes of a chunk key to remember."""
@@ -47,7 +43,7 @@ _PRESENT = {Presence.READY: "too_short", Presence.PENDING: "not_ready", Presence
 
 
 class EvictionLog:
-    """A `StoreObserver` that remembers the last `size` chunks that each tier has removed, with the times of removal."""
+    """A `StoreObserver` that remembers the last `size` chunks that each tier has removed, with the time of removal."""
 
     def __init__(self, clock: Clock, size: int = _REMEMBERED) -> None:
         self._clock = clock
@@ -74,15 +70,15 @@ class EvictionLog:
 
     def find(self, key: ChunkKey) -> tuple[str, float] | None:
         """Return `(tier, seconds)`: the tier that last removed the chunk, and the seconds since then. Return None if
-        no removal is remembered.
+        unknown.
         """
         times = [(removed.get(key[:_SHORT]), tier) for tier, removed in list(self._removed.items())]
         found = max(((when, tier) for when, tier in times if when is not None), default=None)
         return None if found is None else (found[1], self._clock() - found[0])
 
     def forget(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """Forget the removals of these chunks, or of all chunks if `keys` is None, because a caller has deleted
-        them. Thread-safe.
+        """Forget the removals of `keys` (None: all removals), because these chunks were deleted on request, not
+        evicted. Thread-safe.
         """
         if keys is None:
             self._removed = {}
@@ -92,7 +88,7 @@ class EvictionLog:
 
 
 class Explainer:
-    """Finds the reasons for misses. Its methods are called on the scheduling thread only."""
+    """Finds the reasons for misses. Only the scheduling thread calls its methods."""
 
     def __init__(self, store: TieredStore, chunk_size: int, clock: Clock) -> None:
         self._store = store
@@ -100,12 +96,12 @@ class Explainer:
         self.evictions = EvictionLog(clock)
         store.catalog.add_observer(self.evictions)
         self._roots: LRUCache[int, int] = LRUCache(_REMEMBERED)
-        """For the hash of a prompt's first tokens, the hash of the root (model, salt, tags) under which these tokens
-        were stored last.
+        """For the hash of a prompt's first chunk of tokens, the hash of the root (model, salt, tags) under which it was
+        stored last.
         """
 
     def clear(self) -> None:
-        """Forget all removals, because every chunk was deleted."""
+        """Forget all removals and first chunks, because every chunk was deleted."""
         self.evictions.forget()
         self._roots.clear()
 
@@ -119,10 +115,10 @@ class Explainer:
     def explain(
         self, request: Request, keys: Sequence[ChunkKey], end: int, covered: int, *, few: bool, late: bool
     ) -> Miss | None:
-        """Return the miss of the tokens from index `end` on, with the reason, or None if there are no such tokens.
+        """Return the miss of the tokens from index `end` on, with its reason. Return None if there are no such tokens.
 
         `keys`: the keys of all chunks that may be loaded. `covered`: number of tokens in the found chunks. `few`:
-        whether too few tokens were found for a load. `late`: whether the request must not wait any longer.
+        whether too few tokens were found for a load. `late`: whether a wait has reached its limit.
         """
         missing = request.last_token - end
         if missing <= 0:
@@ -142,8 +138,8 @@ class Explainer:
         return Miss(reason, missing, self._store.catalog.tier_of(keys[index]))
 
     def _without_states(self, request: Request, index: int, found: int, missing: int, *, late: bool) -> Miss:
-        """Return the miss if chunks from number `index` on are stored, but no hit can end in them, because states
-        are missing.
+        """Return the miss if chunks from index `index` on are stored, but no hit can end there, because states are
+        missing.
         """
         index = max(index, found - _LAST_BOUNDARIES)
         states = [key for end in range(index + 1, found + 1) for key in request.state_keys(end)]
@@ -172,19 +168,18 @@ class Explainer:
 
 _MAX_REQUESTS = 10_000
 _MAX_BYTES, _ANSWER_BYTES = 16 << 20, 1 << 20
-"""Largest number of bytes of records to keep, and to send in one answer. At least one request is kept and sent."""
+"""Largest number of bytes of records to keep, and to return at once. At least one record is kept and returned."""
 _BYTES = 200
-"""Estimated number of bytes of a request in JSON, without the names of its chunks."""
+"""Estimated number of bytes of a record in JSON, without its keys."""
 _WANTED_SECONDS = 60.0
-"""Seconds for which requests are recorded after a client has last asked for records."""
+"""Seconds for which requests are recorded after a client has last read records."""
 _NAME_BYTES = 8
 
 
 class RecentRequests:
-    """The reports of the last `size` requests, and the total numbers of tokens that were looked up and found.
+    """The reports of the last `size` requests, and the total numbers of tokens that were looked up and that were found.
 
-    The scheduling thread writes reports, and any thread may read reports. A report is replaced, but never changed, so
-    readers may keep a report.
+    The scheduling thread writes reports; any thread may read them. A report is never changed, only replaced.
     """
 
     def __init__(self, size: int = 200, clock: Clock = time.time) -> None:
@@ -195,10 +190,9 @@ class RecentRequests:
         self._lookup_tokens = self._hit_tokens = 0
 
     def scheduled(self, request: Request) -> None:
-        """Add the report of a request. It is called when the request's blocks are allocated, because the hit is known
-        then.
+        """Add the report of a request when its blocks are allocated, because the hit is known then.
 
-        It is called again after a preemption.
+        After a preemption, this method is called again and replaces the report.
         """
         key = _key(request.request_id)
         report = {
@@ -228,7 +222,7 @@ class RecentRequests:
                 self._reports[key] = known | _report(request) | {"running": False}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the reports of the last `requests`, newest first, their `ids`, and the sums `lookup_tokens` and
+        """Return `requests` (the last reports, newest first), their `ids`, and the sums `lookup_tokens` and
         `hit_tokens`.
         """
         with self._lock:
@@ -238,23 +232,22 @@ class RecentRequests:
 
 
 def _key(request_id: str) -> str:
-    """Return an id unchanged. For an id that is too long, return its beginning and a digest."""
+    """Return an id unchanged, or a long id's beginning and digest."""
     if len(request_id) <= _WHOLE:
         return request_id
     return request_id[:_WHOLE] + hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _report(request: Request) -> dict[str, Any]:
-    """Return the report of one request. Of the tiers, the report has only those from which the request has loaded."""
+    """Return the report of one request. `sources` has only the tiers from which tokens were loaded."""
     sources = request.report.sources if request.report.hit_tokens else {}
     return request.answer | {"sources": {tier: tokens for tier, tokens in sources.items() if tokens}}
 
 
 class TraceRecorder:
-    """Records which chunks requests use, while a client asks for such records. Any thread may read the records.
+    """Records which chunks requests use, while a client reads such records. Any thread may read them.
 
-    A record has a keyed hash in place of each chunk's key. The hash of a key is the same within a process, and
-    different in every other process.
+    A record has a keyed hash instead of each chunk key. Equal keys have equal hashes only within one process.
     """
 
     def __init__(self, chunk_tokens: int, chunk_bytes: int, clock: Clock) -> None:
@@ -267,7 +260,7 @@ class TraceRecorder:
         self._wanted_until = float("-inf")
 
     def finished(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Record an ended request that used these whole chunks. `keys`: their keys, first to last."""
+        """Record an ended request. `keys`: the keys of the whole chunks that it used, first to last."""
         now = self._clock()
         if now > self._wanted_until:
             return
@@ -292,10 +285,10 @@ class TraceRecorder:
         return hashlib.blake2b(key, key=self._secret, digest_size=_NAME_BYTES).hexdigest()
 
     def since(self, number: int) -> dict[str, Any]:
-        """Return the records of requests from number `number` on, as many as fit into one answer. Record requests from
-        now on.
+        """Return the records from number `number` on, as many as fit into one response. Requests are recorded from now
+        on.
 
-        In the result, `next` is the number to ask for next, and `left` counts the requests from there on.
+        In the result, `next` is the `number` for the next call, and `left` is the number of records that remain.
         """
         with self._lock:
             self._wanted_until = self._clock() + _WANTED_SECONDS
@@ -318,12 +311,12 @@ def _size(noted: dict[str, Any]) -> int:
 
 
 class SchedulerObserver:
-    """Passes each event of the scheduler side to its parts. Its methods are called on the scheduling thread only, and
-    never wait.
+    """Passes each event of the scheduler side to its parts. Only the scheduling thread calls the methods, which never
+    wait.
 
-    `telemetry` counts for vLLM's `/metrics`. `explainer` finds the reasons of misses. `recent` keeps the reports of the
-    last requests for the agent API. `recorder` keeps the chunks of requests for `lmkv record`. `value` estimates the
-    hits with more memory. `events` makes KV events; it is None if vLLM publishes no events.
+    `telemetry` counts for vLLM's `/metrics`. `explainer` finds the reasons of misses. `recent` keeps the last reports
+    for the agent API. `recorder` records used chunks for `lmkv record`. `value` estimates hits with more memory.
+    `events` makes KV events; None if vLLM publishes none.
     """
 
     def __init__(self, store: TieredStore, chunk_size: int, clock: Clock, events: EventRecorder | None) -> None:
@@ -341,7 +334,7 @@ class SchedulerObserver:
     # -- a request's report -----------------------------------------------------------------------------------
 
     def looked_up(self, request: Request, miss: Miss | None, hit: int, need: int) -> None:
-        """Note a lookup that found `hit` tokens and missed the other tokens. `need`: number of found tokens to load."""
+        """Note a lookup that found `hit` tokens, of which `need` are to be loaded. `miss`: the other tokens."""
         report = request.report
         report.miss = miss
         # vLLM asks about a waiting request in every step: only changes are logged.
@@ -352,24 +345,24 @@ class SchedulerObserver:
             logger.info(message, request.name, request.num_tokens, hit, need, missed)
 
     def missed(self, request: Request, miss: Miss) -> None:
-        """Note that a request loads nothing."""
+        """Note that lmkv loads nothing for a request."""
         request.report.miss = miss
 
     def promised(
         self, request: Request, keys: Sequence[ChunkKey], chunks: dict[str, int], tokens: dict[str, int]
     ) -> None:
-        """Note a promised load. `keys`: the keys of its chunks, and of the chunks in vLLM's own hit. `chunks`,
-        `tokens`: promised numbers by tier.
+        """Note a promised load. `keys`: the keys of its chunks and of vLLM's own hit. `chunks`, `tokens`: promised
+        numbers by tier.
         """
         report = request.report
         report.promised, report.source_chunks, report.sources = keys, chunks, tokens
         self.track(request, keys)
 
     def scheduled(self, request: Request, tokens: int, *, refused: bool) -> None:
-        """Note that a request has its blocks, and loads `tokens` tokens into these blocks.
+        """Note that vLLM has allocated a request's blocks, and that lmkv loads `tokens` tokens into them.
 
-        `refused`: whether vLLM did not use the promise. The request's hit and miss are counted once, even if the
-        request is preempted later.
+        `refused`: whether vLLM did not use the promise. The request's hit and miss are counted only the first time, not
+        after preemptions.
         """
         report = request.report
         if not report.counted:
@@ -381,7 +374,7 @@ class SchedulerObserver:
             report.hit_tokens = tokens
 
     def loaded(self, request: Request, answer: JobReport) -> None:
-        """Note the end of a load, or of a part of a load. A failed load does not count."""
+        """Note the end of a load or of one of its windows. A failed load does not count."""
         if answer.ok:
             request.report.load_bytes += answer.nbytes
             request.report.load_seconds += answer.seconds
@@ -392,9 +385,7 @@ class SchedulerObserver:
     # -- steps and ends -------------------------------------------------------------------------------------
 
     def finished(self, request: Request, chain: Sequence[ChunkKey]) -> None:
-        """Note that a request has ended, so that its chunks count as used. `chain`: the keys of these chunks, and of
-        the tail.
-        """
+        """Note that a request has ended. `chain`: the keys of its chunks and of its tail."""
         self.recent.finished(request)
         keys = request.chain.keys
         self.recorder.finished(request, keys)
@@ -405,12 +396,12 @@ class SchedulerObserver:
             self.track(request, chain)
 
     def track(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Publish KV events for these first chunks of a request from now on. `keys`: the keys of these chunks."""
+        """Publish KV events about these chunks from now on. `keys`: the keys of a request's first chunks."""
         if self.events is not None:
             self.events.track(request, keys)
 
     def reset(self) -> None:
-        """Publish that all chunks were deleted, and forget earlier removals."""
+        """Publish that all chunks were deleted, and forget all removals."""
         self.explainer.clear()
         if self.events is not None:
             self.events.reset()

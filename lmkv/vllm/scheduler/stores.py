@@ -1,7 +1,6 @@
-"""Orders copies of chunks, and of recurrent layers' states, into host memory, in the step that completes the chunk or
-state.
+"""Plans copies of chunks, and of recurrent layers' states, into host memory, in the step that completes them.
 
-`Endings` does what remains after a request and its last store have ended.
+`Endings` applies the options of a request after the request and its last store have ended.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ logger = logging.getLogger("lmkv.vllm")
 
 
 Offer = tuple[int, int, int]
-"""A state that vLLM hands over: `(group, block, tokens)`. `tokens`: number of tokens before the state."""
+"""A state that vLLM retains for lmkv: `(group, block, tokens)`. `tokens`: number of tokens before the state."""
 
 
 @define(eq=False)
@@ -35,12 +34,12 @@ class _ChunkJob(Job):
     first_chunk: int
     stored: int
     total: int
-    """How many of the request's first tokens are stored after this job. The job itself stores `stored` tokens."""
+    """How many of the request's first tokens are stored after this job, which itself stores `stored` tokens."""
     chunks: int
 
 
 class ChunkStores(Planner):
-    """Decides which chunks each step stores, and orders copies of these chunks into host memory."""
+    """Decides which chunks to store in each step, and plans their copies into host memory."""
 
     def __init__(self, context: PlanContext) -> None:
         super().__init__(context)
@@ -50,7 +49,7 @@ class ChunkStores(Planner):
         self._by_prefix = context.options.save_unfull_chunk and not context.block_map.windowed
 
     def completes(self, request: Request, computed: int) -> int:
-        """Return how many of the first chunks are complete after `computed` tokens, or 0 if all complete chunks are
+        """Return how many of the first chunks are complete after `computed` tokens. Return 0 if all of them are
         stored.
         """
         if computed < (request.storing.stored + 1) * self._chunk_size:
@@ -66,9 +65,9 @@ class ChunkStores(Planner):
         return complete if complete > request.storing.stored and not request.options.skip_save else 0
 
     def store(self, request: Request, complete: int, tables: BlockTables) -> None:
-        """Order copies of those of the first `complete` chunks that no tier stores.
+        """Plan copies of the first `complete` chunks, except chunks that some tier already has.
 
-        If there are not enough slots, the request's next step tries the other chunks again.
+        Chunks for which there is no slot are tried again in the request's next step.
         """
         keys = request.keys(complete)
         # Some may be loaded, or stored by another request with the same prefix.
@@ -91,9 +90,7 @@ class ChunkStores(Planner):
             request.storing.copying += 1
 
     def completes_tail(self, request: Request, computed: int) -> bool:
-        """Return whether to store the prompt's tail after `computed` tokens, because the tail is computed but not
-        stored yet.
-        """
+        """Return whether to store the prompt's tail after `computed` tokens: it is computed, but not stored."""
         if request.tail is None or not request.storing.tail_due or request.options.skip_save:
             return False
         end = request.tail_chunk * self._chunk_size + request.tail.tokens
@@ -102,7 +99,7 @@ class ChunkStores(Planner):
         return end <= computed < (request.tail_chunk + 1) * self._chunk_size
 
     def store_tail(self, request: Request, tables: BlockTables) -> None:
-        """Order the copy of the prompt's tail, unless a chunk in host memory begins with the tail's tokens.
+        """Plan the copy of the prompt's tail, unless a chunk in host memory begins with the tail's tokens.
 
         A tail is useless without the chunks before it, so none of these chunks is evicted for the tail.
         """
@@ -126,9 +123,7 @@ class ChunkStores(Planner):
         request.storing.copying += 1
 
     def _reserve(self, request: Request, chain: Sequence[ChunkKey], first: int, tokens: bytes) -> Reservation:
-        """Reserve slots for the chunks of `chain` from index `first` on. `tokens`: the token ids of these chunks, as
-        bytes.
-        """
+        """Reserve slots for the chunks of `chain` from index `first` on. `tokens`: their token ids, as bytes."""
         keys, of = chain[first:], request.chain
         self._store.hints.label(keys, request.tenants)
         origins = [of.origin(index) for index in range(first, len(chain))] if self._by_prefix else ()
@@ -157,7 +152,9 @@ class ChunkStores(Planner):
         return next(found, None)
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """Publish the chunks that all ranks have copied. If the job has failed, free their slots."""
+        """Make the copied chunks visible to lookups, after all ranks have copied. If the job has failed, free their
+        slots.
+        """
         assert isinstance(job, _ChunkJob)
         try:
             self._end(job, report)
@@ -184,14 +181,14 @@ class _StateJob(Job):
     reservation: Reservation
     chunks: int
     replaces: int
-    """Number of chunks before the stored states that the states of this job replace, or 0 to replace none."""
+    """How many chunks are before the older states that the new states replace; 0 to replace none."""
 
 
 class StateStores(Planner):
-    """Decides which states of recurrent layers each step stores, and orders copies of these states.
+    """Decides which states of recurrent layers to store in each step, and plans their copies.
 
-    The stored states are those at the end of prompts, where prompts diverge, and at the end of an answer. If a prompt
-    is computed in several steps, states after some of its chunks are stored as well.
+    States are stored at the end of prompts, where prompts diverge, and at the end of the generated tokens. If a prompt
+    is computed in several steps, some states within the prompt are stored as well.
     """
 
     def __init__(self, context: PlanContext, audit: HitAudits) -> None:
@@ -200,10 +197,10 @@ class StateStores(Planner):
         self._audit = audit
 
     def take(self, request: Request, computed: int, tables: BlockTables, offers: Sequence[Offer] = ()) -> None:
-        """Order copies of the states that this step completes, once all chunks before the states are stored.
+        """Plan copies of the states that this step completes, if all chunks before these states are stored.
 
         `computed`: number of the request's tokens after the step, without drafts. `tables`: the block tables after the
-        step. `offers`: the states that vLLM hands over.
+        step. `offers`: the states that vLLM retains for lmkv.
         """
         saves = self._options.stores and not request.options.skip_save
         if not saves and request.auditing.audit is None:
@@ -230,14 +227,14 @@ class StateStores(Planner):
                     self._step_ended(request, tokens // self._chunk_size, blocks)
 
     def _accepted(self, request: Request) -> int:
-        """Return how many answer tokens finished steps have computed, including accepted drafts; 0 while the prompt
-        is computed.
+        """Return how many tokens finished steps have computed, including accepted drafts; 0 until the prompt is
+        computed.
         """
         tokens = request.vllm.num_computed_tokens - request.vllm.num_in_flight_tokens
         return tokens if tokens > request.prompt_tokens else 0
 
     def _keyed(self, request: Request, tokens: int) -> bool:
-        """Return whether the first `tokens` tokens are whole chunks that have keys and may be stored."""
+        """Return whether the first `tokens` tokens are whole chunks that may be stored."""
         prompt = request.prompt_tokens
         limits = [request.num_tokens]
         if not self._options.save_decode:
@@ -248,7 +245,7 @@ class StateStores(Planner):
 
     def _step_ended(self, request: Request, chunks: int, blocks: Mapping[int, int]) -> None:
         """Store states after a step that ends after `chunks` chunks: some states of a prompt, and the last states of
-        an answer.
+        the generated tokens.
         """
         prompt = request.prompt_tokens
         if chunks * self._chunk_size > prompt:
@@ -263,7 +260,7 @@ class StateStores(Planner):
             self._order(request, chunks, blocks)
 
     def _order(self, request: Request, chunks: int, blocks: Mapping[int, int], replaces: int = 0) -> None:
-        """Order copies of those states after `chunks` chunks that no tier stores."""
+        """Plan copies of the states after `chunks` chunks, except states that some tier already has."""
         keys, chain = request.state_keys(chunks), request.keys(chunks)
         missing = keys[self._store.catalog.count_prefix(keys)[1] :]
         if not missing or request.storing.stored < chunks:
@@ -282,7 +279,9 @@ class StateStores(Planner):
         request.storing.copying += 1
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """Publish the states that all ranks have copied. If the job has failed, free their slots."""
+        """Make the copied states visible to lookups, after all ranks have copied. If the job has failed, free their
+        slots.
+        """
         assert isinstance(job, _StateJob)
         try:
             self._end(job, report)
@@ -309,8 +308,8 @@ class StateStores(Planner):
 
 
 class Endings(Planner):
-    """Carries out the pins and priorities of ended requests, after each request's last store. `stores`: tells when
-    these stores end.
+    """Applies the pins and priorities of ended requests, after each request's last store. `stores`: finds running
+    stores.
     """
 
     def __init__(self, context: PlanContext, stores: ChunkStores) -> None:
@@ -318,8 +317,8 @@ class Endings(Planner):
         self._stores = stores
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Count the request's chunks as used once the request's last store has ended. Return the request's answer,
-        or None for an empty answer.
+        """Apply the request's options as soon as its last store has ended. Return the values for vLLM's response, or
+        None for no values.
         """
         keys = request.keys_with_tail(len(request.chain.keys))
         self._observer.finished(request, keys)
@@ -327,7 +326,7 @@ class Endings(Planner):
         return self._answer(request) or None
 
     def _once_all_stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Carry out the request's options once no other request, such as one with the same prompt, is storing these
+        """Apply the request's options once no other request, such as one with the same prompt, is storing these
         chunks.
         """
         other = self._stores.storing(keys)
@@ -337,9 +336,7 @@ class Endings(Planner):
             self._carry_out(request, keys)
 
     def _carry_out(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Carry out the options of an ended request for its chunks, such as pins and priorities. All of these chunks
-        are stored by now.
-        """
+        """Apply the options of an ended request, such as pins and priorities. All its chunks are stored by now."""
         wanted, hint = self._boundaries.keys_to_promote(keys), request.options.hint
         # States are evicted before the chunks that they need.
         self._store.touch([*wanted, *keys[self._boundaries.without_states(len(wanted)) :]])
@@ -354,16 +351,14 @@ class Endings(Planner):
             self._store.hints.set_priority(wanted, hint.priority or 1, seconds, request.root, hint.session)
 
     def _answer(self, request: Request) -> dict[str, Any]:
-        """Return the answer to the request's `kv_transfer_params`."""
+        """Return the `kv_transfer_params` of the response."""
         answer: dict[str, Any] = {"lmkv": request.answer} if request.options.report else {}
         hands_over = request.options.remote_decode and not self._options.loads and not request.options.skip_save
         shared = self._share(request) if hands_over else 0
         return {**answer, "lmkv.wait_for": shared} if shared else answer
 
     def _share(self, request: Request) -> int:
-        """Write the prompt's chunks to shared tiers for other servers. Return the number of tokens in the written
-        chunks.
-        """
+        """Write the prompt's chunks to shared tiers, for other servers. Return the number of tokens in these chunks."""
         keys = self._boundaries.keys_to_promote(request.keys_with_tail(request.prompt_tokens // self._chunk_size))
         count = self._store.write_to_shared(keys)
         if self._boundaries.states:

@@ -15,7 +15,7 @@ from lmkv.vllm.plan import JobReport
 from lmkv.vllm.plan.request import Miss
 
 Values = dict[str, dict[tuple[str, ...], Any]]
-"""For each metric and its label values: the increase of a counter, the value of a gauge, or a list of a histogram's
+"""For each metric and its label values: a counter's increase, a gauge's value, or a list of a histogram's
 observations.
 """
 
@@ -55,9 +55,7 @@ _PREFETCH = (
 
 @frozen
 class Metric:
-    """A metric. `known`: the values of its only label that are known before the first count. Their series begin at
-    0.
-    """
+    """A metric. `known`: values of its only label that are known before the first count; their series begin at 0."""
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
@@ -149,7 +147,7 @@ class Samples:
         self._values: Values = {}
 
     def add(self, name: str, amount: float = 1, *labels: str) -> None:
-        """Increase a counter by `amount`. An increase by 0 starts the series of these labels."""
+        """Increase a counter by `amount`. An increase by 0 begins the series with these labels."""
         with self._lock:
             series = self._values.setdefault(name, {})
             series[labels] = series.get(labels, 0) + amount
@@ -171,7 +169,7 @@ class Samples:
 
 
 def merge(into: Values, other: Values) -> None:
-    """Add to `into` later values, or the values of another rank. Counters and observations add up; gauges are
+    """Add later values, or the values of another rank, to `into`. Counters and histograms add up; gauges are
     replaced.
     """
     for name, series in other.items():
@@ -195,10 +193,10 @@ class Telemetry:
         self.loads_off = False
         """Whether an audit has switched loads off."""
         self.predicted: Callable[[], Mapping[str, Any]] = lambda: {"tiers": ()}
-        """A function that returns estimates of the hits that other sizes of the tiers would give."""
+        """A function that returns the estimated hits with other sizes of the tiers."""
 
     def take(self) -> Values:
-        """Return the values counted since the last call."""
+        """Return the metrics' values since the last call."""
         if self._clock() >= self._next:
             self._next = self._clock() + _INTERVAL
             self._snapshot()
@@ -207,7 +205,7 @@ class Telemetry:
     # -- events -------------------------------------------------------------------------------------------
 
     def looked_up(self, tokens: Mapping[str, int], chunks: Mapping[str, int], miss: Miss | None) -> None:
-        """Count a scheduled request's hit, in `tokens` and `chunks` by tier, and the request's miss."""
+        """Count a scheduled request's hit and miss. `tokens`, `chunks`: the hit's numbers by tier."""
         add = self._samples.add
         for tier, count in tokens.items():
             add("lmkv_hit_tokens", count, tier)
@@ -227,7 +225,7 @@ class Telemetry:
         self._samples.observe("vllm:kv_offload_lookup_async_delay_seconds", seconds)
 
     def promoted(self, tier: str, seconds: float) -> None:
-        """Observe that chunks of `tier` took `seconds` for their promotion. Thread-safe."""
+        """Record that the promotion of chunks from `tier` took `seconds` seconds. Thread-safe."""
         self._samples.observe("lmkv_promotion_seconds", seconds, tier)
 
     def loaded(self, tokens: int, report: JobReport) -> None:
@@ -238,8 +236,8 @@ class Telemetry:
             self._samples.add("lmkv_failed_loads")
 
     def stored(self, counts: Mapping[str, int], report: JobReport, *, kept: bool) -> None:
-        """Count a store. `counts`: numbers of stored tokens and chunks, or of stored states. `kept`: whether the
-        store keeps what was copied.
+        """Count a store. `counts`: numbers of stored tokens and chunks, or of states. `kept`: whether the copies were
+        kept.
         """
         if kept:
             for kind, count in counts.items():
@@ -249,14 +247,14 @@ class Telemetry:
             self._samples.add("lmkv_failed_stores")
 
     def audited(self, tokens: int, seconds: float) -> None:
-        """Count an audited hit of `tokens` tokens, which vLLM computed again in `seconds` seconds."""
+        """Count an audited hit of `tokens` tokens, which vLLM computes in an estimated time of `seconds` seconds."""
         self._samples.add("lmkv_audited_hits")
         self._samples.add("lmkv_audited_tokens", tokens)
         self._samples.add("lmkv_audit_seconds", seconds)
 
     def compared(self, tiers: Sequence[str], wrong: Sequence[str], *, states: bool) -> None:
-        """Count compared chunks or states by tier. `tiers`: the tier of each compared one. `wrong`: the tier of each
-        wrong one.
+        """Count compared chunks or states. `tiers`: the tier of each compared one. `wrong`: the tier of each wrong
+        one.
         """
         for tier in tiers:
             self._samples.add("lmkv_audited_states" if states else "lmkv_audited_chunks", 1, tier)
@@ -264,7 +262,7 @@ class Telemetry:
             self._samples.add("lmkv_wrong_chunks", 1, tier)
 
     def audited_load(self, *, wrong: bool, again: bool = False) -> None:
-        """Count a load whose blocks were read back. `again`: whether this was the second reading of the load."""
+        """Count a load whose blocks were read back. `again`: whether this was the load's second read."""
         if not again:
             self._samples.add("lmkv_audited_loads")
         if wrong:

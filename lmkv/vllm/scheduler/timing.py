@@ -1,6 +1,4 @@
-"""Decides from measured times: whether to load or to compute, how long to wait for a load, and whether to load
-within a step.
-"""
+"""Decides by measured times whether to load or to compute, how long to wait, and whether to load within a step."""
 
 from __future__ import annotations
 
@@ -21,22 +19,20 @@ logger = logging.getLogger("lmkv.vllm")
 _SMOOTHING = 0.3
 _DECAY = 0.98
 MIN_STEP_TOKENS = 64
-"""Smallest number of tokens of a step whose duration shows the speed of the model."""
+"""Smallest number of tokens of a step from which the model's speed is measured."""
 _PROBE_EVERY = 16
-"""Number of skipped loads of a tier per measurement. Every sixteenth load that seems too slow runs while its request
-computes.
-"""
+"""One of this many skipped loads of a tier is run anyway, while its request computes, to measure the tier again."""
 _USUAL = 4.0
-"""A load is abandoned if it takes longer than this number multiplied by the expected time."""
+"""A load is abandoned if it takes longer than this multiple of its expected time."""
 _STAKE = 0.25
-"""If a load is expected to be faster than computing, the request may always wait for this share of the computing
+"""If loading is expected to be faster than computing, a request may wait for at least this share of the computing
 time.
 """
 
 
 @define
 class LoadTime:
-    """Estimates how many seconds a tier takes for a load: a delay, and a time for each byte.
+    """Estimates how long a tier takes for a load: a delay, plus a time per byte.
 
     Delay and time are fitted to recent loads by least squares; older loads count less. If all loads have the same size,
     the delay is 0.
@@ -44,12 +40,12 @@ class LoadTime:
 
     nbytes: float = 0.0
     seconds: float = 0.0
-    """The means of the loads' bytes (`nbytes`) and durations (`seconds`)."""
+    """The means of the loads' bytes (`nbytes`) and seconds (`seconds`)."""
     _variance: float = 0.0
     _covariance: float = 0.0
 
     def note_load(self, nbytes: int, seconds: float) -> None:
-        """Note that a load of `nbytes` bytes took `seconds` seconds."""
+        """Record that a load of `nbytes` bytes took `seconds` seconds."""
         share = _SMOOTHING if self.seconds else 1.0
         more, longer = nbytes - self.nbytes, seconds - self.seconds
         self.nbytes += share * more
@@ -58,7 +54,7 @@ class LoadTime:
         self._covariance = (1 - share) * (self._covariance + share * more * longer)
 
     def of(self, nbytes: int) -> float:
-        """Return the expected seconds for a load of `nbytes` bytes."""
+        """Return the expected seconds of a load of `nbytes` bytes."""
         most = self.seconds / self.nbytes
         per_byte = self._covariance / self._variance if self._variance else most
         # Neither faster with more bytes, nor in less than no time.
@@ -69,9 +65,9 @@ class LoadTime:
 class LoadCost:
     """Measures how fast prefill and the lower tiers are, and decides whether loading is worth its time.
 
-    The duration of a step includes all waits of the engine, so a single step can make the model look slower, but never
-    faster. Therefore the fastest of the recent steps counts. `prefill_speed`: tokens per second. `loads`: measured
-    times of loads, by tier. `skipped`: number of loads that were not worth their time, by tier.
+    A step's time includes all waits of the engine, so a step can make the model look slower, but never faster.
+    Therefore the fastest recent step counts. `prefill_speed`: tokens per second. `loads`: measured times of loads, by
+    tier. `skipped`: number of loads that were not worth their time, by tier.
     """
 
     enabled: bool = True
@@ -80,20 +76,18 @@ class LoadCost:
     loads: dict[str, LoadTime] = field(factory=dict)
 
     def note_step(self, tokens: int, seconds: float) -> None:
-        """Note that a step of the model computed `tokens` tokens in `seconds` seconds."""
+        """Record that a step computed `tokens` tokens in `seconds` seconds."""
         if tokens >= MIN_STEP_TOKENS and seconds > 0:
             self.prefill_speed = max(self.prefill_speed * _DECAY, tokens / seconds)
 
     def note_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """Note that a tier has delivered `nbytes` bytes in `seconds` seconds, including the wait in the tier's
-        queue.
-        """
+        """Record that a tier took `seconds` seconds for `nbytes` bytes, including the wait in its queue."""
         if nbytes and seconds > 0:
             self.loads.setdefault(tier, LoadTime()).note_load(nbytes, seconds)
 
     def worth_loading(self, tier: str, tokens: int, nbytes: int) -> bool:
-        """Return whether a load of `nbytes` bytes is probably faster than computing its `tokens` tokens. Return True
-        for a tier without measurements.
+        """Return whether loading `nbytes` bytes is probably faster than computing `tokens` tokens. True without
+        measurements.
         """
         known = self.loads.get(tier)
         if not self.enabled or known is None or not self.prefill_speed:
@@ -112,16 +106,16 @@ class LoadCost:
         return False
 
     def wants_probe(self, tier: str) -> bool:
-        """Return whether to run the last skipped load of a tier while its request computes, to measure the speed of
-        the tier.
+        """Return whether to run the load of this tier that was just skipped, while its request computes, to measure the
+        tier.
         """
         return self.skipped[tier] % _PROBE_EVERY == 0
 
     def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:
-        """Return how many seconds to wait for a load of `tokens` tokens before computing these tokens is better.
+        """Return how many seconds to wait for a load of `tokens` tokens before computing them instead.
 
-        The result is at most the time to compute the tokens, and less for a tier of known speed. It is infinite if
-        loads are always preferred, and None while no prefill has been measured.
+        The result is at most the time to compute the tokens, and may be less for a tier with measurements. Return
+        infinity if loads are always preferred, and None until a prefill was measured.
         """
         if not self.enabled:
             return math.inf
@@ -133,32 +127,33 @@ class LoadCost:
 
 
 MAX_STALL = 0.005
-"""Seconds by which a load within a step may delay the other requests of the batch."""
+"""Seconds by which a synchronous load may delay the other requests of the batch."""
 
 
 @define
 class LoadMode:
-    """Decides whether to load within a step or between steps.
+    """Decides whether a load is synchronous (within a step) or asynchronous (between steps).
 
-    `concurrent`: whether the device can copy while it computes. A CPU cannot copy while it computes, so a load between
-    steps is no faster on a CPU. `computing`: number of requests of the last step, which a load within the next step
-    would delay.
+    `concurrent`: whether the device can copy while it computes. A CPU cannot, so asynchronous loads gain nothing there.
+    `computing`: number of requests in the last step, which a synchronous load in the next step would delay.
     """
 
     mode: Literal["auto", "sync", "async"] = "auto"
     concurrent: bool = False
     computing: int = 0
     _speed: float = 0.0
-    """Bytes per second of copies from host memory, for all ranks together."""
+    """Bytes per second of copies from host memory to the device, on all ranks together."""
 
     def note_load(self, nbytes: int, seconds: float) -> None:
-        """Note that a load of `nbytes` bytes took `seconds` seconds."""
+        """Record that a load of `nbytes` bytes took `seconds` seconds."""
         if nbytes and seconds > 0:
             speed = nbytes / seconds
             self._speed += (speed - self._speed) * (_SMOOTHING if self._speed else 1)
 
     def between_steps(self, nbytes: int) -> bool:
-        """Return whether to load `nbytes` bytes between steps. Return False until a speed has been measured."""
+        """Return whether to load `nbytes` bytes asynchronously. With "auto", return False until a speed was
+        measured.
+        """
         if self.mode != "auto":
             return self.mode == "async"
         stalls = bool(self._speed) and nbytes / self._speed > MAX_STALL
@@ -168,7 +163,7 @@ class LoadMode:
 class Timing(Planner):
     """Decides about loads by the measured times of loads and steps.
 
-    `cost`: the speeds of the model and of each tier. `mode`: decides whether a load is within a step or between steps.
+    `cost`: the speeds of the model and of each tier. `mode`: decides whether a load is synchronous.
     """
 
     def __init__(self, context: PlanContext) -> None:
@@ -179,10 +174,11 @@ class Timing(Planner):
         """Largest number of chunks of one request that may be promoted at the same time."""
 
     def worth_loading(self, keys: Sequence[ChunkKey], ready: int, found: int, computed: int) -> float:
-        """Return how many of the first chunks are worth loading: the chunks before the first tier that is too slow.
+        """Return how many of the first chunks are worth loading: those before the first chunk in a tier that is too
+        slow.
 
-        Return infinity if all chunks are worth loading. Chunks [ready, found) of `keys` are in lower tiers, and the
-        first `computed` chunks are computed.
+        Return infinity if all are worth loading. Chunks `ready` to `found - 1` of `keys` are in lower tiers, and vLLM
+        already has the first `computed` chunks.
         """
         for tier, (count, nbytes) in self._store.catalog.by_tier(keys[ready:found]).items():
             tokens = self._tokens(count, found, computed)
@@ -194,17 +190,16 @@ class Timing(Planner):
         return math.inf
 
     def _tokens(self, count: int, found: int, computed: int) -> int:
-        """Return how many tokens vLLM need not compute after a load of `count` of the `found` entries. The first
-        `computed` chunks are computed.
+        """Return how many tokens vLLM need not compute after a load of `count` of the `found` entries. vLLM already has
+        the first `computed` chunks.
 
-        With recurrent layers, the result counts the tokens of the whole hit, because chunks and states are useless
-        without each other.
+        With recurrent layers, all tokens of the hit count, because chunks and states are useless without each other.
         """
         chunks = self._boundaries.without_states(found) - computed if self._boundaries.states else count
         return chunks * self._chunk_size
 
     def _probe(self, keys: Sequence[ChunkKey]) -> None:
-        """Measure a slow tier again, by a load of `keys` that runs while the request computes."""
+        """Measure a slow tier again: load `keys` from it while the request computes."""
         probe = self.promote(keys, prefetch=True, ttl=self._options.prefetch_deadline)
         probe.add_done_callback(probe.release)
 
@@ -217,7 +212,7 @@ class Timing(Planner):
         ttl: float | None = None,
         owner: bytes = b"",
     ) -> Promotion:
-        """Promote chunks, and measure the time until their tiers have delivered them, including the waits in queues.
+        """Promote chunks, and measure how long their tiers take, including waits in queues.
 
         The arguments and the result are those of `TieredStore.promote`.
         """
@@ -234,8 +229,8 @@ class Timing(Planner):
         return promotion
 
     def late(self, keys: Sequence[ChunkKey], seconds: float) -> None:
-        """Note that the tiers of these chunks have not delivered them after `seconds` seconds. The tiers probably
-        take twice that time.
+        """Record that the tiers of these chunks have not delivered them within `seconds` seconds. Assume that these
+        tiers take twice as long.
         """
         presences = self._store.catalog.lookup(keys)
         missing = [key for key, presence in zip(keys, presences, strict=True) if presence is not Presence.READY]
@@ -244,9 +239,10 @@ class Timing(Planner):
                 self.cost.note_load(tier, nbytes, 2 * seconds)
 
     def limit(self, keys: Sequence[ChunkKey], ready: int, found: int, computed: int = 0) -> float | None:
-        """Return how many seconds a request may wait for chunks [ready, found) of `keys`, or None if no speed is known.
+        """Return how many seconds a request may wait for chunks `ready` to `found - 1` of `keys`. Return None if no
+        speed is known.
 
-        `computed`: number of chunks at the beginning that are computed.
+        `computed`: how many of the first chunks vLLM already has.
         """
         tokens = self._tokens(found - ready, found, computed)
         tiers = self._store.catalog.by_tier(keys[ready:found])
@@ -254,6 +250,6 @@ class Timing(Planner):
         return max((limit for limit in limits if limit is not None), default=None)
 
     def compute_seconds(self, tokens: int) -> float:
-        """Return the estimated seconds to compute `tokens` tokens, or infinity while no speed is known."""
+        """Return the estimated seconds to compute `tokens` tokens, or infinity if no speed is known."""
         seconds = self.cost.patience(None, tokens, 0)
         return math.inf if seconds is None else seconds

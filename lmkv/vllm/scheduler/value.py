@@ -28,12 +28,12 @@ _SAMPLED_CHUNKS: Final = 4096
 _MAX_SHARE: Final = 0.001
 """Largest share of time to spend on estimates. If estimates take more time, fewer requests are sampled."""
 _FEWEST_CHUNKS: Final = 512
-"""Smallest number of chunks with which a shadow (a simulated tier) gives a useful estimate."""
+"""Smallest number of chunks in a shadow (a simulated tier) that gives a useful estimate."""
 _BACKLOG: Final = 8
-"""Number of waiting requests for which a step replays one more request."""
+"""For this many waiting requests, a step replays one more request."""
 _SETTLE_SECONDS: Final = 5.0
 KEPT: Final = 0.999
-"""Factor by which each later sampled request multiplies the weight of earlier requests."""
+"""Factor that reduces the weight of all earlier requests with each sampled request."""
 _DAY: Final = 86_400
 
 
@@ -49,11 +49,11 @@ class _Tier:
 
 
 class MemoryValue:
-    """Replays finished requests in shadows (simulations) of the tiers, and reports the estimated hits. Never waits.
+    """Replays finished requests in shadows (simulated tiers), and reports the estimated hits. Never waits.
 
-    The methods are called on the scheduling thread; only `report` may be called on any thread. In each step, one shadow
-    replays one finished request, or a few if many wait, so that no call takes long. Conversations with a common
-    beginning are in the sample together or not at all, so the sample has all chunks of a hit or none.
+    Only the scheduling thread calls the methods, except `report`. In each step, one shadow replays one finished
+    request, or a few if many wait, so that no call takes long. Conversations with a common beginning are all in the
+    sample or all outside it, so the sample has all chunks of a hit or none.
     """
 
     def __init__(self, store: TieredStore, chunk_tokens: int, clock: Clock = time.perf_counter) -> None:
@@ -77,8 +77,8 @@ class MemoryValue:
         ]
 
     def finished(self, keys: Sequence[ChunkKey], tokens: int) -> None:
-        """Note the end of a request with a prompt of `tokens` tokens. `keys`: the keys of the whole chunks that it
-        used, first to last.
+        """Note that a request with a prompt of `tokens` tokens has ended. `keys`: keys of the whole chunks that it
+        used, in order.
         """
         if not keys:
             return
@@ -90,8 +90,8 @@ class MemoryValue:
         self._spend(started)
 
     def step(self) -> bool:
-        """Replay one request in one shadow, and return whether requests are left to replay. If a policy raises, the
-        replay of its request ends.
+        """Replay one request in one shadow. Return whether there is more to replay. If a policy raises, its request is
+        dropped.
         """
         if self._replays:
             started = self._clock()
@@ -107,8 +107,8 @@ class MemoryValue:
         return False
 
     def _spend(self, started: float) -> None:
-        """Count the time since `started` as spent on estimates, and sample fewer requests from now on if the share
-        is too large.
+        """Count the time since `started` as spent on estimates. If the share of such time is too large, sample fewer
+        requests.
         """
         now = self._clock()
         self._spent += now - started
@@ -119,7 +119,7 @@ class MemoryValue:
             self._spent, self._started, self._tokens = 0.0, now, 0.0
 
     def _part(self, keys: Sequence[ChunkKey]) -> int:
-        """Return the index of the first chunk that only few conversations share."""
+        """Return the index of the first chunk that few conversations share."""
         parent = None
         for key in keys[:DEPTH]:
             if key not in self._known:
@@ -131,7 +131,7 @@ class MemoryValue:
         return next((own for own in shared if self._children.get(keys[own - 1], 0) >= BRANCHES), 0)
 
     def _replay(self, keys: Sequence[ChunkKey], own: int, tokens: int) -> Iterator[None]:
-        """Replay a request in one shadow after the other, then count the request's hits."""
+        """Replay a request in one shadow at each `next`, and then count the request's hits."""
         # Chunks that many share are in every tier of any size, and would fill a sampled one.
         sampled = keys[own:] if self._rate < 1 else keys
         shared = len(keys) - len(sampled)
@@ -152,10 +152,9 @@ class MemoryValue:
                 tier.found[number] = tier.found[number] * KEPT + counted
 
     def report(self, prefill_speed: float = 0.0) -> dict[str, Any]:
-        """Return the estimates for each size of each tier. `prefill_speed`: measured tokens per second, or 0 if
-        unknown.
+        """Return the estimates for each size of each tier. `prefill_speed`: tokens per second; 0 if unknown.
 
-        In the result, `saved_seconds` is the time of prefill that a size saves per day, compared with the present size.
+        In the result, `saved_seconds` is the prefill time per day that a size saves, compared with the present size.
         """
         with self._lock:
             a_day = self._tokens / max(self._clock() - self._started, 1e-9) * _DAY
