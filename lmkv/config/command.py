@@ -1,4 +1,4 @@
-"""`Command`: the command of an engine with lmkv, while it is translated from another command line."""
+"""`Command`: the command of an engine with lmkv, as the translation of another command line builds it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ class Command:
     """The command of an engine with lmkv, translated from another command line.
 
     `before`: the words before the command's options. `kept`: options that remain unchanged. `role`: the `kv_role` of
-    the connector.
-    `ranks`: the number of ranks of an engine. `engines`: the number of engines. `longest`: tokens of the longest
-    request. `port`: the port of vLLM's server.
+    the connector. `ranks`: the number of ranks of an engine. `engines`: the number of engines. `longest`: tokens of the
+    longest request. `port`: the port of vLLM's server.
     """
 
     before: list[str] = field(factory=lambda: ["vllm", "serve"])
@@ -50,8 +49,9 @@ class Command:
         self._read(given, "used", here=name)
 
     def use_folder(self, given: str, folder: object, capacity: object = None) -> None:
-        """Make the folder the disk tier, or refuse the option if another folder is the disk tier. `given`: the
-        option as the user wrote it.
+        """Make `folder` the disk tier. Refuses the option if the command already has another disk tier.
+
+        `given`: the option as the user wrote it.
         """
         if any(name == "local_disk" for name, _, _ in self.settings):
             self.refuse(
@@ -72,10 +72,10 @@ class Command:
         self._read(given, "unknown", why=why)
 
     def unused(self, group: str, name: str, value: object = True, given: str = "") -> None:
-        """Note an option that is not a setting of lmkv. `given`: the option as the user wrote it, if it differs from
-        `name`.
+        """Record that an option cannot be used: it has no effect, is refused, or is unknown.
 
-        `group`: the kind of options in lmcache.toml.
+        `group`: the group of options in commands.toml. `given`: the option as the user wrote it, if it differs from
+        `name`.
         """
         known, given = lmcache.commands()[group], given or name
         entry = known.get(name)
@@ -87,7 +87,10 @@ class Command:
             self.refuse(given, entry.why)
 
     def leave_variables(self, env: Env, reader: str) -> None:
-        """Note for each variable of LMCache that `reader`, the translated program, does not read the variable."""
+        """Record for each variable of LMCache in `env` that it has no effect, because `reader` does not read it.
+
+        `reader`: the name of the program whose command is translated.
+        """
         for name in env:
             key = lmcache.key_of(name)
             known = lmcache.table().get(key)
@@ -99,15 +102,16 @@ class Command:
         self.readings.append(Reading(given, _SOURCE, kind, here, why))
 
     def take(self, translation: lmcache.Translation) -> None:
-        """Add the settings of lmkv into which LMCache's settings were translated."""
+        """Add the result of a translation of LMCache's settings."""
         self.settings += translation.settings
         self.readings += translation.readings
         self.notes += translation.notes
 
 
 def use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
-    """Translate the option `prefix` of a tier of LMCache's. Note each remaining option that lmkv cannot translate, so
-    that none is dropped silently.
+    """Translate the other options of a lower tier of LMCache: `prefix` becomes a setting of lmkv.
+
+    Every other option is recorded as unused, so that no option is dropped silently.
     """
     if tier.get("prefix"):
         command.use(f"{given}: prefix", "remote_prefix", tier["prefix"])
@@ -118,8 +122,9 @@ def use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
 
 
 def use_store(command: Command, given: str, described: Callable[[], tuple[str, Mapping[str, Any]]]) -> None:
-    """Translate a remote store. `described()`: a function that returns the address in LMCache's form, and the keys
-    that belong to the address.
+    """Translate a remote store.
+
+    `described`: a function that returns the store's address in LMCache's form, and the keys related to the address.
     """
     try:
         found = addresses.translated(*described())

@@ -1,4 +1,4 @@
-"""Finds settings that mean something else inside a container than outside, in the command that starts the container."""
+"""Finds settings that have another meaning inside a container, in the command that starts the container."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _UNITS: Final = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def doubts(words: Sequence[str], folder: str | None, remotes: Sequence[RemoteURL], host_bytes: int) -> Iterator[str]:
-    """Yield remarks on a command of docker. `folder`: that of the disk tier. `host_bytes`: bytes of host memory."""
+    """Yield remarks about a docker command.
+
+    `folder`: the folder of the disk tier. `remotes`: the remote stores. `host_bytes`: bytes of host memory.
+    """
     if not words or words[0] not in PROGRAMS:
         return
     volumes = [value.split(":")[1] for value in _values(words, "-v", "--volume") if ":" in value]
@@ -35,7 +38,7 @@ def doubts(words: Sequence[str], folder: str | None, remotes: Sequence[RemoteURL
 
 
 def image_at(words: Sequence[str]) -> int | None:
-    """Return the index of the image in a command of docker, or None for another command."""
+    """Return the index of the image in the words of a docker command, or None for another command."""
     if not words or words[0] not in PROGRAMS or "run" not in words:
         return None
     at = words.index("run") + 1
@@ -52,6 +55,6 @@ _ALONE: Final = (
 
 
 def _values(words: Sequence[str], *names: str) -> list[str]:
-    """Return the values of an option, which may follow the name after a blank or a `=`."""
+    """Return the values of an option. A value follows the option's name after a blank or after `=`."""
     found = [value for name, value in pairwise(words) if name in names]
     return found + [word.partition("=")[2] for word in words if word.partition("=")[0] in names and "=" in word]

@@ -1,6 +1,6 @@
 """`Config`: every setting of lmkv, with its name, type, default, unit and meaning, and the source of its value.
 
-Only the builder of engines, the vLLM connector and the command line read a `Config`, and make objects from its values.
+Only the code that builds engines, the vLLM connector and the command line read a `Config`.
 """
 
 from __future__ import annotations
@@ -62,15 +62,16 @@ _T = TypeVar("_T")
 
 
 def _option(default: _T, parse: Parse, doc: str, unit: str = "") -> _T:
-    """Return a field of `Config`. `parse`: a function that converts a value as users write it, and raises ValueError
-    with the reason.
+    """Return a field of `Config`.
+
+    `parse`: a function that converts a value as users write it. The function raises ValueError if the value is invalid.
     """
     option: _T = field(default=default, metadata={"parse": parse, "doc": doc, "unit": unit})
     return option
 
 
 def _converting(_: type, attributes: list[Attribute[Any]]) -> list[Attribute[Any]]:
-    """Make each option's `parse` the converter of its field. Errors of the converter have the field's name."""
+    """Make the `parse` function of each option the converter of its field, with the field's name in error messages."""
     return [
         attribute.evolve(converter=_converter(attribute)) if "parse" in attribute.metadata else attribute
         for attribute in attributes
@@ -79,16 +80,14 @@ def _converting(_: type, attributes: list[Attribute[Any]]) -> list[Attribute[Any
 
 @frozen
 class _Parsed:
-    """A value that `load` has parsed, with its source."""
+    """A value that is already parsed, so that the converter of its field does not parse it again."""
 
     value: object
 
 
 def _converter(attribute: Attribute[Any]) -> Parse:
     def convert(value: object) -> object:
-        """Return the parsed value. If the value is invalid, return the error, so that the caller can raise one error
-        for all settings.
-        """
+        """Return the parsed value. Returns, not raises, a ConfigError, so that all errors can be reported together."""
         try:
             return (value if isinstance(value, _Parsed) else _parsed(attribute, value, KEYWORD)).value
         except ConfigError as error:
@@ -120,7 +119,7 @@ class Setting:
     doc: str
 
     def __str__(self) -> str:
-        """Return the value with its unit as text, or "none"."""
+        """Return the value as text with its unit, or "none"."""
         unit = self.unit if self.unit.isalpha() else ""
         return f"{in_words(self.value)} {unit}".strip() if self.value is not None else "none"
 
@@ -136,7 +135,7 @@ class Config:
 
     Notes
     -----
-    Immutable, so any number of threads may share it. `load` merges a file, the environment and vLLM's
+    Immutable, so any number of threads may share a `Config`. `load` merges a file, the environment and vLLM's
     `kv_connector_extra_config`; the constructor uses only its keyword arguments.
 
     Examples
@@ -289,7 +288,7 @@ class Config:
             raise ConfigError("\n".join(problems))
 
     def _problems(self) -> Iterator[str]:
-        """Yield a text for each contradiction between the values of settings."""
+        """Yield an error text for each contradiction between settings."""
         yield from self._of_folder("shared_memory", "max_shared_memory_size")
         yield from self._of_folder("local_disk", "max_local_disk_size")
         if self.shared_memory and self.local_disk and are_nested(self.shared_memory, self.local_disk):
@@ -323,22 +322,21 @@ class Config:
         ranks: int | None = None,
         **overrides: object,
     ) -> Config:
-        """Make a configuration from a file, the environment, vLLM's extra configuration and keywords.
+        """Return the configuration from keywords, a file, the environment and vLLM's extra configuration.
 
         A later source in this list overrides an earlier source. `file`: a YAML file; by default the file that
         LMKV_CONFIG_FILE names. `env`: variables such as LMKV_CHUNK_SIZE. `extra`: vLLM's `kv_connector_extra_config`,
         with keys such as `chunk_size` or `lmkv.chunk_size`. `overrides`: settings as keywords. Raises ConfigError for
-        an unknown key or an invalid value in any source, even if another source overrides it.
+        an unknown key or an invalid value in any source, even if another source overrides the key.
 
-        If none of the sources has a setting of lmkv, LMCache's settings are read: LMCACHE_CONFIG_FILE,
-        LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`. `ranks`: the number of ranks of the engine, by which LMCache's sizes
-        are multiplied.
+        If no source has a setting of lmkv, LMCache's settings are read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE,
+        `lmcache.chunk_size`. `ranks`: the number of ranks of the engine, by which LMCache's sizes are multiplied.
         """
         return Answer.to(file=file, env=env, extra=extra, overrides=overrides, ranks=ranks).checked()
 
     @property
     def remotes(self) -> tuple[RemoteURL, ...]:
-        """The URLs of all remote stores, the nearest store first."""
+        """The URLs of all remote stores, fastest store first."""
         return self.remote_url + self.remote_urls
 
     @property
@@ -363,22 +361,24 @@ class Config:
 
     @property
     def password(self) -> str | None:
-        """Password for remote stores, from the setting or from the file that the setting names. Raises ConfigError
-        if the file is unreadable.
+        """Password for remote stores, from the setting or from the password file.
+
+        Raises ConfigError if the file is unreadable.
         """
         return self._secret("remote_password")
 
     @property
     def renew_password(self) -> Callable[[], str | None] | None:
-        """A function that reads `password` again, or None if no file has the password. A pipe is read only once."""
+        """A function that reads `password` again, or None if the password is not in a file. A pipe is read only once.
+        """
         path = self.remote_password_file
         return partial(self._secret, "remote_password") if path and os.path.isfile(path) else None
 
     @property
     def token(self) -> str | None:
-        """Token of the agent API, from the setting or from the file that the setting names.
+        """Token of the agent API, from the setting or from the token file.
 
-        Raises ConfigError if the file is unreadable or the token cannot be sent.
+        Raises ConfigError if the file is unreadable or the token cannot be sent in an HTTP header.
         """
         token = self._secret("agent_token")
         if token is not None and not re.fullmatch("[!-~]+", token):
@@ -392,8 +392,8 @@ class Config:
 
     @property
     def authentication_bytes(self) -> bytes | None:
-        """Key that authenticates chunks, from the setting or from the file that the setting names. Raises
-        ConfigError if the key is invalid.
+        """Secret key that authenticates chunks, from the setting or from the key file. Raises ConfigError if it is
+        invalid.
         """
         if self.authentication_key_file is None:
             return self.authentication_key.value.encode() if self.authentication_key else None
@@ -440,7 +440,7 @@ class Config:
         ]
 
     def _of_folder(self, folder: str, capacity: str) -> Iterator[str]:
-        """Yield a text if a folder is set without a capacity, or a capacity is set without a folder."""
+        """Yield an error text if a folder is set without a capacity, or a capacity without a folder."""
         given, size = getattr(self, folder), getattr(self, capacity)
         if given is not None and size == 0:
             yield f"{self.source(folder)}: {folder} needs {capacity} (GiB), for example {capacity}: 100"
@@ -449,12 +449,14 @@ class Config:
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether no tier keeps a chunk after the end of the request that stores the chunk."""
+        """Whether no tier keeps chunks after the end of the request that stored them."""
         disk = self.local_disk and self.disk_admission != "none"
         return not (self.local_cpu or self.shared_memory or disk or self.remotes)
 
     def doubts(self, given: Iterable[str]) -> Iterator[tuple[int, str]]:
-        """Yield `(log level, remark)` for settings that have no effect. `given`: names of the settings that are set."""
+        """Yield `(log level, remark)` for settings without effect and suspicious values. `given`: names of the set
+        settings.
+        """
         if self.keeps_nothing:
             yield logging.WARNING, _KEEPS_NOTHING
         if 0 < sum(each.percent for each in self.quotas) <= 1:
@@ -481,8 +483,9 @@ class Config:
                     yield logging.WARNING, f"{self.source(name)}: {name} has no effect without {names[0]}"
 
     def doubts_of_server(self, role: str, longest: int | None) -> Iterator[str]:
-        """Yield the reasons why a server with this `kv_role` will not hit. `longest`: number of tokens of the
-        server's longest request.
+        """Yield the reasons why a server with the `kv_role` `role` will have no hits.
+
+        `longest`: number of tokens of the server's longest request.
         """
         if role != "kv_both" and not (self.shared_memory or self.local_disk or self.remotes):
             idle = {
@@ -521,11 +524,11 @@ _OPTIONS: Final[Mapping[str, Attribute[Any]]] = MappingProxyType(
 
 @frozen
 class Answer:
-    """The result of reading all given settings. The server and all commands use this class, so that all of them report
-    the same problems.
+    """The result of reading all settings. The server and all commands use this class, so that they report the same
+    problems.
 
-    `config`: the configuration; None if a setting is refused. `readings`: the meaning of each given setting. `notes`:
-    log lines about several settings together, each with its level. `problems`: texts about refused settings.
+    `config`: the configuration; None if a setting is refused. `readings`: what each setting means in lmkv. `notes`:
+    `(log level, remark)` pairs about several settings together. `problems`: error texts about refused settings.
     """
 
     config: Config | None
@@ -548,11 +551,10 @@ class Answer:
         read: Callable[[Path], Mapping[Any, object]] = read_yaml,
         ranks: int | None = None,
     ) -> Self:
-        """Read the given settings, and return the result. The arguments are those of `Config.load`, with keywords in
-        `overrides`.
+        """Read all settings and return the result. The arguments are those of `Config.load`; `overrides` has its
+        keywords.
 
-        `read(path)`: a function that returns the content of a YAML file. Raises ConfigError for a source that cannot be
-        read.
+        `read`: a function that returns the content of a YAML file. Raises ConfigError for a source that cannot be read.
         """
         for name, given, kind, form in (
             ("file", file, str | os.PathLike | None, "a path (settings are keywords)"),
@@ -577,9 +579,9 @@ class Answer:
 
     @classmethod
     def to_command(cls, words: Sequence[str], ranks: int | None = 1) -> tuple[Self, Command]:
-        """Return the meaning of a command line of LMCache's server or of `vllm serve`, and the translated command.
+        """Read a command line of LMCache's server or of `vllm serve`. Returns the result, and the translated command.
 
-        `ranks`: the number of ranks of the engine, if the options do not have this number. Raises ConfigError for any
+        `ranks`: the number of ranks of the engine, if the command's options do not set it. Raises ConfigError for any
         other command line.
         """
         command = command_lines.translated(words, ranks)
@@ -607,10 +609,10 @@ class Answer:
         of_lmcache: bool = False,
         command: Command | None = None,
     ) -> Self:
-        """Make the result from `settings`, each as `(key, value, source)`. A later value replaces an earlier value of
-        the same key.
+        """Return the result for `settings`, each as `(key, value, source)`. A later value of a key replaces an earlier
+        value.
 
-        If `command` is given, a remark names each replaced value.
+        If `command` is given, a note names each replaced value.
         """
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
@@ -664,18 +666,14 @@ class Answer:
         return 2 if self.problems else int(matters or any(each.kind == "unknown" for each in self.readings))
 
     def checked(self) -> Config:
-        """Return the configuration. Raises ConfigError, with the name of every refused setting, if there is no
-        configuration.
-        """
+        """Return the configuration. Raises ConfigError with the texts of all problems if a setting is refused."""
         if self.config is None:
             raise ConfigError("\n".join(self.problems))
         return self.config
 
 
 def _doubts_of_names(env: Mapping[str, str]) -> Iterator[str]:
-    """Yield a text for each variable that looks like a variable of lmkv, but is not read, or is not read with this
-    value.
-    """
+    """Yield a remark for each variable that looks like lmkv's but is not read, or that has an invalid value."""
     for name in sorted(env):
         big = name.upper()
         if name != big and (big == ENV_FILE or big.removeprefix(ENV_PREFIX).lower() in _OPTIONS.keys() - {big.lower()}):
@@ -686,7 +684,7 @@ def _doubts_of_names(env: Mapping[str, str]) -> Iterator[str]:
 
 
 def _doubts_of_port(config: Config, command: Command) -> Iterator[str]:
-    """Yield a remark if an engine's agent API would listen on the port of vLLM's server."""
+    """Yield a remark if the agent API of an engine would use the port of vLLM's server."""
     port = (config.agent_listen or "").rpartition(":")[2]
     if port.isdecimal() and command.port in range(int(port), int(port) + command.engines):
         yield f"agent_listen {config.agent_listen}: vLLM's server uses port {command.port}: name another port"

@@ -181,9 +181,7 @@ class PolicyBase(ABC):
         self.forget(key)
 
     def remove(self, key: ChunkKey, size: int) -> None:
-        """Evict a key that `pop` did not return. Another policy may combine several policies, and choose the key
-        itself.
-        """
+        """Evict a key that `pop` did not return, because another policy has chosen the key."""
         self.drop(key)
         self.evicted(key, size)
 
