@@ -71,7 +71,7 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("POST", "/v1/lookup", _body(prompt, scope))
 
     def prefetch(self, prompt: PromptLike, *, wait: float = 0.0, **scope: Any) -> Answer:
-        """Load the stored chunks of a prompt into host memory. Waits at most `wait` seconds for them.
+        """Load the stored chunks of a prompt into host memory. Waits at most `wait` seconds.
 
         Returns `id`, `done`, `found_tokens` (number stored in any tier) and `ready_tokens` (number in host memory now).
         """
@@ -246,7 +246,8 @@ def _body(prompt: PromptLike, scope: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _ended_after(seconds: float) -> Iterator[Any]:
-    """Yield a trace function for httpx. After `seconds`, the connections that it has seen are closed.
+    """Yield a trace function for httpx, which notes a request's connections. After `seconds`, these connections are
+    closed.
 
     httpx's own timeout does not limit a response that arrives very slowly.
     """

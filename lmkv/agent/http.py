@@ -537,9 +537,10 @@ def application(
 
     @v1.get("/explain/{request:any_text}")
     async def explain(request: str) -> dict[str, Any]:
-        """Return the report of one request, with a sentence that explains which tokens it missed and why.
+        """Return the report of one request, with a sentence that explains which tokens the request missed and why.
 
-        If the request has several prompts or answers, `parts` has the report of each."""
+        If the request has several prompts or answers, `parts` has the report of each.
+        """
         call = _at_once(lambda: service.explain(request))
         found = await peers.ask(call, "GET", f"/v1/explain/{quote(request, safe='')}")
         parts = [{"engine": n, **part} for n, one in answering(found).items() for part in one.pop("parts", [one])]

@@ -1,5 +1,4 @@
-"""`Peers`: with it, a server's first engine asks the server's other engines, and combines the responses of all engines.
-"""
+"""`Peers`: sends requests of a server's first engine to the other engines, and combines the responses."""
 
 from __future__ import annotations
 
@@ -184,9 +183,9 @@ class Peers:
         return f"<Peers: {self.number} and {len(self._others)} others>"
 
     def announced(self, number: int) -> None:
-        """Note that engine `number` runs. From now on, `ask` asks this engine. An impossible number is ignored.
+        """Note that engine `number` runs, so that `ask` asks this engine. An impossible number is ignored.
 
-        Raises PeerError if this user has no private folder for the engines' sockets.
+        Raises PeerError if there is no private folder for the engines' sockets.
         """
         if number in self._others:
             self._others[number].away = ""
@@ -295,10 +294,9 @@ def answering(answers: Mapping[int, Answer]) -> dict[int, Answer]:
 
 
 def merged(answers: Mapping[int, Answer]) -> Answer:
-    """Return one response for all engines: the best engine's response with summed totals, and all responses in
-    `engines`.
+    """Return the best engine's response with the totals of all engines, and all responses in `engines`.
 
-    A single response is returned unchanged. The best engine has the largest number of hit, ready or pinned tokens.
+    The best engine has the most hit, ready or pinned tokens. A single response is returned unchanged.
     """
     here = answering(answers)
     if len(answers) == 1 and here:

@@ -139,8 +139,8 @@ def _has_ended_connections(port: int) -> bool:
 def _one_at_a_time(folder: str) -> Iterator[None]:
     """Hold the folder's lock for a `with` block, so that only one server at a time is between `bind` and `listen`.
 
-    If another process holds the lock for too long, the block runs without the lock, because anybody who may read the
-    folder can hold the lock.
+    If another process holds the lock for too long, the block runs without the lock. Anybody who may read the folder can
+    hold the lock.
     """
     with ExitStack() as held:
         with suppress(OSError):
@@ -184,9 +184,9 @@ def _bases() -> list[str]:
 
 
 def _private_folder() -> Path:
-    """Return the folder for sockets, which only this user can change. A missing folder is created.
+    """Return a folder for sockets that only this user can change. A missing folder is created.
 
-    Several places are tried. Raises OSError if none is private.
+    Raises OSError if there is no such folder.
     """
     refused: OSError | None = None
     for base in _bases():
@@ -455,11 +455,7 @@ class AgentServer:
         thread = threading.get_ident()
 
         def matters(record: logging.LogRecord) -> bool:
-            """Return whether to log a record of uvicorn.
-
-            This thread's records without an exception, or with a LocalProtocolError, are dropped. Clients could fill
-            the log with such records by sending invalid bytes.
-            """
+            """Return whether to log a record of uvicorn. Drops records that clients cause with invalid bytes."""
             error = record.exc_info and record.exc_info[1]
             return record.thread != thread or (error is not None and not isinstance(error, LocalProtocolError))
 

@@ -145,8 +145,7 @@ def copies(layers: int, chunks: int, rounds: int) -> Iterator[Row]:
 
 
 def wait_until_populated() -> None:
-    """Wait for the threads that map the pages of host memory. Otherwise they would count in measurements of CPU time.
-    """
+    """Wait for the threads that map the pages of host memory, because their CPU time would count in measurements."""
     for thread in threading.enumerate():
         if thread.name == "lmkv-populate":
             thread.join()

@@ -94,10 +94,9 @@ def demo(
 
 @frozen(kw_only=True)
 class Plan:
-    """The plan of the demo: the length of the prompts in tokens, and the model.
+    """The plan of the demo: prompts of `tokens` tokens, in engines of `model`.
 
-    vLLM's KV cache has space for little more than one prompt, so that each prompt evicts the previous one from the
-    device.
+    vLLM's KV cache has space for little more than one prompt, so each prompt evicts the previous one.
     """
 
     tokens: int = 8000
@@ -198,9 +197,8 @@ def measure(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, kee
 
 
 def disk_settings(plan: Plan, folder: Path) -> tuple[dict[str, Any], FolderFacts]:
-    """Return the settings of a disk tier with space for every prompt, and the facts about its folder.
-
-    Raises NoSpaceError if the disk has too little space.
+    """Return the settings of a disk tier with space for every prompt, and the facts about its folder. May raise
+    NoSpaceError.
     """
     facts = try_folder(folder)
     size = plan.gib(PROMPTS + 2) + 0.1

@@ -1,6 +1,6 @@
 """`lmkv inspect`, `lmkv prune` and `lmkv clear`: show and delete the chunks in a folder of the disk tier.
 
-Engines may use the folder at the same time. A chunk that was deleted is a miss for them.
+Engines may use the folder at the same time. If an engine needs a deleted chunk, this is a miss.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[
 
 
 def least_recently_used(found: list[Content], before: float, max_bytes: float) -> dict[bytes, list[Listed]]:
-    """Return the chunks to delete, by namespace digest.
+    """Return the chunks to delete, by namespace digest: all chunks last used before the time `before`.
 
-    These are all chunks last used before the time `before`, and then the oldest others until `max_bytes` remain.
+    More chunks follow, least recently used first, until at most `max_bytes` remain.
     """
     excess = sum(content.nbytes for content in found) - max_bytes
     chosen: dict[bytes, list[Listed]] = {}

@@ -223,7 +223,7 @@ def requests(found: list[dict[str, Any]], now: float) -> Table | Text:
 
 
 def shortened(request: str, width: int = 20) -> str:
-    """Return a request id, shortened for the terminal, without control characters. Clients choose these ids."""
+    """Return a request id, which a client has chosen, shortened and without control characters."""
     request = printable(request)
     return request if len(request) <= width else f"{request[: width - 9]}…{request[-8:]}"
 

@@ -87,10 +87,7 @@ class Command:
             self.refuse(given, entry.why)
 
     def leave_variables(self, env: Env, reader: str) -> None:
-        """Record for each variable of LMCache in `env` that it has no effect, because `reader` does not read it.
-
-        `reader`: the name of the program whose command is translated.
-        """
+        """Record that LMCache's variables in `env` have no effect, because `reader`, a program, does not read them."""
         for name in env:
             key = lmcache.key_of(name)
             known = lmcache.table().get(key)
@@ -109,9 +106,8 @@ class Command:
 
 
 def use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
-    """Translate the other options of a lower tier of LMCache: `prefix` becomes a setting of lmkv.
-
-    Every other option is recorded as unused, so that no option is dropped silently.
+    """Translate the option `prefix` of a lower tier of LMCache. Record every other option, so that none is dropped
+    silently.
     """
     if tier.get("prefix"):
         command.use(f"{given}: prefix", "remote_prefix", tier["prefix"])

@@ -80,7 +80,7 @@ def _converting(_: type, attributes: list[Attribute[Any]]) -> list[Attribute[Any
 
 @frozen
 class _Parsed:
-    """A value that is already parsed, so that the converter of its field does not parse it again."""
+    """A value that is already parsed. The converter of its field does not parse such a value again."""
 
     value: object
 
@@ -392,8 +392,8 @@ class Config:
 
     @property
     def authentication_bytes(self) -> bytes | None:
-        """Secret key that authenticates chunks, from the setting or from the key file. Raises ConfigError if it is
-        invalid.
+        """Secret key that authenticates chunks, from the setting or the key file. Raises ConfigError for an invalid
+        key.
         """
         if self.authentication_key_file is None:
             return self.authentication_key.value.encode() if self.authentication_key else None

@@ -66,7 +66,7 @@ def _opened(path: str | os.PathLike[str], *, pipes: bool) -> tuple[int, int]:
 def _part(fd: int, most: int, until: float, *, begun: bool) -> bytes:
     """Return the next bytes of a file or pipe, or b"" at the end. Raises OSError if a pipe's writer is too slow.
 
-    `begun`: whether an empty read means the end. A pipe that nobody has written to may still get a writer.
+    `begun`: whether b"" means the end. Otherwise a writer may still open the pipe.
     """
     left, said = until - time.monotonic(), "nobody writes into the pipe"
     try:

@@ -113,10 +113,9 @@ def connector_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return `(options, others)` of a command line.
+    """Return `(options, others)`: `(name, value)` for each word that may be an option, and the words to keep.
 
-    `options`: `(name, value)` for each word that may be an option. `others`: all words except the options about KV
-    transfer and offloading.
+    Options about KV transfer and offloading are not kept.
     """
     options, kept, at = [], list[str](), 0
     while at < len(words):

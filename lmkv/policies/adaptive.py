@@ -22,9 +22,9 @@ _GHOST_SHARE = 4
 class WeightedAge(PolicyBase):
     """Evicts one of two chunks: the least recently used among the chunks used once, or among the chunks used again.
 
-    The policy evicts the chunk with the longer time since its last use. This time is first divided by `weight` for the
-    chunk that was used again. With a weight of 1, the policy is LRU. With a larger weight, chunks that were used only
-    once are evicted sooner. A chunk that comes back after its eviction counts as used again.
+    The policy evicts the chunk with the longer time since its last use. For the chunk used again, this time is first
+    divided by `weight`. With a weight of 1, the policy is LRU. With a larger weight, chunks that were used only once
+    are evicted sooner. A chunk that comes back after its eviction counts as used again.
 
     Parameters
     ----------
@@ -119,14 +119,14 @@ class ADAPTIVE(WeightedAge):
     For each weight there is a *shadow*: a simulated tier, with keys but without bytes, which replays a sample of the
     requests. Prompts with a common prefix are all in the sample, or none is. The policy uses the weight of the shadow
     with the most recent hits. A change of the weight costs nothing, because the order of the queues does not depend on
-    it.
+    the weight.
 
     Parameters
     ----------
     position_cost : float
-        How much more a hit counts for each chunk before it in the prompt. With 0, the policy maximizes the number of
-        hit tokens. With 1e-3, a hit at chunk 1,000 counts twice as much as a hit at the first chunk. A hit at a later
-        chunk saves more time, because its attention takes longer to compute.
+        How much more a hit counts for each chunk before the hit in the prompt. With 0, the policy maximizes the number
+        of hit tokens. With 1e-3, a hit at chunk 1,000 counts twice as much as a hit at the first chunk. A hit at a
+        later chunk saves more time, because its attention takes longer to compute.
 
     Notes
     -----

@@ -191,16 +191,15 @@ class PolicyBase(ABC):
     # -- the protocol -------------------------------------------------------------------------------------
 
     def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
-        """Add an evictable key of `size` bytes. Raises UsageError for a known key.
-
-        `parent`: the key of the chunk before it in the prompt, or b"" for the first chunk.
+        """Add an evictable key of `size` bytes. `parent`: the key of the chunk before `key`. Raises UsageError for a
+        known key.
         """
         self.insert_chain((key,), size, (parent,))
 
     def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
         """Add a prompt's evictable keys, of `size` bytes each, the last key first.
 
-        `parents`: for each key, the key of the chunk before it. Raises UsageError for a known key; the keys after the
+        `parents`: for each key, the key of the previous chunk. Raises UsageError for a known key; the keys after the
         known key are then already added.
         """
         if size > self._largest:
@@ -387,9 +386,7 @@ class PolicyBase(ABC):
         return spared
 
     def _spare(self, key: ChunkKey, *, first: bool = False) -> None:
-        """Add a key, which `pop` has returned, to the queue of its priority. `first`: whether to add the key at the
-        front.
-        """
+        """Add a key to the queue of its priority. `first`: whether at the front."""
         queue = self._last.setdefault(self._kept[key], OrderedDict())
         queue[key] = None
         queue.move_to_end(key, last=not first)

@@ -427,8 +427,8 @@ class S3FIFO(CountsUses):
     """S3-FIFO (Yang et al., SOSP 2023), with sizes in bytes: two queues, each first in, first out.
 
     A new chunk joins the small queue, which is a tenth of the tier. A chunk that is used in the small queue, or comes
-    back after its eviction, joins the main queue. At the front of the main queue, a chunk is moved back to the end once
-    for each use, at most three times, before it is evicted.
+    back after its eviction, joins the main queue. Each use, up to three, moves a chunk once from the front of the main
+    queue back to the end.
 
     Examples
     --------
@@ -501,10 +501,10 @@ class S3FIFO(CountsUses):
 
 @define(eq=False, repr=False)
 class SIEVE(CountsUses):
-    """SIEVE (Zhang et al., NSDI 2024): a pointer (the hand) moves through a queue and selects the chunk to evict.
+    """SIEVE (Zhang et al., NSDI 2024): a pointer, the hand, moves through a queue and selects the chunk to evict.
 
-    The hand moves from the oldest chunk to the newest, and evicts a chunk that was not used since the hand's last pass.
-    Chunks never change their places in the queue.
+    The hand moves from old to new chunks, and stops at a chunk that was not used since the last pass. Chunks never
+    change their places in the queue.
 
     Examples
     --------

@@ -46,10 +46,10 @@ class TierResult:
 
 @define(eq=False)
 class Router:
-    """Chooses the engine for each request.
+    """Chooses the engine for each request, by `kind`.
 
-    `kind`: "prefix" (the engine that has served the longest prefix of the prompt, if any), "round-robin" (the engines
-    in turn), or "least-loaded" (the engine with the fewest recent requests, also for "prefix" without such an engine).
+    "prefix": the engine that has served the longest prefix of the prompt. "round-robin": one engine after the other.
+    "least-loaded": the engine with the fewest recent requests, also for "prefix" if no engine has served a prefix.
     """
 
     kind: str

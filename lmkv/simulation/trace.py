@@ -305,9 +305,7 @@ def _is_name(value: object) -> bool:
 
 
 def _once(names: list[Any]) -> list[Any]:
-    """Return the block names of a request. Raises ValueError if a name occurs twice.
-
-    A block's name stands for its tokens and all tokens before it, so a block cannot precede itself.
+    """Return a request's block names. Raises ValueError if a name occurs twice: a block includes all tokens before it.
     """
     if len({*names}) < len(names):
         raise ValueError("a request has a block twice: leave out the second one, or give it another id")

@@ -1,1 +1,1 @@
-"""The tiered store: an index of the KV chunks in host memory and in lower tiers, and the code that moves chunks."""
+"""The tiered store: knows which KV chunk is in which tier, and moves chunks between tiers."""

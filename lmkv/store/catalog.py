@@ -91,12 +91,11 @@ class Catalog(Part):
 
     @locked
     def unknown(self, keys: Sequence[ChunkKey], states: int) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
-        """Return `(chunks, states)`: the keys of chunks and of state entries for which a lookup in shared tiers is
-        worthwhile.
+        """Return `(chunks, states)`: the keys for which shared tiers should be asked.
 
-        `chunks` starts with the first chunk that no tier's index has. `states` (the argument): the number of state
-        entries after each chunk. A hit needs only the states after its last chunk. Therefore the result has no states
-        of or before a chunk whose states are all indexed.
+        `chunks`: the keys from the first unindexed chunk on. `states`: the unindexed ones of the `states` state entries
+        after each chunk. A hit needs only the states after its last chunk, so entries up to a chunk with all states are
+        left out.
         """
         behind: list[ChunkKey] = []
         for key in reversed(keys):
@@ -156,9 +155,7 @@ class Catalog(Part):
         return found
 
     def unavailable_in(self, key: ChunkKey) -> str | None:
-        """Return the name of a lower tier that stores the chunk but cannot be read now, or None if there is no such
-        tier.
-        """
+        """Return the name of a lower tier that stores the chunk but cannot be read now, or None."""
         with self._lock:
             return next((tier.name for tier in self._tiers if key in tier.index and not tier.usable), None)
 
@@ -203,10 +200,9 @@ class Catalog(Part):
 class Boundaries:
     """Finds hits in the indexes of the tiers. A hit consists of the stored chunks at the start of a prompt.
 
-    In a model with recurrent layers, a hit can end only at a boundary: after a chunk whose recurrent states are stored.
-    `states`: the number of state entries at each boundary. If `states` is 0, a hit may end after any chunk. In the
-    methods, `chain` means the keys of a prompt's chunks; a hit counts only if it has more than `first` chunks.
-    Thread-safe.
+    In a model with recurrent layers, a hit can end only at a boundary: after a chunk whose states are stored. `states`:
+    the number of state entries at each boundary; with 0, a hit may end after any chunk. In the methods, `chain` means
+    the keys of a prompt's chunks. Hits of at most `first` chunks do not count. Thread-safe.
     """
 
     _catalog: Catalog
@@ -223,11 +219,9 @@ class Boundaries:
         return max(0, entries - self.states)
 
     def last_with_states(self, chain: Sequence[ChunkKey], first: int = 0, *, ready: bool = False) -> int:
-        """Return how many chunks come before the last boundary whose states are all stored, or 0 if there is no such
-        boundary.
+        """Return how many chunks come before the last boundary whose states are all stored, or 0.
 
-        `ready`: whether the states must be in host memory. `first`: boundaries after at most `first` chunks do not
-        count.
+        `ready`: whether the states must be in host memory. Boundaries after at most `first` chunks do not count.
         """
         for end in range(len(chain), first, -1):
             counts = self._catalog.count_prefix(state_keys(chain[end - 1], self.states))

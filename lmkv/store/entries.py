@@ -40,7 +40,7 @@ class Entry:
     the entry has left the index; the slot is freed when `refs` is 0. `flushing`: whether the entry was evicted and is
     still being written to lower tiers. `in_policy`: whether the eviction policy knows the entry. `origin`: the chunk's
     `KeyChain.origin`; empty if requests find the chunk only by its key. `prefetched`: whether a prefetch has read the
-    chunk and no request has leased it since.
+    chunk, and no request has leased the chunk since.
     """
 
     key: ChunkKey = field(repr=bytes.hex)
@@ -88,7 +88,7 @@ class Share:
         return len(self._entries) >= self.limit
 
     def add(self, entry: Entry, tenant: str = "", part: float = 1.0) -> None:
-        """Add an entry of a tenant. `part`: the fraction of all slots that belongs to the tenant, 0 to 1."""
+        """Add an entry of a tenant. `part`: the tenant's fraction of all slots, 0 to 1."""
         self._entries[entry.key], self._tenants[entry.key] = entry, tenant
         self._counts[tenant] += 1
         self._parts[tenant] = part
@@ -121,11 +121,9 @@ class Share:
         return sum(entry.ready for entry in self._entries.values())
 
     def oldest_unused(self, tenant: str = "") -> Entry | None:
-        """Return the entry without references that a new entry replaces, or None if all entries have references.
+        """Return the entry that a new entry of `tenant` replaces, or None if all entries have references.
 
-        The result is the least recently used entry of the tenant that exceeds its part by the most slots. If this
-        tenant's entries all have references, the tenant with the next largest excess loses an entry. `tenant`: the
-        tenant of the new entry.
+        The tenant with the largest excess over its part loses its least recently used entry without references.
         """
         over = {each: self._counts[each] - self._parts[each] * self.limit for each in self._idle}
         over[tenant] = over.get(tenant, 0.0) + 1
@@ -179,7 +177,9 @@ class Payloads:
         return slot if nbytes == len(slot) else slot[:nbytes]
 
     def scatter(self, key: ChunkKey, payload: memoryview, slot: memoryview) -> None:
-        """Copy a payload from its `buffer` to its byte ranges in the slot. Does nothing if the buffer is the slot."""
+        """Copy a tail's payload from its `buffer` to the byte ranges in the slot. Other payloads are in the slot
+        already.
+        """
         if type(key) is TailKey:
             at = 0
             for span in self.spans(key.tokens):

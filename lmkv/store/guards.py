@@ -141,9 +141,7 @@ class Changes:
 
 
 def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
-    """Close the backends in pairs of tier name and backend. Waits at most `PATIENCE` seconds for all of them.
-
-    If a backend hangs, the daemon thread that closes it keeps running.
+    """Close pairs of tier name and backend, within `PATIENCE` seconds. The daemon thread of a backend that hangs stays.
     """
     deadline = time.monotonic() + PATIENCE
     closing = [(name, _begin(partial(_close, name, backend), name)) for name, backend in backends]
@@ -187,9 +185,8 @@ class Freezer:
     """Calls `gc.freeze` when an index has grown, or when many entries of the index were replaced.
 
     A full garbage collection visits every object of all indexes and stops all threads: 0.7 s with three million chunks.
-    Frozen objects are not visited. Entries are never part of a reference cycle, so entries are freed without a
-    collection. `gc.freeze` runs after the next full collection, so that no garbage is frozen. A cycle that is in use at
-    that time is never freed.
+    Frozen objects are not visited. Entries have no reference cycles, so they are freed without a collection.
+    `gc.freeze` runs after the next full collection, so that no garbage is frozen.
     """
 
     _size: int = 0
@@ -322,14 +319,13 @@ class Content:
 
 
 class Order:
-    """Calls a tier's eviction policy. If the policy raises, `Order` logs the error and uses a `Plain` policy from then
-    on.
+    """Calls a tier's eviction policy. If the policy raises, a `Plain` policy replaces it.
 
-    Clients may give hints about a chunk before the chunk arrives: a priority, or that its session has ended. `Order`
-    passes these hints to the policy when the chunk arrives. `wished`: the chunks with a priority. `priority_of`: a
-    function that returns the priority of a chunk. `content`: a function that returns the tier's content. `freed`: a
-    function that returns the total bytes of some chunks, or 0 if any of these chunks is in use or absent. `has`: a
-    function that returns whether the tier has a chunk. The caller holds the store's lock.
+    The policy gets clients' hints about a chunk (a priority, or that its session has ended) when the chunk arrives.
+    `wished`: the chunks with a priority. `priority_of`: a function that returns the priority of a chunk. `content`: a
+    function that returns the tier's content. `freed`: a function that returns the total bytes of some chunks, or 0 if
+    any of these chunks is in use or absent. `has`: a function that returns whether the tier has a chunk. The caller
+    holds the store's lock.
     """
 
     def __init__(
@@ -499,7 +495,7 @@ class GuardedAdmission:
 
 @define(eq=False)
 class GuardedObserver:
-    """Calls an observer. After the first exception of the observer, `GuardedObserver` does not call it again."""
+    """Calls an observer until its first exception. Afterwards, the observer is not called."""
 
     _observer: StoreObserver
     _ended: bool = field(init=False, default=False)

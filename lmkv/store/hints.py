@@ -39,9 +39,9 @@ _MAX_BRANCHES: Final = 16
 
 @frozen
 class _Priority:
-    """A client's request to give the chunks of a prompt a priority.
+    """A client's request for a priority of a prompt's chunks.
 
-    `last`: the key of the prompt's last chunk. `session`: the priority ends together with this session.
+    `last`: the key of the last chunk. `session`: the session with which the priority ends.
     """
 
     last: ChunkKey
@@ -167,9 +167,7 @@ class Hints:
 
     @locked
     def _shed(self, tenant: Owners, most: int) -> None:
-        """Remove priorities beyond the limits, at most `_MAX_SHED` priorities in one call.
-
-        `most`: the largest number of chunks of this tenant that may have a priority.
+        """Remove priorities beyond the limits, at most `_MAX_SHED` in one call. `most`: the tenant's limit, in chunks.
         """
         for _ in range(_MAX_SHED):
             if tenant.total <= most and self._priorities.total <= MAX_HINTED:
@@ -307,8 +305,7 @@ class Hints:
 
     @locked
     def _continue(self, branches: list[Chain], keys: Chain) -> None:
-        """Add the chunk sequence `keys` to the session's branches, and remove the branch that `keys` continues, if any.
-        """
+        """Add the chunks `keys` to the session's branches, instead of the branch that `keys` continues, if any."""
         for branch in branches:
             # Equal keys have equal prefixes: this request continues that one, but perhaps for its last chunk.
             at = len(branch) - 2

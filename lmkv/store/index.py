@@ -25,7 +25,7 @@ from lmkv.store.health import Stored
 class Victims(dict[ChunkKey, int]):
     """Chunks to delete from the backend, and their sizes in bytes. Only one thread may delete these chunks.
 
-    `room`: the number of bytes that stay reserved, so that no other write uses them, until the chunks are deleted.
+    `room`: the number of bytes that no other write may use until the chunks are deleted.
     """
 
     room = 0
@@ -144,8 +144,8 @@ class TierIndex:
         """Reserve capacity for a chunk. Returns the chunks that the caller must delete before it writes.
 
         After the deletion, the caller passes the returned chunks to `reclaimed`. Returns None if there is not enough
-        capacity, if the chunk is known already, or while old bytes of this key are being deleted. `protect`: a function
-        that returns the keys that must not be evicted. `begin_write` calls `protect` only if something must be evicted.
+        capacity, if the chunk is known, or while old bytes of this key are being deleted. `protect`: a function that
+        returns the keys that must not be evicted.
         """
         if self.clearing or self.knows(key) or key in self._reclaiming:
             return None
@@ -180,7 +180,7 @@ class TierIndex:
     ) -> None:
         """Note the result of a write. A chunk that is `stored` and still `wanted` is indexed.
 
-        A chunk that is `stored` but no longer `wanted` becomes a tombstone, so that its bytes are deleted.
+        If no longer wanted, a stored chunk becomes a tombstone, so that its bytes are deleted.
         """
         self._writing.pop(key, None)
         self._note(key)

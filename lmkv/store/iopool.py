@@ -40,8 +40,8 @@ class Priority(IntEnum):
 class Job:
     """A job for an I/O thread. `work` is the function to run, which handles its own errors.
 
-    `refused`: the function that runs if the pool refuses the job. Each function gets a `Deferred`, to which it adds
-    plans that run afterwards. `lane`: the name of the tier.
+    `refused`: the function that runs if the pool refuses the job. Each function gets a `Deferred` for plans that run
+    afterwards. `lane`: the name of the tier.
     """
 
     work: Callable[[Deferred], None]
@@ -140,8 +140,8 @@ class IOPool:
     """Runs jobs on daemon threads, most urgent priority first. Thread-safe.
 
     Each tier has a lane: its own queues and up to `threads` threads (at least two). So a tier that hangs delays no
-    other tier. A quarter of a lane's threads, at least one, runs only loads and prefetches, which then never wait for a
-    write or a deletion. A closed pool refuses jobs.
+    other tier. A quarter of a lane's threads, at least one, runs only loads and prefetches, so that they never wait for
+    a write. A closed pool refuses jobs.
     """
 
     def __init__(self, threads: int = 16, name: str = "lmkv-io") -> None:
@@ -155,10 +155,8 @@ class IOPool:
         self._closed = False
 
     def submit(self, jobs: Sequence[Job]) -> list[Job]:
-        """Queue jobs. Returns the refused jobs: all jobs if the pool is closed, and the jobs of a lane that has no
-        thread.
-
-        A lane has no thread if the process cannot start one.
+        """Queue jobs. Returns the refused jobs: all if the pool is closed, and those of a tier whose threads cannot be
+        started.
         """
         with self._lock:
             lanes = {name: self._lane(name) for name in {job.lane for job in jobs}}

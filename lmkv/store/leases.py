@@ -113,10 +113,10 @@ _End: TypeAlias = Callable[[Reservation, Sequence[ChunkKey] | None], None]
 
 @define(eq=False, repr=False)
 class Holders(Part):
-    """Creates and ends leases and reservations (together: holders), and knows all holders that have not ended.
+    """Creates leases and reservations (together: holders), and knows all holders that have not ended.
 
-    An exception may prevent that the caller receives a new holder. The holder is then garbage-collected without being
-    ended. A recount of the store frees the slots of such a holder.
+    After an exception, a holder may be garbage-collected without being ended. A recount of the store then frees its
+    slots.
     """
 
     _allocator: SlotAllocator

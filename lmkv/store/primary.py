@@ -1,4 +1,4 @@
-"""Host memory as a tier: knows the slot of each chunk, its number of references, and whether it may be evicted.
+"""Host memory as a tier: the slot and the references of each chunk, and whether the chunk may be evicted.
 
 A chunk starts absent, becomes WRITING (reserved) or LOADING (promoted), then READY, and at the end absent again;
 docs/development/concurrency.md has the table. The store calls this module while it holds its lock. Therefore this
@@ -102,10 +102,7 @@ class PrimaryTier:
         return max(1, int(slots * share)) if share > 0 else 0
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """Return a chunk's tenant, and the fraction of the slots that belongs to the tenant, 0 to 1.
-
-        Without quotas, the result is `("", 1.0)`.
-        """
+        """Return a chunk's tenant and the tenant's fraction of the slots, 0 to 1. Without quotas: `("", 1.0)`."""
         return self.order.part_of(key, parent)
 
     def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:

@@ -62,10 +62,10 @@ class _Load:
 
 @define(eq=False, repr=False)
 class Promoter(Part):
-    """Runs the promotions of a store: reads of chunks from lower tiers into host memory.
+    """Runs a store's promotions: reads of chunks into host memory. `waiters`: the promotions that wait for each entry.
 
-    `prefetch_share`: largest fraction of the slots for prefetched chunks, 0 to 1. `waiters`: the promotions that wait
-    for each entry. `forked`: whether this process is a forked child, which has no threads.
+    `prefetch_share`: largest fraction of the slots for prefetched chunks. `forked`: whether this process is a forked
+    child, which has no threads.
     """
 
     _allocator: SlotAllocator
@@ -295,7 +295,7 @@ class Promoter(Part):
 
     @locked
     def abandon(self, entry: Entry, after: Deferred) -> None:
-        """Remove an unfilled entry, and end the wait for it. Its slot is freed after its last reference is removed."""
+        """Remove an unfilled entry. Promotions no longer wait for the entry. Its last reference frees the slot."""
         self._primary.remove(entry)
         self.settle(entry, after)
 

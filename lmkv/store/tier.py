@@ -126,10 +126,8 @@ class LowerTier:
 
     @locked
     def wants(self, key: ChunkKey) -> bool:
-        """Return whether the tier should write the chunk.
-
-        The tier should write a chunk that is neither stored nor being written, if the admission filter accepts the
-        chunk.
+        """Return whether to write the chunk: it is neither stored nor being written, and the admission filter accepts
+        it.
         """
         return not self.index.knows(key) and (self.admission is None or self.admission.admit(key))
 
@@ -225,7 +223,7 @@ class LowerTier:
         return answer
 
     def probe(self) -> None:
-        """Test a failing tier, so that no request has to be the test. The tier is used again if it works.
+        """Test a failing tier, so that no request has to be the test. If the tier works, it is used again.
 
         If reads have failed, `probe` also reads one chunk, because a lookup does not prove that reads work.
         """
@@ -388,8 +386,8 @@ class LowerTier:
         """Delete the victims, and more chunks if other processes have filled the medium.
 
         Returns None, or the refused write if there is no space. Processes that share the medium count their bytes
-        together. If the chunk's `cost` brings this count above the capacity, the writer first frees the exceeding
-        bytes. So all processes together never exceed the capacity.
+        together. A writer whose `cost` brings the count above the capacity first frees the excess, so the capacity is
+        never exceeded.
         """
         if self.index.capacity is None:
             # Their room is not needed: if they cannot be deleted, other chunks are still written.
@@ -417,8 +415,7 @@ class LowerTier:
     def _write(self, chunk: Chunk, cost: int, protect: Callable[[], frozenset[ChunkKey]]) -> Written:
         """Write a chunk. If the medium is full below the tier's capacity, evict chunks once and write again.
 
-        The second write fails as well if other programs fill the freed space. Then a full medium causes no eviction for
-        a while.
+        If other programs fill the freed space, so that this does not help, nothing is evicted for a while.
         """
         written = checked(self.backend.write(chunk), Written)
         with self._lock, self._changes:

@@ -222,9 +222,9 @@ class TieredStore(Part):
         return self._change(partial(self._writes.write_to_shared, keys))
 
     def write_lost(self, keys: Sequence[ChunkKey]) -> None:
-        """Write chunks from host memory again to lower tiers that have lost the chunks.
+        """Write chunks from host memory to lower tiers that have lost these chunks.
 
-        Only tiers without a capacity limit are considered, because other tiers lose chunks by eviction.
+        Only tiers without a capacity count, because other tiers lose chunks by eviction.
         """
         self._change(partial(self._writes.write_lost, () if self._closed else keys))
 

@@ -68,9 +68,9 @@ class Ranked(Generic[K]):
 
 @define(eq=False)
 class Owners:
-    """Sums the sizes of each owner's wishes (pins, prefetches or priorities), and finds the owner with the largest sum.
+    """Sums the sizes of each owner's pins, prefetches or priorities, and finds the owner with the largest sum.
 
-    `total`: the sum of the sizes of all wishes. `owned`: the sum for each owner.
+    `total`: the sum of all sizes. `owned`: the sum for each owner.
     """
 
     total: int = 0
@@ -87,7 +87,7 @@ class Owners:
             self._most.drop(owner)
 
     def first(self) -> bytes:
-        """Return the owner with the largest sum of sizes, or b"" if there are no wishes."""
+        """Return the owner with the largest sum of sizes, or b"" if there is no owner."""
         found = self._most.first()
         return b"" if found is None else found[1]
 
@@ -101,11 +101,11 @@ class Wish(NamedTuple, Generic[V]):
 
 @define(eq=False, repr=False)
 class Wishes(Generic[K, V]):
-    """Wishes (pins, prefetches or priorities) by key. Not thread-safe: the caller holds the store's lock.
+    """Pins, prefetches or priorities (items) by key. Not thread-safe: the caller holds the store's lock.
 
-    Each wish has an owner, a size in chunks, and an end (the time at which it expires, by the store's clock). If the
-    sum of all sizes exceeds a limit, the owner with the largest sum loses its oldest wish. So an owner never loses a
-    wish to an owner with a larger sum. `total`: the sum of all sizes. Each call takes O(log n) time for n wishes.
+    Each item has an owner, a size in chunks, and an end (its expiry time, by the store's clock). If the sum of all
+    sizes exceeds a limit, the owner with the largest sum loses its oldest item. So an owner never loses an item to an
+    owner with a larger sum. `total`: the sum of all sizes. Each call takes O(log n) time for n items.
 
     Examples
     --------
@@ -134,8 +134,8 @@ class Wishes(Generic[K, V]):
         return key in self._wishes
 
     def add(self, key: K, owner: bytes, *, size: int, end: float, value: V) -> None:
-        """Add a wish, which replaces an earlier wish with the same key. A wish with an infinite `end` does not
-        expire.
+        """Add a pin, prefetch or priority, which replaces an earlier item with this key. An infinite `end` never
+        expires.
         """
         self.pop(key)
         self._wishes[key] = Wish(owner, size, end, value)
@@ -145,7 +145,7 @@ class Wishes(Generic[K, V]):
             self._ends.rank(key, end)
 
     def pop(self, key: K) -> V | None:
-        """Remove a wish and return its value, or None if there is no such wish."""
+        """Remove the item with this key, and return its value or None."""
         wish = self._wishes.pop(key, None)
         if wish is None:
             return None
@@ -163,13 +163,12 @@ class Wishes(Generic[K, V]):
         return [(key, wish.value) for key, wish in self._wishes.items()]
 
     def owned(self, owner: bytes) -> int:
-        """Return the sum of the sizes of an owner's wishes."""
+        """Return the sum of the sizes of an owner's items."""
         return self._sizes.owned[owner]
 
     def due(self, now: float) -> Iterator[tuple[K, V]]:
-        """Remove expired wishes, and yield `(key, value)` for each, first the wish that expired first.
-
-        Stops after about `STEP` chunks, so that no call takes long.
+        """Remove expired items, and yield `(key, value)` for each. Stops after about `STEP` chunks, so that no call
+        takes long.
         """
         size = 0
         while size < STEP and (found := self._ends.first()) is not None and found[0] <= now:
@@ -177,16 +176,18 @@ class Wishes(Generic[K, V]):
             yield found[1], self._ended(found[1])
 
     def excess(self, limit: int) -> Iterator[tuple[K, V]]:
-        """Remove wishes until the sum of all sizes is at most `limit`. Yields `(key, value)` for each removed wish."""
+        """Remove items until the sum of all sizes is at most `limit`. Yields `(key, value)` for each removed item."""
         while self.total > limit and self._wishes:
             yield self.shed()
 
     def oldest_of(self, owner: bytes) -> K | None:
-        """Return the key of an owner's oldest wish, or None if the owner has no wish."""
+        """Return the key of an owner's oldest item, or None if the owner has no item."""
         return next(iter(self._of.get(owner, ())), None)
 
     def shed(self) -> tuple[K, V]:
-        """Remove the oldest wish of the owner with the largest sum, and return `(key, value)`. There must be a wish."""
+        """Remove the oldest item of the owner with the largest sum, and return `(key, value)`. Fails if there is no
+        item.
+        """
         key = next(iter(self._of[self._sizes.first()]))
         return key, self._ended(key)
 
@@ -198,7 +199,7 @@ class Wishes(Generic[K, V]):
         return made
 
     def clear(self) -> Iterator[tuple[K, V]]:
-        """Remove all wishes, newest first, and yield `(key, value)` for each."""
+        """Remove all items, newest first, and yield `(key, value)` for each."""
         for key in list(reversed(self._wishes)):
             yield key, self._ended(key)
 

@@ -122,9 +122,10 @@ class Writes(Part):
         return max(0, self._most - sum(len(flush.queued) + len(flush.running) for flush in flushes))
 
     def wait_for_room(self, copies: int, timeout: float) -> bool:
-        """Wait until each tier accepts `copies` more copies, for at most `timeout` seconds. Ignores tiers that hang.
+        """Wait until each tier accepts `copies` more copies, for at most `timeout` seconds. Returns whether this is the
+        case.
 
-        Returns whether each tier accepts this number of copies.
+        Tiers that hang are ignored.
         """
 
         def has_room() -> bool:
@@ -248,7 +249,7 @@ class Writes(Part):
 
     @locked
     def _free(self, flush: _Flush, after: Deferred) -> None:
-        """Remove the references of copies that are neither queued nor running, so that their slots can be reused."""
+        """Free the slots of copies that are neither queued nor running."""
         needed = {*flush.queued, *flush.running}
         ended = [entry for entry in flush.copies if entry not in needed]
         flush.copies = [entry for entry in flush.copies if entry in needed]
@@ -302,9 +303,8 @@ class SlotAllocator:
         self._max_flushing = min(max(4, self._free_target), max_flushing)
 
     def allocate(self, key: ChunkKey, after: Deferred, protect: set[ChunkKey] | None = None) -> int | None:
-        """Return a free slot for a chunk, after an eviction if necessary, or None if no chunk can be evicted now.
-
-        `protect`: chunks that must not be evicted.
+        """Return a free slot, after an eviction if necessary, but not of a chunk in `protect`. None if no slot can be
+        freed now.
         """
         share = None if type(key) is bytes else self._primary.shares.get(type(key))
         if share is not None and share.full:

@@ -363,9 +363,8 @@ class LocalDiskBackend:
             raise self._translated(error, "open") from error
 
     def _prepare_folder(self) -> bool:
-        """Try to create the namespace's folder. Returns whether to use O_DIRECT in this folder.
-
-        Raises ConfigError if O_DIRECT is required but does not work.
+        """Create the namespace's folder if possible. Returns whether to use O_DIRECT; raises ConfigError if "on" does
+        not work.
         """
         try:
             self._folder.make()

@@ -81,9 +81,8 @@ class ChunkFiles:
         write_fully(fd, [self._packed(chunk, digests), *self._padded(chunk.payload)])
 
     def _write_in_pieces(self, fd: int, chunk: Chunk) -> None:
-        """Write the payload and the header. Each piece is written before its checksums are computed.
-
-        So no write waits for checksums. The header, which contains the checksums, comes last.
+        """Write the payload, then the header. Each piece is written before its checksums are computed, so no write
+        waits.
         """
         begin, step = self.format.header_bytes(len(chunk.payload)), self._piece(self.format.segment_bytes)
         digests = SegmentDigests(chunk.key, self.format)
@@ -118,8 +117,8 @@ class ChunkFiles:
         """Read the header and usually the first piece of the payload. Returns the header and the number of bytes now in
         `into`.
 
-        If the file has the size that `write` would give it, one system call reads both, and the piece is verified.
-        Otherwise, or if the header has an unexpected length, the result is 0 bytes, and the caller reads the piece.
+        If the file has the expected size, one system call reads both, and the piece is verified. Otherwise, or if the
+        header has an unexpected length, the result is 0 bytes.
         """
         header_bytes, first = self.format.header_bytes(len(into)), into[: self._piece(self.format.segment_bytes)]
         if size == self.file_bytes(len(into)):

@@ -58,10 +58,7 @@ class Scratch(threading.local):
         self._pieces: dict[str, memoryview] = {}
 
     def borrow(self, kind: str, nbytes: int) -> memoryview:
-        """Return `nbytes` bytes of scratch memory with undefined content.
-
-        The memory is valid until this thread borrows memory of the same `kind` again.
-        """
+        """Return `nbytes` undefined bytes, valid until this thread borrows memory of the same `kind` again."""
         piece = self._pieces.get(kind)
         if piece is None or len(piece) < nbytes:
             piece = self._pieces[kind] = self._made(nbytes)

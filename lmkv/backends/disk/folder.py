@@ -155,15 +155,14 @@ def namespaces(root: Root) -> list[bytes]:
 
 @contextlib.contextmanager
 def _absent_if_removed() -> Iterator[None]:
-    """Continue after a `with` block for a folder that is missing or is a file, as if the folder were empty."""
+    """Skip a folder that is missing or is a file, for a `with` block."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         yield
 
 
 @contextlib.contextmanager
 def _left_out_if_forbidden(path: str) -> Iterator[None]:
-    """Continue after a `with` block for a namespace that this user may not read or delete. Logs this once per `path`.
-    """
+    """Skip a namespace that this user may not read or delete, for a `with` block. Logs this once per `path`."""
     try:
         yield
     except PermissionError as error:
@@ -274,7 +273,7 @@ class Usage:
     read or changed, the count is 0, without an error.
 
     A listing misses a file that is written after the listing has passed its folder. Therefore each process keeps the
-    number of its reserved but unwritten bytes in a small locked file of its own, and a listing adds these numbers.
+    number of its reserved but unwritten bytes in a small locked file. A listing adds these numbers.
     """
 
     root: Root
@@ -315,7 +314,7 @@ class Usage:
     def set(self, found: int, since: tuple[int, int]) -> None:
         """Set the count to `found`, the bytes that a listing has found, plus bytes that the listing may have missed.
 
-        `since`: the result of `listed_from()` when the listing began.
+        `since`: `listed_from()` when the listing began.
         """
         reserved, pending = since
         with contextlib.suppress(OSError), self._open(os.O_CREAT) as fd:
@@ -390,9 +389,8 @@ class Usage:
 
 
 def _lock(fd: int) -> None:
-    """Lock the open file `fd`. Raises `BlockingIOError` after `_PATIENCE` seconds.
-
-    Without this limit, a stopped process that has the lock would block the caller forever.
+    """Lock the open file `fd`. Raises `BlockingIOError` after `_PATIENCE` seconds, because a stopped process may hold a
+    lock.
     """
     until = time.monotonic() + _PATIENCE
     while True:

@@ -2,7 +2,7 @@
 
 In a world-writable folder such as /dev/shm, another user may create the root folder first. So an entry of a
 world-writable folder must belong to this process's user or to the superuser. The owner of any other folder has chosen
-who may write to it, so all entries of such a folder are trusted.
+who may write there, so all its entries are trusted.
 """
 
 from __future__ import annotations

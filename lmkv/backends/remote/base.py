@@ -74,9 +74,7 @@ class RemoteOptions:
     authentication_key: bytes | None = field(default=None, repr=False)
 
     def password_now(self) -> str | None:
-        """Return the current password. If it comes from a file, the file is read again; if this fails, `password` is
-        returned.
-        """
+        """Return the password, read again if it comes from a file. If the file is unreadable, return `password`."""
         try:
             return self.renew_password() if self.renew_password else self.password
         except (OSError, ValueError):
@@ -94,7 +92,7 @@ Fill = Callable[[memoryview], None]
 
 
 def filler(value: memoryview) -> Fill:
-    """Return a function that fills each buffer it gets with the next bytes of `value`."""
+    """Return a function that fills a buffer with the next bytes of `value` at each call."""
 
     def fill(part: memoryview) -> None:
         nonlocal value
@@ -148,9 +146,9 @@ class ValueCodec:
         self.receive_payload(header, fill, into)
 
     def receive_payload(self, header: Header, fill: Fill, into: memoryview) -> None:
-        """Read the payload that follows `header` into the buffer `into`, and verify its checksums.
+        """Read the payload that follows `header` into the buffer `into`. `fill` reads the payload's next bytes.
 
-        `fill`: a function that reads the next bytes of the payload. Raises `FormatError` if a checksum is wrong.
+        Raises `FormatError` if a checksum is wrong.
         """
         for index, at in enumerate(range(0, len(into), header.segment_bytes)):
             segment = into[at : at + header.segment_bytes]
@@ -222,8 +220,8 @@ class RemoteBackend(ABC):
     -----
     Thread-safe; no lock is held during I/O. Other processes change the store, so a tier lists the store's chunks
     repeatedly. `read` and `write` return failures as values; `contains` and `delete` raise `BackendError`. If a value
-    does not contain the chunk that its name says, `read` returns FAILED with a `CorruptChunkError`, and lmkv uses no
-    byte of the value. lmkv never unpickles values.
+    does not contain the chunk of its name, `read` returns FAILED with a `CorruptChunkError`, and lmkv uses no byte of
+    the value. lmkv never unpickles values.
 
     Examples
     --------

@@ -4,9 +4,8 @@ This module implements the server's protocol itself, because InfiniStore's clien
 crashes together with its server. Bytes are copied directly between the caller's memory and the socket.
 
 A chunk becomes two values. First the payload is stored under a random name. Then an entry with the header and the
-random name is stored under the chunk's name. The reason: the server reports a value as soon as its first byte arrives,
-but crashes if the value is read or deleted before its last byte arrives. With a random name, nobody can ask for the
-payload before it is complete.
+random name is stored under the chunk's name. The reason: the server reports a value after its first byte, but crashes
+if the value is read or deleted before its last byte. Nobody can ask for a payload with an unknown name.
 """
 
 from __future__ import annotations
@@ -125,9 +124,7 @@ class Connection:
             self.is_behind = False
 
     def put(self, values: Sequence[tuple[str, Sequence[memoryview]]]) -> bool:
-        """Store the values in `values`, pairs of a name and the parts of a value. Returns False if the server has no
-        space.
-        """
+        """Store pairs of a name and the parts of a value. Returns False if the server has no space."""
         parts: list[bytes | memoryview] = []
         for name, value in values:
             parts += [_request(_VALUE, _value_request(name, sum(map(len, value)), _PUT)), *value]
@@ -366,8 +363,7 @@ class InfiniStoreBackend(HostPortBackend):
     # -- connections --------------------------------------------------------------------------------------
 
     def _call(self, work: Callable[[Connection], T], moving: int = 0) -> T:
-        """Return the result of `work(connection)`. If the server has closed an idle connection, a new connection is
-        used.
+        """Return the result of `work(connection)`. Replaces an idle connection that the server has closed.
 
         `moving`: the number of bytes to transfer, which extends the deadline.
         """
@@ -409,7 +405,7 @@ class InfiniStoreBackend(HostPortBackend):
     def _pick(self, fits: Callable[[Connection], bool]) -> Connection | None:
         """Remove and return the most recently used idle connection for which `fits` is True, or None.
 
-        The most recently used connection is the fastest, because its TCP window is open.
+        The TCP window of such a connection is open.
         """
         with self._lock:
             found = next(filter(fits, reversed(self._idle)), None)

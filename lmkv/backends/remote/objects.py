@@ -392,8 +392,7 @@ def check(root: str, *place: Any) -> None:
 
 
 def _places(options: Mapping[str, str]) -> dict[str, str]:
-    """Return the options and the cloud's environment variables whose value is the path of an existing file or folder.
-    """
+    """Return the options and cloud variables whose value is an existing path."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))}
     named = {**variables, **options}.items()
     return {name: each for name, each in named if "/" in each and "://" not in each and os.path.exists(each)}

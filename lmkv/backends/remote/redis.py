@@ -143,7 +143,7 @@ class RedisBackend(RemoteBackend):
     def _sized(self, names: Sequence[str], known: dict[ChunkKey, int]) -> list[Listed]:
         """Return the chunks of the values `names`, with the lengths of the values.
 
-        Only lengths that are not in `known` are requested, because a request counts as a use of the value.
+        Lengths in `known` are not requested, because a request counts as a use.
         """
         # SCAN may give a name twice.
         names_of = {bytes.fromhex(name[-2 * KEY_BYTES :]): name for name in names}
@@ -173,10 +173,9 @@ class RedisBackend(RemoteBackend):
     def _for_each(
         self, names: Sequence[str], command: Callable[[Any, str], object], *, untouched: bool = False
     ) -> list[Any]:
-        """Send one command for each name, and return the answers. An answer may be an error.
+        """Send one command for each name, and return the answers, which may be errors.
 
-        `untouched`: whether the server should not count the commands as uses of the values. Not every server supports
-        this.
+        `untouched`: whether the commands should not count as uses of the values. Not every server supports this.
         """
         answers: list[Any] = []
         switches = untouched and not self._is_cluster

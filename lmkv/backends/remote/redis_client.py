@@ -229,7 +229,7 @@ class SentinelAnswers(Answers):
 
 
 class OneSentinel(Redis):
-    """A client of one sentinel. It raises each failure as ConnectionError, so that redis-py asks the next sentinel."""
+    """A client of one sentinel, which raises each failure as ConnectionError. redis-py then asks the next sentinel."""
 
     def sentinel_masters(self) -> dict[str, dict[str, Any]]:
         try:

@@ -319,9 +319,7 @@ class ClientProcess:
         return answer
 
     def _exchange(self, question: Any, timeout: float) -> Any:
-        """Send a request to the child process, and return the answer. Raises OSError or RuntimeError; see
-        `ClientProcess`.
-        """
+        """Send a request to the child process, and return the answer."""
         try:
             self._connection.settimeout(timeout)
             self._connection.send(json.dumps(question).encode())
