@@ -25,7 +25,7 @@ PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class _Calls(ABC, Generic[Answer]):
-    """The calls of the agent API, for `Client`, where `send` blocks, and `AsyncClient`, where `send` is a coroutine.
+    """The calls of the agent API. `send` blocks in `Client`, and is a coroutine in `AsyncClient`.
 
     `timeout`: seconds for a complete response, in addition to the `wait` of a prefetch. `most`: largest number of bytes
     of a response.

@@ -215,7 +215,7 @@ _SHOWN_ERRORS = 3
 
 @frozen
 class Guard:
-    """An ASGI application that checks the token and the body size of requests before it calls `app`.
+    """An ASGI application that calls `app` if a request's token and body size are valid.
 
     `token`: the text that requests below `/v1/` must send; None to accept all requests. `most`: largest number of bytes
     of a body.

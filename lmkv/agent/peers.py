@@ -169,8 +169,8 @@ class Peers:
     repeatedly.
 
     `number`: the number of this engine. `url`: a function from an engine's number to the URL of the engine's service.
-    The function may raise OSError. The URL must name a socket that this user owns, because `Peers` sends the token to
-    the socket. All methods are called on the service's event loop.
+    The function may raise OSError. The socket must belong to this user, because `Peers` sends the token. All methods
+    are called on the service's event loop.
     """
 
     number: int = 0
@@ -223,7 +223,7 @@ class Peers:
 
         Engines with status 404 are left out. If an engine cannot be reached, its response has the reason in
         `unavailable`. If `body` has the field `engine`, only the engine with this number is asked. Raises PeerError if
-        that engine does not exist or does not respond.
+        that engine does not respond.
         """
         await self._forget()
         body = dict(body or {})

@@ -114,8 +114,8 @@ class Address:
 def _check_free(family: socket.AddressFamily, place: tuple[str, int]) -> None:
     """Raise OSError if another socket is bound to the port, even if that socket does not listen yet.
 
-    vLLM's server binds its port early, but listens on the port only after its engine has started. Without this check,
-    lmkv could take the port in between: lmkv sets SO_REUSEADDR, which a restart needs if connections have just ended.
+    vLLM's server binds its port, but does not listen until its engine has started. SO_REUSEADDR, which lmkv sets for
+    restarts, would let lmkv take the port in between.
     """
     with socket.socket(family) as probe:
         try:
@@ -139,8 +139,7 @@ def _has_ended_connections(port: int) -> bool:
 def _one_at_a_time(folder: str) -> Iterator[None]:
     """Hold the folder's lock for a `with` block, so that only one server at a time is between `bind` and `listen`.
 
-    If another process holds the lock for too long, the block runs without the lock. Anybody who may read the folder can
-    hold the lock.
+    If another process holds the lock for too long, the block runs without the lock. Other users may hold the lock.
     """
     with ExitStack() as held:
         with suppress(OSError):
@@ -420,9 +419,8 @@ def _config(app: FastAPI, *, first: bool) -> Config:
 class AgentServer:
     """Serves an application at `url`, in a separate thread, until `close` is called.
 
-    `inside`: a function that returns a second address, for the other engines of the server. So clients of the first
-    address cannot use up the connections for engines. If the function raises OSError, the engine works without the
-    others.
+    `inside`: a function that returns a second address, for the other engines of the server. Clients of the first
+    address cannot use up its connections. If the function raises OSError, the engine works alone.
     """
 
     def __init__(

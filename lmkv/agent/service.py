@@ -289,7 +289,7 @@ class CacheService:
         """End a session: chunks that belong only to this session are evicted first. Returns whether the session was
         known.
 
-        `name`: the session's id. A session with the same name but another salt or other tags is a different session.
+        `name`: the session's id. Another salt or other tags mean a different session.
         """
         owner = self._root_of(cache_salt, tags)
         return owner is not None and self._store.hints.end_session(owner, name)
@@ -345,8 +345,8 @@ class CacheService:
     def explain(self, request: str) -> dict[str, Any] | None:
         """Return a request's report with an explanation, or None if the request is not among the last requests.
 
-        `request`: the id in vLLM's response. A call with several prompts or outputs consists of several requests. For
-        such a call, the result is the report of the first request, with the reports of all requests in `parts`.
+        `request`: the id in vLLM's response. A call with several prompts or outputs consists of several requests. The
+        result is then the report of the first one, with all reports in `parts`.
         """
         ids = re.compile(_OF_A_CALL.format(re.escape(request)))
         parts: dict[tuple[int, int], dict[str, Any]] = {}

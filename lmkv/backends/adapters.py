@@ -114,7 +114,7 @@ class AsyncAdapter:
     coroutine must not reach the caller's memory. Therefore each write copies the payload first, and each read fills a
     separate buffer. If this copy is too slow, write a blocking backend.
 
-    Thread-safe: a lock prevents calls from starting after `close`. The lock is not held while a call runs.
+    Thread-safe. No lock is held while a call runs.
 
     Examples
     --------
@@ -253,8 +253,7 @@ _SUFFIX = ".chunk"
 class AsyncFileBackend:
     """Stores chunks as files, with coroutines: an example of an `AsyncBackend`.
 
-    To serve a model from a disk, use `LocalDiskBackend`, which verifies checksums, avoids the page cache, shares its
-    capacity with other processes, and removes the files of killed processes.
+    To serve a model from a disk, use `LocalDiskBackend`, which also verifies checksums and limits its capacity.
 
     Parameters
     ----------
@@ -461,7 +460,7 @@ class NullBackend:
 
     Notes
     -----
-    Thread-safe, without a lock.
+    Thread-safe.
 
     Examples
     --------

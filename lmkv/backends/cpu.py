@@ -85,7 +85,7 @@ class CPUPinnedBackend:
         return f"<CPUPinnedBackend {self.name!r}: {slots} are free>"
 
     def take_slab(self) -> Slab:
-        """Return the memory with all slots. From now on, only the caller, a store, allocates, fills and frees slots.
+        """Return the memory with all slots. From now on, only the caller, a store, uses the slots.
 
         Raises UsageError if another store has the slots already, or if any slot contains a chunk.
         """

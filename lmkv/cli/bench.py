@@ -261,8 +261,8 @@ def drop_caches(folder: Path) -> None:
 def first_tokens(tokens: int, model: str | None, parent: Path, host_gib: float, rounds: int) -> Iterator[Row]:
     """Measure new and repeated prompts on vLLM alone and on vLLM with lmkv.
 
-    Engines with the small default model run at the same time, and get their prompts in turn. A `model` of the user may
-    fill the device, so its engines run one after the other.
+    Engines with the small default model run at the same time. Engines with a `model` of the user, which may fill the
+    device, run one after the other.
     """
     with tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=parent) as name:
         folder = Path(name)

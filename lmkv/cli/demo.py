@@ -227,8 +227,7 @@ def started(
 ) -> Iterator[EngineProcess]:
     """Start an engine for a `with` block, and stop the engine at the end of the block.
 
-    The engine has already computed prompt `number`, because its first long prompt also waits for buffers and kernels.
-    This wait must not count in lmkv's favour.
+    The engine has already computed prompt `number`, because the first long prompt also waits for buffers and kernels.
     """
     echo(title)
     with closing(EngineProcess(plan.spec(settings), folder)) as engine:

@@ -162,7 +162,7 @@ class ChildProcess:
 def end(child: subprocess.Popen[str], timeout: float) -> None:
     """Wait until a child's process group has exited, for at most `timeout` seconds. Then kill the remaining processes.
 
-    The exit of the child alone is not enough, because the last process of the group removes vLLM's shared memory.
+    The last process of the group removes vLLM's shared memory.
     """
     deadline = time.monotonic() + timeout
     try:
@@ -243,9 +243,10 @@ def wait_until_settled(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until no chunk has been written for a while, so that background writes do not disturb a measurement.
+    """Wait until no chunk has been written for a while, at most `timeout` seconds. Then writes do not disturb a
+    measurement.
 
-    `count`: a function that returns the number of written chunks. `timeout`: largest number of seconds to wait.
+    `count`: a function that returns the number of written chunks.
     """
     begun = since = clock()
     found = count()
@@ -261,7 +262,7 @@ def wait_until_settled(
 class Questions:
     """The child's side of the pipe: an iterator over the parent's requests. The child must respond to each request.
 
-    The iterator stops when the parent closes the pipe or exits. Everything else that the child prints goes to its log.
+    The iterator stops when the parent closes the pipe or exits. Other output of the child goes to its log.
     """
 
     def __init__(self) -> None:
@@ -337,8 +338,7 @@ def _transfer_config(spec: EngineSpec) -> Any:
 def ask(llm: LLM, question: Mapping[str, Any]) -> dict[str, Any]:
     """Send one prompt, with no other request running, and return the fields of an `Answer`.
 
-    The time to the first token is vLLM's own figure. So later tokens, which are needed to compare outputs, do not
-    count.
+    The time to the first token is vLLM's own figure, so later tokens do not count.
     """
     from vllm import SamplingParams
 

@@ -96,7 +96,7 @@ def interleaved(
     """Return the seconds of each case in each round. A round runs every case once, in shuffled order.
 
     The default `clock` measures CPU time, so that other programs do not count. `before(name)` is called before each
-    case; the time of this call does not count.
+    case, and is not measured.
     """
     found: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():

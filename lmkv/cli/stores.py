@@ -106,7 +106,7 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
 def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
     """Write, read and delete a chunk in a remote store. Returns the reason for each of `VERBS` that fails.
 
-    The reasons are the store's error texts. The chunk is in a separate namespace for tests. Raises ConfigError.
+    The reasons are the store's error texts. The chunk is in a namespace for tests. Raises ConfigError.
     """
     key, timeout = config.authentication_bytes, config.remote_timeout
     backend = open_remote(config, url, _NAMESPACE, key, name=url.store_kind, chunk_tokens=DEFAULTS.chunk_tokens)

@@ -1,7 +1,7 @@
 """Parsers of settings: functions that convert a value as users write it. They raise ValueError for an invalid value.
 
 Values come from YAML, the environment, JSON and Python, so a number or a boolean may be text. A `Reading` says what one
-setting means in lmkv. Commands and the server report a `Reading` in the same words.
+setting means in lmkv.
 """
 
 from __future__ import annotations

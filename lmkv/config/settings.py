@@ -135,8 +135,8 @@ class Config:
 
     Notes
     -----
-    Immutable, so any number of threads may share a `Config`. `load` merges a file, the environment and vLLM's
-    `kv_connector_extra_config`; the constructor uses only its keyword arguments.
+    Immutable. `load` merges a file, the environment and vLLM's `kv_connector_extra_config`; the constructor uses only
+    its keyword arguments.
 
     Examples
     --------

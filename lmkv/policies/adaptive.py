@@ -114,8 +114,6 @@ _MARGIN: Final = 0.01
 class ADAPTIVE(WeightedAge):
     """A `WeightedAge` policy that learns from the requests which weight gives the most hit tokens.
 
-    The weight decides how much sooner the policy evicts chunks that were used only once.
-
     For each weight there is a *shadow*: a simulated tier, with keys but without bytes, which replays a sample of the
     requests. Prompts with a common prefix are all in the sample, or none is. The policy uses the weight of the shadow
     with the most recent hits. A change of the weight costs nothing, because the order of the queues does not depend on
@@ -130,8 +128,7 @@ class ADAPTIVE(WeightedAge):
 
     Notes
     -----
-    The shadows of a small tier have all chunks of the tier. The shadows of a large tier have a sample of about 1,024
-    chunks, which saves time.
+    The shadows of a large tier have a sample of about 1,024 chunks, which saves time.
 
     Examples
     --------
@@ -233,10 +230,10 @@ class Shadow:
         return key in self._sizes
 
     def request(self, keys: Sequence[ChunkKey], size: int) -> int:
-        """Replay a request. `keys`: the chunks of its prompt, of `size` bytes each. Missing chunks are inserted.
+        """Replay a request for the chunks `keys`, of `size` bytes each. Returns how many of the first chunks were
+        present.
 
-        Returns how many chunks, from the first one on, were present. If the whole prompt exceeds the capacity, its last
-        chunks are not inserted.
+        Missing chunks are inserted. If the prompt exceeds the capacity, its last chunks are not inserted.
         """
         hit = self.leading(keys)
         if hit < len(keys):

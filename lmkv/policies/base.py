@@ -336,8 +336,8 @@ class PolicyBase(ABC):
         """Set the eviction priority of a prompt's keys, given first to last. Unknown keys are ignored.
 
         `priority`: below 0, the keys are evicted before all others; 0 is the usual order; above 0, they are evicted
-        after others. Below 0, only the last keys are affected, back to the point where another prompt branches off. A
-        later use of such a key cancels its hint.
+        after others. Below 0, only keys after the point where another prompt branches off are affected, until their
+        next use.
         """
         if priority < 0:
             self._give_up(keys)

@@ -129,10 +129,9 @@ class Quotas:
             self.insert(key, size, parent)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request has used a prompt's keys, given first to last, in the policies of all their tenants.
+        """Note a use of a prompt's keys, given first to last, in the policies of all their tenants.
 
-        Several tenants may have some of the keys: if tags are tenants, prompts of several tenants can share their first
-        chunks.
+        If tags are tenants, prompts of several tenants can share their first chunks.
         """
         for tenant in {self._tenants[key] for key in keys if key in self._sizes}:
             self._policies[tenant].touch(keys)

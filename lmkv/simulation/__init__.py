@@ -99,10 +99,10 @@ def replay_tiers(
 ) -> list[TierResult]:
     """Replay a trace over the host memory of several engines and a disk that all engines share.
 
-    Each engine writes all admitted chunks to the disk, and looks in the disk for chunks that its memory lacks. `ram`:
-    the memory of each engine. `router`: see `Router`. `progress`: a function that is called now and then with the
-    number of replayed requests. `ended`: a function that is called after each request with the request's index, for
-    example to give hints to the policy.
+    Engines write all admitted chunks to the disk, and read the chunks that their memory lacks. `ram`: the memory of
+    each engine. `router`: see `Router`. `progress`: a function that is called now and then with the number of replayed
+    requests. `ended`: a function that is called after each request with the request's index, for example to give hints
+    to the policy.
     """
     found: Counter[str] = Counter()
     choose = Router(router, len(ram)).choose
@@ -191,7 +191,7 @@ def clairvoyant(trace: Trace, capacity: int) -> tuple[int, int]:
     """Return `(hit tokens, hit chunks)` of a cache of `capacity` chunks that knows the future.
 
     After each request, the cache keeps the chunks with the earliest next use. If the next use is the same, earlier
-    chunks of the prompt have precedence. So the cache always keeps whole prefixes. No other policy finds more chunks.
+    chunks of the prompt have precedence. No other policy finds more chunks.
     """
     after = _next_uses(trace)
     next_use: dict[ChunkKey, int] = {}

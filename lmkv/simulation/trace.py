@@ -323,7 +323,7 @@ def parsed_lines(path: Path) -> Iterator[Iterator[Any]]:
     """Yield, for a `with` block, an iterator over the JSON values of a file's non-blank lines. Decompresses `.zst`
     files.
 
-    Raises UsageError with the file and the line. This includes a ValueError that the block raises about the last line.
+    Raises UsageError with the file and the line, also for a ValueError that the block raises about the last line.
     """
     at = 0
 

@@ -106,7 +106,7 @@ class Catalog(Part):
         return keys[self.count_found(keys) :], behind
 
     def count_stored(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many chunks from `keys[0]` on are complete in some tier. The count ends before the first other
+        """Return how many chunks from `keys[0]` on are complete in some tier, up to the first incomplete or missing
         chunk.
         """
         with self._lock:
@@ -240,14 +240,14 @@ class Boundaries:
         return self.with_states(here[: self.last_with_states(here, first, ready=True)] if self.states else here)
 
     def keys_to_promote(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return the keys to promote for a prompt: the keys of its longest hit, or without recurrent layers all of
+        """Return the keys to promote for a prompt: its longest hit if the model has recurrent layers, else all of
         `chain`.
         """
         return self.stored_hit(chain) if self.states else list(chain)
 
 
 class TierScanner:
-    """Lists the chunks of one tier on a separate thread. `lock`: the store's lock.
+    """Lists the chunks of one tier on a separate thread.
 
     `listed`: whether at least one listing has finished. `bell`: rings when a listing has finished.
     """

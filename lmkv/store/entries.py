@@ -123,7 +123,8 @@ class Share:
     def oldest_unused(self, tenant: str = "") -> Entry | None:
         """Return the entry that a new entry of `tenant` replaces, or None if all entries have references.
 
-        The tenant with the largest excess over its part loses its least recently used entry without references.
+        The tenant that exceeds its fraction of the slots the most loses its least recently used entry without
+        references.
         """
         over = {each: self._counts[each] - self._parts[each] * self.limit for each in self._idle}
         over[tenant] = over.get(tenant, 0.0) + 1

@@ -1,7 +1,7 @@
 """Keeps a store consistent despite missing locks, Ctrl-C, forks, and plug-ins that hang or raise.
 
 Plug-ins are policies, admission filters and observers, which may come from other packages. If a plug-in raises, the
-store catches the exception and continues.
+store continues.
 """
 
 from __future__ import annotations
@@ -108,9 +108,8 @@ class Changes:
     """Detects interrupted changes of a store, and repairs the store. Usage: `with self._lock, self._changes`.
 
     Ctrl-C or a MemoryError may interrupt a change between any two lines. Therefore a mark is set before the first line
-    and cleared after the last line. If the next change finds the mark set, `repair` first recounts everything. An
-    exception in the methods of this class leaves the mark correct as well. Python cannot interrupt between the lock and
-    the mark, because the lock is written in C.
+    and cleared after the last line. If the next change finds the mark set, `repair` first recounts everything. Python
+    cannot interrupt between the lock and the mark, because the lock is written in C.
     """
 
     repair: Callable[[], None] = field(default=lambda: None)
@@ -245,9 +244,9 @@ MAX_GIVEN_UP: Final = 1 << 16
 class StoreObserver(Protocol):
     """An object that the store notifies when a tier starts or stops serving a chunk.
 
-    A tier stops serving a chunk that is evicted, deleted or lost. The store calls the methods on any thread, while it
-    holds its lock. The methods must return quickly, and must not wait, call the store or raise an exception. A key of
-    more than 32 bytes belongs to another namespace.
+    A tier stops serving a chunk that is evicted, deleted or lost. The store calls the methods on any thread, with its
+    lock held. The methods must not wait, call the store or raise an exception. A key of more than 32 bytes belongs to
+    another namespace.
     """
 
     def stored(self, tier: str, key: ChunkKey) -> None: ...

@@ -68,10 +68,10 @@ class TierStats(TierCounters):
     """The state of a tier at one moment: its content, its capacity, and its totals so far.
 
     `states`: number of states of recurrent layers in host memory; lower tiers count states as chunks. `breaker`: "open"
-    while the tier keeps failing and is not used, "half-open" when the tier is about to be tried again. `write_breaker`:
-    the same for writes. While only `write_breaker` is open, the tier still serves stored chunks. `hung_reads`,
-    `hung_writes`: calls that have run for more than five seconds; deletions count as writes. Until such a call ends, it
-    occupies a thread of the tier, and perhaps a slot of host memory.
+    while the tier keeps failing and is not used, "half-open" before the next trial. `write_breaker`: the same for
+    writes. While only `write_breaker` is open, the tier still serves stored chunks. `hung_reads`, `hung_writes`: calls
+    that have run for more than five seconds; deletions count as writes. Until such a call ends, it occupies a thread of
+    the tier, and perhaps a slot of host memory.
     """
 
     name: str
@@ -143,7 +143,7 @@ class Snapshot:
 
 @define(eq=False)
 class Breaker:
-    """A circuit breaker: refuses calls of a tier that fails. Not thread-safe. `clock` returns the current time.
+    """A circuit breaker: refuses calls of a tier that fails. Not thread-safe.
 
     The breaker opens after `threshold` failures in a row, and then refuses calls for `first_delay` seconds. Afterwards
     the breaker is half-open, and allows one call as a trial. If the trial fails, the breaker opens again for twice as

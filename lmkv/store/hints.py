@@ -305,7 +305,8 @@ class Hints:
 
     @locked
     def _continue(self, branches: list[Chain], keys: Chain) -> None:
-        """Add the chunks `keys` to the session's branches, instead of the branch that `keys` continues, if any."""
+        """Add the chunks `keys` as a branch (a conversation) of the session. A branch that `keys` continues is removed.
+        """
         for branch in branches:
             # Equal keys have equal prefixes: this request continues that one, but perhaps for its last chunk.
             at = len(branch) - 2

@@ -47,8 +47,7 @@ class TierIndex:
     """The keys of a lower tier's chunks, with their sizes and the order of eviction. The caller holds the store's lock.
 
     `used`: bytes of the chunks that are stored or being written, never more than `capacity`. The bytes of tombstones
-    (deleted keys) do not count. A tombstone's bytes are deleted before other bytes are written in their place. So the
-    bytes on the medium do not exceed the capacity either.
+    (deleted keys) do not count, because they are deleted before other bytes are written in their place.
 
     `other_namespace`: how many of the chunks belong to other namespaces (see `SharesRoom`); the tier evicts such chunks
     like all others. `name`: the tier's name, which `observers` receive.
@@ -108,7 +107,9 @@ class TierIndex:
         return next(iter(self._sizes), None)
 
     def sizes(self) -> dict[ChunkKey, int]:
-        """Return the size in bytes of each stored chunk, including distrusted chunks. Takes O(chunks) time."""
+        """Return the size in bytes of each stored chunk, including distrusted (unreadable) chunks. Takes O(chunks)
+        time.
+        """
         return self._unseen | self._sizes
 
     def snapshot(self) -> Stored:
@@ -135,7 +136,7 @@ class TierIndex:
     # -- writing ------------------------------------------------------------------------------------------
 
     def knows(self, key: ChunkKey) -> bool:
-        """Return whether the key is stored and not distrusted, or being written."""
+        """Return whether the key is being written, or stored and not distrusted (unreadable)."""
         return key in self or key in self._writing
 
     def begin_write(
@@ -283,7 +284,7 @@ class TierIndex:
         """Mark all chunks as deleted, even unindexed ones, except the chunks of other namespaces. Returns the indexed
         keys.
 
-        A running listing ends, because its results are stale.
+        A running listing ends.
         """
         stored = {key: nbytes for key, nbytes in self.sizes().items() if not _is_other_namespace(key)}
         self.mark_deleted(stored)
@@ -296,7 +297,7 @@ class TierIndex:
         return stored
 
     def take_tombstones(self, replaced_by: int = 0) -> Victims:
-        """Return all tombstones. The caller must delete their bytes.
+        """Return all tombstones (deleted keys). The caller must delete their bytes.
 
         `replaced_by`: the number of bytes that the caller will write afterwards.
         """
@@ -307,9 +308,7 @@ class TierIndex:
         return victims
 
     def reclaimed(self, victims: Victims, ok: bool) -> None:
-        """Note that the bytes of `victims` are deleted, or if not `ok`, that the deletion has failed.
-
-        After a failed deletion, the victims are tombstones again.
+        """Note that the bytes of `victims` are deleted. If not `ok`, the deletion has failed, and must be tried again.
         """
         self._reclaiming.difference_update(victims)
         for key in victims:
@@ -359,8 +358,7 @@ class TierIndex:
         return not (self.knows(key) or key in scan.changed or self._is_deleted(key))
 
     def _refuse_late(self, key: ChunkKey, nbytes: int) -> bool:
-        """Turn a key into a tombstone if its bytes may be from before a clear. Returns whether the bytes were refused.
-        """
+        """Mark a key as deleted if its bytes may be from before a `clear`. Returns whether the key is marked."""
         if key not in self.suspect or self.knows(key):
             return False
         if key not in self._reclaiming:
@@ -380,8 +378,8 @@ class TierIndex:
         return True
 
     def adopt(self, found: Sequence[Listed]) -> bool:
-        """Index chunks that a listing has found, least recently used first. Chunks beyond the capacity become
-        tombstones.
+        """Index chunks that a listing has found, least recently used first. Chunks beyond the capacity are deleted
+        later.
 
         Returns False if `clear` was called since the listing began. The caller then stops the listing.
         """

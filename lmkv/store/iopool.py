@@ -1,7 +1,6 @@
 """The threads that read and write lower tiers.
 
-The store plans jobs for these threads while it holds its lock. The store queues the jobs after it has released the
-lock.
+The store plans jobs while it holds its lock, and queues the jobs afterwards.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Job:
 
 @define(eq=False)
 class Deferred:
-    """Plans that are made while a lock is held, and that run after the lock is released.
+    """Work that is planned while a lock is held, and that runs after the lock is released.
 
     `jobs` are queued first; then `callbacks` run, which must not raise.
     """
@@ -63,9 +62,8 @@ class Deferred:
     def run(self, submit: Callable[[Sequence[Job]], list[Job]]) -> None:
         """Run all plans, including plans that are added meanwhile. The caller holds no lock.
 
-        `submit`: `IOPool.submit`, which queues jobs and returns the refused jobs. If one plan raises or Ctrl-C
-        interrupts it, the other plans still run; the exception is raised at the end. A plan that Ctrl-C interrupted
-        runs again, which is harmless.
+        `submit`: `IOPool.submit`, which queues jobs and returns the refused jobs. If one plan raises, the other plans
+        still run; the exception is raised at the end. A plan that Ctrl-C interrupted runs again, which is harmless.
         """
         raised: BaseException | None = None
         tries = _TRIES

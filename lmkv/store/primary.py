@@ -269,7 +269,7 @@ class PrimaryTier:
     def victims(self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1) -> Sequence[Entry]:
         """Choose entries to evict for `slots` slots. Returns no entry if too few can be evicted.
 
-        The caller removes or flushes these entries.
+        The caller removes these entries, or flushes (writes) them to lower tiers.
         """
         evicted = self.order.evict(slots * self.slot_bytes, protect)
         entries = [self.entries[key] for key in evicted or ()]
@@ -300,7 +300,7 @@ class PrimaryTier:
     def evict_from(self, share: Share, key: ChunkKey) -> Entry | None:
         """Return an entry of `share` to evict for a new chunk `key`, or None if all entries are in use.
 
-        The caller removes or flushes the entry.
+        The caller removes the entry, or flushes (writes) it to lower tiers.
         """
         victim = share.oldest_unused(self.part_of(key)[0])
         if victim is not None and victim.in_policy:

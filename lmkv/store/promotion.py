@@ -65,7 +65,7 @@ class Promotion(Handle):
     -----
     The chunks of a promotion stay in host memory until `release`. If several promotions need a chunk, the chunk is read
     once. When the promotion is `done`, its first `ready` chunks can be leased. Thread-safe. Only the store changes the
-    public attributes, while it holds its lock.
+    attributes.
     """
 
     _release: Callable[[Promotion], None]

@@ -113,9 +113,7 @@ class LowerTier:
 
     @property
     def hangs(self) -> Priority | None:
-        """The most urgent priority of jobs that must not be queued because a call of the backend hangs; None if no call
-        hangs.
-        """
+        """If a call of the backend hangs: the most urgent priority of jobs that must not be queued. Otherwise None."""
         if self._reads.hangs or self._lookups.hangs:
             return Priority.LOAD
         return Priority.DELETION if any(each.hangs for each in (self._writes, self._others, self._clears)) else None
@@ -181,8 +179,8 @@ class LowerTier:
         """Ask the backend for chunks that are not indexed, and index the found chunks. Returns the number of found
         chunks.
 
-        The chunks are asked for in batches, from `keys[0]` up to the first missing chunk. The first batch is small, so
-        a prompt whose chunks are missing costs few questions. `each`: whether to ask for all keys in one call instead.
+        The search goes from `keys[0]` to the first missing chunk, in batches of increasing size. `each`: whether to ask
+        for all keys in one call instead.
         """
         with self._lock:
             scan = self.index.begin_scan() if self.usable else None
@@ -352,7 +350,7 @@ class LowerTier:
 
     @locked
     def _is_stored(self, key: ChunkKey, result: Written, *, wanted: bool) -> bool:
-        """Return whether the medium has the chunk's bytes now. Bytes from before a clear do not count."""
+        """Return whether the medium has the chunk's bytes now. Bytes from before a `clear` do not count."""
         index = self.index
         if result.status is WriteStatus.STORED:
             index.unanswered.discard(key)
@@ -453,8 +451,7 @@ class LowerTier:
     # -- deleting -----------------------------------------------------------------------------------------
 
     def reclaim(self) -> None:
-        """Delete the bytes of tombstones (deleted keys). If a deletion fails, a later write or `reclaim` tries again.
-        """
+        """Delete the bytes of tombstones (deleted keys). If a deletion fails, a later call or write tries again."""
         # Repeated for tombstones added while a call hung.
         while self._unless_hanging(self._reclaim_once, False):
             pass

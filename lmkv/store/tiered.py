@@ -1,7 +1,7 @@
 """`TieredStore`: stores chunks in host memory and in lower tiers.
 
-One lock guards the metadata of all tiers; all parts of a store share this lock. No thread holds the lock during I/O,
-copies, log lines or callbacks. Each method plans such work in a `Deferred`, which runs after the lock is released.
+One lock guards the metadata of all tiers. No thread holds the lock during I/O, copies, log lines or callbacks. Each
+method plans such work in a `Deferred`, which runs after the lock is released.
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ class TieredStore(Part):
 
     Notes
     -----
-    Thread-safe: one lock guards all metadata, and is never held during I/O or copies. The store closes the backends of
-    its tiers. A closed store stores nothing and finds nothing. In a forked child the store is closed. `catalog` tells
-    where chunks are.
+    Thread-safe. The store closes the backends of its tiers. A closed store stores nothing and finds nothing. In a
+    forked child the store is closed. `catalog` tells where chunks are.
 
     Examples
     --------
@@ -392,10 +391,7 @@ class TieredStore(Part):
         return StoreStats(tiers, *counts, self._pool.pending)
 
     def snapshot(self) -> Snapshot:
-        """Return all chunks and the references to them, for tests and debugging.
-
-        Takes time proportional to the number of chunks, and holds the store's lock meanwhile.
-        """
+        """Return all chunks and the references to them, for tests and debugging. Holds the store's lock meanwhile."""
         with self._lock:
             held = {key: copy(entry) for key, entry in self._primary.entries.items()}
             stored = tuple(tier.index.snapshot() for tier in self._tiers)

@@ -230,7 +230,7 @@ class Writes(Part):
 
     @locked
     def _plan_late(self, tier: LowerTier, after: Deferred) -> None:
-        """Queue the next copy that `_late` holds back, because another copy to `tier` has ended."""
+        """Queue the next copy that was held back beyond the limit, because another copy to `tier` has ended."""
         late = self._late[tier]
         while late:
             entry, chain = late.popleft()
@@ -322,8 +322,7 @@ class SlotAllocator:
     def free_up(self, count: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> None:
         """Evict chunks until `count` slots are free. One call takes half the time of separate evictions.
 
-        With write-back, `free_up` does nothing, because only `allocate` limits the number of evicted chunks being
-        written.
+        With write-back, does nothing, because only `allocate` limits the number of evicted chunks being written.
         """
         missing = count - self._primary.slab.free_slots
         if missing > 1 and not self._write_back:
@@ -344,9 +343,7 @@ class SlotAllocator:
             self._primary.remove(victim)
 
     def keep_free(self, after: Deferred) -> None:
-        """With write-back, write the chunks that are evicted next to lower tiers now, before other chunks need their
-        slots.
-        """
+        """With write-back, write the next chunks to evict to lower tiers, before their slots are needed."""
         if not self._write_back:
             return
         primary = self._primary

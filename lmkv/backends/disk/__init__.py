@@ -92,10 +92,10 @@ class LocalDiskBackend:
 
     Notes
     -----
-    Thread-safe; no lock is held during I/O, except for some microseconds. If the medium fails, `read` and `write`
-    return the failure and do not raise. If a key fails, `contains`, `delete`, `reclaim` and the listings first try all
-    other keys, and then raise a `BackendError`. Each call tries the medium again, even after failures. Only a file with
-    wrong bytes is removed. A file that cannot be read is replaced when the same chunk is written again.
+    Thread-safe. If the medium fails, `read` and `write` return the failure and do not raise. If a key fails,
+    `contains`, `delete`, `reclaim` and the listings first try all other keys, and then raise a `BackendError`. Each
+    call tries the medium again, even after failures. Only a file with wrong bytes is removed. A file that cannot be
+    read is replaced when the same chunk is written again.
 
     Examples
     --------

@@ -340,9 +340,8 @@ class FreeSpace:
     _lock: threading.Lock = field(factory=threading.Lock, init=False, repr=False)
 
     def claim(self, nbytes: int) -> int:
-        """Claim `nbytes` free bytes, and return 0. If fewer than `min_free` bytes would remain, claim no bytes.
-
-        In this case, the result is the number of missing bytes.
+        """Claim `nbytes` free bytes and return 0. If fewer than `min_free` bytes would remain, only return how many are
+        missing.
         """
         if not self.min_free:
             return 0

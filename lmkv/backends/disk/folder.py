@@ -155,14 +155,14 @@ def namespaces(root: Root) -> list[bytes]:
 
 @contextlib.contextmanager
 def _absent_if_removed() -> Iterator[None]:
-    """Skip a folder that is missing or is a file, for a `with` block."""
+    """Ignore, in a `with` block, that a folder is missing or is a file."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         yield
 
 
 @contextlib.contextmanager
 def _left_out_if_forbidden(path: str) -> Iterator[None]:
-    """Skip a namespace that this user may not read or delete, for a `with` block. Logs this once per `path`."""
+    """Ignore, in a `with` block, that this user may not read or delete a namespace. Logs this once per `path`."""
     try:
         yield
     except PermissionError as error:
@@ -269,8 +269,8 @@ class Usage:
     folder.
 
     Any number of threads and processes may use the count: each change locks the file for about 10 us. If a process is
-    killed between counting and writing, the count is too high until the next listing of the root. If the file cannot be
-    read or changed, the count is 0, without an error.
+    killed before it writes, the count is too high until the next listing of the root. If the file cannot be read or
+    changed, the count is 0, without an error.
 
     A listing misses a file that is written after the listing has passed its folder. Therefore each process keeps the
     number of its reserved but unwritten bytes in a small locked file. A listing adds these numbers.

@@ -54,8 +54,7 @@ class RemoteOptions:
 
     Notes
     -----
-    Immutable, so any number of threads may share one object. `repr` shows neither the password nor the authentication
-    key.
+    Immutable. `repr` shows neither the password nor the authentication key.
 
     Examples
     --------

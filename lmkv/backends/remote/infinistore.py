@@ -5,7 +5,8 @@ crashes together with its server. Bytes are copied directly between the caller's
 
 A chunk becomes two values. First the payload is stored under a random name. Then an entry with the header and the
 random name is stored under the chunk's name. The reason: the server reports a value after its first byte, but crashes
-if the value is read or deleted before its last byte. Nobody can ask for a payload with an unknown name.
+if the value is read or deleted before its last byte. Other clients learn the random name only when the payload is
+complete.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Connection:
             self.is_behind = False
 
     def put(self, values: Sequence[tuple[str, Sequence[memoryview]]]) -> bool:
-        """Store pairs of a name and the parts of a value. Returns False if the server has no space."""
+        """Store values, given as pairs `(name, parts)`. Returns False if the server has no space."""
         parts: list[bytes | memoryview] = []
         for name, value in values:
             parts += [_request(_VALUE, _value_request(name, sum(map(len, value)), _PUT)), *value]

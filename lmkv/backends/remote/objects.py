@@ -169,7 +169,7 @@ class ObjectStoreBackend(SubprocessBackend):
 
 
 class StoreClient:
-    """Runs obstore in the child process. An `ObjectStoreBackend` in the parent process makes the calls."""
+    """Runs obstore in the child process."""
 
     unavailable: ClassVar[tuple[type[Exception], ...]] = (
         exceptions.GenericError,
