@@ -347,7 +347,8 @@ def _merged_value(name: str, values: list[Any], *, first: bool) -> Any:
 
 
 def merged_requests(answers: Mapping[int, Answer], most: int) -> Answer:
-    """Return the `most` newest request reports of all engines. The field `engine` of a report is the engine's number.
+    """Return the `most` newest request reports of all engines. The field `engine` of a report is the engine's
+    number.
     """
     here = answering(answers)
     requests = [{"engine": number, **each} for number, answer in here.items() for each in answer["requests"]]

@@ -355,7 +355,8 @@ _SHARE_OF_FILES = 8
 
 
 def max_connections() -> int:
-    """Return how many connections the service may have: 128, or fewer if the process may open fewer than 1,024 files.
+    """Return how many connections the service may have: 128, or fewer if the process may open fewer than 1,024
+    files.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_CONNECTIONS if files < 0 else min(_MAX_CONNECTIONS, files // _SHARE_OF_FILES)

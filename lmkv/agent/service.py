@@ -330,7 +330,8 @@ class CacheService:
         return {"deleted_chunks": self._clear_namespace(beginning)}
 
     def stats(self) -> dict[str, Any]:
-        """Return the store's counters by tier, the bytes of each tenant, and the numbers of requested and hit tokens.
+        """Return the store's counters by tier, the bytes of each tenant, and the numbers of requested and hit
+        tokens.
         """
         found = self._requests()
         totals = {name: found[name] for name in ("lookup_tokens", "hit_tokens")}

@@ -1,4 +1,5 @@
-"""The backends, which store the chunks of tiers. The module of each backend is imported at the first use of its name.
+"""The backends, which store the chunks of tiers. The module of each backend is imported at the first use of its
+name.
 """
 
 from __future__ import annotations

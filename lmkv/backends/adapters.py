@@ -424,7 +424,8 @@ class WrapperBackend:
         return self.inner.name
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
-        """Forward one call: return `call()`. Every method except `close` uses `around`. `verb`: the name of the method.
+        """Forward one call: return `call()`. Every method except `close` uses `around`. `verb`: the name of the
+        method.
         """
         return call()
 

@@ -166,7 +166,8 @@ def odd_folder(setting: str, folder: str) -> str:
 
 
 def looked_at(answer: Answer) -> Answer:
-    """Check folders, secret files and addresses on this machine. Returns the answer with the problems that were found.
+    """Check folders, secret files and addresses on this machine. Returns the answer with the problems that were
+    found.
     """
     config = answer.config
     if config is None:

@@ -245,7 +245,8 @@ def ask_in_turn(how: str, plan: Plan, engine: EngineProcess, echo: Progress) -> 
 
 
 def wait_for_files(disk: Path, wanted: int, echo: Progress) -> None:
-    """Wait until `wanted` chunks are on disk, for at most WRITE_TIMEOUT seconds. Does not fail if chunks are missing.
+    """Wait until `wanted` chunks are on disk, for at most WRITE_TIMEOUT seconds. Does not fail if chunks are
+    missing.
     """
     echo(f"waiting for {wanted} chunks to be on disk")
     deadline = time.monotonic() + WRITE_TIMEOUT

@@ -84,7 +84,8 @@ class EngineSpec:
 
 
 class ChildFailedError(RuntimeError):
-    """A child process has exited, or has not responded in time. The message contains the last log lines of the child.
+    """A child process has exited, or has not responded in time. The message contains the last log lines of the
+    child.
     """
 
 

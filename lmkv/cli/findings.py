@@ -1,4 +1,5 @@
-"""The checks of `lmkv doctor`: configuration, this machine, disks, remote stores and vLLM. Each check yields findings.
+"""The checks of `lmkv doctor`: configuration, this machine, disks, remote stores and vLLM. Each check yields
+findings.
 """
 
 from __future__ import annotations

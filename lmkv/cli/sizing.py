@@ -177,7 +177,8 @@ class KVSize:
         return nbytes // self.token_bytes
 
     def chunk_tokens(self, chunk_size: int) -> int:
-        """Return the number of tokens in a chunk: `chunk_size`, or vLLM's block size for a model with recurrent layers.
+        """Return the number of tokens in a chunk: `chunk_size`, or vLLM's block size for a model with recurrent
+        layers.
         """
         if self.states is None:
             return chunk_size

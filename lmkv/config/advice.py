@@ -93,7 +93,8 @@ def hint(key: object, value: object, names: Collection[str]) -> str:
 
 
 def _meant(key: str, names: Collection[str]) -> str:
-    """Return the shortest setting name that contains all words of `key`, or "". Store names count as the word "remote".
+    """Return the shortest setting name that contains all words of `key`, or "". Store names count as the word
+    "remote".
     """
     words = {"remote" if word in SCHEMES.keys() - {"file"} else word for word in key.split("_")}
     return min((name for name in names if words <= {*name.split("_")}), key=lambda name: name.count("_"), default="")

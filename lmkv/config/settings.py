@@ -369,7 +369,8 @@ class Config:
 
     @property
     def renew_password(self) -> Callable[[], str | None] | None:
-        """A function that reads `password` again, or None if the password is not in a file. A pipe is read only once.
+        """A function that reads `password` again, or None if the password is not in a file. A pipe is read only
+        once.
         """
         path = self.remote_password_file
         return partial(self._secret, "remote_password") if path and os.path.isfile(path) else None

@@ -120,7 +120,8 @@ class RemoteURL:
 
     @property
     def place(self) -> str:
-        """The function or class that opens the URL, as `package.module:name`. Raises ConfigError for an unknown scheme.
+        """The function or class that opens the URL, as `package.module:name`. Raises ConfigError for an unknown
+        scheme.
         """
         if self.scheme in SCHEMES:
             return f"lmkv.backends.remote.{self.store_kind}:open_url"

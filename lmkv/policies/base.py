@@ -160,7 +160,8 @@ class PolicyBase(ABC):
 
     @abstractmethod
     def pop(self) -> ChunkKey | None:
-        """Remove the next key to evict from the eviction order and return it, or None if the eviction order is empty.
+        """Remove the next key to evict from the eviction order and return it, or None if the eviction order is
+        empty.
         """
 
     @abstractmethod
@@ -176,7 +177,8 @@ class PolicyBase(ABC):
         self.put_back(key)
 
     def evicted(self, key: ChunkKey, size: int) -> None:
-        """Note that a key of `size` bytes, which `pop` has returned, was evicted. Some policies remember evicted keys.
+        """Note that a key of `size` bytes, which `pop` has returned, was evicted. Some policies remember evicted
+        keys.
         """
         self.forget(key)
 
@@ -376,7 +378,8 @@ class PolicyBase(ABC):
         return key
 
     def _take_back(self, key: ChunkKey) -> bool:
-        """Undo the hints for a key. Returns True if the key is now neither in the eviction order nor in another queue.
+        """Undo the hints for a key. Returns True if the key is now neither in the eviction order nor in another
+        queue.
         """
         spared = self._unspare(key)
         self._unkeep(key)

@@ -245,7 +245,8 @@ _PROTECTED_SHARE = 0.8
 
 @define(eq=False, repr=False)
 class TwoQueues(PolicyBase):
-    """Base class of policies with two queues: one for chunks that were used once, one for chunks that were used again.
+    """Base class of policies with two queues: one for chunks that were used once, one for chunks that were used
+    again.
     """
 
     once: OrderedDict[ChunkKey, bool] = field(init=False, factory=OrderedDict)

@@ -305,7 +305,8 @@ def _is_name(value: object) -> bool:
 
 
 def _once(names: list[Any]) -> list[Any]:
-    """Return a request's block names. Raises ValueError if a name occurs twice: a block includes all tokens before it.
+    """Return a request's block names. Raises ValueError if a name occurs twice: a block includes all tokens before
+    it.
     """
     if len({*names}) < len(names):
         raise ValueError("a request has a block twice: leave out the second one, or give it another id")

@@ -169,7 +169,8 @@ class Payloads:
         return memoryview(b"".join(slot[span] for span in self.spans(key.tokens)))
 
     def buffer(self, key: ChunkKey, slot: memoryview) -> memoryview:
-        """Return the memory into which a payload is read before `scatter`: the slot itself, or for a tail a new buffer.
+        """Return the memory into which a payload is read before `scatter`: the slot itself, or for a tail a new
+        buffer.
         """
         return memoryview(bytearray(self.nbytes(key))) if type(key) is TailKey else self._filled(key, slot)
 
@@ -190,7 +191,8 @@ class Payloads:
 
 @define(eq=False)
 class PrefixIndex:
-    """Finds chunks by their `KeyChain.origin` and their tokens. Tokens are bytes, four per token id. Not thread-safe.
+    """Finds chunks by their `KeyChain.origin` and their tokens. Tokens are bytes, four per token id. Not
+    thread-safe.
     """
 
     _chunks: dict[bytes, list[tuple[bytes, ChunkKey]]] = field(init=False, factory=dict, repr=False)

@@ -140,7 +140,8 @@ class Changes:
 
 
 def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
-    """Close pairs of tier name and backend, within `PATIENCE` seconds. The daemon thread of a backend that hangs stays.
+    """Close pairs of tier name and backend, within `PATIENCE` seconds. The daemon thread of a backend that hangs
+    stays.
     """
     deadline = time.monotonic() + PATIENCE
     closing = [(name, _begin(partial(_close, name, backend), name)) for name, backend in backends]
@@ -211,7 +212,8 @@ def _collected(phase: str, info: dict[str, Any]) -> None:
 
 class ClosesAfterFork(Protocol):
     def after_fork(self) -> None:
-        """Close the object in a forked child without waiting. A thread of the parent may hold any lock, so take none.
+        """Close the object in a forked child without waiting. A thread of the parent may hold any lock, so take
+        none.
         """
         ...
 

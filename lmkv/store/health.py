@@ -206,7 +206,8 @@ class Breaker:
         return self._last_call
 
     def end(self, call: int, ok: bool | None) -> None:
-        """Note that a call has ended. `ok`: whether the call succeeded; None if the result says nothing about the tier.
+        """Note that a call has ended. `ok`: whether the call succeeded; None if the result says nothing about the
+        tier.
         """
         took = self.clock() - self._running.pop(call)
         probing = call == self._probe

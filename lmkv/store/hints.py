@@ -1,4 +1,5 @@
-"""`Hints`: passes clients' hints about their prompts and sessions to the policies and admission filters of all tiers.
+"""`Hints`: passes clients' hints about their prompts and sessions to the policies and admission filters of all
+tiers.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ class Hints:
 
     @locked
     def _shed(self, tenant: Owners, most: int) -> None:
-        """Remove priorities beyond the limits, at most `_MAX_SHED` in one call. `most`: the tenant's limit, in chunks.
+        """Remove priorities beyond the limits, at most `_MAX_SHED` in one call. `most`: the tenant's limit, in
+        chunks.
         """
         for _ in range(_MAX_SHED):
             if tenant.total <= most and self._priorities.total <= MAX_HINTED:
@@ -237,7 +239,8 @@ class Hints:
 
     @locked
     def _give_up(self, keys: Chain) -> None:
-        """Let policies first evict the last chunks of `keys`: those after the last chunk with a session or a priority.
+        """Let policies first evict the last chunks of `keys`: those after the last chunk with a session or a
+        priority.
         """
         kept = [number for number, key in enumerate(keys) if key in self._wished or key in self._branches]
         if left := keys[kept[-1] + 1 :] if kept else keys:
@@ -305,7 +308,8 @@ class Hints:
 
     @locked
     def _continue(self, branches: list[Chain], keys: Chain) -> None:
-        """Add the chunks `keys` as a branch (a conversation) of the session. A branch that `keys` continues is removed.
+        """Add the chunks `keys` as a branch (a conversation) of the session. A branch that `keys` continues is
+        removed.
         """
         for branch in branches:
             # Equal keys have equal prefixes: this request continues that one, but perhaps for its last chunk.
@@ -338,7 +342,8 @@ class Hints:
         return counts
 
     def owned(self, tenant: str = "") -> Counter[bytes]:
-        """Return, for each owner, how many keys of a tenant have a priority that is counted to this owner; see `Hints`.
+        """Return, for each owner, how many keys of a tenant have a priority that is counted to this owner; see
+        `Hints`.
         """
         return self._tenants[tenant].owned
 

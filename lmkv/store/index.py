@@ -193,7 +193,8 @@ class TierIndex:
             self._tombstones[key] = nbytes
 
     def _end_rewriting(self, key: ChunkKey, *, stored: bool, wanted: bool) -> None:
-        """Note the result of writing a distrusted chunk again. If the write has failed, the old copy is indexed again.
+        """Note the result of writing a distrusted chunk again. If the write has failed, the old copy is indexed
+        again.
         """
         nbytes = self._rewriting.pop(key, None)
         if nbytes is None or stored:
@@ -308,7 +309,8 @@ class TierIndex:
         return victims
 
     def reclaimed(self, victims: Victims, ok: bool) -> None:
-        """Note that the bytes of `victims` are deleted. If not `ok`, the deletion has failed, and must be tried again.
+        """Note that the bytes of `victims` are deleted. If not `ok`, the deletion has failed, and must be tried
+        again.
         """
         self._reclaiming.difference_update(victims)
         for key in victims:

@@ -238,7 +238,8 @@ class PrimaryTier:
         entry.state = _READY
 
     def remove(self, entry: Entry) -> None:
-        """Remove an entry from the index, even an unfilled one. Its slot is freed with its last reference. Idempotent.
+        """Remove an entry from the index, even an unfilled one. Its slot is freed with its last reference.
+        Idempotent.
         """
         if entry.removed:
             return

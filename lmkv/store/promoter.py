@@ -124,7 +124,8 @@ class Promoter(Part):
 
     @locked
     def _extend(self, work: _Work, keys: Sequence[ChunkKey], after: Deferred) -> None:
-        """Add chunks to a promotion, from `keys[0]` on. If there is no slot yet, the remaining keys become `missing`.
+        """Add chunks to a promotion, from `keys[0]` on. If there is no slot yet, the remaining keys become
+        `missing`.
         """
         work.missing = ()
         promotion = work.promotion
@@ -406,7 +407,8 @@ class Promoter(Part):
 
     @locked
     def plan_again(self, after: Deferred) -> None:
-        """After a recount, find again which entries each promotion waits for, and queue the loads that have not begun.
+        """After a recount, find again which entries each promotion waits for, and queue the loads that have not
+        begun.
         """
         # Callers may also wait for a released promotion.
         works = dict.fromkeys(

@@ -84,7 +84,8 @@ class Promotion(Handle):
         return f"<Promotion {state}: {self.ready} of {len(self)} chunks ready>"
 
     def __len__(self) -> int:
-        """Return the number of chunks in the promotion, from the first key on. The reads of some chunks may still fail.
+        """Return the number of chunks in the promotion, from the first key on. The reads of some chunks may still
+        fail.
         """
         return len(self.entries) if self.failed_at is None else self.failed_at
 

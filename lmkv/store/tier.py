@@ -468,7 +468,8 @@ class LowerTier:
         return bool(victims) and self._tried("delete", lambda: self._reclaim(victims), then=self._until_deleted)
 
     def delete_all(self) -> None:
-        """Delete all chunks of the backend, even unindexed ones. Nothing is written until the deletion has succeeded.
+        """Delete all chunks of the backend, even unindexed ones. Nothing is written until the deletion has
+        succeeded.
         """
         with self._lock:
             call = None if self._clearing else self._clears.begin()

@@ -246,7 +246,8 @@ class TieredStore(Part):
 
     @locked
     def _expire(self, after: Deferred) -> None:
-        """End expired pins, priorities and promotions, and jobs of a tier that hangs, so that their slots become free.
+        """End expired pins, priorities and promotions, and jobs of a tier that hangs, so that their slots become
+        free.
         """
         self._pins.expire()
         self.hints.expire()

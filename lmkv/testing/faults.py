@@ -1,4 +1,5 @@
-"""Injects faults into backends and copiers: errors, delays and calls that hang. A seed makes the faults reproducible.
+"""Injects faults into backends and copiers: errors, delays and calls that hang. A seed makes the faults
+reproducible.
 """
 
 from __future__ import annotations

@@ -153,7 +153,8 @@ class LocalDiskBackend:
         return self._files.file_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return, for each key, whether a file with a plausible size exists. Only `read` verifies the bytes of a file.
+        """Return, for each key, whether a file with a plausible size exists. Only `read` verifies the bytes of a
+        file.
         """
         self._check_keys(keys)
         try:

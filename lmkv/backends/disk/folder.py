@@ -303,7 +303,8 @@ class Usage:
         self._change(0, -nbytes)
 
     def listed_from(self) -> tuple[int, int]:
-        """Return the start values of a listing for a later `set`: all bytes reserved so far, and those not yet written.
+        """Return the start values of a listing for a later `set`: all bytes reserved so far, and those not yet
+        written.
         """
         # In this order: bytes that stop pending in between are in a file, which the listing finds.
         reserved = 0

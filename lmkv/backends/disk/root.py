@@ -191,7 +191,8 @@ class Root:
         return folder
 
     def make(self, *names: str) -> None:
-        """Create the subfolder `names` of the root, and missing folders between. Raises `OSError` if there is no root.
+        """Create the subfolder `names` of the root, and missing folders between. Raises `OSError` if there is no
+        root.
         """
         for depth, name in enumerate(names):
             with self.entered(*names[:depth]) as folder:

@@ -195,7 +195,8 @@ def _request(action: bytes, body: bytes) -> bytes:
 
 
 def _value_request(name: str, nbytes: int, action: int) -> bytes:
-    """Return a request for a value: a FlatBuffers table of the name, the length in bytes and the action (get or put).
+    """Return a request for a value: a FlatBuffers table of the name, the length in bytes and the action (get or
+    put).
     """
     return _VALUE_TABLE.pack(16, 10, 16, 8, 12, 7, 10, action, 8, nbytes) + _text(name)
 

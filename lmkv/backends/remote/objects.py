@@ -409,7 +409,8 @@ def _check_files(options: Mapping[str, str]) -> None:
 
 
 def _versions(options: Mapping[str, str]) -> list[tuple[str, int, int]]:
-    """Return path, inode and modification time of each file that `options` or the environment names, to detect changes.
+    """Return path, inode and modification time of each file that `options` or the environment names, to detect
+    changes.
     """
     found = []
     for place in _places(options).values():

@@ -427,7 +427,8 @@ def _last_words(connection: Any) -> Exception | None:
 
 
 def _number(answer: Any) -> int:
-    """Return an answer that is a number. Raises an answer that is an error, and InvalidResponse for any other answer.
+    """Return an answer that is a number. Raises an answer that is an error, and InvalidResponse for any other
+    answer.
     """
     if isinstance(answer, Exception):
         raise answer
