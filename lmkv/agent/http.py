@@ -550,7 +550,7 @@ def application(
 
     @v1.post("/engines", include_in_schema=False)
     async def announced(engine: Annotated[int, Body(embed=True)]) -> dict[str, Any]:
-        """Note that another engine of this server runs, given its number."""
+        """Note that the engine with this number runs."""
         peers.announced(engine)
         return {}
 

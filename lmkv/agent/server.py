@@ -90,7 +90,7 @@ class Address:
     def bind(self) -> tuple[socket.socket, str]:
         """Listen at the address, and return `(socket, URL)`. Raises OSError if the address cannot be bound.
 
-        Raises ConfigError for an address that is neither a port of loopback nor a path.
+        Raises ConfigError unless the address is a loopback port or a unix socket's path.
         """
         # An empty path would be an abstract socket, which every user may open.
         if self.text.startswith(f"{UNIX}/") and "\0" not in self.text:

@@ -314,7 +314,7 @@ class CacheService:
 
     def clear(self, prompt: Prompt | None = None) -> dict[str, Any]:
         """Delete a prompt's chunks from every tier, even if other prompts share these chunks. Without a prompt, delete
-        all.
+        all chunks.
         """
         keys = None if prompt is None else self._read(prompt)[1]
         states = self._states_of(keys or ())

@@ -74,7 +74,7 @@ def show(
 
 
 def answer_of(file: Path | None, env: Mapping[str, str], extra: Mapping[str, object], ranks: int | None) -> Answer:
-    """Read all given settings, and return the result.
+    """Read all settings of the user, and return the result.
 
     `file`: a file of lmkv counts together with `env` and `extra`. Any other file (of LMCache, of variables, or of a
     command) counts alone.

@@ -101,8 +101,8 @@ def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def of_file(content: Mapping[Any, object]) -> list[str] | None:
-    """Return the command line that a file describes, or None. The file is a connector's JSON, or for `vllm serve
-    --config`.
+    """Return the command line for a connector's JSON file or a file for `vllm serve --config`. Returns None for other
+    files.
 
     Raises ConfigError for a file that starts servers, such as a Kubernetes manifest.
     """

@@ -1,5 +1,5 @@
-"""`WeightedAge` keeps chunks that were used again longer than chunks that were used once. `ADAPTIVE` learns how much
-longer, with simulated tiers (`Shadow`).
+"""`WeightedAge` keeps reused chunks longer than chunks that were used once. `ADAPTIVE` learns how much longer, with
+simulated tiers (`Shadow`).
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ class TwoQueues(PolicyBase):
 
 @define(eq=False, repr=False)
 class SLRU(TwoQueues):
-    """Segmented LRU: evicts chunks that were used once first. Chunks that are used again may fill 80 % of the tier.
+    """Segmented LRU: first evicts chunks that were used once. Chunks that were used again may fill 80 % of the tier.
 
     Examples
     --------

@@ -39,7 +39,7 @@ class Priority(IntEnum):
 class Job:
     """A job for an I/O thread. `work` is the function to run, which handles its own errors.
 
-    `refused`: the function that runs if the pool refuses the job. Each function gets a `Deferred` for plans that run
+    `refused`: the function that runs if the pool refuses the job. Each function gets a `Deferred` for work that runs
     afterwards. `lane`: the name of the tier.
     """
 

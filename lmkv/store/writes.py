@@ -27,7 +27,9 @@ time.
 
 @define(eq=False, repr=False)
 class Part:
-    """Base class of the components of a `TieredStore`, which share its lock, tiers, I/O threads and clock."""
+    """Base class of the components of a `TieredStore`. All components share the store's lock, tiers, I/O threads and
+    clock.
+    """
 
     _lock: threading.Lock
     _changes: Changes

@@ -73,7 +73,7 @@ class SubprocessBackend(RemoteBackend):
         return ClientProcess(self._module, options, self.requests * self.options.timeout)
 
     def _renewed(self, options: dict[str, Any]) -> Mapping[str, Any] | Callable[[], Any]:
-        """Return the client's options, or a function that returns the client's current options."""
+        """Return the client's options or, if they may change, a function that returns the current options."""
         return options
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
