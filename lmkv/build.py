@@ -1,4 +1,4 @@
-"""Builds the store that a `Config` (lmkv's settings) describes."""
+"""Builds the `TieredStore` that a `Config` (lmkv's settings) describes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _THREADS_A_CORE = {"shared_memory": 2, "disk": 4}
 def build_store(
     config: Config, namespace: Namespace, layout: KVLayout, *, shared: bool = True, engine: str = "", engines: int = 1
 ) -> TieredStore:
-    """Make the store of a configuration. Raises ConfigError if host memory cannot hold one chunk.
+    """Return the store of a configuration. Raises ConfigError if host memory cannot hold one chunk.
 
     `shared`: whether other processes map the slots of host memory, under the name `engine`. `engines`: number of
     engines that start on this host.
@@ -71,7 +71,7 @@ def build_store(
 
 
 def io_threads(config: Config, tiers: Sequence[str]) -> int:
-    """Return the number of I/O threads for these tiers: the value of the setting, or by default the largest useful
+    """Return the number of I/O threads of each tier in `tiers`: the setting, or by default the largest useful
     number.
     """
     if config.source("disk_io_threads") != DEFAULT:
@@ -88,18 +88,14 @@ def _policy(config: Config) -> Policy:
 
 
 def stored_namespace(namespace: Namespace, key: bytes | None) -> Namespace:
-    """Return the namespace of lower tiers: `namespace` itself, or a namespace that also depends on the
-    authentication key.
-    """
+    """Return the namespace of lower tiers. With an authentication key, the namespace also depends on this key."""
     if key is None:
         return namespace
     return evolve(namespace, extra={**dict(namespace.extra), "authentication": Authenticator(key).identifier})
 
 
 def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None, opened: ExitStack) -> Iterator[Tier]:
-    """Yield the lower tiers of a configuration, the nearest tier first. `opened`: closes the backends of these
-    tiers.
-    """
+    """Yield the lower tiers of a configuration, fastest first. `opened`: an exit stack that closes their backends."""
     namespace = stored_namespace(namespace, key)
 
     def backend_in(folder: str, **options: Any) -> LocalDiskBackend:
@@ -141,8 +137,7 @@ def _lower_tiers(config: Config, namespace: Namespace, key: bytes | None, opened
 def open_remote(
     config: Config, url: RemoteURL, namespace: bytes, key: bytes | None, *, name: str, chunk_tokens: int
 ) -> Backend:
-    """Open the backend of a remote store, with the settings of remote backends. Raises ConfigError for invalid
-    settings.
+    """Open the backend of a remote store. Raises ConfigError for invalid settings.
 
     `namespace`: the digest of the namespace. `key`: the authentication key. `name`: the name of the tier.
     `chunk_tokens`: number of tokens in a chunk.

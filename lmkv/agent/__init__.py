@@ -1,3 +1,1 @@
-"""The agent API: an HTTP service in the engine's process that looks up, prefetches, pins and deletes chunks of
-prompts.
-"""
+"""The agent API: an HTTP service in the engine's process to look up, prefetch, pin and delete the chunks of prompts."""

@@ -25,11 +25,10 @@ PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class _Calls(ABC, Generic[Answer]):
-    """The calls of the agent API. A subclass defines `send`, which blocks in `Client` and is a coroutine in
-    `AsyncClient`.
+    """The calls of the agent API. `send` blocks in `Client`, and is a coroutine in `AsyncClient`.
 
-    `timeout`: seconds for a whole answer, in addition to the `wait` of a prefetch. `most`: largest number of bytes of
-    an answer.
+    `timeout`: seconds for a complete response, in addition to the `wait` of a prefetch. `most`: largest number of bytes
+    of a response.
     """
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0, most: int = _MAX_BYTES) -> None:
@@ -51,11 +50,11 @@ class _Calls(ABC, Generic[Answer]):
 
     @abstractmethod
     def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Send a call of the agent API, as `GET /docs` describes it, and return the decoded answer."""
+        """Send a request to the agent API and return the decoded JSON response. `GET /docs` describes all requests."""
         ...
 
     def _asked(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[float, dict[str, Any]]:
-        """Return `(seconds, arguments)`: the limit for the answer, and the keyword arguments of httpx for the call."""
+        """Return `(seconds, arguments)`: the time limit, and the keyword arguments for httpx."""
         limit = self._timeout + float((body or {}).get("wait", 0.0))
         return limit, {"method": method, "url": path, "json": body, "timeout": limit}
 
@@ -65,13 +64,14 @@ class _Calls(ABC, Generic[Answer]):
             raise ValueError(f"the answer has more than {self._most:,} bytes")
 
     def lookup(self, prompt: PromptLike, **scope: Any) -> Answer:
-        """Look up how much of a prompt is stored. Returns `total_tokens`, `hit_tokens`, and under `sources` the
-        number of tokens by tier.
+        """Look up how much of a prompt is stored.
+
+        Returns `total_tokens`, `hit_tokens`, and `sources`, the number of hit tokens by tier.
         """
         return self.send("POST", "/v1/lookup", _body(prompt, scope))
 
     def prefetch(self, prompt: PromptLike, *, wait: float = 0.0, **scope: Any) -> Answer:
-        """Prefetch a prompt: load its chunks into host memory. Wait for at most `wait` seconds.
+        """Load the stored chunks of a prompt into host memory. Waits at most `wait` seconds.
 
         Returns `id`, `done`, `found_tokens` (number stored in any tier) and `ready_tokens` (number in host memory now).
         """
@@ -88,19 +88,21 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("DELETE", f"/v1/prefetch/{quote(name, safe='')}")
 
     def end_session(self, name: str, **scope: Any) -> Answer:
-        """End the session with the `session_id` given by `name`: its chunks are evicted first. Pass the session's
-        `cache_salt` and `tags`.
+        """End the session whose `session_id` is `name`, so that its chunks are evicted first.
+
+        Pass the session's `cache_salt` and `tags`.
         """
         return self.send("DELETE", f"/v1/session/{quote(name, safe='')}", scope or None)
 
     def pin(self, prompt: PromptLike, *, seconds: float | None = None, **scope: Any) -> Answer:
-        """Keep in host memory for `seconds` those chunks of a prompt that are there now. Returns `pinned_tokens` and
-        `seconds`.
+        """Keep a prompt's chunks in host memory for `seconds`. Chunks that are not there now are not pinned.
+
+        Returns `pinned_tokens` and `seconds`.
         """
         return self.send("POST", "/v1/pin", {**_body(prompt, scope), "seconds": seconds})
 
     def unpin(self, prompt: PromptLike, **scope: Any) -> Answer:
-        """End the pins of a prompt's chunks. Returns `unpinned_chunks`."""
+        """Remove the pins of a prompt's chunks. Returns `unpinned_chunks`."""
         return self.send("POST", "/v1/unpin", _body(prompt, scope))
 
     def clear(self, prompt: PromptLike | None = None, *, namespace: str | None = None, **scope: Any) -> Answer:
@@ -117,14 +119,13 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("GET", "/v1/stats")
 
     def requests(self) -> Answer:
-        """Return the reports of the last requests, newest first, under `requests`."""
+        """Return `requests`: the reports of the last requests, newest first."""
         return self.send("GET", "/v1/requests")
 
     def explain(self, request: str) -> Answer:
-        """Return the report of one request, with an `explanation` of its misses. `request`: the id in the answer to the
-        request.
+        """Return the report of one request, with an `explanation` of its misses. `request`: the id in vLLM's response.
 
-        If the request has several prompts, `parts` has a report of each prompt.
+        If the request has several prompts, `parts` has a report for each prompt.
         """
         return self.send("GET", f"/v1/explain/{quote(request, safe='')}")
 
@@ -133,7 +134,7 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("GET", "/v1/history")
 
     def trace(self, after: int = 0) -> Answer:
-        """Return under `requests` which chunks the requests used, from the request with number `after` on."""
+        """Return `requests`: which chunks each request used, from the request with number `after` on."""
         return self.send("GET", f"/v1/trace?after={after}")
 
     def value(self) -> Answer:
@@ -141,7 +142,7 @@ class _Calls(ABC, Generic[Answer]):
         return self.send("GET", "/v1/value")
 
     def announce(self, engine: int) -> Answer:
-        """Tell the first engine of a server that engine number `engine` runs."""
+        """Tell the first engine of a server that the engine with number `engine` runs."""
         return self.send("POST", "/v1/engines", {"engine": engine})
 
 
@@ -155,15 +156,15 @@ class Client(_Calls[dict[str, Any]]):
     token : str, optional
         The engine's `agent_token`.
     timeout : float
-        Seconds for a whole answer, in addition to the `wait` of a prefetch.
+        Seconds for a complete response, in addition to the `wait` of a prefetch.
     most : int
-        Largest number of bytes of an answer.
+        Largest number of bytes of a response.
 
     Raises
     ------
     httpx.HTTPStatusError
-        The server answers a call with an error status. A call also raises httpx.TransportError if there is no answer in
-        time, and ValueError if the answer does not come from lmkv.
+        The server returns an error status. A call also raises httpx.TransportError if there is no response in time, and
+        ValueError if the response does not come from lmkv.
 
     Notes
     -----
@@ -204,7 +205,7 @@ class Client(_Calls[dict[str, Any]]):
 
 
 class AsyncClient(_Calls[Awaitable[dict[str, Any]]]):
-    """A client of the agent API for asyncio: has the calls of `Client` as coroutines."""
+    """A client of the agent API for asyncio, with the methods of `Client` as coroutines."""
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 10.0, most: int = _MAX_BYTES) -> None:
         super().__init__(url, token, timeout=timeout, most=most)
@@ -215,7 +216,7 @@ class AsyncClient(_Calls[Awaitable[dict[str, Any]]]):
         return _decoded(await self.receive(method, path, body))
 
     async def receive(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Send a call, and return the bytes of the answer."""
+        """Send a request, and return the body of the response."""
         limit, asked = self._asked(method, path, body)
         found = bytearray()
         try:
@@ -245,8 +246,10 @@ def _body(prompt: PromptLike, scope: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _ended_after(seconds: float) -> Iterator[Any]:
-    """Provide a trace function for httpx. After `seconds`, the call's connections end, however slowly the other side
-    sends.
+    """Yield a trace function for httpx, which notes a request's connections. After `seconds`, these connections are
+    closed.
+
+    httpx's own timeout does not limit a response that arrives very slowly.
     """
     opened: list[socket.socket] = []
 
@@ -269,10 +272,10 @@ def _ended_after(seconds: float) -> Iterator[Any]:
 
 
 def _literal(url: str) -> str:
-    """Return the URL with 127.0.0.1 in place of `localhost`, because `localhost` may also mean ::1, where another user
-    may listen.
+    """Return the URL with `localhost` replaced by 127.0.0.1.
 
-    A URL with TLS is unchanged, because the certificate identifies the server.
+    `localhost` may also mean ::1, where another user may listen. A URL with TLS is unchanged, because the certificate
+    identifies the server.
     """
     if url.startswith(_UNIX):
         return url
@@ -282,7 +285,7 @@ def _literal(url: str) -> str:
 
 
 def _whole(response: httpx.Response, found: bytearray) -> bytes:
-    """Return the body of an answer. Raises httpx.HTTPStatusError for an answer with an error status."""
+    """Return `found`, the body of a response. Raises httpx.HTTPStatusError for an error status."""
     if response.is_error:
         # Without the header that would have it decompressed.
         answer = httpx.Response(response.status_code, content=bytes(found), request=response.request)

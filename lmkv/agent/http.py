@@ -1,4 +1,4 @@
-"""The HTTP application of the agent API, built with FastAPI. It calls a `CacheService`."""
+"""The HTTP application of the agent API, built with FastAPI. The application calls a `CacheService`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PAGE = files("lmkv.agent").joinpath("page.html").read_text(encoding="utf-8")
 
 
 def source_of(text: str) -> str:
-    """Return the hash of a script or a style, in the form of a source in a Content-Security-Policy."""
+    """Return the hash of a script or style, in the form that a Content-Security-Policy needs."""
     return f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -80,7 +80,7 @@ REFERENCE_HEADERS = {
 
 
 def reference(document: Mapping[str, Any]) -> str:
-    """Return the HTML page that shows an OpenAPI document as reference."""
+    """Return an HTML page with the API reference from an OpenAPI document."""
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>lmkv</title><style>{STYLE}</style>"
     intro = (
         "<h1>lmkv</h1><p>Each call needs the header <code>Authorization: Bearer TOKEN</code>, where the server has a "
@@ -202,9 +202,9 @@ _MIN_BYTES, _MAX_BYTES = 1 << 20, 8 << 20
 
 
 def max_body_bytes(longest: int) -> int:
-    """Return the largest number of bytes of a body, for prompts of up to `longest` tokens.
+    """Return the largest number of bytes of a request body, for prompts of up to `longest` tokens.
 
-    The size is limited because parsing a body blocks the interpreter.
+    The size is limited because Python threads wait while a body is parsed.
     """
     return min(max(_MIN_BYTES, _TOKEN_BYTES * longest), _MAX_BYTES)
 
@@ -215,7 +215,7 @@ _SHOWN_ERRORS = 3
 
 @frozen
 class Guard:
-    """An ASGI application that checks requests before `app`, another application, answers them.
+    """An ASGI application that calls `app` if a request's token and body size are valid.
 
     `token`: the text that requests below `/v1/` must send; None to accept all requests. `most`: largest number of bytes
     of a body.
@@ -260,8 +260,9 @@ class Guard:
 
 
 def _closing(send: Send) -> Send:
-    """Return a `send` that closes the connection after the answer. Callers without the token get this `send`,
-    because only callers with the token may keep connections.
+    """Return a `send` function that closes the connection after the response.
+
+    Used for callers without the token, which may not keep connections open.
     """
 
     async def send_and_close(message: Message) -> None:
@@ -287,14 +288,12 @@ def _bounded(receive: Receive, most: int) -> Receive:
 
 
 def as_json(detail: str, status: int) -> Response:
-    """Return a refusal with the reason `detail`. The body is ASCII, because a caller's text may have characters that
-    cannot be encoded.
-    """
+    """Return an error response with the reason `detail`. The body is ASCII, because UTF-8 cannot encode every text."""
     return Response(json.dumps({"detail": detail}), status, media_type="application/json")
 
 
 async def refused(_: Request, error: Any) -> Response:
-    """Return a refusal that names the wrong fields, but not the fields' values, which may be prompts and salts."""
+    """Return an error response that names the wrong fields, but not their values, which may be prompts and salts."""
     assert isinstance(error, RequestValidationError)
     wrong = [f"{'.'.join(map(str, each['loc']))[:80]}: {each['msg']}" for each in error.errors()[:_SHOWN_ERRORS]]
     return as_json("; ".join(wrong), 422)
@@ -308,7 +307,7 @@ _MAX_FIELDS = 256
 
 
 class _AnyText(PathConvertor):
-    """Matches the rest of a path, with slashes and line breaks."""
+    """Matches the rest of a URL path, including slashes and line breaks."""
 
     regex = "(?s:.*)"
 
@@ -317,7 +316,7 @@ register_url_convertor("any_text", _AnyText())
 
 
 class PromptBody(BaseModel):
-    """A prompt: one of `text`, `messages` and `tokens`."""
+    """A prompt: exactly one of `text`, `messages` and `tokens`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -335,7 +334,7 @@ class PromptBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def few_fields(cls, given: Any) -> Any:
-        """Reject a body with too many fields before pydantic validates the fields: a million fields take many
+        """Reject a body with too many fields before pydantic validates them, because a million fields take many
         seconds.
         """
         for fields in (given, given.get("tags")) if isinstance(given, dict) else ():
@@ -362,21 +361,22 @@ class SessionBody(BaseModel):
 
 
 class PrefetchBody(PromptBody):
-    """A prompt to load: one of `text`, `messages` and `tokens`."""
+    """A prompt to load: exactly one of `text`, `messages` and `tokens`."""
 
     id: str | None = Field(default=None, pattern=r"^[\w-]{1,64}$", description="a name for the prefetch")
     wait: float = Field(default=0.0, ge=0, le=60, description="longest wait for the end, in seconds")
 
 
 class PinBody(PromptBody):
-    """A prompt to keep in host memory: one of `text`, `messages` and `tokens`."""
+    """A prompt to keep in host memory: exactly one of `text`, `messages` and `tokens`."""
 
     seconds: float | None = Field(default=None, gt=0, le=86_400, description="seconds of the pin, else `pin_ttl`")
 
 
 class ClearBody(PromptBody):
-    """The chunks to delete: those of a prompt, `everything`, or a `namespace` by its first digits, which `lmkv
-    inspect` shows.
+    """The chunks to delete: those of a prompt, `everything`, or those of a `namespace`.
+
+    `namespace`: its first digits, which `lmkv inspect` shows.
     """
 
     everything: bool = Field(default=False, description="delete all chunks")
@@ -392,11 +392,11 @@ def application(
     longest: int = 1 << 18,
     about: Mapping[str, Any] | None = None,
 ) -> FastAPI:
-    """Make the HTTP application of the agent API for a service.
+    """Return the HTTP application of the agent API for a service.
 
     `token`: the text that each request must send as `Authorization: Bearer ...`; None to accept all requests. The HTML
     page itself needs no token. `peers`: the other engines of the server. `longest`: number of tokens of the longest
-    prompt, which limits the size of a body. `about`: names and versions of the model, vLLM and lmkv.
+    prompt, from which the largest body size follows. `about`: names and versions of the model, vLLM and lmkv.
     """
     started = time.time()
     peers = peers or Peers()
@@ -537,9 +537,10 @@ def application(
 
     @v1.get("/explain/{request:any_text}")
     async def explain(request: str) -> dict[str, Any]:
-        """Return the report of one request, with a sentence that explains which tokens it missed and why.
+        """Return the report of one request, with a sentence that explains which tokens the request missed and why.
 
-        If the request has several prompts or answers, `parts` has the report of each."""
+        If the request has several prompts or answers, `parts` has the report of each.
+        """
         call = _at_once(lambda: service.explain(request))
         found = await peers.ask(call, "GET", f"/v1/explain/{quote(request, safe='')}")
         parts = [{"engine": n, **part} for n, one in answering(found).items() for part in one.pop("parts", [one])]
@@ -549,7 +550,7 @@ def application(
 
     @v1.post("/engines", include_in_schema=False)
     async def announced(engine: Annotated[int, Body(embed=True)]) -> dict[str, Any]:
-        """Note that another engine of this server runs, given its number."""
+        """Note that the engine with this number runs."""
         peers.announced(engine)
         return {}
 

@@ -1,6 +1,4 @@
-"""`Peers`: lets the service of a server's first engine ask the server's other engines, and combine the answers of
-all engines.
-"""
+"""`Peers`: sends requests of a server's first engine to the other engines, and combines the responses."""
 
 from __future__ import annotations
 
@@ -32,13 +30,13 @@ _TYPES: dict[Any, Any] = {int: Number, int | None: Number | None}
 
 
 class _Answer(BaseModel):
-    """A pydantic model of an answer, which drops unknown fields."""
+    """A pydantic model of an engine's response, which drops unknown fields."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
 
 
 def _answer(**types: Any) -> Any:
-    """Return a pydantic model with these fields, all of which are required."""
+    """Return a pydantic model in which all of these fields are required."""
     required: Any = {name: (_TYPES.get(kind, kind), ...) for name, kind in types.items()}
     return create_model("Answer", __base__=_Answer, **required)
 
@@ -109,11 +107,11 @@ _ANSWERS: dict[tuple[str, str], type[_Answer]] = {
 
 
 class NoAnswerError(Exception):
-    """An engine has sent bytes that are not an answer to the call."""
+    """An engine has sent bytes that are not a valid response to the request."""
 
 
 def checked(method: str, path: str, data: bytes) -> dict[str, Any]:
-    """Return the fields of an engine's answer to a forwarded call. Raises NoAnswerError for any other bytes."""
+    """Return the fields of an engine's response to a forwarded request. Raises NoAnswerError for any other bytes."""
     try:
         answer = _ANSWERS[method, path.split("/")[2]].model_validate_json(data)
     except ValidationError as error:
@@ -145,7 +143,7 @@ _REFUSED = (400, 422)
 
 
 class PeerError(LmkvError):
-    """An engine does not exist, does not answer, or refuses a call. `status`: the HTTP status of the answer to the
+    """An engine does not exist, does not respond, or refuses a request. `status`: the HTTP status to return to the
     caller.
     """
 
@@ -156,8 +154,8 @@ class PeerError(LmkvError):
 
 @define
 class _Other:
-    """Another engine of the server. `away`: the reason why `Peers` does not ask the engine, or "". `since`: the time
-    when this began.
+    """Another engine of the server. `away`: why the engine is not asked now, or "". `since`: when the engine became
+    away.
     """
 
     client: AsyncClient
@@ -167,11 +165,12 @@ class _Other:
 
 @define(eq=False, repr=False)
 class Peers:
-    """The engines of one server, by number. Every other engine announces itself to the first engine, repeatedly.
+    """The engines of one server, by number. Each engine except the first announces itself to the first engine
+    repeatedly.
 
     `number`: the number of this engine. `url`: a function from an engine's number to the URL of the engine's service.
-    The function may raise OSError. The URL must name a socket of this user, because `Peers` sends the token to this
-    socket. All methods are called on the service's event loop.
+    The function may raise OSError. The socket must belong to this user, because `Peers` sends the token. All methods
+    are called on the service's event loop.
     """
 
     number: int = 0
@@ -184,8 +183,9 @@ class Peers:
         return f"<Peers: {self.number} and {len(self._others)} others>"
 
     def announced(self, number: int) -> None:
-        """Note that engine `number` runs, so that it is asked from now on. Raises PeerError for an impossible
-        number.
+        """Note that engine `number` runs, so that `ask` asks this engine. An impossible number is ignored.
+
+        Raises PeerError if there is no private folder for the engines' sockets.
         """
         if number in self._others:
             self._others[number].away = ""
@@ -199,7 +199,7 @@ class Peers:
             raise PeerError(f"the engines of this server cannot find each other: {error}") from error
 
     async def announce(self) -> None:
-        """Announce this engine to the first engine repeatedly, because the first engine may restart."""
+        """Announce this engine to the first engine, again and again, because the first engine may restart."""
         failed = False
         while self._url is not None and self.number:
             pause = _RETRY
@@ -218,12 +218,12 @@ class Peers:
             await asyncio.sleep(pause)
 
     async def ask(self, call: Call, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[int, Answer]:
-        """Return the answer of each engine, by the engine's number. `call()`: a function that makes the answer of this
+        """Return the response of each engine, by engine number. `call`: a function that returns the response of this
         engine.
 
-        Engines that answer with status 404 are omitted. If an engine cannot be reached, its answer has `unavailable`
-        with the reason. If `body` names an `engine`, only that engine is asked. Raises PeerError if that engine does
-        not exist or does not answer.
+        Engines with status 404 are left out. If an engine cannot be reached, its response has the reason in
+        `unavailable`. If `body` has the field `engine`, only the engine with this number is asked. Raises PeerError if
+        that engine does not respond.
         """
         await self._forget()
         body = dict(body or {})
@@ -261,7 +261,7 @@ class Peers:
         return {"unavailable": other.away}
 
     async def _forget(self) -> None:
-        """Forget engines that have not answered for a long time, so that answers no longer list these engines as
+        """Remove engines that have not responded for five minutes, so that later responses do not list them as
         unavailable.
         """
         for number, other in list(self._others.items()):
@@ -289,13 +289,14 @@ _BREAKER = ("closed", "half-open", "open")
 
 
 def answering(answers: Mapping[int, Answer]) -> dict[int, Answer]:
-    """Return the answers of the engines that could be reached."""
+    """Return the responses of the engines that could be reached."""
     return {number: answer for number, answer in answers.items() if "unavailable" not in answer}
 
 
 def merged(answers: Mapping[int, Answer]) -> Answer:
-    """Return one answer for all engines: the only answer, or the best of several answers. Totals are summed, and
-    `engines` has all answers.
+    """Return the best engine's response with the totals of all engines, and all responses in `engines`.
+
+    The best engine has the most hit, ready or pinned tokens. A single response is returned unchanged.
     """
     here = answering(answers)
     if len(answers) == 1 and here:
@@ -311,8 +312,9 @@ def merged(answers: Mapping[int, Answer]) -> Answer:
 
 
 def merged_stats(answers: Mapping[int, Answer]) -> Answer:
-    """Return the counters of all engines. Sizes of host memory are summed. Engines share the lower tiers, so the
-    size of a lower tier counts once.
+    """Return the counters of all engines. Host memory is summed.
+
+    Engines share the lower tiers, so the chunks and bytes of a lower tier count only once.
     """
     whole = merged(answers)
     if "engines" not in whole:
@@ -345,8 +347,8 @@ def _merged_value(name: str, values: list[Any], *, first: bool) -> Any:
 
 
 def merged_requests(answers: Mapping[int, Answer], most: int) -> Answer:
-    """Return the `most` newest reports of all engines. The field `engine` of each report is the number of its
-    engine.
+    """Return the `most` newest request reports of all engines. The field `engine` of a report is the engine's
+    number.
     """
     here = answering(answers)
     requests = [{"engine": number, **each} for number, answer in here.items() for each in answer["requests"]]

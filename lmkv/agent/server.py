@@ -1,6 +1,4 @@
-"""The server of the agent API. `Address`: where the server listens. `AgentServer`: the server's thread, with limits
-for its load.
-"""
+"""The server of the agent API: `Address`, where the server listens, and `AgentServer`, which limits its own CPU use."""
 
 from __future__ import annotations
 
@@ -46,15 +44,16 @@ _PATIENCE, _PAUSE = 3.0, 0.02
 
 
 def _literal(text: str) -> str:
-    """Return the address with 127.0.0.1 in place of `localhost`, because `localhost` may also mean ::1, where
-    another user may listen.
+    """Return the address with `localhost` replaced by 127.0.0.1.
+
+    `localhost` may also mean ::1, where another user may listen.
     """
     return _LOCALHOST.sub("127.0.0.1:", text)
 
 
 @frozen
 class Address:
-    """The address of an agent API: a port of loopback, or the path of a unix socket."""
+    """The address of an agent API: a loopback address with a port, or the path of a unix socket."""
 
     text: str = field(converter=_literal)
 
@@ -65,11 +64,13 @@ class Address:
 
     @property
     def is_known(self) -> bool:
-        """Whether the address is known before it is bound: False for port 0, because the system then chooses a port."""
+        """Whether the address is known before it is bound. False for port 0, for which the system chooses a port."""
         return not self.text.endswith(":0")
 
     def of_engine(self, number: int) -> Address:
-        """Return the address of engine `number` of a server. Each engine has the next port, or a separate socket."""
+        """Return the address of engine `number`: the port plus `number`, or another unix socket. Engine 0 has this
+        address.
+        """
         if not number:
             return self
         host, _, port = self.text.rpartition(":")
@@ -79,7 +80,7 @@ class Address:
     def private(self, number: int) -> Address:
         """Return the address of the unix socket at which other engines of the server reach engine `number`.
 
-        Raises OSError if no folder belongs to this user alone.
+        Raises OSError if this user has no private folder.
         """
         # An address means something in one container alone, and folders may be common to several.
         container = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("mnt", "net")]
@@ -89,7 +90,7 @@ class Address:
     def bind(self) -> tuple[socket.socket, str]:
         """Listen at the address, and return `(socket, URL)`. Raises OSError if the address cannot be bound.
 
-        Raises ConfigError for an address that is neither a port of loopback nor a path.
+        Raises ConfigError unless the address is a loopback port or a unix socket's path.
         """
         # An empty path would be an abstract socket, which every user may open.
         if self.text.startswith(f"{UNIX}/") and "\0" not in self.text:
@@ -113,8 +114,8 @@ class Address:
 def _check_free(family: socket.AddressFamily, place: tuple[str, int]) -> None:
     """Raise OSError if another socket is bound to the port, even if that socket does not listen yet.
 
-    vLLM's server binds its port, and listens on the port only after its engine has started. SO_REUSEADDR, which a
-    restart needs because of connections that have just ended, would let lmkv take the port in between.
+    vLLM's server binds its port, but does not listen until its engine has started. SO_REUSEADDR, which lmkv sets for
+    restarts, would let lmkv take the port in between.
     """
     with socket.socket(family) as probe:
         try:
@@ -125,7 +126,7 @@ def _check_free(family: socket.AddressFamily, place: tuple[str, int]) -> None:
 
 
 def _has_ended_connections(port: int) -> bool:
-    """Whether the system still has connections of the port, and nobody listens on the port."""
+    """Return whether the system still has ended connections of the port, and no socket listens on the port."""
     listening, states = "0A", set[str]()
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
@@ -136,10 +137,9 @@ def _has_ended_connections(port: int) -> bool:
 
 @contextmanager
 def _one_at_a_time(folder: str) -> Iterator[None]:
-    """Hold the folder's lock, so that only one server at a time is between `bind` and `listen`.
+    """Hold the folder's lock for a `with` block, so that only one server at a time is between `bind` and `listen`.
 
-    If another process holds the lock for too long, the block runs without the lock. Anybody who may read the folder can
-    hold the lock.
+    If another process holds the lock for too long, the block runs without the lock. Other users may hold the lock.
     """
     with ExitStack() as held:
         with suppress(OSError):
@@ -183,7 +183,10 @@ def _bases() -> list[str]:
 
 
 def _private_folder() -> Path:
-    """Return the first folder for sockets that only this user can change. A missing folder is created."""
+    """Return a folder for sockets that only this user can change. A missing folder is created.
+
+    Raises OSError if there is no such folder.
+    """
     refused: OSError | None = None
     for base in _bases():
         try:
@@ -199,7 +202,7 @@ def _private_folder() -> Path:
 
 
 def _check_private(folder: Path) -> None:
-    """Raise PermissionError if other users may enter the folder, or could replace the folder or a folder above it."""
+    """Raise PermissionError if other users may enter the folder, or could replace the folder or one of its parents."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise PermissionError(errno.EACCES, "remove this path: lmkv needs a 0700 folder of this user", str(folder))
@@ -230,9 +233,9 @@ T = TypeVar("T")
 
 
 class Pace:
-    """Limits the computing time of the service: half of it for the event loop, and half for the worker threads.
+    """Limits the CPU time of the service to a tenth of a core, half for the event loop and half for the worker threads.
 
-    The event loop may use time that the workers do not need, and the reverse. Thread-safe.
+    If the workers do not use their half, the event loop may use it, and vice versa. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -242,7 +245,7 @@ class Pace:
         self._ended = False
 
     def spend(self, part: int, computed: float = 0.0) -> float:
-        """Note that a thread has computed for `computed` seconds, and return how many seconds the thread must pause.
+        """Note that a thread has used `computed` seconds of CPU time. Returns how many seconds the thread must pause.
 
         `part`: whether the thread belongs to the event loop (`_LOOP`) or to the workers (`_WORK`).
         """
@@ -256,9 +259,7 @@ class Pace:
             return 0.0 if self._ended else max(0.0, -left[part] / _SHARE)
 
     def work(self, call: Callable[[], T]) -> T:
-        """Run `call` in the calling thread, a worker, as soon as the workers may compute again. Return the result of
-        `call`.
-        """
+        """Run `call` in this worker thread when the workers have CPU time left. Returns the result of `call`."""
         while pause := self.spend(_WORK):
             time.sleep(min(max(pause, _MIN_PAUSE), _MAX_PAUSE))
         begun = time.thread_time()
@@ -268,12 +269,12 @@ class Pace:
             self.spend(_WORK, time.thread_time() - begun)
 
     def end(self) -> None:
-        """End all pauses of threads, and let later calls of `spend` return 0."""
+        """Stop limiting: later calls of `spend` return 0."""
         self._ended = True
 
 
 class _PacedSelector(selectors.DefaultSelector):
-    """A selector that pauses if the thread of the event loop has used more than its share of time."""
+    """A selector that pauses if the event loop's thread has used more than its share of CPU time."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__()
@@ -295,7 +296,7 @@ class _PacedSelector(selectors.DefaultSelector):
 
 
 class _Workers(ThreadPoolExecutor):
-    """An executor with a few threads. The process can end without waiting for these threads, because their calls may
+    """An executor with a few daemon threads. The process can end without waiting for them, because their calls may
     hang.
     """
 
@@ -329,13 +330,13 @@ class _Workers(ThreadPoolExecutor):
             del job
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads after the work for which callers still wait. Returns at once."""
+        """Let the threads end after all queued work. Returns immediately."""
         for _ in range(_WORKERS):
             self._jobs.put(None)
 
 
 def paced_loop(pace: Pace | None = None) -> asyncio.AbstractEventLoop:
-    """Make an event loop and its executor with a common `Pace`. Call this function in the thread that runs the loop."""
+    """Return a new event loop, which shares a `Pace` with its executor. Call this in the thread that runs the loop."""
     pace = pace or Pace()
     loop = asyncio.SelectorEventLoop(_PacedSelector(pace))
     loop.set_default_executor(_Workers(pace))
@@ -354,13 +355,17 @@ _SHARE_OF_FILES = 8
 
 
 def max_connections() -> int:
-    """Return how many connections the service may have: at most an eighth of the files that the process may open."""
+    """Return how many connections the service may have: 128, or fewer if the process may open fewer than 1,024
+    files.
+    """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_CONNECTIONS if files < 0 else min(_MAX_CONNECTIONS, files // _SHARE_OF_FILES)
 
 
 class _Door(socket.socket):
-    """A listening socket that refuses connections beyond `max_connections`, because uvicorn only limits requests."""
+    """A listening socket that refuses connections beyond `max_connections`. uvicorn limits only requests, not
+    connections.
+    """
 
     def __init__(self, address: Address) -> None:
         bound, self.url = address.bind()
@@ -382,14 +387,14 @@ class _Door(socket.socket):
         return connection, address
 
     def remove(self) -> None:
-        """Remove the socket's file, unless the file now belongs to another server."""
+        """Remove the unix socket's file, unless the file now belongs to another server."""
         with suppress(OSError):
             if self._file and self.fileno() >= 0 and os.path.samestat(self._file, os.stat(self.path)):
                 os.unlink(self.path)
         self._file = None
 
     def give_back(self) -> None:
-        """Remove the socket's file and end listening. Idempotent."""
+        """Remove the unix socket's file and stop listening. Idempotent."""
         self.remove()
         self.close()
 
@@ -415,8 +420,8 @@ def _config(app: FastAPI, *, first: bool) -> Config:
 class AgentServer:
     """Serves an application at `url`, in a separate thread, until `close` is called.
 
-    `inside`: a function that returns a second address, for the other engines of the server. Clients then cannot use up
-    the connections of these engines. If the function raises OSError, the engine works without the others.
+    `inside`: a function that returns a second address, for the other engines of the server. Clients of the first
+    address cannot use up its connections. If the function raises OSError, the engine works alone.
     """
 
     def __init__(
@@ -449,9 +454,7 @@ class AgentServer:
         thread = threading.get_ident()
 
         def matters(record: logging.LogRecord) -> bool:
-            """Return False for records of errors that wrong bytes from clients cause, because clients could fill the
-            log with such records.
-            """
+            """Return whether to log a record of uvicorn. Drops records that clients cause with invalid bytes."""
             error = record.exc_info and record.exc_info[1]
             return record.thread != thread or (error is not None and not isinstance(error, LocalProtocolError))
 
@@ -473,7 +476,7 @@ class AgentServer:
         await asyncio.gather(*(server.serve([door]) for server, door in zip(self._servers, self._doors, strict=True)))
 
     def close(self) -> None:
-        """End the server within seconds. Idempotent."""
+        """Stop the server within seconds. Idempotent."""
         for door in self._doors:
             door.remove()
         for server in self._servers:
@@ -488,6 +491,6 @@ class AgentServer:
 
 
 def _failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error of the event loop, unless uvicorn refused bytes after it had begun to answer."""
+    """Log an error of the event loop, except the error after uvicorn has refused bytes in the middle of a response."""
     if not isinstance(context.get("exception"), LocalProtocolError):
         loop.default_exception_handler(context)

@@ -1,4 +1,4 @@
-"""`CacheService`: the calls of the agent API, without HTTP."""
+"""`CacheService`: the methods of the agent API, without HTTP."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ADVICE = {
 
 
 def explained(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report of a request with an `explanation` of its misses in words."""
+    """Return a request's report with the field `explanation`, which describes the request's misses in words."""
     return {**report, "explanation": " ".join(_sentences(report))}
 
 
@@ -78,7 +78,7 @@ class Prompt:
     """A prompt: exactly one of a text, the messages of a chat, and token ids.
 
     `cache_salt`, `tags`: the salt and tags of the prompt's requests. A request hits only chunks that were stored with
-    an equal salt and equal tags. `template`: further arguments of the chat's template, such as `tools`.
+    an equal salt and equal tags. `template`: further arguments of the model's chat template, such as `tools`.
     """
 
     text: str | None = None
@@ -131,8 +131,8 @@ _NO_REQUESTS = {"lookup_tokens": 0, "hit_tokens": 0, "requests": [], "ids": []}
 
 
 class _Prefetch(NamedTuple):
-    """A named prefetch. `ended`: a future that is cancelled when the reads of the prefetch have ended, or when the
-    prefetch is cancelled.
+    """A prefetch with a name. `ended`: a future that is cancelled when the reads have ended or the prefetch is
+    cancelled.
     """
 
     promotion: Promotion
@@ -155,25 +155,27 @@ class CacheService:
     store : TieredStore
         The store of the engine. The service does not close the store.
     keys_of, tokenize
-        Functions that return the keys of a prompt, and the tokens of a text or chat (see `KeysOf` and `Tokenize`).
+        Functions that return the chunk keys of a prompt, and the token ids of a text or chat (`KeysOf` and `Tokenize`).
     chunk_size : int
         Tokens per chunk.
     pin_ttl : float
         Seconds for which pins and prefetches last by default.
     root_of : callable, optional
-        Returns the owner of a prompt's pins, prefetches and sessions (see `RootOf`). By default, all have one owner.
+        Returns the owner (client) of a prompt's pins, prefetches and sessions; see `RootOf`. By default, all have one
+        owner.
     requests : callable, optional
         Returns the reports of the engine's requests.
     clear_namespace : callable, optional
         Deletes the chunks of a namespace in the engine's folder (see `ClearNamespace`).
     deleted : callable, optional
-        Is called with the keys of deleted chunks.
+        A function that is called with the keys of deleted chunks.
     longest : int, optional
         Number of tokens of the longest prompt that the engine accepts.
     trace, value : callable, optional
-        `trace` returns the requests from a number on; `value` returns estimates of the hits with more memory.
+        `trace(number)` returns the recorded requests from a number on. `value()` returns estimates of the hits with
+        more or less memory.
     loads_off : callable, optional
-        Returns whether an audit has switched loads off.
+        Returns whether an audit (a check of loaded KV) has switched loads off.
     states : int
         Number of state entries after each chunk; 0 without recurrent layers.
 
@@ -248,8 +250,8 @@ class CacheService:
     def prefetch(self, prompt: Prompt, name: str) -> tuple[Callable[[], dict[str, Any]], Future[None]]:
         """Start to load a prompt's chunks into host memory, where the chunks stay for `pin_ttl` seconds.
 
-        Returns `(progress, ended)`: a function that returns the progress, and a future that is cancelled when the
-        prefetch ends. A later prefetch with the same `name` replaces this prefetch.
+        Returns `(progress, ended)`: a function that returns the progress, and a future that is cancelled when all reads
+        have ended. A later prefetch with the same `name` replaces this prefetch.
         """
         tokens, keys = self._read(prompt)
         keys = self._found(keys, len(tokens)) if self._boundaries.states else keys
@@ -268,9 +270,9 @@ class CacheService:
         return None if prefetch is None else self._state(name, prefetch)
 
     def cancel(self, name: str, instead: _Prefetch | None = None) -> bool:
-        """Stop the prefetch with this name and release its chunks, and return whether there was such a prefetch.
+        """Stop the prefetch with this name and release its chunks. Returns whether there was such a prefetch.
 
-        `instead`: a prefetch that takes the name.
+        `instead`: a new prefetch that gets the name.
         """
         with self._lock:
             prefetch = self._prefetches.pop(name, None)
@@ -284,9 +286,10 @@ class CacheService:
     def end_session(
         self, name: str, cache_salt: str | None = None, tags: Mapping[str, str] = MappingProxyType({})
     ) -> bool:
-        """Let the chunks that belong only to this session be evicted first, and return whether the session was known.
+        """End a session: chunks that belong only to this session are evicted first. Returns whether the session was
+        known.
 
-        `name`: the session's id. A session with the same name but another salt or other tags is a different session.
+        `name`: the session's id. Another salt or other tags mean a different session.
         """
         owner = self._root_of(cache_salt, tags)
         return owner is not None and self._store.hints.end_session(owner, name)
@@ -295,7 +298,7 @@ class CacheService:
         return self._root_of(prompt.cache_salt, prompt.tags) or b""
 
     def pin(self, prompt: Prompt, seconds: float | None = None) -> dict[str, Any]:
-        """Pin the first chunks of a prompt that host memory has now, for `seconds` or for the default time."""
+        """Pin a prompt's leading chunks that are in host memory now, for `seconds` or for the default time."""
         keys = self._boundaries.keys_to_promote(self._read(prompt)[1])
         seconds = self._pin_ttl if seconds is None else seconds
         return {
@@ -304,13 +307,15 @@ class CacheService:
         }
 
     def unpin(self, prompt: Prompt) -> dict[str, Any]:
-        """End the pins of a prompt's chunks."""
+        """Remove the pins of a prompt's chunks."""
         _, keys = self._read(prompt)
         self._store.unpin(self._states_of(keys))
         return {"unpinned_chunks": self._store.unpin(keys)}
 
     def clear(self, prompt: Prompt | None = None) -> dict[str, Any]:
-        """Delete a prompt's chunks from every tier, even if other prompts share them, or delete all chunks."""
+        """Delete a prompt's chunks from every tier, even if other prompts share these chunks. Without a prompt, delete
+        all chunks.
+        """
         keys = None if prompt is None else self._read(prompt)[1]
         states = self._states_of(keys or ())
         count = self._store.clear() if keys is None else self._store.delete(keys)
@@ -319,16 +324,14 @@ class CacheService:
         return {"deleted_chunks": count}
 
     def clear_namespace(self, beginning: str) -> dict[str, Any]:
-        """Delete the chunks of one namespace. `beginning`: the first digits of the namespace, as `lmkv inspect`
-        shows them.
-        """
+        """Delete the chunks of one namespace. `beginning`: its first digits, as `lmkv inspect` shows them."""
         if self._clear_namespace is None:
             raise UsageError("this engine cannot clear other namespaces")
         return {"deleted_chunks": self._clear_namespace(beginning)}
 
     def stats(self) -> dict[str, Any]:
-        """Return the store's counters by tier, the bytes of each tenant, and how many tokens were looked up and
-        found.
+        """Return the store's counters by tier, the bytes of each tenant, and the numbers of requested and hit
+        tokens.
         """
         found = self._requests()
         totals = {name: found[name] for name in ("lookup_tokens", "hit_tokens")}
@@ -343,8 +346,8 @@ class CacheService:
     def explain(self, request: str) -> dict[str, Any] | None:
         """Return a request's report with an explanation, or None if the request is not among the last requests.
 
-        `request`: the id in vLLM's answer. A call with several prompts or answers consists of several requests. For
-        such a call, the result is the report of the first request, with the reports of all requests in `parts`.
+        `request`: the id in vLLM's response. A call with several prompts or outputs consists of several requests. The
+        result is then the report of the first one, with all reports in `parts`.
         """
         ids = re.compile(_OF_A_CALL.format(re.escape(request)))
         parts: dict[tuple[int, int], dict[str, Any]] = {}
@@ -365,7 +368,9 @@ class CacheService:
         return tokens, self._keys_of(tokens, prompt.cache_salt, prompt.tags)
 
     def _found(self, keys: list[ChunkKey], tokens: int) -> list[ChunkKey]:
-        """Return the keys that a request with a prompt of `tokens` tokens may load. Ask shared tiers before."""
+        """Return the keys that a request with a prompt of `tokens` tokens may load. First looks up the keys in shared
+        tiers.
+        """
         if (lookup := self._store.look_up_shared(keys, self._boundaries.states)) is not None:
             lookup.wait(_SHARED_LOOKUP_LIMIT)
         # A hit that has to end behind a chunk leaves the last token to be computed.
@@ -373,7 +378,7 @@ class CacheService:
         return self._boundaries.stored_hit(keys[:whole]) if self._boundaries.states else keys
 
     def _states_of(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return the keys of the recurrent layers' states that belong to any of these chunks."""
+        """Return the keys of the recurrent layers' states after each of these chunks."""
         return [state for key in keys for state in state_keys(key, self._boundaries.states)]
 
     def _check(self, tokens: int, more: str = "") -> None:
@@ -382,8 +387,9 @@ class CacheService:
             raise UsageError(f"{reason} (max_model_len)")
 
     def _tokens_of(self, prompt: Prompt) -> Sequence[int]:
-        """Return the tokens of a text or a chat. If the prompt is much too long, raise UsageError without tokenizing
-        all of it.
+        """Return the token ids of a text or a chat. Raises UsageError if the prompt is too long.
+
+        A prompt that is much too long is not tokenized completely.
         """
         text, messages = prompt.text, prompt.messages or ()
         try:
@@ -402,7 +408,7 @@ class CacheService:
             raise UsageError(f"the tokenizer refuses this prompt with {type(error).__name__}") from error
 
     def _tokens(self, keys: Sequence[ChunkKey]) -> int:
-        """Return the number of tokens in the chunks of these keys. The key of a state counts as 0 tokens."""
+        """Return the number of tokens in the chunks with these keys. Keys of states count 0 tokens."""
         chunks = (key for key in keys if not isinstance(key, StateKey))
         return sum(key.tokens if isinstance(key, TailKey) else self._chunk_size for key in chunks)
 

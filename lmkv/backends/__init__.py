@@ -1,5 +1,5 @@
-"""The backends, which store the chunks of tiers. The module of a backend is imported when a program first uses the
-backend's name.
+"""The backends, which store the chunks of tiers. The module of each backend is imported at the first use of its
+name.
 """
 
 from __future__ import annotations

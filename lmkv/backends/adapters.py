@@ -90,29 +90,31 @@ class AsyncBackend(Protocol):
 
 @runtime_checkable
 class AsyncListsKeys(Protocol):
-    """An asynchronous backend that can list its chunks. `list_keys` is usually an asynchronous generator."""
+    """An asynchronous backend that can list its chunks. `list_keys` returns an asynchronous iterator, usually a
+    generator.
+    """
 
     def list_keys(self) -> AsyncIterator[list[Listed]]: ...
 
 
 class AsyncAdapter:
-    """Makes a `Backend` of an `AsyncBackend`: runs the coroutines in an event loop on a separate thread.
+    """A `Backend` that runs the coroutines of an `AsyncBackend`, in an event loop on a separate thread.
 
     Parameters
     ----------
     inner
         The asynchronous backend. The adapter closes it.
     deadline
-        Seconds for one call. A read or write that takes longer returns FAILED with a `BackendUnavailable`; other calls
-        that take longer raise this exception.
+        Seconds for one call. A read or write that takes longer returns FAILED with a `BackendUnavailable`. Other calls
+        that take longer raise `BackendUnavailable`.
 
     Notes
     -----
     A coroutine may keep running after its deadline, because a thread in a system call cannot be cancelled. Such a
-    coroutine must not reach the caller's memory. So each write copies the payload, and each read fills a separate
-    buffer first. If this copy is too slow, write a blocking backend.
+    coroutine must not reach the caller's memory. Therefore each write copies the payload first, and each read fills a
+    separate buffer. If this copy is too slow, write a blocking backend.
 
-    Thread-safe: a lock prevents calls from starting after `close`. The lock is not held while a call runs.
+    Thread-safe. No lock is held while a call runs.
 
     Examples
     --------
@@ -180,7 +182,10 @@ class AsyncAdapter:
             yield batch
 
     def close(self) -> None:
-        """Cancel running calls, close the inner backend, and end the thread, all together within the deadline."""
+        """Cancel running calls, close the inner backend, and stop the thread.
+
+        Raises `BackendUnavailable` if closing takes longer than the deadline.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -198,7 +203,7 @@ class AsyncAdapter:
             self._thread.join(self.deadline)
 
     def _call(self, action: str, work: Coroutine[Any, Any, T], key: ChunkKey = b"") -> T:
-        """Run a coroutine in the event loop, wait for at most the deadline, and return the coroutine's result."""
+        """Run a coroutine in the event loop, and return its result. Raises `BackendUnavailable` after the deadline."""
         with self._lock:
             if self._closed:
                 work.close()
@@ -248,8 +253,7 @@ _SUFFIX = ".chunk"
 class AsyncFileBackend:
     """Stores chunks as files, with coroutines: an example of an `AsyncBackend`.
 
-    To serve a model from a disk, use `LocalDiskBackend`, which verifies checksums, avoids the page cache, shares its
-    capacity with other processes, and removes the files of killed processes.
+    To serve a model from a disk, use `LocalDiskBackend`, which also verifies checksums and limits its capacity.
 
     Parameters
     ----------
@@ -349,7 +353,10 @@ class AsyncFileBackend:
     async def close(self) -> None: ...
 
     async def _check_medium(self) -> None:
-        """Raise `MediumError` if the folder is on another medium than at first. A removed folder counts as empty."""
+        """Raise `MediumError` if the folder is on another medium than when the backend was created.
+
+        A removed folder counts as empty.
+        """
         with contextlib.suppress(FileNotFoundError):
             await asyncio.to_thread(self._medium.check)
 
@@ -370,8 +377,7 @@ class AsyncFileBackend:
 
 
 class WrapperBackend:
-    """Forwards all calls to another backend, and has the same optional methods. Your own wrappers can inherit from this
-    class.
+    """Forwards all calls to another backend, and has its optional methods. A base class for your own wrappers.
 
     Parameters
     ----------
@@ -418,7 +424,7 @@ class WrapperBackend:
         return self.inner.name
 
     def around(self, verb: str, call: Callable[[], T]) -> T:
-        """Forward one call: return `call()`. Every method except `close` calls `around`. `verb`: the name of that
+        """Forward one call: return `call()`. Every method except `close` uses `around`. `verb`: the name of the
         method.
         """
         return call()
@@ -455,7 +461,7 @@ class NullBackend:
 
     Notes
     -----
-    Thread-safe, without a lock.
+    Thread-safe.
 
     Examples
     --------

@@ -41,8 +41,8 @@ class CPUPinnedBackend:
 
     Notes
     -----
-    Thread-safe: the methods of `Backend` copy while they hold a lock. A store with this backend as its first tier takes
-    over the slots by `take_slab`. From then on, the methods of `Backend` raise `UsageError`.
+    Thread-safe: the methods of `Backend` copy while they hold a lock. A store with this backend as its first tier calls
+    `take_slab`. From then on, the methods of `Backend` raise `UsageError`.
 
     Examples
     --------
@@ -85,7 +85,7 @@ class CPUPinnedBackend:
         return f"<CPUPinnedBackend {self.name!r}: {slots} are free>"
 
     def take_slab(self) -> Slab:
-        """Hand the slots over to a store. From now on, only the store allocates, fills and frees slots.
+        """Return the memory with all slots. From now on, only the caller, a store, uses the slots.
 
         Raises UsageError if another store has the slots already, or if any slot contains a chunk.
         """

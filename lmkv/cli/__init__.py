@@ -1,4 +1,4 @@
-"""The `lmkv` command. Each module has one or a few subcommands, and `lmkv.cli.app` collects all subcommands."""
+"""The `lmkv` command. Each module has one or a few subcommands; `lmkv.cli.app` lists all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CORE = frozenset({"torch", "numpy", "cachetools", "aiofiles"})
 
 
 def main() -> None:
-    """Run the `lmkv` command. If dependencies of the command are missing, name the extra to install."""
+    """Run the `lmkv` command. If packages are missing, print which extra of lmkv installs them, and exit."""
     try:
         from lmkv.cli.app import app
     except ModuleNotFoundError as error:

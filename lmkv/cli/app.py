@@ -1,4 +1,4 @@
-"""The application of the `lmkv` command: finds subcommands by name, and imports a subcommand only when it runs."""
+"""The application of the `lmkv` command. A subcommand's module is imported only when the subcommand runs."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ EXAMPLES = (
 
 
 class Commands(TyperGroup):
-    """The subcommands by name. The help needs only one line for each command, so a command is imported only when it
-    runs.
-    """
+    """The subcommands by name. The help shows one line for each, for which no module is imported."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -100,7 +98,7 @@ class Commands(TyperGroup):
             raise
 
     def load(self, name: str) -> None:
-        """Import a command with all its options, and return the command."""
+        """Import a subcommand's module, and add the subcommand with all its options to this group."""
         module, panel, _ = COMMANDS[name]
         found = getattr(import_module(module), "app" if name == "config" else name)
         if not isinstance(found, typer.Typer):

@@ -1,4 +1,4 @@
-"""`lmkv bench`: compares lmkv with the limits of this machine, and measures the savings of a hit."""
+"""`lmkv bench`: compares lmkv with the limits of this machine, and measures how much time a hit saves."""
 
 from __future__ import annotations
 
@@ -145,15 +145,16 @@ def copies(layers: int, chunks: int, rounds: int) -> Iterator[Row]:
 
 
 def wait_until_populated() -> None:
-    """Wait for the threads that map this process's slots, because a clock of CPU time also counts these threads."""
+    """Wait for the threads that map the pages of host memory, because their CPU time would count in measurements."""
     for thread in threading.enumerate():
         if thread.name == "lmkv-populate":
             thread.join()
 
 
 def pages(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return two functions without lmkv's slots: the first copies these blocks into an array, layer after layer, and
-    the second copies the blocks back.
+    """Return two functions that copy these blocks without lmkv, for comparison.
+
+    The first function copies the blocks into an array, layer after layer. The second function copies the blocks back.
     """
     rows = [tensor.view(torch.int64).flatten(1).numpy() for tensor in tensors]
     # Pages of 4 KiB, as slots have: numpy's own arrays have huge ones.
@@ -174,9 +175,7 @@ def pages(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> tuple[Calla
 
 
 def lookup(rounds: int) -> Iterator[Row]:
-    """Measure the time from the tokens of a long prompt to a lease on its chunks. Compare this time with the time to
-    hash the tokens.
-    """
+    """Measure the time from the tokens of a long prompt to a lease on its chunks, compared with hashing the tokens."""
     slot_bytes = 4096
     store = TieredStore(Tier(CPUPinnedBackend(1024 * slot_bytes, slot_bytes, populate=False), make_policy("LRU")))
     tokens = random.Random(0).choices(range(150_000), k=LONGEST)
@@ -202,9 +201,7 @@ def bare_chain(tokens: Sequence[int], chunk: int = CHUNK) -> list[bytes]:
 
 
 def disk_rows(parent: Path, mib: int, rounds: int) -> Iterator[Row]:
-    """Measure writes without fsync, as the disk tier makes by default, and reads that are not cached. Compare both
-    with plain files.
-    """
+    """Measure the disk tier's writes (without fsync, as by default) and uncached reads, compared with plain files."""
     nbytes, count = mib * MIB, 8
     memory = memoryview(mmap.mmap(-1, count * nbytes))
     for at in range(0, len(memory), MIB):
@@ -249,7 +246,7 @@ def disk_rows(parent: Path, mib: int, rounds: int) -> Iterator[Row]:
 
 
 def drop_caches(folder: Path) -> None:
-    """Remove the files below this folder from the page cache."""
+    """Remove the files below `folder` from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -264,8 +261,8 @@ def drop_caches(folder: Path) -> None:
 def first_tokens(tokens: int, model: str | None, parent: Path, host_gib: float, rounds: int) -> Iterator[Row]:
     """Measure new and repeated prompts on vLLM alone and on vLLM with lmkv.
 
-    Engines with the small model run at the same time, and answer in turn. A `model` of the user may fill the device, so
-    its engines run one after the other.
+    Engines with the small default model run at the same time. Engines with a `model` of the user, which may fill the
+    device, run one after the other.
     """
     with tempfile.TemporaryDirectory(prefix="lmkv-bench-", dir=parent) as name:
         folder = Path(name)
@@ -321,7 +318,9 @@ def hit_specs(folder: Path, tokens: int, model: str | None, host_gib: float) -> 
 
 
 def hit_in(name: str, answer: Answer, tokens: int) -> None:
-    """Raise RuntimeError unless most of a repeated prompt was found, and every found token was in the tier `name`."""
+    """Raise RuntimeError unless a repeated prompt was mostly found, and all its hit tokens came from the tier
+    `name`.
+    """
     below = sum(count for tier, count in answer.sources.items() if tier != "cpu")
     mixed = below and answer.sources.get("cpu")
     if answer.hit_tokens <= tokens // 2 or (name == DISK) != bool(below) or mixed:

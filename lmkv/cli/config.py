@@ -1,7 +1,7 @@
 """`lmkv config`: shows settings with their sources, checks a file, and converts LMCache's file.
 
-All three commands report a setting in the words of `lmkv doctor` and of a server's start. The exit status is 2 if a
-setting is refused, and 1 if a remark concerns what is cached. It is 0 if every setting is used as it is.
+`lmkv doctor` and a starting server report a setting in the same words. The exit status is 2 if a setting is refused, 1
+if a remark concerns what is cached, and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def show(
 
 
 def answer_of(file: Path | None, env: Mapping[str, str], extra: Mapping[str, object], ranks: int | None) -> Answer:
-    """Return the meaning of all given settings.
+    """Read all settings of the user, and return the result.
 
-    `file`: if it is a file of LMCache, of variables or of a command, only its settings count. A file of lmkv counts
-    together with `env`.
+    `file`: a file of lmkv counts together with `env` and `extra`. Any other file (of LMCache, of variables, or of a
+    command) counts alone.
     """
     # A pipe can be read only once.
     if file is not None and file.is_file():
@@ -102,7 +102,7 @@ def remarks(answer: Answer) -> list[str]:
 
 
 def end(answer: Answer, *, as_json: bool) -> None:
-    """Print the refused settings, and exit with the status of the answer."""
+    """Print the refused settings, and exit with `answer.status`."""
     if answer.problems and not as_json:
         fail("\n".join(answer.problems), status=2)
     raise typer.Exit(answer.status)
@@ -155,7 +155,7 @@ def check(
 
 
 def odd_folder(setting: str, folder: str) -> str:
-    """Return a warning about a folder that is probably a mistake, or "". `setting`: the name of the setting."""
+    """Return a warning if a folder is probably a mistake, else "". `setting`: the name of the setting."""
     path = Path(folder)
     if not path.is_absolute():
         return f"{setting} {folder} is relative to the folder in which the server starts: write an absolute path"
@@ -167,8 +167,8 @@ def odd_folder(setting: str, folder: str) -> str:
 
 
 def looked_at(answer: Answer) -> Answer:
-    """Return the answer with the problems that the folders, secret files and addresses of its settings have on this
-    machine.
+    """Check folders, secret files and addresses on this machine. Returns the answer with the problems that were
+    found.
     """
     config = answer.config
     if config is None:
@@ -194,7 +194,7 @@ def looked_at(answer: Answer) -> Answer:
 
 
 def refusal(call: Callable[[], object]) -> list[str]:
-    """Return the error of a call as a list with one text, or an empty list if the call succeeds."""
+    """Return a list with the text of the ConfigError that a call raises, or an empty list if the call succeeds."""
     try:
         call()
     except ConfigError as error:
@@ -203,7 +203,7 @@ def refusal(call: Callable[[], object]) -> list[str]:
 
 
 def unconnected(config: Config, url: RemoteURL) -> None:
-    """Raise ConfigError if the start of a server would refuse this address. Connects to no store."""
+    """Raise ConfigError if a server would refuse the address at its start. Does not connect to the store."""
     module = {"redis": "redis", "s3": "obstore"}.get(url.scheme if url.store_kind == "objects" else url.store_kind)
     if module is None or find_spec(module) is None:
         return
@@ -220,10 +220,10 @@ def unconnected(config: Config, url: RemoteURL) -> None:
 
 
 def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
-    """Return the meaning of the settings in a file or a command line, and the translated command if there is one.
+    """Read the settings in a file or a command line. Returns the result, and the translated command or None.
 
-    `words`: the path of a file, or a command line after `--`. `ranks`: number of ranks of the engine. `migrate`:
-    whether the settings must be LMCache's.
+    `words`: the path of a file, or a command line. `ranks`: number of ranks of the engine. `migrate`: whether the
+    settings must be LMCache's.
     """
     if len(words) == 1 and re.match(r"[A-Za-z_]\w*=", words[0]):
         raise ConfigError(f"{words[0].partition('=')[0]} is a variable without a command: {command_lines.GIVE_COMMAND}")
@@ -238,7 +238,7 @@ def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) ->
 
 
 def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
-    """Return the meaning of a file's settings, and the translated command if the file has one.
+    """Read the settings in a file. Returns the result, and the translated command if the file describes a command.
 
     `ranks`: number of ranks of the engine. `migrate`: whether the settings must be LMCache's.
     """
@@ -358,7 +358,7 @@ def command_line(command: Command, settings: Mapping[str, object]) -> str:
 
 
 def written(value: object) -> object:
-    """Return a value as lmkv's YAML file has it, including passwords."""
+    """Return the value of a setting as in lmkv's YAML file, including passwords."""
     if isinstance(value, Secret):
         return value.value
     if isinstance(value, tuple):
@@ -367,7 +367,7 @@ def written(value: object) -> object:
 
 
 def left_out(answer: Answer) -> Iterator[str]:
-    """Yield each key of LMCache that lmkv's file does not have, and the reason."""
+    """Yield a comment for each key of LMCache that is left out of lmkv's file, with the reason."""
     for each in answer.readings:
         if each.kind != "used":
             yield f"Left out{', although the setting matters' * (each.kind == 'refused')}: {each.in_words}"

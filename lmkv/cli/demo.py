@@ -94,8 +94,9 @@ def demo(
 
 @frozen(kw_only=True)
 class Plan:
-    """The plan of the demo: prompts of `tokens` tokens, in engines of `model` with KV space for little more than one
-    prompt.
+    """The plan of the demo: prompts of `tokens` tokens, in engines of `model`.
+
+    vLLM's KV cache has space for little more than one prompt, so each prompt evicts the previous one.
     """
 
     tokens: int = 8000
@@ -106,13 +107,11 @@ class Plan:
         return self.tokens + ANSWER_TOKENS
 
     def gib(self, prompts: int) -> float:
-        """Return the GiB of memory that this number of prompts needs, with a reserve of a tenth."""
+        """Return how many GiB of memory the KV of `prompts` prompts needs, plus a tenth in reserve."""
         return KV_ROOM * prompts * self.max_tokens * self.model.kv_bytes_per_token / 2**30
 
     def spec(self, settings: dict[str, Any]) -> EngineSpec:
-        """Return the description of an engine to start. Its host memory has space for every prompt, so that lmkv
-        evicts nothing.
-        """
+        """Return the engine to start. Its host memory has space for every prompt, so that lmkv evicts nothing."""
         blocks = int(self.max_tokens * KV_ROOM) // LARGEST_BLOCK + 2
         host = {"chunk_size": CHUNK_TOKENS, "local_cpu": True, "max_local_cpu_size": self.gib(PROMPTS + 1)}
         return EngineSpec(
@@ -125,20 +124,19 @@ class Plan:
 
     @property
     def expected_hit(self) -> float:
-        """Smallest number of tokens that count as a full hit. vLLM always computes the last token, and a lower tier
-        may have only whole chunks.
+        """Smallest number of tokens that count as a full hit. vLLM always computes the last token, and a lower tier may
+        have only full chunks.
         """
         return min(0.98 * (self.tokens - 1), (self.tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
 
 
 @frozen(kw_only=True)
 class Measurement:
-    """The results of the demo. `speedup`: the time of cold prompts divided by the time of the last repetition.
+    """The results of the demo. `speedup`: the time of new prompts divided by the time of their last repetition.
 
-    `hit_tier`: the tier with most tokens of the hit. `warm_ttft_s`: seconds to the first token with chunks in host
-    memory. `disk_ttft_s`: seconds to the first token after a restart, with chunks on disk. `direct_io`: whether this
-    disk was read with O_DIRECT. `remote_ttft_s`: seconds to the first token in another engine, with chunks in a remote
-    store.
+    `hit_tier`: the tier that delivered most hit tokens. `warm_ttft_s`: seconds to the first token with chunks in host
+    memory. `disk_ttft_s`: the same after a restart, with chunks on disk. `direct_io`: whether the disk was read with
+    O_DIRECT. `remote_ttft_s`: the same in another engine, with chunks in a remote store.
     """
 
     prompt_tokens: int
@@ -164,9 +162,9 @@ class Measurement:
 
 
 def measure(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, keep: bool) -> Measurement:
-    """Send new prompts, and repeat these prompts. With a lower tier, repeat the prompts again in another engine.
+    """Measure new prompts and their repetition. With a lower tier, repeat the prompts once more in another engine.
 
-    `disk`, `url`: where the chunks of a lower tier are. `keep`: whether to keep the folder of the demo.
+    `disk`, `url`: the folder or the remote store of the lower tier. `keep`: whether to keep the folder of the demo.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(demo_folder(None, keep=keep))
@@ -199,8 +197,8 @@ def measure(plan: Plan, tier: Medium, disk: Path | None, url: str | None, *, kee
 
 
 def disk_settings(plan: Plan, folder: Path) -> tuple[dict[str, Any], FolderFacts]:
-    """Return the settings of a disk tier with space for every prompt. Raises NoSpaceError if the disk has less
-    space.
+    """Return the settings of a disk tier with space for every prompt, and the facts about its folder. May raise
+    NoSpaceError.
     """
     facts = try_folder(folder)
     size = plan.gib(PROMPTS + 2) + 0.1
@@ -214,8 +212,8 @@ def disk_settings(plan: Plan, folder: Path) -> tuple[dict[str, Any], FolderFacts
 
 
 def answering(url: str) -> str:
-    """Return the URL after a test of its store, because vLLM takes minutes to start. Raises LmkvError if the store
-    does not answer.
+    """Return `url` after a test of its store, because a start of vLLM takes minutes. Raises LmkvError if the test
+    fails.
     """
     config = Config.load(extra={"remote_url": url, "remote_timeout": PATIENCE})
     for verb, reason in refusals(config, config.remote_url[0]).items():
@@ -227,10 +225,9 @@ def answering(url: str) -> str:
 def started(
     plan: Plan, settings: dict[str, Any], folder: Path, title: str, number: int, echo: Progress
 ) -> Iterator[EngineProcess]:
-    """Provide an engine that is ready to answer, and end the engine afterwards.
+    """Start an engine for a `with` block, and stop the engine at the end of the block.
 
-    The engine has already answered prompt `number`. The first long prompt of an engine also waits for buffers and
-    kernels. This wait must not count in lmkv's favour.
+    The engine has already computed prompt `number`, because the first long prompt also waits for buffers and kernels.
     """
     echo(title)
     with closing(EngineProcess(plan.spec(settings), folder)) as engine:
@@ -248,8 +245,8 @@ def ask_in_turn(how: str, plan: Plan, engine: EngineProcess, echo: Progress) -> 
 
 
 def wait_for_files(disk: Path, wanted: int, echo: Progress) -> None:
-    """Wait until `wanted` chunks are on disk, for at most WRITE_TIMEOUT seconds. Then continue with the chunks that
-    are there.
+    """Wait until `wanted` chunks are on disk, for at most WRITE_TIMEOUT seconds. Does not fail if chunks are
+    missing.
     """
     echo(f"waiting for {wanted} chunks to be on disk")
     deadline = time.monotonic() + WRITE_TIMEOUT
@@ -270,8 +267,9 @@ def summarize(
     tier: Medium,
     facts: FolderFacts | None = None,
 ) -> Measurement:
-    """Return the results: the shortest of all times, because disturbances only lengthen times, and the worst of all
-    other values.
+    """Return the results of all runs. Times are the shortest ones, because disturbances only lengthen times.
+
+    All other values are the worst ones.
     """
     below = tier is not Medium.RAM
     cold_ttft_s, loaded_ttft_s = fastest(cold), fastest(loaded)
@@ -305,7 +303,7 @@ def fastest(answers: Sequence[Answer]) -> float:
 
 
 def same_outputs(*runs: Sequence[Answer]) -> bool:
-    """Return whether all runs gave the same answers."""
+    """Return whether all runs generated the same tokens."""
     return len({tuple(answer.token_ids for answer in run) for run in runs}) == 1
 
 
@@ -314,7 +312,7 @@ def same_outputs(*runs: Sequence[Answer]) -> bool:
 
 @contextmanager
 def demo_folder(parent: Path | None, *, keep: bool) -> Iterator[Path]:
-    """Provide a temporary folder, below `parent` if it is given. `keep`: whether the folder remains."""
+    """Create a temporary folder for a `with` block, below `parent` if given. `keep`: whether the folder remains."""
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="lmkv-demo-", dir=parent))
@@ -329,7 +327,7 @@ def demo_folder(parent: Path | None, *, keep: bool) -> Iterator[Path]:
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Provide a function that shows progress: in one changing line on a terminal, and in a line per step elsewhere."""
+    """Yield a function that shows progress: in one changing line on a terminal, or in a line per step elsewhere."""
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
         spinner = Spinner("dots")

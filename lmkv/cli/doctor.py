@@ -79,7 +79,7 @@ def size_of(model: Path, dtype: KVDtype, ranks: int) -> KVSize:
 
 
 def show(findings: Iterable[Finding], *, show_all: bool = False) -> list[Finding]:
-    """Print the findings of each area as soon as the area is examined, then a verdict. Return the findings."""
+    """Print the findings of each area as soon as the area is examined, then a verdict. Returns the findings."""
     # rich would read markup in a str, and does not in a `Text`.
     console, seen, hidden = Console(highlight=False), list[Finding](), 0
     for area, group in groupby(findings, key=lambda found: found.area):
@@ -120,8 +120,8 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def values_and_notes(findings: list[Finding], room: int) -> Iterator[tuple[Text, Text]]:
-    """Yield `(name, text)` for each finding, with notes next to the values, or below them if a column would break
-    words.
+    """Yield `(name, text)` for each finding. Notes stand next to the values, or below them if the terminal is too
+    narrow.
     """
     beside = [found for found in findings if len(found.value) + 2 + len(found.note) <= room]
     width = max((len(found.value) for found in beside), default=0)

@@ -1,4 +1,4 @@
-"""Starts vLLM engines for measurements, each in a child process that answers prompts.
+"""Starts vLLM engines for measurements. Each engine runs in a child process that receives prompts.
 
 `python -m lmkv.cli.engines FOLDER` runs a child process. Only the child imports vLLM. Parent and child exchange lines
 of JSON over the child's standard input and output.
@@ -62,12 +62,12 @@ def _small_model(value: Any) -> Any:
 
 @frozen(kw_only=True)
 class EngineSpec:
-    """Describes a vLLM engine to start. `model`: a name or a path, or a model with random weights to write.
+    """Describes a vLLM engine to start. `model`: a name, a path, or a `SmallModel` to write first.
 
-    `max_tokens`: number of tokens of the longest request. `kv_bytes`: size of vLLM's KV space; None for vLLM's default.
-    `prefix_caching`: whether vLLM's prefix cache is on. Without this cache, only the connector finds repeated prompts.
-    `settings`: the settings of the connector; None for an engine without a connector. `connector_module`: the module of
-    a connector that vLLM does not know by name. `options`: further arguments of vLLM's `LLM`.
+    `max_tokens`: number of tokens of the longest request. `kv_bytes`: size of vLLM's KV cache; None for vLLM's default.
+    `prefix_caching`: whether vLLM's prefix cache is on. If off, only the connector finds repeated prompts. `settings`:
+    the settings of the connector; None for an engine without a connector. `connector_module`: the module of a connector
+    that vLLM does not know by name. `options`: further arguments of vLLM's `LLM`.
     """
 
     model: SmallModel | str = field(converter=_small_model)
@@ -84,19 +84,21 @@ class EngineSpec:
 
 
 class ChildFailedError(RuntimeError):
-    """A child process has ended, or has not answered in time. The message ends with the last log lines of the child."""
+    """A child process has exited, or has not responded in time. The message contains the last log lines of the
+    child.
+    """
 
 
 def same_code() -> dict[str, str]:
-    """Return the environment variables that make a child process import the same lmkv as this process."""
+    """Return environment variables with which a child process imports the same lmkv as this process."""
     here, others = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": f"{here}{os.pathsep}{others}" if others else here}
 
 
 class ChildProcess:
-    """A child process in a separate process group. It runs `command`, a program that answers `Questions`.
+    """A child process in a separate process group, which runs `command`, a program that uses `Questions`.
 
-    The output of the child goes to `folder`/vllm.log. The child imports the lmkv of this process. `env`: environment
+    The log of the child goes to `folder`/vllm.log. The child imports the lmkv of this process. `env`: environment
     variables that override those of this process.
     """
 
@@ -115,8 +117,8 @@ class ChildProcess:
             )
 
     def ask(self, question: object, timeout: float = ANSWER_TIMEOUT) -> Any:
-        """Send a question to the child and return the answer. Raises ChildFailedError if the child ends or does not
-        answer in time.
+        """Send a request to the child and return its response. Raises ChildFailedError if the child exits or takes too
+        long.
         """
         assert self._child.stdin is not None
         assert self._child.stdout is not None
@@ -145,13 +147,13 @@ class ChildProcess:
         self._child.wait()
 
     def leave(self) -> None:
-        """Tell the child to end, without waiting for its end, because vLLM takes some seconds."""
+        """Tell the child to exit. Does not wait, because vLLM takes some seconds to exit."""
         assert self._child.stdin is not None
         with suppress(OSError):
             self._child.stdin.close()
 
     def close(self) -> None:
-        """Tell the child to end, and wait for its end. Kill the child after END_TIMEOUT seconds. Idempotent."""
+        """Tell the child to exit, and wait. Kills the child after END_TIMEOUT seconds. Idempotent."""
         self.leave()
         end(self._child, END_TIMEOUT)
         assert self._child.stdout is not None
@@ -159,9 +161,9 @@ class ChildProcess:
 
 
 def end(child: subprocess.Popen[str], timeout: float) -> None:
-    """Wait until a child's process group has ended, for at most `timeout` seconds. Then kill the remaining processes.
+    """Wait until a child's process group has exited, for at most `timeout` seconds. Then kill the remaining processes.
 
-    The child's end is not enough, because the last process of the group removes vLLM's shared memory.
+    The last process of the group removes vLLM's shared memory.
     """
     deadline = time.monotonic() + timeout
     try:
@@ -185,10 +187,10 @@ def _has_ended(child: subprocess.Popen[str]) -> bool:
 @frozen(kw_only=True)
 class Answer:
     """The result of one request. `token_ids`: the output. `ttft_s`: seconds to the first token. `hit_tokens`: number of
-    tokens that were not computed.
+    tokens that the model did not compute.
 
-    `sources`: number of loaded tokens, by tier. `load_gb_s`: the speed of the copy to the device, in 1e9 bytes per
-    second. `load_s`: the seconds of this copy. `wait_s`: seconds that the request waited for lower tiers before this
+    `sources`: number of loaded tokens, by tier. `load_gb_s`: speed of the copy to the device, in 1e9 bytes per second.
+    `load_s`: duration of this copy in seconds. `wait_s`: seconds that the request waited for lower tiers before this
     copy.
     """
 
@@ -202,11 +204,11 @@ class Answer:
 
 
 class EngineProcess(ChildProcess):
-    """An engine in a separate process, ready to answer.
+    """A running vLLM engine in a separate process.
 
-    `folder`: the folder for the engine's log and sockets, and for a small model. `python`: an interpreter of an
-    environment with vLLM and the other imports of this module. `module`: the program of the child, which calls `serve`.
-    Raises ChildFailedError if the engine does not start.
+    `folder`: the folder for the engine's log and sockets, and for a small model. `python`: the interpreter of an
+    environment with vLLM. `module`: the program of the child, which calls `serve`. Raises ChildFailedError if the
+    engine does not start.
     """
 
     module = "lmkv.cli.engines"
@@ -226,8 +228,9 @@ class EngineProcess(ChildProcess):
         self.device: str = machine["device"]
 
     def send(self, seed: int, tokens: int, output_tokens: int = 1, *, prefetch: bool = False) -> Answer:
-        """Send alone the random prompt of a seed, and return the engine's answer. `prefetch`: whether lmkv promotes
-        the prompt's chunks and keeps these chunks for a while.
+        """Send a random prompt, which depends only on `seed`, and return the result. No other request runs meanwhile.
+
+        `prefetch`: whether lmkv promotes the prompt's chunks first, and keeps them for a while.
         """
         return Answer(
             **self.ask({"seed": seed, "tokens": tokens, "output_tokens": output_tokens, "prefetch": prefetch})
@@ -241,9 +244,10 @@ def wait_until_settled(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until no chunk has been written for a while, so that writes in the background do not disturb a measurement.
+    """Wait until no chunk has been written for a while, at most `timeout` seconds. Then writes do not disturb a
+    measurement.
 
-    `count()`: a function that returns the number of written chunks. `timeout`: largest number of seconds to wait.
+    `count`: a function that returns the number of written chunks.
     """
     begun = since = clock()
     found = count()
@@ -257,10 +261,9 @@ def wait_until_settled(
 
 
 class Questions:
-    """The child's side of the pipe: an iterator over the parent's questions. The child must answer each question. Other
-    output goes to the log.
+    """The child's side of the pipe: an iterator over the parent's requests. The child must respond to each request.
 
-    The iterator ends when the parent closes the pipe, or has ended.
+    The iterator stops when the parent closes the pipe or exits. Other output of the child goes to its log.
     """
 
     def __init__(self) -> None:
@@ -276,8 +279,9 @@ class Questions:
 
 
 def serve(answer: Callable[[LLM, Any], object], prepare: Callable[[], object] = lambda: None) -> NoReturn:
-    """Start the engine that the first message describes. Then reply to each question with the result of `answer(llm,
-    question)`.
+    """Start the engine that the parent's first message describes. Then respond to each request.
+
+    `answer(llm, request)`: a function that returns the response.
     """
     questions = Questions()  # before vLLM prints anything
     spec = EngineSpec(**next(iter(questions)))
@@ -292,9 +296,7 @@ def serve(answer: Callable[[LLM, Any], object], prepare: Callable[[], object] = 
 
 
 def open_engine(spec: EngineSpec, folder: Path) -> LLM:
-    """Start vLLM in this process, and return its `LLM`. `folder`: the folder for its sockets and a small model,
-    which is written once.
-    """
+    """Start vLLM in this process, and return its `LLM`. `folder`: the folder for sockets and for a small model."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if len(str(folder)) <= MAX_SOCKET_FOLDER:
@@ -335,10 +337,9 @@ def _transfer_config(spec: EngineSpec) -> Any:
 
 
 def ask(llm: LLM, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Send one prompt alone, and return the fields of an `Answer`. The field `prefetch` of the question is an option of
-    the request.
+    """Send one prompt, with no other request running, and return the fields of an `Answer`.
 
-    The time to the first token is vLLM's own figure, so later tokens, for the comparison of outputs, cost nothing.
+    The time to the first token is vLLM's own figure, so later tokens do not count.
     """
     from vllm import SamplingParams
 

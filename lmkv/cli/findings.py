@@ -1,4 +1,6 @@
-"""Makes the findings of `lmkv doctor` about the configuration, this machine, disks, remote stores and vLLM."""
+"""The checks of `lmkv doctor`: configuration, this machine, disks, remote stores and vLLM. Each check yields
+findings.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,9 @@ SMALL = 64 << 20
 
 @frozen
 class Finding:
-    """One fact that `lmkv doctor` reports. `problem`: why something will not work, with the remedy. `warning`: how
-    the server will differ from the settings.
+    """One fact that `lmkv doctor` reports.
+
+    `problem`: why something will not work, with the remedy. `warning`: how the server will differ from its settings.
     """
 
     area: str
@@ -102,7 +105,7 @@ def examine(
 
 
 def examine_readings(answer: Answer) -> Iterator[Finding]:
-    """Report the findings about settings without effect, and other remarks."""
+    """Report settings without effect, unknown settings, and other remarks."""
     for each in answer.readings:
         if each.kind not in ("used", "refused"):
             note = ": ".join(filter(None, [each.source, each.why]))
@@ -120,9 +123,7 @@ def examine_configuration(config: Config) -> Iterator[Finding]:
 
 
 def odd_chunks(tokens: int) -> str:
-    """Return a warning about a chunk size that is probably a mistake, or "" for a usual size. `tokens`: the chunk
-    size.
-    """
+    """Return a warning if a chunk size in tokens is probably a mistake, else ""."""
     if tokens % BLOCK:
         size = f"vLLM's block size, {BLOCK} unless --block-size is set"
         return f"chunk_size {tokens} is not a multiple of {size}: lmkv rounds chunk_size up"
@@ -169,7 +170,7 @@ stores are opened.
 
 
 def examine_extras(config: Config) -> Iterator[Finding]:
-    """Report whether the modules that the settings need can be imported."""
+    """Report whether the packages that the settings need are installed."""
     for name, (extra, modules) in EXTRAS.items():
         missing = [module for module in modules if getattr(config, name) and find_spec(module) is None]
         if missing:
@@ -183,7 +184,7 @@ def examine_extras(config: Config) -> Iterator[Finding]:
 
 
 def examine_agent(config: Config) -> Iterator[Finding]:
-    """Report whether the server may listen at the address of the agent API."""
+    """Report whether the server can listen at the address of the agent API."""
     address = config.agent_listen
     if address is None:
         return
@@ -210,7 +211,7 @@ def examine_agent(config: Config) -> Iterator[Finding]:
 
 
 def examine_memory(config: Config) -> Iterator[Finding]:
-    """Report the limits of this machine's memory, and the size of host memory within these limits."""
+    """Report how much memory this machine has, and how large host memory will be."""
     yield Finding("memory", "available", gibibytes(machine.available_ram()))
     limit = machine.memory_limit()
     yield Finding("memory", "control group's limit", "none" if limit is None else gibibytes(limit))
@@ -228,9 +229,9 @@ def examine_memory(config: Config) -> Iterator[Finding]:
 
 
 def cut_down(setting: str, wanted: int, given: int) -> str:
-    """Return a warning about a size that is larger than the free space, or that is probably in another unit; else "".
+    """Return a warning if a size exceeds the free space or probably has the wrong unit, else "".
 
-    `wanted`, `given`: the size of the setting and the size that lmkv would use, in bytes.
+    `wanted`, `given`: the size of the setting, and the size that lmkv would use, in bytes.
     """
     if wanted < SMALL:
         return (
@@ -243,7 +244,7 @@ def cut_down(setting: str, wanted: int, given: int) -> str:
 
 
 def examine_shared_memory(config: Config) -> Iterator[Finding]:
-    """Store a chunk in the folder of shared memory, read the chunk back, and report the medium of the folder."""
+    """Test the folder of shared memory: write and read a chunk. Report on which medium the folder is."""
     folder = config.shared_memory
     if folder is None:
         return
@@ -270,14 +271,14 @@ def examine_shared_memory(config: Config) -> Iterator[Finding]:
 
 
 def unusable(setting: str, folder: str, error: Exception) -> str:
-    """Return a text about the error that a setting's folder causes, with the remedy."""
+    """Return a text about an error that the folder of a setting causes, with the remedy."""
     if not isinstance(error, OSError):
         return f"{setting} {folder}: {error}"
     return f"{setting} {folder}: {error.strerror or error}: name a folder that the server's user can write to"
 
 
 def examine_disk(config: Config) -> Iterator[Finding]:
-    """Store a chunk in the folder of the disk tier, read the chunk back, and report the result."""
+    """Test the folder of the disk tier: write and read a chunk."""
     if config.local_disk is None:
         yield Finding("disk", "folder", "none", note="no disk tier is configured")
         return
@@ -300,9 +301,7 @@ def examine_disk(config: Config) -> Iterator[Finding]:
 
 
 def examine_stores(config: Config) -> Iterator[Finding]:
-    """Write a chunk to each remote store, read the chunk back and delete it. Report the calls that the store
-    refuses.
-    """
+    """Test each remote store: write, read and delete a chunk. Report which of these calls the store refuses."""
     for url in config.remotes:
         name, wanted = url.store_kind, f"remote_url {url}"
         # Before the folder is made to try it.
@@ -329,7 +328,7 @@ def examine_stores(config: Config) -> Iterator[Finding]:
 
 
 def examine_model(size: KVSize) -> Iterator[Finding]:
-    """Report how many bytes the KV of a token takes in the model."""
+    """Report how many bytes of KV one token of the model takes."""
     yield Finding("model", "attention", size.attention, note=f"{size.layers} layers with separate KV")
     ranks = "" if size.parts == 1 else f", {size.rank_bytes:,} of each of {size.parts} ranks"
     yield Finding("model", "one token", f"{size.token_bytes:,} bytes", note=f"in {size.dtype}{ranks}")
@@ -369,7 +368,7 @@ def examine_room(size: KVSize, config: Config) -> Iterator[Finding]:
 
 
 def examine_plugins() -> Iterator[Finding]:
-    """Report the backends and policies of other packages, and whether Python can import them."""
+    """Report the backends and policies that other packages provide, and whether they can be imported."""
     for group, kind in ((plugins.BACKENDS, "backend"), (plugins.POLICIES, "policy")):
         for name, place in plugins.installed(group).items():
             shown = f"{name}://" if group == plugins.BACKENDS else name
@@ -410,7 +409,7 @@ def examine_device() -> Iterator[Finding]:
 
 
 def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Report whether vLLM will find the connector and can import it. vLLM need not be installed."""
+    """Report whether vLLM will find and can import the connector. vLLM need not be installed."""
     try:
         installed = compat.vllm_version()
     except ImportError:
@@ -429,7 +428,7 @@ def examine_vllm(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def plugin_finding(env: Mapping[str, str]) -> Finding:
-    """Report whether vLLM knows `LMKVConnector` by its name, without the name of its module."""
+    """Report whether vLLM knows the name `LMKVConnector`, so that its module need not be named."""
     name, way_out = "plugin", f'or name the module: "kv_connector_module_path": "{plugin.MODULE}"'
     if not entry_points(group="vllm.general_plugins", name="lmkv"):
         problem = f"lmkv's entry point is missing: install lmkv with pip, {way_out}"
@@ -442,9 +441,9 @@ def plugin_finding(env: Mapping[str, str]) -> Finding:
 
 
 def examine_servers() -> Iterator[Finding]:
-    """Report those vLLM servers of this user on this machine whose options name lmkv, but also replace lmkv.
+    """Report running vLLM servers of this user that name lmkv in their options, but use another connector instead.
 
-    Other users' processes are skipped, because such processes may name any number of files.
+    Servers of other users are skipped, because their options may name any number of files.
     """
     others, late, until = 0, 0, time.monotonic() + SERVERS_TIMEOUT
     for process in sorted(PROCESSES.glob("[0-9]*")):
@@ -470,8 +469,9 @@ def examine_servers() -> Iterator[Finding]:
 
 
 def import_finding() -> Finding:
-    """Import the connector as vLLM does, and report the result. The import runs in another process, because vLLM
-    prints and stays in memory.
+    """Import the connector as vLLM does, and report the result.
+
+    The import runs in another process, because vLLM prints messages and would stay in memory.
     """
     command = [sys.executable, "-c", f"import {plugin.MODULE}"]
     try:

@@ -1,6 +1,6 @@
-"""`lmkv inspect`, `lmkv prune` and `lmkv clear`: show and delete the chunks of a folder, by their names and headers.
+"""`lmkv inspect`, `lmkv prune` and `lmkv clear`: show and delete the chunks in a folder of the disk tier.
 
-Engines may use the folder at the same time. If an engine looks for a deleted chunk, this is a miss.
+Engines may use the folder at the same time. If an engine needs a deleted chunk, this is a miss.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ _TOKEN_BYTES = 4
 
 @frozen
 class Content:
-    """The folder of a namespace. `chunks`: its chunks, the least recently used first. `set_aside`: number of files
-    in `quarantine/`.
+    """The content of a namespace's folder. `chunks`: the chunks, least recently used first.
+
+    `set_aside`: number of files in `quarantine/`.
     """
 
     root: Path
@@ -63,17 +64,16 @@ class Content:
 
 @define
 class Totals:
-    """The sums over the headers of all chunks in a namespace. `damaged`: by file name, the reason why the file
-    cannot be served.
-    """
+    """Sums over all chunks of a namespace. `damaged`: for each damaged file, its name and the reason."""
 
     tokens: int = 0
     damaged: dict[str, str] = field(factory=dict)
 
 
 def contents(root: Path, beginning: str = "") -> Iterator[Content]:
-    """Yield the content of each namespace in the folder `root`. `beginning`: first digits of the namespaces'
-    digests. Raises OSError.
+    """Yield the content of each namespace below the folder `root`. Raises OSError.
+
+    `beginning`: only namespaces whose digests begin with these digits are returned.
     """
     for digest in digests(root, beginning):
         try:
@@ -92,9 +92,9 @@ def _content(root: Path, digest: bytes) -> Content:
 
 
 def add_up(content: Content, advance: Callable[[], object], *, payloads: bool) -> Totals:
-    """Return the number of tokens in all chunks, and the damaged files. Call `advance` after each chunk.
+    """Return the number of tokens in all chunks, and the damaged files. Calls `advance` after each chunk.
 
-    Reads every header, and also every payload if `payloads` is true. A chunk that is deleted meanwhile does not count.
+    Reads every header, and with `payloads` also every payload. A chunk that is deleted meanwhile does not count.
     """
     folder, totals = ChunkFolder(Root.checked(content.root), content.digest), Totals()
     files = ChunkFiles(ChunkFormat(content.digest), sync="none", direct=False)
@@ -114,7 +114,7 @@ def add_up(content: Content, advance: Callable[[], object], *, payloads: bool) -
 
 
 def _verify(folder: Folder, name: str, header: Header) -> None:
-    """Check all checksums of a file. The check does not count as a use of the chunk. Raises the errors of a read."""
+    """Verify all checksums of a file. Does not count as a use of the chunk. Raises the exceptions of a failed read."""
     size = header.segment_bytes
     with folder.opened(name, os.O_RDONLY) as fd:
         for segment, at in enumerate(range(0, header.payload_bytes, size)):
@@ -124,9 +124,7 @@ def _verify(folder: Folder, name: str, header: Header) -> None:
 
 
 def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[], object]) -> int:
-    """Delete chunks, given by the digest of their namespace, and return the number of freed bytes. Raises
-    BackendError.
-    """
+    """Delete chunks, and return the number of freed bytes. `chunks`: by namespace digest. Raises BackendError."""
     freed = 0
     for digest, listed in chunks.items():
         backend = LocalDiskBackend(str(root), digest, direct="off")
@@ -138,8 +136,9 @@ def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[
 
 
 def least_recently_used(found: list[Content], before: float, max_bytes: float) -> dict[bytes, list[Listed]]:
-    """Return by namespace the chunks to delete: all chunks last used before the time `before`, and the oldest others
-    until `max_bytes` remain.
+    """Return the chunks to delete, by namespace digest: all chunks last used before the time `before`.
+
+    More chunks follow, least recently used first, until at most `max_bytes` remain.
     """
     excess = sum(content.nbytes for content in found) - max_bytes
     chosen: dict[bytes, list[Listed]] = {}
@@ -161,7 +160,7 @@ _FOLDER = "The folder that local_disk names."
 
 
 def folder_of(text: str) -> Path:
-    """Return the folder that a path or a file URL names, in the form of the setting `local_disk`."""
+    """Return the folder for a path or a file URL, in any form that the setting `local_disk` accepts."""
     shown = mask_secrets(text)
     try:
         found = Path(parsers.path(text) or text)
@@ -261,8 +260,9 @@ def clear(
 
 
 def ask(question: str) -> None:
-    """Ask a question on standard error, because standard output may be a pipe. End the command unless the answer is
-    yes.
+    """Ask for confirmation. Exits unless the answer is yes.
+
+    The question goes to standard error, because standard output may be a pipe.
     """
     typer.echo(f"{question} [y/N]: ", nl=False, err=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
@@ -270,7 +270,7 @@ def ask(question: str) -> None:
 
 
 def found_in(path: Path, namespace: str) -> list[Content]:
-    """Return the content of a folder. End the command if the folder has only other files or cannot be read."""
+    """Return the content of a folder. Exits with an error if the folder has only other files or cannot be read."""
     try:
         found = list(contents(path, namespace))
         empty = not any(path.iterdir())
@@ -300,7 +300,7 @@ def bytes_of(gib: str) -> float:
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Any]:
-    """Provide a progress bar on a terminal. Elsewhere show nothing."""
+    """Show a progress bar on a terminal during a `with` block. Elsewhere, show nothing."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)
@@ -335,8 +335,9 @@ def as_dict(content: Content, totals: Totals) -> dict[str, object]:
 
 
 def show(found: list[Content], totals: list[Totals]) -> None:
-    """Print a table of namespaces, in which long names of models are folded. The cells are `Text` objects, because
-    rich reads markup in a str.
+    """Print a table of namespaces. Long names of models are wrapped.
+
+    The cells are `Text` objects, because rich would read markup in a str.
     """
     if not found:
         typer.echo("No lmkv chunks: the folder is empty")
@@ -365,7 +366,7 @@ def show(found: list[Content], totals: list[Totals]) -> None:
 
 
 def ages(uses: list[float]) -> str:
-    """Return as text the ages of the latest and of the oldest use."""
+    """Return a text with the ages of the latest use and the oldest use."""
     if not uses:
         return ""
     now = time.time()

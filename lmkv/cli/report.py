@@ -1,4 +1,4 @@
-"""Measures in rounds, and compares figures with their limits, for `lmkv bench` and the benchmarks."""
+"""Measures cases in rounds, and compares the results with targets, for `lmkv bench` and the benchmarks."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ PACKAGES = (
 
 @frozen
 class Row:
-    """One figure: the `value`, in `unit`, of the case `name`.
+    """One measured figure: `value`, in `unit`, for the case `name`.
 
-    `ratio`: the ratio of the figure to the figure of the case `of` in the same rounds. `within`: the interval of this
-    ratio. `met`: whether the ratio reached `target`; None if the rounds do not decide it.
+    `ratio`: the figure divided by that of the case `of`, in the same rounds. `within`: the confidence interval of
+    `ratio`. `met`: whether `ratio` reached `target`; None if the rounds do not decide this.
     """
 
     name: str
@@ -59,11 +59,10 @@ def compared(
     *,
     surely: bool = False,
 ) -> Iterator[Row]:
-    """Yield a row for each case of `rounds`: the median of the case, and of its ratios to the case `of` in the same
-    round.
+    """Yield a row for each case in `rounds`, with the median of its values, and of its ratios to the case `of`.
 
-    `targets`: for each case, the largest accepted ratio if `unit` is in `LESS_IS_BETTER`, else the smallest. `surely`:
-    whether the worse end of the interval must reach the target, so that noise does not hide a cost.
+    `targets`: for each case, the target of its ratio: an upper limit if `unit` is in `LESS_IS_BETTER`, else a lower
+    limit. `surely`: whether the whole confidence interval must reach the target, so that noise does not hide a cost.
     """
     others = rounds[of]
     for name, values in rounds.items():
@@ -78,10 +77,7 @@ def compared(
 
 
 def reached(ratios: Sequence[float], target: float, *, less: bool, surely: bool = False) -> bool | None:
-    """Return whether the median of `ratios` reaches the target, or None if the rounds are too few and disagree.
-
-    `less`: whether smaller ratios are better. `surely`: see `compared`.
-    """
+    """Return whether the median of `ratios` reaches the target, or None if the rounds are too few to decide."""
     low, high = interval(ratios)
     if len(ratios) < SURE and (len(ratios) < 2 or low <= target <= high):
         return None
@@ -100,7 +96,7 @@ def interleaved(
     """Return the seconds of each case in each round. A round runs every case once, in shuffled order.
 
     The default `clock` measures CPU time, so that other programs do not count. `before(name)` is called before each
-    case, and its time does not count.
+    case, and is not measured.
     """
     found: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():
@@ -115,16 +111,16 @@ def interleaved(
 
 
 def speeds(times: Mapping[str, Sequence[float]], nbytes: int) -> dict[str, list[float]]:
-    """Return the speed of each case in each round, in 1e9 bytes per second. `nbytes`: number of bytes that a case
-    moves in a round.
+    """Return the speed of each case in each round, in 1e9 bytes per second. `nbytes`: bytes that a case moves per
+    round.
     """
     return {name: [nbytes / each / 1e9 for each in seconds] for name, seconds in times.items()}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the interval that contains the median with at least 95 % confidence, by order statistics.
+    """Return an interval that contains the median with at least 95 % confidence (by order statistics).
 
-    With fewer than six values, the interval is their range.
+    For fewer than six values, the interval is from the smallest to the largest value.
     """
     values, count = sorted(values), len(values)
     # The chance of this number of values or fewer below the median, by as many coins.
@@ -136,7 +132,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def measured_on() -> dict[str, Any]:
-    """Return the date, the machine in words, and the versions of the packages that affect the figures."""
+    """Return the date, the machine as text, and the versions of packages that affect the results."""
     model = platform.processor() or platform.machine()
     cores = 0
     try:

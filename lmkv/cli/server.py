@@ -72,11 +72,11 @@ def _common(
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Declare the parameters that all commands about a prompt share, for `about_a_prompt`."""
+    """Declare the parameters that all commands about a prompt have. `about_a_prompt` reads this signature."""
 
 
 def about_a_prompt(command: Callable[..., tuple[Answer, Words]]) -> Callable[..., None]:
-    """Make a command of the function `command(client, prompt, scope, **own)`. The command also has the options of
+    """Turn the function `command(client, prompt, scope, **own)` into a subcommand, which also has the options of
     `_common`.
     """
 
@@ -158,7 +158,7 @@ def prompt_of(text: str, tokens: str) -> Prompt:
 
 
 def scope_of(cache_salt: str | None, tags: list[str] | None, engine: int | None) -> Answer:
-    """Return the fields of a call's body that limit the call: salt and tags of the prompt, and the engine to ask."""
+    """Return the fields of a request body for the prompt's salt and tags, and for the engine to ask."""
     pairs = [tag.partition("=") for tag in tags or ()]
     if not all(separator for _, separator, _ in pairs):
         raise typer.BadParameter("write a tag as NAME=VALUE", param_hint="--tag")
@@ -168,7 +168,7 @@ def scope_of(cache_salt: str | None, tags: list[str] | None, engine: int | None)
 
 @contextmanager
 def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
-    """Provide a client of the server at `url`. An error of the block ends the command with one line."""
+    """Yield a client of the server at `url`. An error in the `with` block ends the program with one line."""
     try:
         import httpx
 
@@ -192,9 +192,7 @@ def client_of(url: str, token_file: Path | None) -> Iterator[Client]:
 
 
 def address_of(url: str, token_file: Path | None) -> tuple[str, str | None]:
-    """Return `(URL, token)` of the agent API from the arguments, or else from the settings of the server, if this
-    command finds them.
-    """
+    """Return `(URL, token)` of the agent API: from the arguments, or else from the server's settings, if found."""
     try:
         token = read_named(token_file).decode().partition("\n")[0].strip() if token_file else None
         if not url or token is None:
@@ -220,8 +218,8 @@ def refusal(url: str, status: int, text: str) -> str:
 
 
 def clean(answer: Any) -> Any:
-    """Return a server's answer without control characters in its texts. Raises ValueError for infinite and larger
-    numbers.
+    """Return a server's response with control characters removed from its texts. Raises ValueError for numbers too
+    large.
     """
     match answer:
         case str():
@@ -265,7 +263,7 @@ def fail(reason: object, *, as_json: bool = False, status: int = 1) -> NoReturn:
 
 
 def give(answer: object, show: Callable[[], object], *, as_json: bool) -> None:
-    """Print an answer as JSON, or call `show` to print the answer in words."""
+    """Print a response as JSON, or call `show` to print the response as text."""
     if as_json:
         typer.echo(json.dumps(answer))
     else:
@@ -273,7 +271,7 @@ def give(answer: object, show: Callable[[], object], *, as_json: bool) -> None:
 
 
 def show(answer: Answer, words: Words) -> None:
-    """Print one line for each engine in an answer."""
+    """Print one line for each engine in a response."""
     answer = clean(answer)
     if "engines" not in answer:
         typer.echo(words(answer))
@@ -314,8 +312,9 @@ def record(
 
 
 def written(client: Client, file: TextIO, seconds: float, poll: float = _POLL_SECONDS) -> Iterator[int]:
-    """Record the use of chunks into `file` for `seconds`, or until Ctrl+C if `seconds` is 0. After each poll, yield
-    the number of recorded requests.
+    """Record the use of chunks into `file` for `seconds`, or until Ctrl+C if `seconds` is 0.
+
+    After each poll of the server, yields the number of recorded requests.
     """
     # None of those before.
     answer = client.trace(_NEWEST)

@@ -31,8 +31,10 @@ UNBOUNDED, CLAIRVOYANT = "Unbounded", "Clairvoyant"
 
 @frozen
 class Row:
-    """The result of one replay. `capacity_bytes`: size of the simulated cache, None for no limit.
-    `accesses_per_second`: number of accesses per second of CPU time.
+    """The result of one replay.
+
+    `capacity_bytes`: size of the simulated cache; None for no limit. `accesses_per_second`: chunk accesses per second
+    of CPU time.
     """
 
     trace: str
@@ -139,7 +141,7 @@ def size_of(text: str, chunk_bytes: int, unique: int) -> int:
 
 @frozen
 class Runner:
-    """Replays one trace with several policies. `chunk_bytes`: number of bytes of a whole chunk."""
+    """Replays one trace with several policies. `chunk_bytes`: number of bytes of a full chunk."""
 
     trace: Trace
     chunk_bytes: int
@@ -223,8 +225,9 @@ def tables(rows: Sequence[Row], token_bytes: int, *, assumed: bool) -> Iterator[
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Plot the hit ratio over the capacity for each trace into the file `path`. Raises BadParameter if matplotlib is
-    not installed.
+    """Plot the hit ratio over the capacity for each trace, into the file `path`.
+
+    Raises BadParameter if matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,4 +1,4 @@
-"""Computes the size of a model's KV and recurrent states from the model's config.json alone, without a download."""
+"""Computes the size of a model's KV and recurrent states from the model's config.json, without its weights."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ _PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 @frozen
 class StateSize:
-    """The size of the states of a model's recurrent layers. `layers`: number of these layers. `layer_bytes`: bytes
-    of one layer's state, on all ranks together.
+    """The size of the states of a model's recurrent layers.
+
+    `layers`: number of these layers. `layer_bytes`: bytes of the state of one layer, for all ranks together.
     """
 
     kind: str
@@ -47,11 +48,11 @@ class StateSize:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one saved state: the states of all recurrent layers together, at the end of any chunk."""
+        """Bytes of the states of all recurrent layers together, which lmkv saves at the end of a chunk."""
         return self.layers * self.layer_bytes
 
     def block_tokens(self, layer_token_bytes: int) -> int:
-        """Return the number of tokens in one of vLLM's blocks. A block is as large as the state of a layer.
+        """Return the number of tokens in a vLLM block. vLLM makes a block at least as large as the state of a layer.
 
         `layer_token_bytes`: bytes of a token in an attention layer.
         """
@@ -59,7 +60,9 @@ class StateSize:
 
 
 def layer_kinds(text: Settings) -> list[str] | None:
-    """Return the kind of each layer of a model with recurrent layers and attention, or None for any other model."""
+    """Return the kind of each layer of a model with recurrent layers. Returns None for a model without recurrent
+    layers.
+    """
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds is None and (pattern := text.get("hybrid_override_pattern")):
         kinds = [_PATTERN.get(each, each) for each in pattern]
@@ -77,8 +80,7 @@ def layer_kinds(text: Settings) -> list[str] | None:
 
 
 def state_size(text: Settings, value_bytes: int) -> StateSize | None:
-    """Return the size of a model's states, or None for a model without recurrent layers or with an unknown kind of
-    recurrent layers.
+    """Return the size of a model's recurrent states, or None for a model without recurrent layers of a known kind.
 
     `value_bytes`: bytes per value.
     """
@@ -114,7 +116,7 @@ _MOST_BYTES = 16 << 20
 
 
 class KVDtype(StrEnum):
-    """The values of vLLM's `--kv-cache-dtype`. `auto` means the type in which vLLM loads the model."""
+    """The values of vLLM's `--kv-cache-dtype`. `auto` means the type of the model's weights in vLLM."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -135,17 +137,16 @@ TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
 @frozen
 class Layer:
-    """A layer of attention. `heads`: number of KV heads. `values`: number of values that a head keeps for each token
-    (key and value, or MLA's latent).
+    """An attention layer. `heads`: number of KV heads.
+
+    `values`: number of values that a head keeps for each token (key and value, or MLA's latent).
     """
 
     heads: int
     values: int
 
     def on_a_rank(self, ranks: int) -> int:
-        """Return how many values a rank keeps for each token, if the layer is spread over `ranks` ranks. Each rank
-        has at least one head.
-        """
+        """Return how many values each of `ranks` ranks keeps for a token. Each rank has at least one head."""
         fewer, more = sorted((self.heads, ranks))
         if more % fewer:
             raise ValueError(f"{self.heads} KV heads cannot be split over {ranks} ranks")
@@ -154,9 +155,9 @@ class Layer:
 
 @frozen
 class KVSize:
-    """The size of the KV of one token. `rank_bytes`: bytes of the KV in the cache of each rank.
+    """The size of the KV of one token. `rank_bytes`: bytes of the KV in the KV cache of each rank.
 
-    `parts`: number of ranks that store a part of the KV. `states`: the size of the states of recurrent layers; None
+    `parts`: number of ranks with different parts of the KV. `states`: the size of the states of recurrent layers; None
     without such layers.
     """
 
@@ -169,14 +170,16 @@ class KVSize:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that lmkv stores for the KV of a token, for all ranks together."""
+        """Bytes that lmkv stores for the KV of one token, for all ranks together."""
         return self.rank_bytes * self.parts
 
     def tokens_in(self, nbytes: int) -> int:
         return nbytes // self.token_bytes
 
     def chunk_tokens(self, chunk_size: int) -> int:
-        """Return the number of tokens of a chunk: `chunk_size`, or with recurrent layers vLLM's block size."""
+        """Return the number of tokens in a chunk: `chunk_size`, or vLLM's block size for a model with recurrent
+        layers.
+        """
         if self.states is None:
             return chunk_size
         return self.states.block_tokens(max(1, self.token_bytes // self.layers))
@@ -186,17 +189,17 @@ class KVSize:
         return align_up(self.chunk_tokens(chunk_size) * self.token_bytes)
 
     def file_bytes(self, chunk_size: int) -> int:
-        """Return the size of a chunk's file in bytes, with header and payload. `chunk_size`: the setting of this
-        name, in tokens.
+        """Return the size of a chunk's file in bytes, including the header. `chunk_size`: the setting of this name, in
+        tokens.
         """
         payload = self.slot_bytes(chunk_size)
         return codec.header_bytes(payload, codec.DEFAULT_SEGMENT_BYTES, self.chunk_tokens(chunk_size)) + payload
 
 
 def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSize:
-    """Return the size of a model's KV. Raises ValueError, with the reason, if the size cannot be computed.
+    """Return the size of a model's KV. Raises ValueError with the reason if the size cannot be computed.
 
-    `model`: the model's folder, its config.json, or its name in the cache of Hugging Face's tools. `ranks`: number of
+    `model`: the model's folder, its config.json, or its name in the local Hugging Face cache. `ranks`: number of
     tensor-parallel ranks.
     """
     config = _read(_file_of(model))
@@ -220,8 +223,8 @@ def kv_size(model: Path, dtype: KVDtype = KVDtype.AUTO, ranks: int = 1) -> KVSiz
 
 
 def _file_of(model: Path) -> Path:
-    """Return the path of a model's config.json. `model`: a folder, or a name such as Qwen/Qwen3-8B in the cache of
-    Hugging Face's tools.
+    """Return the path of a model's config.json. `model`: a folder, or a name such as Qwen/Qwen3-8B in the Hugging Face
+    cache.
     """
     if model.is_dir():
         return model / "config.json"
@@ -248,7 +251,7 @@ def _read(file: Path) -> Settings:
 
 
 def _layers(text: Settings) -> Iterator[Layer]:
-    """Yield the layers of the model that keep separate KV."""
+    """Yield the attention layers of the model that have their own KV."""
     mixed = layer_kinds(text) if state_size(text, 1) is not None else None
     if mixed is not None:
         yield from (_layer(text, kind) for kind in mixed if kind in KINDS)
@@ -278,8 +281,9 @@ def _layer(text: Settings, kind: str) -> Layer:
 
 
 def _loaded_as(dtype: object) -> KVDtype:
-    """Return the type in which vLLM loads a model. vLLM loads float32 models, and models without a type, with two
-    bytes per value.
+    """Return the type in which vLLM loads a model's weights.
+
+    vLLM loads float32 models, and models without a type, in a type with two bytes per value.
     """
     name = str(dtype).removeprefix("torch.")
     return KVDtype(name) if name in {KVDtype.FLOAT16, KVDtype.BFLOAT16} else KVDtype.BFLOAT16

@@ -71,7 +71,7 @@ class SmallModel:
         model.to(getattr(torch, self.dtype)).save_pretrained(folder)
 
     def write_tokenizer(self, folder: Path, texts: Iterable[str] = ()) -> None:
-        """Write a tokenizer with frequent byte pairs of `texts` as tokens. Without texts, each byte is a token."""
+        """Write a tokenizer. Frequent byte pairs of `texts` become tokens. Without `texts`, each byte is a token."""
         from transformers import PreTrainedTokenizerFast
 
         wrapped: Any = PreTrainedTokenizerFast(
@@ -112,9 +112,10 @@ def _trained(size: int, texts: Iterable[str]) -> Any:
 
 
 def _filled_up(tokenizer: Any, size: int) -> Any:
-    """Fill the vocabulary up to `size` with tokens that no text has, because random weights generate any token id.
+    """Add tokens that occur in no text until the vocabulary has `size` tokens, because random weights generate any
+    token.
 
-    Each of these tokens is decoded as a blank and its id.
+    Each added token is decoded as a blank and its id.
     """
     described = json.loads(tokenizer.to_str())
     vocabulary = described["model"]["vocab"]

@@ -1,4 +1,4 @@
-"""Tests whether a folder works as a disk tier, and which calls a remote store refuses."""
+"""Tests whether a folder can be a disk tier, and which calls a remote store refuses."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ _REMEDIES = {
 
 @frozen
 class FolderFacts:
-    """The result of `try_folder`. `tried`: the folder, or its nearest existing parent. `free_bytes`: free space
-    there. `direct_io`: whether O_DIRECT works there.
+    """The result of `try_folder`. `tried`: the folder, or its nearest existing parent.
+
+    `free_bytes`: free space in this folder. `direct_io`: whether O_DIRECT works in this folder.
     """
 
     tried: str
@@ -71,10 +72,10 @@ class FolderFacts:
 
 
 def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"] = "auto") -> FolderFacts:
-    """Store one chunk in a temporary folder below `path`, read the chunk and remove it.
+    """Write, read and delete one chunk in a temporary folder below `path`.
 
-    Raises ConfigError, OSError, or a BackendError when the medium fails. The error is BackendUnavailable if a file is
-    in place of the folder.
+    Raises ConfigError, OSError, or BackendError if the medium fails. BackendUnavailable means that a file is in place
+    of the folder.
     """
     absolute = Path(path).absolute()
     tried = next(place for place in (absolute, *absolute.parents) if place.exists())
@@ -103,10 +104,9 @@ def try_folder(path: str | os.PathLike[str], direct: Literal["auto", "on", "off"
 
 
 def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
-    """Write, read and delete a chunk in a remote store, and return the reason for each of `VERBS` that fails.
+    """Write, read and delete a chunk in a remote store. Returns the reason for each of `VERBS` that fails.
 
-    The reasons are the store's texts. The chunk is in a separate namespace. Every call uses the same namespace. Raises
-    ConfigError.
+    The reasons are the store's error texts. The chunk is in a namespace for tests. Raises ConfigError.
     """
     key, timeout = config.authentication_bytes, config.remote_timeout
     backend = open_remote(config, url, _NAMESPACE, key, name=url.store_kind, chunk_tokens=DEFAULTS.chunk_tokens)
@@ -122,7 +122,7 @@ def refusals(config: Config, url: RemoteURL) -> dict[str, str]:
 
 
 def odd_policy(config: Config, url: RemoteURL) -> str:
-    """Return a warning about a Redis server that does not evict chunks when it is full, or ""."""
+    """Return a warning if a Redis server does not evict chunks when it is full, else ""."""
     backend: Any = open_remote(config, url, _NAMESPACE, None, name=url.store_kind, chunk_tokens=DEFAULTS.chunk_tokens)
     # A user without the right to ask has no limit here.
     limit, policy = attempt(backend.memory_policy, lambda error: (0, ""))
@@ -133,7 +133,7 @@ def odd_policy(config: Config, url: RemoteURL) -> str:
 
 
 def in_short(reason: str) -> str:
-    """Return the error text of an object store without its copy of the request.
+    """Return the error text of an object store without the description of the request.
 
     >>> in_short("PermissionDenied: Error performing HEAD http://h/x in 3ms - HTTP error: error sending request")
     'PermissionDenied: HTTP error: error sending request'
@@ -145,7 +145,7 @@ def in_short(reason: str) -> str:
 
 
 def remedy(verb: str, reason: str) -> str:
-    """Return what to do about a refused call. `verb`: the kind of call. `reason`: the store's text.
+    """Return how to fix a refused call. `verb`: the kind of call. `reason`: the store's error text.
 
     >>> remedy("deletions", "this user has no permissions to run the 'unlink' command")
     "give the store's user +unlink"
@@ -158,7 +158,7 @@ def remedy(verb: str, reason: str) -> str:
 
 
 def likeliest(refused: Mapping[str, str]) -> str:
-    """Return the refused call (a key of `refused`) whose reason tells most about the cause."""
+    """Return the key of `refused` whose error text says most about the cause."""
     patterns = list(_REMEDIES)
 
     def rank(verb: str) -> int:
@@ -206,7 +206,7 @@ def _ask(backend: Backend, timeout: float) -> Iterator[tuple[str, str]]:
 
 
 def _failure(call: Callable[[], object]) -> str:
-    """Return the reason why a call fails, or "" if it succeeds."""
+    """Return the error text of a call that fails, or "" if the call succeeds."""
 
     def tried() -> str:
         call()

@@ -1,4 +1,4 @@
-"""`lmkv top`: watches the tiers and requests of a running server."""
+"""`lmkv top`: shows the tiers and requests of a running server."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def look(client: Client) -> dict[str, Any]:
 
 
 def watch(console: Console, client: Client, seen: dict[str, Any], interval: float) -> None:
-    """Show the state of the server every `interval` seconds, until Ctrl+C or until the server does not answer.
+    """Show the state of the server every `interval` seconds, until Ctrl+C or until the server does not respond.
 
-    `seen`: the first answers of the server.
+    `seen`: the server's first responses.
     """
     with Live(picture(seen, room(console, seen)), console=console, screen=True, auto_refresh=False) as live:
         try:
@@ -77,7 +77,7 @@ def watch(console: Console, client: Client, seen: dict[str, Any], interval: floa
 
 
 def room(console: Console, seen: dict[str, Any]) -> int:
-    """Return how many requests fit into the terminal, below the state in `seen`."""
+    """Return how many lines for requests are left in the terminal below the state in `seen`."""
     stats, value = seen["stats"], sampled(seen)
     beside = _BESIDE + len(stats["tiers"]) + len(stats.get("engines", ())) + (len(value) + 2 if value else 0)
     return max(1, console.height - beside)
@@ -109,7 +109,7 @@ def percent(part: int, whole: int) -> str:
 
 
 def sparkline(samples: list[dict[str, Any]]) -> str:
-    """Return the hit rate over time as a line of bars, with a blank for samples without lookups."""
+    """Return the hit rate over time as a line of bars. A blank is a sample without lookups."""
     size = max(1, -(-len(samples) // _BINS))
     picked = [*samples[:-1:size], *samples[-1:]]
     changes = [
@@ -142,13 +142,13 @@ def shown(tier: dict[str, Any]) -> str:
 
 
 def sampled(seen: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the estimates for each size of each tier, or an empty list if too few requests were sampled."""
+    """Return the estimated hit rates of each tier by size, or an empty list if too few requests were sampled."""
     value = seen.get("value", {})
     return list(value["tiers"]) if value.get("sampled_requests", 0) >= FEW else []
 
 
 def sizes(found: list[dict[str, Any]]) -> Table:
-    """Return a table with the share of all tokens that each tier would find with another size."""
+    """Return a table with the fraction of all tokens that each tier would find with another size."""
     columns = ("half of it", "as it is", "twice", "four times")
     made = table("hit rate by size", *columns, right=columns)
     for tier in found:
@@ -223,9 +223,7 @@ def requests(found: list[dict[str, Any]], now: float) -> Table | Text:
 
 
 def shortened(request: str, width: int = 20) -> str:
-    """Return an id of a request, shortened for the terminal and without control characters, because clients choose
-    ids.
-    """
+    """Return a request id, which a client has chosen, shortened and without control characters."""
     request = printable(request)
     return request if len(request) <= width else f"{request[: width - 9]}…{request[-8:]}"
 

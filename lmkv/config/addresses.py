@@ -1,6 +1,4 @@
-"""Translates LMCache's addresses of remote stores, and the keys of LMCache's `extra_config` that belong to the
-addresses.
-"""
+"""Translates LMCache's addresses of remote stores, together with the related keys of LMCache's `extra_config`."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ _STORES: Final = "a store that others share (redis://, s3://, mooncake://), or s
 
 
 class RefusedError(ValueError):
-    """lmkv cannot use this address. The message names a form that lmkv can use, and quotes no value."""
+    """lmkv cannot use an address. The message names a form that lmkv can use, without quoting any value."""
 
 
 def translated(url: str, extra: Given) -> Found:
-    """Return lmkv's settings for `url`, an address of LMCache. `extra`: LMCache's `extra_config`.
+    """Return lmkv's settings for `url`, a store's address in LMCache's form. `extra`: LMCache's `extra_config`.
 
     Raises RefusedError for an address that lmkv cannot use.
     """
@@ -42,13 +40,14 @@ def translated(url: str, extra: Given) -> Found:
 
 
 def keys_of(url: str) -> frozenset[str]:
-    """Return the keys of `extra_config` that LMCache reads together with this address."""
+    """Return the keys of `extra_config` that LMCache reads for a store with this address."""
     return _KEYS.get(url.partition("://")[0].lower(), frozenset())
 
 
 def setting_of(key: str) -> str:
-    """Return the name of lmkv's setting for a key of `extra_config`. For keys that become part of the address it is
-    `remote_url`.
+    """Return the name of lmkv's setting for a key of `extra_config`.
+
+    The result is `remote_url` for a key that becomes part of the address.
     """
     if key.endswith(("username", "aws_access_key_id", "account_url")):
         return "remote_username"

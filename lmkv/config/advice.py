@@ -1,4 +1,4 @@
-"""Makes texts that say what to write instead of a refused value or key."""
+"""Advice for error messages: what to write instead of an invalid value or an unknown key."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ of these.
 
 
 def written_instead(unit: str, value: object) -> str:
-    """Return advice for a refused value: the unit of the setting, and the number to write if the value has another
-    unit or notation.
-    """
+    """Return advice for an invalid value: the setting's unit, and the number to write if another unit was used."""
     text = short_repr(value).strip("' ").lower()
     told = f", in {'seconds' if unit == 's' else unit}" if unit.isalpha() else ""
     if text in ("none", "", "auto", "default") or (unit == "GiB" and text in ("0", "0.0")):
@@ -60,7 +58,7 @@ def unfit_key(key: bytes) -> str:
 
 
 def is_path(secret: bytes) -> bool:
-    """Return whether a secret looks like the path of a file. A key in base64 ends with =, so it does not."""
+    """Return whether a secret looks like a path. A 32-byte key in base64 does not, because it ends with `=`."""
     return bool(re.fullmatch(rb"[~.]{0,2}/[\w.-]+(/[\w.-]+)+", secret))
 
 
@@ -97,8 +95,8 @@ def hint(key: object, value: object, names: Collection[str]) -> str:
 
 
 def _meant(key: str, names: Collection[str]) -> str:
-    """Return the shortest name of a setting with all words of a key, or "" if no setting has all words. Names of stores
-    count as "remote".
+    """Return the shortest setting name that contains all words of `key`, or "". Store names count as the word
+    "remote".
     """
     words = {"remote" if word in SCHEMES.keys() - {"file"} else word for word in key.split("_")}
     return min((name for name in names if words <= {*name.split("_")}), key=lambda name: name.count("_"), default="")

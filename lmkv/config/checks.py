@@ -58,7 +58,7 @@ def contradictions(options: Options) -> Iterator[str]:
 
 
 def _of_folder(options: Options, folder: str, capacity: str) -> Iterator[str]:
-    """Yield a text if a folder is set without a capacity, or a capacity is set without a folder."""
+    """Yield an error text if a folder is set without a capacity, or a capacity without a folder."""
     given, size = getattr(options, folder), getattr(options, capacity)
     if given is not None and size == 0:
         yield f"{options.source(folder)}: {folder} needs {capacity} (GiB), for example {capacity}: 100"
@@ -93,8 +93,9 @@ def doubts(options: Options, given: Iterable[str]) -> Iterator[str]:
 
 
 def doubts_of_server(options: Options, role: str, longest: int | None) -> Iterator[str]:
-    """Yield the reasons why a server with this `kv_role` will not hit. `longest`: number of tokens of the
-    server's longest request.
+    """Yield the reasons why a server with the `kv_role` `role` will have no hits.
+
+    `longest`: number of tokens of the server's longest request.
     """
     if role != "kv_both" and not (options.shared_memory or options.local_disk or options.remotes):
         idle = {
@@ -119,9 +120,7 @@ def doubts_of_server(options: Options, role: str, longest: int | None) -> Iterat
 
 
 def doubts_of_names(env: Mapping[str, str]) -> Iterator[str]:
-    """Yield a text for each variable that looks like a variable of lmkv, but is not read, or is not read with this
-    value.
-    """
+    """Yield a remark for each variable that looks like lmkv's but is not read, or that has an invalid value."""
     for name in sorted(env):
         big = name.upper()
         if name != big and (big == ENV_FILE or big.removeprefix(ENV_PREFIX).lower() in OPTIONS.keys() - {big.lower()}):

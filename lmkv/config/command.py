@@ -1,4 +1,4 @@
-"""`Command`: the command of an engine with lmkv, while it is translated from another command line."""
+"""`Command`: the command of an engine with lmkv, as the translation of another command line builds it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ class Command(lmcache.Translation):
         self.add(given, _SOURCE, "used", here=name)
 
     def use_folder(self, given: str, folder: object, capacity: object = None) -> None:
-        """Make the folder the disk tier, or refuse the option if another folder is the disk tier. `given`: the
-        option as the user wrote it.
+        """Make `folder` the disk tier. Refuses the option if the command already has another disk tier.
+
+        `given`: the option as the user wrote it.
         """
         if any(name == "local_disk" for name, _, _ in self.settings):
             self.refuse(
@@ -69,10 +70,10 @@ class Command(lmcache.Translation):
         self.add(given, _SOURCE, "unknown", why=why)
 
     def unused(self, group: str, name: str, value: object = True, given: str = "") -> None:
-        """Note an option that is not a setting of lmkv. `given`: the option as the user wrote it, if it differs from
-        `name`.
+        """Record that an option cannot be used: it has no effect, is refused, or is unknown.
 
-        `group`: the kind of options in lmcache.toml.
+        `group`: the group of options in commands.toml. `given`: the option as the user wrote it, if it differs from
+        `name`.
         """
         known, given = lmcache.commands()[group], given or name
         entry = known.get(name)
@@ -84,7 +85,7 @@ class Command(lmcache.Translation):
             self.refuse(given, entry.why)
 
     def leave_variables(self, env: Env, reader: str) -> None:
-        """Note for each variable of LMCache that `reader`, the translated program, does not read the variable."""
+        """Record that LMCache's variables in `env` have no effect, because `reader`, a program, does not read them."""
         for name in env:
             key = lmcache.key_of(name)
             known = lmcache.table().get(key)
@@ -93,15 +94,15 @@ class Command(lmcache.Translation):
             self.add(key, f"{lmcache.VARIABLE}{name}", "without effect", why=why)
 
     def take(self, translation: lmcache.Translation) -> None:
-        """Add the settings of lmkv into which LMCache's settings were translated."""
+        """Add the result of a translation of LMCache's settings."""
         self.settings += translation.settings
         self.readings += translation.readings
         self.notes += translation.notes
 
 
 def use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
-    """Translate the option `prefix` of a tier of LMCache's. Note each remaining option that lmkv cannot translate, so
-    that none is dropped silently.
+    """Translate the option `prefix` of a lower tier of LMCache. Record every other option, so that none is dropped
+    silently.
     """
     if tier.get("prefix"):
         command.use(f"{given}: prefix", "remote_prefix", tier["prefix"])
@@ -112,8 +113,9 @@ def use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
 
 
 def use_store(command: Command, given: str, described: Callable[[], tuple[str, Mapping[str, Any]]]) -> None:
-    """Translate a remote store. `described()`: a function that returns the address in LMCache's form, and the keys
-    that belong to the address.
+    """Translate a remote store.
+
+    `described`: a function that returns the store's address in LMCache's form, and the keys related to the address.
     """
     try:
         found = addresses.translated(*described())

@@ -1,4 +1,4 @@
-"""Finds out which program a command line or a file starts, and translates the command into lmkv's command."""
+"""Finds the program that a command line or a file starts, and translates its command into lmkv's command."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from lmkv.errors import ConfigError, short_repr
 
 
 def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
-    """Return the command of an engine with lmkv for another command. Raises ConfigError for a command that lmkv does
-    not know.
+    """Return the command of an engine with lmkv for another command. Raises ConfigError for a command unknown to lmkv.
 
-    `ranks`: the number of ranks of the engine, if the options do not have this number.
+    `ranks`: the number of ranks of the engine, if the command's options do not set it.
     """
     env, words = _variables([*_replaced(containers.with_files(words))])
     found = program(words)
@@ -79,8 +78,9 @@ _IMAGE: Final = re.compile(r"[\w./-]*/vllm-openai[\w.-]*([:@].*)?")
 
 
 def program(words: Sequence[str]) -> tuple[bool, int] | None:
-    """Return `(is_server, start)`: whether the program is LMCache's server, and the index of the first option.
-    Return None for another program.
+    """Return `(is_server, start)` for a command of LMCache's server or of vLLM; None for another program.
+
+    `is_server`: whether it is LMCache's server. `start`: the index of the first option.
     """
     for at, (word, following) in enumerate(pairwise([*words, ""])):
         name = word.rpartition("/")[2]
@@ -92,9 +92,7 @@ def program(words: Sequence[str]) -> tuple[bool, int] | None:
 
 
 def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return `(variables, words)`: the variables of LMCache that a shell or `docker run -e` sets before a program,
-    and all other words.
-    """
+    """Return `(variables, words)`: LMCache's variables that a shell or `docker run -e` sets, and all other words."""
     env: dict[str, str] = {}
     others: list[str] = []
     for word in words:
@@ -109,9 +107,10 @@ def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def of_file(content: Mapping[Any, object]) -> list[str] | None:
-    """Return the command line that a file describes: a connector's JSON, or the file of `vllm serve --config`.
+    """Return the command line for a connector's JSON file or a file for `vllm serve --config`. Returns None for other
+    files.
 
-    Raises ConfigError for a file that starts servers, such as a manifest of Kubernetes.
+    Raises ConfigError for a file that starts servers, such as a Kubernetes manifest.
     """
     for keys, kind in _MANIFESTS.items():
         if keys <= content.keys():

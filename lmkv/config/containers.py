@@ -1,4 +1,4 @@
-"""Finds settings that mean something else inside a container than outside, in the command that starts the container."""
+"""Finds settings that have another meaning inside a container, in the command that starts the container."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_files(words: Sequence[str]) -> list[str]:
 
 
 def image_at(words: Sequence[str]) -> int | None:
-    """Return the index of the image in a command of docker, or None for another command."""
+    """Return the index of the image in the words of a docker command, or None for another command."""
     if not words or words[0] not in PROGRAMS or "run" not in words:
         return None
     at = words.index("run") + 1
@@ -76,6 +76,6 @@ _ALONE: Final = (
 
 
 def _values(words: Sequence[str], *names: str) -> list[str]:
-    """Return the values of an option, which may follow the name after a blank or a `=`."""
+    """Return the values of an option. A value follows the option's name after a blank or after `=`."""
     found = [value for name, value in pairwise(words) if name in names]
     return found + [word.partition("=")[2] for word in words if word.partition("=")[0] in names and "=" in word]

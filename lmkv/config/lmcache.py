@@ -45,11 +45,11 @@ _Given = dict[Any, tuple[object, str]]
 
 @frozen(kw_only=True)
 class KnownSetting:
-    """One setting of LMCache, from lmcache.toml. `kind`: mapped, joined (part of lmkv's remote_url), refused or
-    without_effect.
+    """One setting of LMCache, from lmcache.toml.
 
-    `setting`: the name of lmkv's setting. `off`: a value that switches the setting off. `needs`: another setting of
-    LMCache, without which this setting has no effect.
+    `kind`: mapped, joined (part of lmkv's `remote_url`), refused or without_effect. `setting`: the name of lmkv's
+    setting. `off`: a value that switches the setting off. `needs`: another setting of LMCache; unless it is set, this
+    setting has no effect.
     """
 
     key: str
@@ -64,14 +64,14 @@ class KnownSetting:
     values: Mapping[str, object] = field(factory=dict)
 
     def is_idle(self, value: object, given: _Given) -> bool:
-        """Return whether this value has no effect together with the other settings in `given`."""
+        """Return whether this value has no effect, given all other settings."""
         can_be_off = self.off or self.kind == "refused"
         return bool(
             self.kind == "without_effect" or self._is_alone(given) or (can_be_off and _word(value) in _OFF | {self.off})
         )
 
     def idle_because(self, given: _Given) -> str:
-        """Return the reason why the value of this setting has no effect together with the other settings in `given`."""
+        """Return the reason why a value of this setting has no effect, given all other settings."""
         if self.kind == "without_effect":
             return self.why
         if self.kind == "joined":
@@ -82,7 +82,7 @@ class KnownSetting:
         return bool(self.needs) and _word(given.get(self.needs, (None, ""))[0]) in _OFF
 
     def convert(self, value: object, source: str) -> tuple[str, object, str]:
-        """Return `(name, value, source)` of lmkv's setting for a value of this setting."""
+        """Return the corresponding setting of lmkv as `(name, value, source)`."""
         if self.several and isinstance(value, str) and "," in value:
             raise ConfigError(f"{source}: {self.key} = {short_repr(value)} names several folders: {self.several}")
         where = source if self.key == self.setting or source.startswith(VARIABLE) else f"{source}: {self.key}"
@@ -123,9 +123,7 @@ class Translation:
         return [reading for reading in self.readings if reading.kind == kind]
 
     def remarks(self) -> list[tuple[int, str]]:
-        """Return remarks for the log, each with its level. A remark is about one setting, or about several settings
-        together.
-        """
+        """Return `(log level, remark)` pairs. A remark is about one setting, or about several settings together."""
         unknown = [f"{each.key} ({each.source})" for each in self.of("unknown")]
         remarks = [
             (logging.INFO, "these LMCache settings have no effect", [each.key for each in self.of("without effect")]),
@@ -136,14 +134,15 @@ class Translation:
 
 @functools.cache
 def table() -> Mapping[str, KnownSetting]:
-    """Return all known settings of LMCache, by key."""
+    """Return all settings of LMCache that lmkv knows, by key."""
     return _entries(_read_table("lmcache.toml"))
 
 
 @functools.cache
 def commands() -> Mapping[str, Mapping[str, KnownSetting]]:
-    """Return by name all known options of LMCache's `server` and of vLLM's own `offloading`, and the keys of `tiers`
-    in LMCache's server and in vLLM's offloading.
+    """Return, by the name of a group, the options in commands.toml.
+
+    The groups are LMCache's `server`, vLLM's own `offloading`, and `tiers`, the lower tiers of both.
     """
     return MappingProxyType({name: _entries(groups) for name, groups in _read_table("commands.toml").items()})
 
@@ -165,22 +164,23 @@ def owns(name: object) -> bool:
 
 
 def named(env: Mapping[str, str], extra: Mapping[Any, object]) -> list[str]:
-    """Return the names of the given settings of LMCache: variables, then keys of the extra configuration."""
+    """Return the names of LMCache's settings that are set: variables, then keys of `kv_connector_extra_config`."""
     variables = [name for name in sorted(env) if name.startswith(ENV_PREFIX) and (name != ENV_FILE or env[name])]
     known = [name for name in variables if key_of(name) in table() or not is_service_link(name, env[name])]
     return known + [name for name in extra if owns(name)]
 
 
 def is_service_link(name: str, value: str) -> bool:
-    """Return whether Kubernetes has set this variable for a service. The value is then a URL with `://`, unlike a
-    port that a user sets.
+    """Return whether Kubernetes has set this variable for a service.
+
+    A `..._PORT` variable counts only if its value contains `://`, because a user may also set a port.
     """
     plain = name.endswith("_PORT") and not name.endswith("_SERVICE_PORT")
     return bool(SERVICE_LINK.fullmatch(name)) and (not plain or "://" in value)
 
 
 def not_read(names: Sequence[str], own: Sequence[str]) -> str:
-    """Return the remark that lmkv's `own` settings hide LMCache's settings, which have these names."""
+    """Return a remark that LMCache's settings `names` are not read, because lmkv's settings `own` are set."""
     way_out = "convert LMCache's with lmkv config migrate, or remove lmkv's"
     return f"lmkv does not read LMCache's settings {join_names(names)}, because of lmkv's {join_names(own)}: {way_out}"
 
@@ -196,7 +196,7 @@ def files_of(settings: Iterable[tuple[Any, object, str]], ours: Container[str]) 
 
 
 def misspelled(env: Iterable[str]) -> Iterator[str]:
-    """Yield a remark for each variable whose name differs slightly from a variable that LMCache reads."""
+    """Yield a remark for each variable whose name is similar to the name of a variable that LMCache reads."""
     for name in sorted(env):
         found = re.fullmatch(r"(?i)lm_?cache_(\w+)", name)
         right = ENV_PREFIX + found[1].upper() if found else name
@@ -207,8 +207,9 @@ def misspelled(env: Iterable[str]) -> Iterator[str]:
 def translate(
     env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, ranks: int | None = None
 ) -> Translation:
-    """Translate all given settings of LMCache. `read(path)`: a function that returns the content of a YAML file.
-    `ranks`: the number of ranks of the engine.
+    """Translate all settings of LMCache that are set.
+
+    `read`: a function that returns the content of a YAML file. `ranks`: the number of ranks of the engine.
     """
     result = Translation()
     given = _flat(_merged(env, extra, read, result), result)
@@ -256,9 +257,9 @@ _MOONCAKE: Final = "MOONCAKE_CONFIG_PATH"
 
 
 def hint(name: object, known: Mapping[str, KnownSetting]) -> str:
-    """Return a hint with the known name most similar to `name`, and whether the setting of that name has an effect.
+    """Return a hint for an unknown name: the most similar known name, and whether that setting has an effect.
 
-    Return "" if no name is similar.
+    Returns "" if no name is similar.
     """
     if not (close := nearest(name, known)):
         return ""
@@ -267,18 +268,16 @@ def hint(name: object, known: Mapping[str, KnownSetting]) -> str:
 
 
 def nearest(name: object, names: Iterable[str], cutoff: float = 0.7) -> str:
-    """Return the name in `names` that is most similar to `name`, or "" if no name is similar. The search takes
-    milliseconds.
-    """
+    """Return the name in `names` that is most similar to `name`, or "" if none is similar. Takes milliseconds."""
     short = {each.removeprefix(_INNER): each for each in names}
     close = difflib.get_close_matches(str(name).removeprefix(_INNER)[:100], short, n=1, cutoff=cutoff)
     return short[close[0]] if close else ""
 
 
 def _join_address(given: _Given, result: Translation) -> set[str]:
-    """Translate remote_url, together with the keys of `extra_config` that LMCache reads for the kind of store.
+    """Translate remote_url, together with the keys of `extra_config` that LMCache reads for such a store.
 
-    Returns the names of the translated settings: remote_url if its value is an address, else none.
+    Returns the names of the translated settings: `remote_url` if its value is an address, else none.
     """
     for name in ("username", "password"):
         # Variables of the environment, which are weaker.
@@ -310,7 +309,7 @@ def _join_address(given: _Given, result: Translation) -> set[str]:
 
 
 def _complete_resp(given: _Given) -> None:
-    """Add host and port from the environment to an address without a host, as LMCache does."""
+    """Add host and port from the environment to a `resp` address without a host, as LMCache does."""
     url, source = given.get("remote_url", (None, ""))
     host, port = (given.get(f"resp_{name}", ("",))[0] for name in ("host", "port"))
     if isinstance(url, str) and url.lower().startswith("resp://") and host and url[7:].strip("/") == "":
@@ -318,7 +317,7 @@ def _complete_resp(given: _Given) -> None:
 
 
 def _drop_disk_without_room(given: _Given, result: Translation) -> None:
-    """Drop the setting of a disk of 0 GiB, because LMCache makes no tier of it."""
+    """Ignore the disk tier if its size is 0 GiB, as LMCache does."""
     size, folder = given.get("max_local_disk_size"), given.get("local_disk")
     if size is not None and _word(size[0]) in ("0", "0.0") and folder is not None and not is_nothing(folder[0]):
         for key in ("local_disk", "max_local_disk_size"):
@@ -327,7 +326,7 @@ def _drop_disk_without_room(given: _Given, result: Translation) -> None:
 
 
 def _drop_memory_of_nothing(given: _Given, result: Translation) -> None:
-    """Drop the setting of a host memory of 0 GiB, if LMCache keeps nothing in host memory."""
+    """Ignore a host memory size of 0 GiB if `local_cpu` is off, because lmkv needs some host memory as a buffer."""
     size, kept = given.get("max_local_cpu_size"), given.get("local_cpu")
     if size is not None and kept is not None and _word(size[0]) in ("0", "0.0") and _word(kept[0]) == "false":
         why = "local_cpu is off, and chunks pass through lmkv's default of 5 GiB"
@@ -335,7 +334,7 @@ def _drop_memory_of_nothing(given: _Given, result: Translation) -> None:
 
 
 def _multiply_sizes(given: _Given, result: Translation, ranks: int | None) -> None:
-    """Multiply sizes by the number of ranks, because each size in LMCache is for one rank."""
+    """Multiply sizes by the number of ranks, because LMCache's sizes are per rank and lmkv's are per engine."""
     for key in [key for key in _PER_RANK if key in given and ranks != 1]:
         value, source = given[key]
         try:
@@ -360,8 +359,9 @@ def _say_segments(given: _Given, result: Translation, ranks: int | None) -> None
 
 
 def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, result: Translation) -> _Given:
-    """Return the value and source of each key. As in LMCache, the environment overrides the file, and `extra`
-    overrides both of them.
+    """Return the value and source of each key.
+
+    As in LMCache, the environment overrides the file, and `extra` overrides both.
     """
     found: _Given = {}
     for name in named(env, extra):
@@ -381,7 +381,7 @@ def _merged(env: Mapping[str, str], extra: Mapping[Any, object], read: _Read, re
 
 
 def _flat(found: _Given, result: Translation) -> _Given:
-    """Return the settings in `found`, with each key of `extra_config` as a separate setting."""
+    """Return the settings in `found`, with each key inside `extra_config` as a separate setting."""
     inner, source = found.pop("extra_config", (None, ""))
     if isinstance(inner, str):
         try:

@@ -16,7 +16,7 @@ _OWN_MEMORY: Final = (
 
 
 def of_server(words: Sequence[str], env: Env) -> Command:
-    """Return the command of an engine with lmkv that has the memory and the tiers of a server of LMCache.
+    """Return the command of an engine with lmkv for a command of LMCache's server, with the same memory and tiers.
 
     `words`: the options of the server. `env`: the environment of the server.
     """
@@ -83,7 +83,7 @@ _RENAMED: Final = {"master_server_addr": "master_server_address", "rdma_devices"
 
 
 def _joined(kind: str, adapter: Mapping[str, Any], env: Env) -> dict[str, Any]:
-    """Return the keys of a tier's description in the form of LMCache's `extra_config`."""
+    """Return the keys of a lower tier's description, renamed as in LMCache's `extra_config`."""
     if kind == "resp":
         return {name: adapter.get(name) or env.get(f"LMCACHE_RESP_{name.upper()}") for name in ("username", "password")}
     if kind == "valkey":

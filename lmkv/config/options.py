@@ -49,7 +49,7 @@ def _option(default: _T, parse: Parse, doc: str, unit: str = "") -> _T:
 
 
 def _converting(_: type, attributes: list[Attribute[Any]]) -> list[Attribute[Any]]:
-    """Make each option's `parse` the converter of its field. Errors of the converter have the field's name."""
+    """Make the `parse` function of each option the converter of its field, with the field's name in error messages."""
     return [
         each.evolve(converter=partial(_converted, each)) if "parse" in each.metadata else each for each in attributes
     ]
@@ -94,7 +94,7 @@ class Setting:
     doc: str
 
     def __str__(self) -> str:
-        """Return the value with its unit as text, or "none"."""
+        """Return the value as text with its unit, or "none"."""
         unit = self.unit if self.unit.isalpha() else ""
         return f"{in_words(self.value)} {unit}".strip() if self.value is not None else "none"
 
@@ -237,7 +237,7 @@ class Options:
 
     @property
     def remotes(self) -> tuple[RemoteURL, ...]:
-        """The URLs of all remote stores, the nearest store first."""
+        """The URLs of all remote stores, fastest store first."""
         return self.remote_url + self.remote_urls
 
     @property
@@ -262,7 +262,7 @@ class Options:
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether no tier keeps a chunk after the end of the request that stores the chunk."""
+        """Whether no tier keeps chunks after the end of the request that stored them."""
         disk = self.local_disk and self.disk_admission != "none"
         return not (self.local_cpu or self.shared_memory or disk or self.remotes)
 

@@ -1,8 +1,7 @@
-"""Parsers of settings: functions that convert a value as users write it, and raise ValueError, with the reason, for an
-invalid value.
+"""Parsers of settings: functions that convert a value as users write it. They raise ValueError for an invalid value.
 
-Values come from YAML, the environment, JSON and Python, so a number or a boolean may be text. A `Reading` has the
-meaning of one setting in lmkv. Commands and the server report a `Reading` in the same words.
+Values come from YAML, the environment, JSON and Python, so a number or a boolean may be text. A `Reading` says what one
+setting means in lmkv.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ GIB: Final = 1 << 30
 
 @frozen(repr=False)
 class Secret:
-    """A secret text. `str` and `repr` of this object do not show the text; `value` has the text.
+    """A secret text, which only the attribute `value` shows. `str` and `repr` return asterisks.
 
     >>> Secret("letmein")
     '***'
@@ -69,7 +68,7 @@ def boolean(value: object) -> bool:
 
 
 def is_nothing(value: object) -> bool:
-    """Return whether this value leaves an optional setting unset: none, null, false, no, off, or an empty text."""
+    """Return whether a value means that an optional setting is unset: none, null, false, no, off, or an empty text."""
     return value is None or value is False or (isinstance(value, str) and value.lower() in NOTHING)
 
 
@@ -127,9 +126,9 @@ def one_of(*names: str) -> Parse:
 
 
 def plugin_name(names: Callable[[], Iterable[str]], *, numbered: str = "") -> Parse:
-    """Return a parser of names: one of `names()` at the time of parsing, or `package.module:Class`.
+    """Return a parser of names: one of `names()`, or `package.module:Class`.
 
-    `numbered`: a name that must be followed by a number, such as `:5`.
+    `names` is called at each parse. `numbered`: a name that must have a number as suffix, such as `:5`.
     """
 
     def parse(value: object) -> str:
@@ -147,7 +146,7 @@ def plugin_name(names: Callable[[], Iterable[str]], *, numbered: str = "") -> Pa
 
 
 def path(value: object) -> str | None:
-    """Return the plain path of a folder, or None if the setting is unset. `value`: a path or a file URL."""
+    """Return the path of a folder, or None if the setting is unset. `value`: a path or a file URL."""
     if is_nothing(value):
         return None
     if not isinstance(value, str | os.PathLike) or re.search(r",\s*/", str(value)):
@@ -179,7 +178,7 @@ _VARIABLE: Final = re.compile(
 
 
 def check_template(text: object) -> None:
-    """Raise ValueError if the text has a variable that a shell or a template should have replaced."""
+    """Raise ValueError if a text still has a variable that a shell or a template should have replaced."""
     if isinstance(text, str) and (found := _VARIABLE.search(text)):
         if re.fullmatch(r"\$\([A-Z0-9_]+\)", found[0]):
             told = "replaces only if the container's env defines that variable in an earlier entry"
@@ -197,7 +196,7 @@ kept and shown.
 
 @frozen
 class Quota:
-    """The quota of a tenant, in percent of each tier. `tenant`: a tag as `name:value`, or the label of a salt."""
+    """A tenant's quota, in percent of each tier. `tenant`: a tag as `name:value`, or the label of a salt."""
 
     tenant: str
     percent: float
@@ -207,8 +206,9 @@ class Quota:
 
 
 def quotas(value: object) -> tuple[Quota, ...]:
-    """Return the quotas in a mapping of names to percents, or in a text with `name=percent` separated by blanks or
-    commas.
+    """Return the quotas in a mapping `{name: percent}`, or in a text of `name=percent` items.
+
+    The items in a text are separated by blanks or commas.
     """
     if is_nothing(value):
         return ()
@@ -252,9 +252,7 @@ _LONGEST_SOCKET: Final = 107
 
 
 def agent_address(value: object) -> str | None:
-    """Return the address of the agent API: the path of a unix socket, or a port of this machine's loopback; None if
-    unset.
-    """
+    """Return the address of the agent API: a unix socket's path, or a loopback address with a port. None if unset."""
     address = optional_text(value)
     host, _, port = (address or "").rpartition(":")
     try:
@@ -284,26 +282,24 @@ def readable(value: object) -> object:
 
 
 def in_words(value: object) -> str:
-    """Return a value as text, as it would be written in a YAML file."""
+    """Return a value as text, in the form of a YAML file."""
     return str(value).lower() if isinstance(value, bool | None) else str(value)
 
 
 def are_nested(one: str, other: str) -> bool:
-    """Return whether two paths lead to the same folder, or one folder is inside the other. Links and mounts are
-    followed.
-    """
+    """Return whether two paths are the same folder, or one contains the other. Links and mounts are followed."""
     first, second = map(_identities, (one, other))
     return first[0] in second or second[0] in first
 
 
 def _identities(path: str) -> list[object]:
-    """Return the identities of a folder and of all folders above it."""
+    """Return the identities of a folder and of all its parent folders."""
     real = Path(os.path.realpath(path))
     return [_identity(place) for place in (real, *real.parents)]
 
 
 def _identity(path: Path) -> object:
-    """Return the device and inode of a folder, or the path of a folder that does not exist."""
+    """Return the device and inode of a folder, or its path if it does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -316,7 +312,7 @@ Kind = Literal["used", "without effect", "refused", "unknown"]
 
 @frozen
 class Reading:
-    """The meaning of one given setting in lmkv. `key`: the setting's name. `source`: where its value comes from.
+    """What one setting of the user means in lmkv. `key`: the setting's name. `source`: where its value comes from.
 
     `kind`: whether lmkv uses the setting. `here`: lmkv's setting and value. `why`: the reason, or advice.
 
@@ -335,6 +331,6 @@ class Reading:
 
     @property
     def in_words(self) -> str:
-        """Return the text of the reading without the source."""
+        """A sentence that says whether the setting is used, without its source."""
         verb = {"used": f"is used: {self.here}", "without effect": "has no effect", "refused": "cannot be used"}
         return f"{self.key} {verb.get(self.kind, 'is unknown')}{f': {self.why}' if self.why else ''}"

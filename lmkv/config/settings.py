@@ -36,8 +36,8 @@ class Config(Options):
 
     Notes
     -----
-    Immutable, so any number of threads may share it. `load` merges a file, the environment and vLLM's
-    `kv_connector_extra_config`; the constructor uses only its keyword arguments.
+    Immutable. `load` merges a file, the environment and vLLM's `kv_connector_extra_config`; the constructor uses only
+    its keyword arguments.
 
     Examples
     --------
@@ -70,37 +70,39 @@ class Config(Options):
         ranks: int | None = None,
         **overrides: object,
     ) -> Config:
-        """Make a configuration from a file, the environment, vLLM's extra configuration and keywords.
+        """Return the configuration from keywords, a file, the environment and vLLM's extra configuration.
 
         A later source in this list overrides an earlier source. `file`: a YAML file; by default the file that
         LMKV_CONFIG_FILE names. `env`: variables such as LMKV_CHUNK_SIZE. `extra`: vLLM's `kv_connector_extra_config`,
         with keys such as `chunk_size` or `lmkv.chunk_size`. `overrides`: settings as keywords. Raises ConfigError for
-        an unknown key or an invalid value in any source, even if another source overrides it.
+        an unknown key or an invalid value in any source, even if another source overrides the key.
 
-        If none of the sources has a setting of lmkv, LMCache's settings are read: LMCACHE_CONFIG_FILE,
-        LMCACHE_CHUNK_SIZE, `lmcache.chunk_size`. `ranks`: the number of ranks of the engine, by which LMCache's sizes
-        are multiplied.
+        If no source has a setting of lmkv, LMCache's settings are read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE,
+        `lmcache.chunk_size`. `ranks`: the number of ranks of the engine, by which LMCache's sizes are multiplied.
         """
         return Answer.to(file=file, env=env, extra=extra, overrides=overrides, ranks=ranks).checked()
 
     @property
     def password(self) -> str | None:
-        """Password for remote stores, from the setting or from the file that the setting names. Raises ConfigError
-        if the file is unreadable.
+        """Password for remote stores, from the setting or from the password file.
+
+        Raises ConfigError if the file is unreadable.
         """
         return self._secret("remote_password")
 
     @property
     def renew_password(self) -> Callable[[], str | None] | None:
-        """A function that reads `password` again, or None if no file has the password. A pipe is read only once."""
+        """A function that reads `password` again, or None if the password is not in a file. A pipe is read only
+        once.
+        """
         path = self.remote_password_file
         return partial(self._secret, "remote_password") if path and os.path.isfile(path) else None
 
     @property
     def token(self) -> str | None:
-        """Token of the agent API, from the setting or from the file that the setting names.
+        """Token of the agent API, from the setting or from the token file.
 
-        Raises ConfigError if the file is unreadable or the token cannot be sent.
+        Raises ConfigError if the file is unreadable or the token cannot be sent in an HTTP header.
         """
         token = self._secret("agent_token")
         if token is not None and not re.fullmatch("[!-~]+", token):
@@ -114,8 +116,8 @@ class Config(Options):
 
     @property
     def authentication_bytes(self) -> bytes | None:
-        """Key that authenticates chunks, from the setting or from the file that the setting names. Raises
-        ConfigError if the key is invalid.
+        """Secret key that authenticates chunks, from the setting or the key file. Raises ConfigError for an invalid
+        key.
         """
         if self.authentication_key_file is None:
             return self.authentication_key.value.encode() if self.authentication_key else None
@@ -148,11 +150,11 @@ class Config(Options):
 
 @frozen
 class Answer:
-    """The result of reading all given settings. The server and all commands use this class, so that all of them report
-    the same problems.
+    """The result of reading all settings. The server and all commands use this class, so that they report the same
+    problems.
 
-    `config`: the configuration; None if a setting is refused. `readings`: the meaning of each given setting. `notes`:
-    log lines about several settings together, each with its level. `problems`: texts about refused settings.
+    `config`: the configuration; None if a setting is refused. `readings`: what each setting means in lmkv. `notes`:
+    `(log level, remark)` pairs about several settings together. `problems`: error texts about refused settings.
     """
 
     config: Config | None
@@ -175,11 +177,10 @@ class Answer:
         read: Callable[[Path], Mapping[Any, object]] = read_yaml,
         ranks: int | None = None,
     ) -> Self:
-        """Read the given settings, and return the result. The arguments are those of `Config.load`, with keywords in
-        `overrides`.
+        """Read all settings and return the result. The arguments are those of `Config.load`; `overrides` has its
+        keywords.
 
-        `read(path)`: a function that returns the content of a YAML file. Raises ConfigError for a source that cannot be
-        read.
+        `read`: a function that returns the content of a YAML file. Raises ConfigError for a source that cannot be read.
         """
         for name, given, kind, form in (
             ("file", file, str | os.PathLike | None, "a path (settings are keywords)"),
@@ -204,9 +205,9 @@ class Answer:
 
     @classmethod
     def to_command(cls, words: Sequence[str], ranks: int | None = 1) -> tuple[Self, Command]:
-        """Return the meaning of a command line of LMCache's server or of `vllm serve`, and the translated command.
+        """Read a command line of LMCache's server or of `vllm serve`. Returns the result, and the translated command.
 
-        `ranks`: the number of ranks of the engine, if the options do not have this number. Raises ConfigError for any
+        `ranks`: the number of ranks of the engine, if the command's options do not set it. Raises ConfigError for any
         other command line.
         """
         command = command_lines.translated(words, ranks)
@@ -234,10 +235,10 @@ class Answer:
         of_lmcache: bool = False,
         command: Command | None = None,
     ) -> Self:
-        """Make the result from `settings`, each as `(key, value, source)`. A later value replaces an earlier value of
-        the same key.
+        """Return the result for `settings`, each as `(key, value, source)`. A later value of a key replaces an earlier
+        value.
 
-        If `command` is given, a remark names each replaced value.
+        If `command` is given, a note names each replaced value.
         """
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
@@ -294,9 +295,7 @@ class Answer:
         return 2 if self.problems else int(matters or any(each.kind == "unknown" for each in self.readings))
 
     def checked(self) -> Config:
-        """Return the configuration. Raises ConfigError, with the name of every refused setting, if there is no
-        configuration.
-        """
+        """Return the configuration. Raises ConfigError with the texts of all problems if a setting is refused."""
         if self.config is None:
             raise ConfigError("\n".join(self.problems))
         return self.config

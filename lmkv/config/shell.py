@@ -1,4 +1,4 @@
-"""Reads the text of a shell command, as manifests have it, and writes words for a shell."""
+"""Finds commands in shell scripts, such as those in manifests, and quotes words for a shell."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lmkv.errors import ConfigError, short_repr
 
 
 def without_shell(words: list[str]) -> tuple[list[str], bool]:
-    """Return the command in a text for a shell, such as a manifest has, and whether the text has other commands.
+    """Return the command inside `sh -c SCRIPT`, and whether the script has other commands. Other words are unchanged.
 
-    The variables that the text sets come before the command.
+    Variables that the script sets come before the command.
     """
     flag = next((at for at in range(1, len(words) - 1) if _SHELL.fullmatch(" ".join(words[at - 1 : at + 1]))), None)
     if flag is None:
@@ -46,7 +46,7 @@ _SHELL = re.compile(r"(\S*/)?(ba|da|k|z)?sh -[a-z]*c")
 
 
 def commands_in(script: str) -> list[list[str]]:
-    """Return the commands in a text for a shell, without their redirections into files."""
+    """Return the commands in a shell script, each as a list of words, without redirections into files."""
     script = re.sub(r"\\\n|(?<=\s)[12](?=>)", " ", script)
     lexer = shlex.shlex(script, posix=True, punctuation_chars=";&|<>\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
@@ -65,7 +65,7 @@ def commands_in(script: str) -> list[list[str]]:
 
 
 def quoted(word: str) -> str:
-    """Quote a word for a shell, which still replaces variables in the word."""
+    """Quote a word for a shell. Variables in the word, such as `$HOME`, stay variables."""
     return f'"{word}"' if _WITH_VARIABLE.fullmatch(word) else shlex.quote(word)
 
 

@@ -30,7 +30,7 @@ _PATIENCE: Final = 10.0
 def read_named(path: str | os.PathLike[str], limit: int = SMALL, *, pipes: bool = True) -> bytes:
     """Return the content of a file or of a pipe, such as the shell's `<(...)`.
 
-    Raises OSError for a path that is neither, and for more than `limit` bytes. `pipes`: whether a pipe may be read.
+    Raises OSError for any other path, and for more than `limit` bytes. `pipes`: whether a pipe may be read.
     """
     fd, mode = _opened(path, pipes=pipes)
     try:
@@ -45,8 +45,9 @@ def read_named(path: str | os.PathLike[str], limit: int = SMALL, *, pipes: bool 
 
 
 def _opened(path: str | os.PathLike[str], *, pipes: bool) -> tuple[int, int]:
-    """Open a file or pipe, and return `(file descriptor, mode)`. Devices are not opened, because opening may act on
-    them.
+    """Open a file or pipe, and return `(file descriptor, mode)`.
+
+    Devices are not opened, because opening a device may have effects.
     """
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
@@ -63,8 +64,9 @@ def _opened(path: str | os.PathLike[str], *, pipes: bool) -> tuple[int, int]:
 
 
 def _part(fd: int, most: int, until: float, *, begun: bool) -> bytes:
-    """Return the next bytes of a pipe, or b"" at the end of the pipe. `begun`: whether a pipe without a writer has
-    ended.
+    """Return the next bytes of a file or pipe, or b"" at the end. Raises OSError if a pipe's writer is too slow.
+
+    `begun`: whether b"" means the end. Otherwise a writer may still open the pipe.
     """
     left, said = until - time.monotonic(), "nobody writes into the pipe"
     try:
@@ -99,7 +101,7 @@ def given_settings(
     extra: Mapping[Any, object],
     read: Callable[[Path], Mapping[Any, object]],
 ) -> Iterator[tuple[Any, object, str]]:
-    """Yield `(key, value, source)` for all given settings. A source that comes later overrides an earlier source."""
+    """Yield `(key, value, source)` for each setting of the user. A later source overrides an earlier source."""
     for key, value in overrides.items():
         yield key, value, KEYWORD
     if file:
@@ -132,7 +134,7 @@ def variables_in(text: str) -> dict[str, str]:
 
 
 def flat(extra: object) -> dict[Any, object]:
-    """Return the settings without nested mappings. vLLM makes such mappings of options with dots in their names.
+    """Return the settings without nested mappings, which vLLM creates from options with dots in their names.
 
     For example, {"lmkv": {"chunk_size": 64}} becomes {"lmkv.chunk_size": 64}. Raises ConfigError if `extra` is not a
     mapping.
@@ -148,16 +150,15 @@ def flat(extra: object) -> dict[Any, object]:
 
 
 def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
-    """Return the mapping in a YAML file. Its numbers are text, for the parsers of settings. Raises ConfigError for
-    other content.
+    """Return the mapping in a YAML file. Numbers stay text, for the parsers of settings.
 
-    `pipes`: whether a pipe may be read. The pipe is empty afterwards.
+    Raises ConfigError for any other content. `pipes`: whether a pipe may be read; afterwards, the pipe is empty.
     """
     # Imported here, because most engines have no file.
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A YAML loader that keeps 0400, 1:30 and 1.50 as text, and refuses aliases and a key that is given twice.
+        """A YAML loader that keeps 0400, 1:30 and 1.50 as text. Aliases and duplicate keys are errors.
 
         A few lines with aliases of aliases (`*name`, `<<: *name`) could expand to gigabytes.
         """
@@ -207,7 +208,7 @@ def read_yaml(path: Path, *, pipes: bool = True) -> dict[Any, object]:
 
 
 def _yaml_reason(error: Exception) -> str:
-    """Return a text with the error and the number of its line. The text quotes nothing from the file, which may have
+    """Return a text with the error and its line number. The text quotes nothing from the file, which may have
     passwords.
     """
     if isinstance(error, FileNotFoundError):
@@ -234,7 +235,7 @@ def _yaml_reason(error: Exception) -> str:
 
 
 def typed(value: object) -> object:
-    """Return a value of `read_yaml` in which texts that are numbers have become numbers."""
+    """Return a value of `read_yaml`, with texts that look like numbers converted to numbers."""
     if isinstance(value, dict):
         return {key: typed(each) for key, each in value.items()}
     if isinstance(value, list):

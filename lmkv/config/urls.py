@@ -32,8 +32,9 @@ this name.
 
 
 def split_urls(text: str) -> list[str]:
-    """Split a text into URLs at blanks and commas. A URL of a cluster or of Redis Sentinel may have commas between
-    its hosts.
+    """Split a text into URLs at blanks and commas.
+
+    The URL of a cluster or of Redis Sentinel may have commas between its hosts.
     """
     found: list[str] = []
     for piece in filter(None, re.split(r"[\s,]+", text)):
@@ -45,13 +46,13 @@ def split_urls(text: str) -> list[str]:
 
 
 def schemes() -> list[str]:
-    """Return the schemes that a URL may have: those of lmkv, and those of installed packages."""
+    """Return the allowed schemes of URLs: those of lmkv, and those of installed packages."""
     return [*SCHEMES, *(name for name in plugins.installed(plugins.BACKENDS) if name not in SCHEMES)]
 
 
 @frozen
 class RemoteURL:
-    """The URL of a remote store. `str` and `repr` of this object hide passwords. `text`: the whole URL, with passwords.
+    """The URL of a remote store. `str` and `repr` hide passwords. `text`: the complete URL, with passwords.
 
     >>> print(RemoteURL("redis://cache:secret@host"))
     redis://cache:***@host
@@ -64,7 +65,7 @@ class RemoteURL:
 
     @property
     def scheme(self) -> str:
-        """The part before `://`: a scheme in small letters, or `package.module:Class`."""
+        """The part before `://`: a scheme in lower case, or `package.module:Class`."""
         scheme = self.text.partition("://")[0]
         return scheme if plugins.is_place(scheme) else scheme.lower()
 
@@ -74,7 +75,7 @@ class RemoteURL:
         return self.scheme.endswith(("cluster", "sentinel"))
 
     def check_place(self) -> None:
-        """Raise ValueError if the URL has an invalid host or port, or a Redis database that is not a number."""
+        """Raise ValueError if the URL's host, port, options or Redis database number are invalid."""
         rest = self.text.partition("://")[2]
         place = re.split("[/?#]", rest, maxsplit=1)[0]
         after = re.split("[?&][a-z_]+=", rest.removeprefix(place), maxsplit=1)[0]
@@ -111,12 +112,14 @@ class RemoteURL:
 
     @property
     def store_kind(self) -> str:
-        """The name of the kind of store in logs and statistics."""
+        """The kind of store, such as `redis` or `objects`, which is its name in logs and statistics."""
         return SCHEMES.get(self.scheme, self.scheme.rpartition(":")[2].lower())
 
     @property
     def place(self) -> str:
-        """The class that opens the URL, as `package.module:Class`. Raises ConfigError for an unknown scheme."""
+        """The function or class that opens the URL, as `package.module:name`. Raises ConfigError for an unknown
+        scheme.
+        """
         if self.scheme in SCHEMES:
             return f"lmkv.backends.remote.{self.store_kind}:open_url"
         if plugins.is_place(self.scheme):
@@ -128,9 +131,7 @@ class RemoteURL:
 
 
 def urls(value: object) -> tuple[RemoteURL, ...]:
-    """Return the URLs in a value: one URL, a text of several URLs with blanks or commas between them, or a list of
-    URLs.
-    """
+    """Return the URLs in a value: a list of URLs, or a text of URLs with blanks or commas between them."""
     check_template(value)
     texts = () if is_nothing(value) else split_urls(value) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str | RemoteURL) for text in texts):

@@ -1,4 +1,4 @@
-"""Translates the options of vLLM: the `--kv-transfer-config` of LMCache and the options of vLLM's own offloading."""
+"""Translates options of vLLM: a `--kv-transfer-config` with LMCache, and the options of vLLM's own offloading."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ def of_vllm(words: Sequence[str], env: Env, own: Env, ranks: int | None) -> Comm
 
 
 def _with_file(command: Command, words: Sequence[str]) -> Sequence[str]:
-    """Return the words of a command line, with the options of the file that `--config` names before all other
-    options.
-    """
+    """Return the words of a command line, preceded by the options in the file that `--config` names."""
     at = next((at for at, word in enumerate(words) if word == "--config"), len(words))
     if at + 1 >= len(words):
         return words
@@ -88,7 +86,7 @@ def _with_file(command: Command, words: Sequence[str]) -> Sequence[str]:
 
 
 def as_words(content: Mapping[Any, object]) -> list[str]:
-    """Return the content of a file for `vllm serve --config FILE` as options on a command line."""
+    """Return the content of a file for `vllm serve --config FILE` as command-line options."""
     words: list[str] = []
     for key, value in content.items():
         name = str(key).replace("_", "-")
@@ -101,12 +99,15 @@ def as_words(content: Mapping[Any, object]) -> list[str]:
 
 
 def connector_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return the `kv_transfer_config` of a command line of vLLM. Raises ValueError for an invalid value."""
+    """Return the `kv_transfer_config` of a vLLM command line. Raises ValueError for an invalid value."""
     return _transfer(_options(words)[0])
 
 
 def _options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return `(options, others)`: the options about offloading as `(vLLM's name, value)`, and all other words."""
+    """Return `(options, others)`: `(name, value)` for each word that may be an option, and the words to keep.
+
+    Options about KV transfer and offloading are not kept.
+    """
     options, kept, at = [], list[str](), 0
     while at < len(words):
         given, equals, value = words[at].partition("=")
@@ -126,8 +127,9 @@ def _options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return the `kv_transfer_config` that vLLM reads from `options`. The last JSON counts. Dotted arguments
-    (`--kv-transfer-config.x`) replace all JSON.
+    """Return the `kv_transfer_config` that vLLM would read from `options`.
+
+    The last JSON counts, unless there are dotted options (`--kv-transfer-config.x`), which replace all JSON.
     """
     found: dict[str, Any] = {}
     dotted: dict[str, Any] = {}
@@ -163,9 +165,7 @@ _MULTIPLES: Final = {
 
 
 def _dotted_value(text: str) -> Any:
-    """Return the value of a dotted argument: the value of JSON, of a number such as 8 or 64k, or else the text
-    itself.
-    """
+    """Return the value of a dotted option: a JSON value, a number such as 8 or 64k, or else the text itself."""
     with suppress(ValueError, RecursionError):
         return json.loads(text)
     number = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kmgtKMGT])", text.strip())
@@ -248,7 +248,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
 
 
 def _keep_own(command: Command, items: Mapping[Any, object], env: Env) -> None:
-    """Keep the settings of lmkv in `items`. If there are settings of lmkv, LMCache's settings are not read."""
+    """Keep the settings of lmkv in `items`. LMCache's settings are then not read."""
     if env:
         command.warn(lmcache.not_read(list(env), [*command.variables, *map(str, items)]))
     for key, value in items.items():
@@ -261,7 +261,7 @@ def _keep_own(command: Command, items: Mapping[Any, object], env: Env) -> None:
 
 
 def _use_several(command: Command, transfer: Mapping[str, Any], connectors: list[object], env: Env) -> None:
-    """Translate a MultiConnector: lmkv replaces those connectors that offload KV, and the other connectors remain."""
+    """Translate a MultiConnector. lmkv replaces the connectors that offload KV; the others stay."""
     given = [each for each in connectors if isinstance(each, Mapping)]
     ours = [each for each in given if each.get("kv_connector") in _CONNECTORS]
     if not ours:
@@ -278,9 +278,7 @@ def _use_several(command: Command, transfer: Mapping[str, Any], connectors: list
 
 
 def _agree_with_nixl(command: Command, given: Sequence[Mapping[Any, Any]], ours: Sequence[str], env: Env) -> None:
-    """Write `block_major: false` if NIXL is in the same MultiConnector, because NIXL refuses the block-major layout
-    on CUDA.
-    """
+    """Set `block_major: false` if NIXL is in the same MultiConnector. NIXL refuses the block-major layout on CUDA."""
     nixl = any("Nixl" in str(each.get("kv_connector")) for each in given)
     if nixl and not any(name == "block_major" for name, _, _ in command.settings):
         command.settings.append(("block_major", False, "NixlConnector"))
@@ -318,7 +316,7 @@ def _bytes(command: Command, given: str, name: str, value: object, times: int = 
 
 
 def _secondary(command: Command, tiers: object) -> None:
-    """Translate vLLM's own tiers below host memory."""
+    """Translate the lower tiers of vLLM's own offloading."""
     for each in tiers if isinstance(tiers, list) else [tiers]:
         tier: Mapping[str, Any] = each if isinstance(each, Mapping) else {}
         given = f"secondary_tiers: {tier.get('type')}"

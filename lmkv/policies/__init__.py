@@ -1,6 +1,4 @@
-"""Eviction policies and admission filters. Policies and filters know only keys and sizes, and use no locks, clocks or
-I/O.
-"""
+"""Eviction policies and admission filters. They know only keys and sizes of chunks, and use no locks, clocks or I/O."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ class AdmitAll:
 
 
 class AdmitNone:
-    """An admission filter that admits no chunk, so that a tier only serves the chunks that are already in the tier.
+    """An admission filter that admits no chunk. The tier then only serves the chunks that it has already.
 
     Examples
     --------
@@ -127,7 +125,8 @@ class SecondTouch:
 
 @define(eq=False)
 class MinTokens:
-    """An admission filter that admits only chunks of long prompts. Chunks of short prompts do not wear out the disk.
+    """An admission filter that admits only chunks of long prompts, so that chunks of short prompts do not wear out the
+    disk.
 
     Parameters
     ----------
@@ -144,7 +143,7 @@ class MinTokens:
     Notes
     -----
     Not thread-safe: the store calls its filters while it holds its lock. If a short prompt grows into a long prompt,
-    its chunks are offered again when host memory evicts the chunks.
+    the filter gets the prompt's first chunks again when host memory evicts these chunks.
 
     Examples
     --------
@@ -179,7 +178,7 @@ _MIN_TOKENS: Final = re.compile(r"min_tokens:([1-9]\d{0,8})")
 
 
 def make_admission(name: str) -> Admission:
-    """Return a new admission filter: one of `ADMISSIONS`, `min_tokens:N`, or `package.module:Class`.
+    """Return a new admission filter. `name`: one of `ADMISSIONS`, `min_tokens:N`, or `package.module:Class`.
 
     Raises ConfigError for any other name.
     """
@@ -200,16 +199,17 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
 
 
 def policy_names() -> Iterator[str]:
-    """Yield the policy names that the setting `cache_policy` may have: first lmkv's policies, then those of installed
-    packages.
+    """Yield the allowed values of the setting `cache_policy`: names of lmkv's policies, then of installed packages'
+    policies.
     """
     yield from POLICIES
     yield from (name for name in plugins.installed(plugins.POLICIES) if name not in POLICIES)
 
 
 def make_policy(name: str) -> Policy:
-    """Return a new, empty policy. `name`: one of `policy_names`, or `package.module:Class`. Raises ConfigError for any
-    other name.
+    """Return a new, empty policy. `name`: one of `policy_names()`, or `package.module:Class`.
+
+    Raises ConfigError for any other name.
     """
     if name in POLICIES:
         return POLICIES[name]()

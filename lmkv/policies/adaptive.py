@@ -1,5 +1,5 @@
-"""`WeightedAge` keeps chunks that are used again for a longer time than other chunks. `ADAPTIVE` learns how much
-longer, with `Shadow`s: simulations of the tier.
+"""`WeightedAge` keeps reused chunks longer than chunks that were used once. `ADAPTIVE` learns how much longer, with
+simulated tiers (`Shadow`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ _GHOST_SHARE = 4
 
 @define(eq=False, repr=False)
 class WeightedAge(PolicyBase):
-    """Evicts the older of two candidates: the oldest chunk that was used once, and the oldest chunk that was used
-    again.
+    """Evicts one of two chunks: the least recently used among the chunks used once, or among the chunks used again.
 
-    Before the comparison, the age of the second candidate is divided by `weight`. With a weight of 1, the policy is
-    LRU. With a larger weight, chunks that were used only once are evicted sooner. A chunk that comes back after its
-    eviction counts as used again.
+    The policy evicts the chunk with the longer time since its last use. For the chunk used again, this time is first
+    divided by `weight`. With a weight of 1, the policy is LRU. With a larger weight, chunks that were used only once
+    are evicted sooner. A chunk that comes back after its eviction counts as used again.
 
     Parameters
     ----------
     weight : float
-        The divisor of the second candidate's age, 1 or more.
+        The divisor, 1 or more.
 
     Examples
     --------
@@ -113,26 +112,23 @@ _MARGIN: Final = 0.01
 
 @define(eq=False, repr=False)
 class ADAPTIVE(WeightedAge):
-    """A `WeightedAge` policy that learns from the requests which weight finds the most tokens.
+    """A `WeightedAge` policy that learns from the requests which weight gives the most hit tokens.
 
-    The weight decides how much sooner the policy evicts chunks that were used only once.
-
-    For each weight there is a *shadow*: a simulated tier, with keys but without bytes, that replays a sample of the
-    requests. Chunks of prompts with a common beginning are in the sample together or not at all. The policy uses the
-    weight of the shadow with the most hits lately. The weight does not affect the order of the queues, so a change of
-    the weight costs nothing.
+    For each weight there is a *shadow*: a simulated tier, with keys but without bytes, which replays a sample of the
+    requests. Prompts with a common prefix are all in the sample, or none is. The policy uses the weight of the shadow
+    with the most recent hits. A change of the weight costs nothing, because the order of the queues does not depend on
+    the weight.
 
     Parameters
     ----------
     position_cost : float
-        The additional weight of a hit for each chunk before the hit in the prompt. With 0, the policy maximizes the
-        number of tokens that are found. With 1e-3, a hit at chunk 1,000 counts twice as much as a hit at the first
-        chunk. A later chunk saves more time, because its attention takes longer to compute.
+        How much more a hit counts for each chunk before the hit in the prompt. With 0, the policy maximizes the number
+        of hit tokens. With 1e-3, a hit at chunk 1,000 counts twice as much as a hit at the first chunk. A hit at a
+        later chunk saves more time, because its attention takes longer to compute.
 
     Notes
     -----
-    The shadows of a small tier have all chunks of the tier. The shadows of a large tier have a sample of about 1,024
-    chunks, which saves time.
+    The shadows of a large tier have a sample of about 1,024 chunks, which saves time.
 
     Examples
     --------
@@ -177,7 +173,7 @@ class ADAPTIVE(WeightedAge):
             shadow.hint(keys, priority)
 
     def _try(self, keys: Sequence[ChunkKey], own: int) -> None:
-        """Replay a request in all shadows. The first `own` chunks of `keys` also belong to requests outside the
+        """Replay a request in all shadows. The first `own` chunks of `keys` are shared with requests outside the
         sample.
         """
         size, scores = self._largest, self._scores
@@ -234,10 +230,10 @@ class Shadow:
         return key in self._sizes
 
     def request(self, keys: Sequence[ChunkKey], size: int) -> int:
-        """Replay a request for a prompt's chunks of `size` bytes each. Returns how many chunks, from the first one on,
-        were present.
+        """Replay a request for the chunks `keys`, of `size` bytes each. Returns how many of the first chunks were
+        present.
 
-        Missing chunks are inserted. If the whole prompt exceeds the capacity, its last chunks are left out.
+        Missing chunks are inserted. If the prompt exceeds the capacity, its last chunks are not inserted.
         """
         hit = self.leading(keys)
         if hit < len(keys):
@@ -268,7 +264,7 @@ class Shadow:
         self.written += len(missing) * size
 
     def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
-        """Pass a hint about present keys on to the policy."""
+        """Pass a hint to the policy for those of `keys` that are present."""
         here = [key for key in keys if key in self._sizes]
         if here and isinstance(self.policy, TakesHints):
             self.policy.hint(here, priority)
@@ -280,7 +276,7 @@ class Shadow:
         return victims is not None
 
     def resize(self, capacity: float) -> None:
-        """Change the capacity in bytes. If the capacity shrinks, chunks are evicted immediately."""
+        """Change the capacity in bytes. If the used bytes exceed the new capacity, chunks are evicted now."""
         self.capacity = capacity
         if self.used > capacity:
             self.evict(self.used - capacity, set())

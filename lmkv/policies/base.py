@@ -1,4 +1,4 @@
-"""`PolicyBase` knows the keys of a tier, their dependence on each other, and which keys may be evicted."""
+"""`PolicyBase`: the base class of eviction policies, which knows keys, parents, and which keys may be evicted."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ _MAX_KEYS: Final = 1 << 19
 
 @define(eq=False)
 class Ghosts:
-    """Remembers the keys and sizes of evicted chunks, in the order of eviction.
-
-    `total_bytes`: the sum of the sizes.
-    """
+    """Remembers the keys and sizes of evicted chunks, in eviction order. `total_bytes`: the sum of the sizes."""
 
     keys: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
     total_bytes: int = field(init=False, default=0)
@@ -65,13 +62,13 @@ PARENT: the node of the parent, or None. CHILDREN: the number of known children.
 
 @define(eq=False)
 class PolicyBase(ABC):
-    """Base class of eviction policies. A subclass keeps the order in which keys are evicted, by the methods `add`,
-    `use`, `pop`, `put_back` and `drop`.
+    """Base class of eviction policies. A subclass keeps the eviction order, with the methods `add`, `use`, `pop`,
+    `put_back` and `drop`.
 
-    The base class knows the size of each key, its parent (the chunk before it) and its number of children. `evict`
-    skips a key that is held or has children. As soon as the skipped key is neither held nor a parent, it is the next to
-    be evicted. A request finds a chunk only together with the chunk's parent, so children are evicted first. A parent
-    of held or protected keys is evicted only if nothing else is left.
+    The base class knows the size of each key, its parent (the chunk before it in the prompt) and its number of
+    children. A request finds a chunk only together with the chunk's parent, so children are evicted first: `evict`
+    skips a key that is held or has children. Once a skipped key is neither held nor a parent, it is evicted next. A
+    parent of held or protected keys is evicted only if no other key is left.
 
     Raises
     ------
@@ -142,74 +139,70 @@ class PolicyBase(ABC):
 
     @abstractmethod
     def add(self, key: ChunkKey) -> None:
-        """Put a new key into the order of eviction."""
+        """Add a new key to the eviction order."""
 
     def extend(self, keys: Sequence[ChunkKey]) -> None:
-        """Put new keys into the order of eviction, one after the other.
+        """Add new keys to the eviction order, one after the other.
 
-        A subclass of LRU that overrides `add` must override `extend` as well, because LRU has a faster version of
-        `extend`.
+        A subclass of LRU that overrides `add` must override `extend` as well, because LRU's own `extend` does not call
+        `add`.
         """
         for key in keys:
             self.add(key)
 
     @abstractmethod
     def use(self, keys: Sequence[ChunkKey]) -> None:
-        """Change the order of eviction after a request has used the keys of a prompt, given first to last. Unknown keys
-        are ignored.
+        """Change the eviction order after a request has used the keys of a prompt, given first to last.
 
-        The request that stored a chunk also uses the chunk once, so the first use is not a reuse.
+        The request that stored a chunk also uses the chunk once, so the first use is not a reuse. Unknown keys are
+        ignored.
         """
 
     @abstractmethod
     def pop(self) -> ChunkKey | None:
-        """Remove the next key to evict from the order of eviction, and return this key. Returns None if the order has
-        no keys.
+        """Remove the next key to evict from the eviction order and return it, or None if the eviction order is
+        empty.
         """
 
     @abstractmethod
     def put_back(self, key: ChunkKey) -> None:
-        """Undo `pop`: put the key that `pop` has returned into the order of eviction again, as the next key to
-        evict.
-        """
+        """Undo `pop`: make `key`, which `pop` has returned, the next key to evict again."""
 
     @abstractmethod
     def drop(self, key: ChunkKey) -> None:
-        """Remove a key from the order of eviction. The policy still knows the key, unless a call of `forget`
-        follows.
-        """
+        """Remove a key from the eviction order. The subclass keeps its other records of the key until `forget`."""
 
     def rejoin(self, key: ChunkKey) -> None:
-        """Put a key back into the order of eviction: after a release, or after a use while the key was not in the
-        order.
-        """
+        """Add a key to the eviction order again, after a release or a use while the key was not in this order."""
         self.put_back(key)
 
     def evicted(self, key: ChunkKey, size: int) -> None:
-        """Note that a key of `size` bytes, which `pop` has returned, was evicted. Some policies remember such keys."""
+        """Note that a key of `size` bytes, which `pop` has returned, was evicted. Some policies remember evicted
+        keys.
+        """
         self.forget(key)
 
     def remove(self, key: ChunkKey, size: int) -> None:
-        """Remove a key that `pop` did not return, because another policy has chosen to evict the key."""
+        """Evict a key that `pop` did not return, because another policy has chosen the key."""
         self.drop(key)
         self.evicted(key, size)
 
     def forget(self, key: ChunkKey) -> None:  # noqa: B027 - most policies note nothing else
-        """Delete the subclass's records of a key that is no longer in the order of eviction."""
+        """Delete the subclass's records of a key that is no longer in the eviction order."""
 
     # -- the protocol -------------------------------------------------------------------------------------
 
     def insert(self, key: ChunkKey, size: int, parent: ChunkKey = b"") -> None:
-        """Add an evictable key of `size` bytes. `parent`: the key of the chunk before it. Raises UsageError for a known
-        key.
+        """Add an evictable key of `size` bytes. `parent`: the key of the chunk before `key`. Raises UsageError for a
+        known key.
         """
         self.insert_chain((key,), size, (parent,))
 
     def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
-        """Add evictable keys of `size` bytes each, the last key first. `parents`: for each key, the key of the chunk
-        before it.
+        """Add a prompt's evictable keys, of `size` bytes each, the last key first.
 
-        Raises UsageError for a known key. The keys after the known key are then already added.
+        `parents`: for each key, the key of the previous chunk. Raises UsageError for a known key; the keys after the
+        known key are then already added.
         """
         if size > self._largest:
             self._largest = size
@@ -342,11 +335,11 @@ class PolicyBase(ABC):
         return victims
 
     def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
-        """Set when a prompt's keys are to be evicted. `keys`: first to last. `priority`: below 0 means before all other
-        keys, 0 the usual order, above 0 after other keys.
+        """Set the eviction priority of a prompt's keys, given first to last. Unknown keys are ignored.
 
-        Below 0, the hint applies to the keys from the last one back to the point where another prompt branches off. A
-        later use of a key cancels such a hint. Unknown keys are ignored.
+        `priority`: below 0, the keys are evicted before all others; 0 is the usual order; above 0, they are evicted
+        after others. Below 0, only keys after the point where another prompt branches off are affected, until their
+        next use.
         """
         if priority < 0:
             self._give_up(keys)
@@ -375,9 +368,7 @@ class PolicyBase(ABC):
                     ended[parent[KEY]] = ended.get(parent[KEY], 0) + 1
 
     def _revive(self, key: ChunkKey) -> ChunkKey:
-        """Forget the hint that a key is to be evicted first, because the key was used or is evicted now. Returns the
-        key.
-        """
+        """Forget that a key is to be evicted first, because the key was used or is evicted now. Returns the key."""
         del self._first[key]
         parent = self.nodes[key][PARENT]
         if parent is not None:
@@ -387,7 +378,7 @@ class PolicyBase(ABC):
         return key
 
     def _take_back(self, key: ChunkKey) -> bool:
-        """Undo the hints about a key. Returns True if a hint had removed the key from the order. The key is then in no
+        """Undo the hints for a key. Returns True if the key is now neither in the eviction order nor in another
         queue.
         """
         spared = self._unspare(key)
@@ -398,15 +389,13 @@ class PolicyBase(ABC):
         return spared
 
     def _spare(self, key: ChunkKey, *, first: bool = False) -> None:
-        """Move a key from the order to the queue of its priority."""
+        """Add a key to the queue of its priority. `first`: whether at the front."""
         queue = self._last.setdefault(self._kept[key], OrderedDict())
         queue[key] = None
         queue.move_to_end(key, last=not first)
 
     def _unspare(self, key: ChunkKey) -> bool:
-        """Undo `_spare`: remove a key from the queue of its priority. Returns False for a key that is in no such
-        queue.
-        """
+        """Undo `_spare`: remove a key from the queue of its priority. Returns False if the key is not in this queue."""
         queue = self._last.get(self._kept.get(key, 0))
         if queue is None or key not in queue:
             return False
@@ -423,11 +412,11 @@ class PolicyBase(ABC):
                 del self._kept_bytes[priority]
 
     def _kept_from(self, priority: int) -> int:
-        """Return the number of bytes of the keys with the priority `priority` or a higher priority."""
+        """Return the total bytes of the keys with this priority or a higher one."""
         return sum(nbytes for each, nbytes in self._kept_bytes.items() if each >= priority)
 
     def _take_out(self, key: ChunkKey) -> None:
-        """Remove a key from the order, or from the queue that has the key instead."""
+        """Remove a key from the eviction order, or from the queue that contains the key instead."""
         if self._take_back(key):
             return
         if key in self.passed:
@@ -436,10 +425,10 @@ class PolicyBase(ABC):
             self.drop(key)
 
     def _least(self, protect: Set[ChunkKey], spared: list[ChunkKey]) -> ChunkKey | None:
-        """Remove and return the next key to evict of those that their priority has spared, lowest priority first, or
-        None.
+        """Remove and return the next key to evict among keys with a priority, lowest priority first. None if there is
+        none.
 
-        Moves keys that are protected to the list `spared`.
+        Moves keys in `protect` to the list `spared` instead.
         """
         while self._last:
             key = next(iter(self._last[min(self._last)]))
@@ -454,13 +443,13 @@ class PolicyBase(ABC):
         return None
 
     def _last_resort(self, protect: Set[ChunkKey]) -> ChunkKey:
-        """Return a key to evict that is a parent of held or protected keys, because no other key is left."""
+        """Return a key that is the parent of held or protected keys. Called only if no other key can be evicted."""
         found = next(key for key in self.passed if key not in self.held and key not in protect)
         self._take_out(found)
         return found
 
     def _leaves(self, nbytes: int, protect: Set[ChunkKey]) -> bool:
-        """Return whether `nbytes` bytes can be evicted without evicting protected keys."""
+        """Return whether `nbytes` bytes can be evicted without the held keys and the keys in `protect`."""
         spare = self.total_bytes - self._held_bytes - nbytes
         if len(protect) * self._largest <= spare:
             return True
@@ -469,7 +458,7 @@ class PolicyBase(ABC):
         return spared <= spare
 
     def _unlink(self, node: Node) -> None:
-        """Remove the node of a forgotten key. If its parent has no other child, the parent becomes evictable."""
+        """Remove the record of a forgotten key. If this was its parent's last child, the parent becomes evictable."""
         key, _, parent, children, _ = node
         if children:
             node[:] = key, 0, None, children, False

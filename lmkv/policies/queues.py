@@ -14,7 +14,7 @@ from lmkv.protocols import ChunkKey
 
 @define(eq=False, repr=False)
 class QueuePolicy(PolicyBase):
-    """Base class of policies with one queue. New keys join the end of the queue, and the key at the front is evicted. A
+    """Base class of policies with one queue. New keys are appended, and the key at the front is evicted first. A
     subclass overrides `use`.
 
     Examples
@@ -67,8 +67,7 @@ class FIFO(QueuePolicy):
 
     Notes
     -----
-    A key keeps its place in the queue while it is held. If a held key comes to the front, it is the first to be evicted
-    after its release.
+    A held key keeps its place in the queue. If a held key comes to the front, it is evicted first after its release.
 
     Examples
     --------
@@ -92,7 +91,7 @@ class LRU(QueuePolicy):
 
     Notes
     -----
-    `touch(keys)` makes the prompt's first key, `keys[0]`, the most recently used key. So the prompt's last key is
+    `touch(keys)` makes the prompt's first key, `keys[0]`, the most recently used key. So, of a prompt, the last key is
     evicted first. `release` counts as a use.
 
     Examples
@@ -157,8 +156,8 @@ class MRU(QueuePolicy):
 class LFU(PolicyBase):
     """Least frequently used: evicts the chunk with the fewest uses. Older uses count less.
 
-    The rank of a chunk is its number of uses plus the rank of the last evicted chunk ("dynamic ageing"). So chunks that
-    were used often, but long ago, are evicted in the end.
+    At each use, a chunk's rank becomes its number of uses plus the rank of the last evicted chunk ("dynamic ageing").
+    So chunks that were used often, but long ago, are evicted at some time.
 
     Examples
     --------
@@ -246,7 +245,7 @@ _PROTECTED_SHARE = 0.8
 
 @define(eq=False, repr=False)
 class TwoQueues(PolicyBase):
-    """Base class of policies with one queue for chunks that were used once, and another queue for chunks that were used
+    """Base class of policies with two queues: one for chunks that were used once, one for chunks that were used
     again.
     """
 
@@ -302,7 +301,7 @@ class TwoQueues(PolicyBase):
 
 @define(eq=False, repr=False)
 class SLRU(TwoQueues):
-    """Segmented LRU: evicts chunks that were used once first. Chunks that are used again may fill 80 % of the tier.
+    """Segmented LRU: first evicts chunks that were used once. Chunks that were used again may fill 80 % of the tier.
 
     Examples
     --------
@@ -337,7 +336,7 @@ class ARC(TwoQueues):
     """Adaptive replacement cache (Megiddo and Modha, FAST 2003), with sizes in bytes.
 
     There is one queue for chunks that were used once, and another queue for chunks that were used again. When an
-    evicted chunk comes back, its former queue gets a larger share of the tier.
+    evicted chunk is stored again, the queue from which it was evicted gets a larger share of the tier.
 
     Examples
     --------
@@ -428,9 +427,9 @@ class CountsUses(PolicyBase):
 class S3FIFO(CountsUses):
     """S3-FIFO (Yang et al., SOSP 2023), with sizes in bytes: two queues, each first in, first out.
 
-    A new chunk joins the small queue, which is a tenth of the tier. If the chunk is used while it is in the small
-    queue, or comes back after its eviction, it moves to the main queue. In the main queue, each use (up to three) sends
-    a chunk from the front back to the end once.
+    A new chunk joins the small queue, which is a tenth of the tier. A chunk that is used in the small queue, or comes
+    back after its eviction, joins the main queue. Each use, up to three, moves a chunk once from the front of the main
+    queue back to the end.
 
     Examples
     --------
@@ -503,10 +502,10 @@ class S3FIFO(CountsUses):
 
 @define(eq=False, repr=False)
 class SIEVE(CountsUses):
-    """SIEVE (Zhang et al., NSDI 2024): a hand moves through a queue, and evicts the next chunk that was not used since
-    the last pass.
+    """SIEVE (Zhang et al., NSDI 2024): a pointer, the hand, moves through a queue and selects the chunk to evict.
 
-    The hand moves from the oldest chunk to the newest. Chunks never change their places in the queue.
+    The hand moves from old to new chunks, and stops at a chunk that was not used since the last pass. Chunks never
+    change their places in the queue.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""`Quotas`: keeps a share of a tier for each tenant, no matter how many chunks other tenants store."""
+"""`Quotas`: a policy that keeps a share of a tier for each tenant, even if other tenants store many chunks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NOBODY = ""
 
 @define(eq=False)
 class Quotas:
-    """A policy that gives each tenant a share (quota) of the tier. It evicts from the tenant that exceeds its quota by
-    the most bytes.
+    """A policy that gives each tenant a share (quota) of the tier. The tenant that exceeds its quota by the most bytes
+    loses chunks first.
 
     A tenant may use more than its quota while no other tenant needs the space. A tenant within its quota loses chunks
     only if no tenant exceeds its quota, or if all chunks of the exceeding tenants are held.
@@ -24,7 +24,7 @@ class Quotas:
     Parameters
     ----------
     make : callable
-        A function that makes an eviction policy. Each tenant gets a separate policy.
+        A function that returns a new eviction policy. Each tenant gets a separate policy.
     quotas : dict[str, float]
         The share of the tier for each tenant, 0 to 1. The sum is at most 1.
 
@@ -72,16 +72,13 @@ class Quotas:
         return f"<Quotas: {len(self._sizes)} keys of {len(self._policies)} tenants>"
 
     def used_bytes(self) -> dict[str, int]:
-        """Return the number of bytes that each tenant uses, by the tenant's name. Tenants without bytes are left
-        out.
-        """
+        """Return `{tenant: bytes}`, without tenants that use no bytes."""
         return {tenant: used for tenant, used in self._used.items() if used}
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """Return the tenant of a chunk and the tenant's share of the tier, 0 to 1. A chunk without a tenant has its
-        parent's tenant.
+        """Return a chunk's tenant and the tenant's share of the tier, 0 to 1.
 
-        If neither has a tenant, the share is the rest of the tier that the quotas leave.
+        A chunk without a tenant has its parent's tenant. If neither has a tenant, the share is what the quotas leave.
         """
         tenant = self._tenants.get(key, self._tenants.get(parent, NOBODY))
         return tenant, self.quotas.get(tenant, max(0.0, 1.0 - sum(self.quotas.values())))
@@ -89,7 +86,7 @@ class Quotas:
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
         """Assign a prompt's chunks, given first to last, to the first tenant in `names` that has a quota.
 
-        Known chunks of another tenant keep their tenant. Known chunks without a tenant are assigned as well.
+        Chunks in the tier that have another tenant keep this tenant. All other chunks are assigned.
         """
         tenant = next((name for name in names if name in self.quotas), NOBODY)
         if tenant == NOBODY:
@@ -132,11 +129,9 @@ class Quotas:
             self.insert(key, size, parent)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note, in the policy of each tenant that has some of the keys, that a request has used a prompt's keys, given
-        first to last.
+        """Note a use of a prompt's keys, given first to last, in the policies of all their tenants.
 
-        Several tenants may have some of the keys: if tags are tenants, prompts of several tenants can share their first
-        chunks.
+        If tags are tenants, prompts of several tenants can share their first chunks.
         """
         for tenant in {self._tenants[key] for key in keys if key in self._sizes}:
             self._policies[tenant].touch(keys)
@@ -165,10 +160,10 @@ class Quotas:
                 policy.hint(keys, priority)
 
     def evict(self, nbytes: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> list[ChunkKey] | None:
-        """Remove and return keys of at least `nbytes` bytes together, first from tenants that exceed their quota, none
-        in `protect`.
+        """Remove and return keys of at least `nbytes` bytes in total, but no key in `protect`.
 
-        Returns None, and changes nothing, if there are too few evictable keys.
+        Tenants that exceed their quota lose keys first. Returns None, and changes nothing, if too few keys can be
+        evicted.
         """
         spared: dict[str, int] = {}
         for key in protect:

@@ -1,5 +1,5 @@
-"""Replays a trace (recorded requests) over one tier, or over several tiers and engines. Also computes the best result
-that any policy can reach.
+"""Replays a trace (recorded requests) over one tier, or over several tiers and engines. `clairvoyant` is the upper
+bound.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _BUSY_SECONDS = 30.0
 
 @frozen
 class TierResult:
-    """The result of one tier: the chunks and tokens found in this tier but in no faster tier, and the chunks written to
-    it.
+    """The result of one tier: chunks and tokens found in this tier but not in a faster tier, and chunks written to the
+    tier.
 
     `tokens`: the number of tokens of all prompts.
     """
@@ -40,14 +40,16 @@ class TierResult:
 
     @property
     def hit_ratio(self) -> float:
-        """The share of prompt tokens that were found in the tier, 0 to 1."""
+        """The fraction of prompt tokens that were found in the tier, 0 to 1."""
         return self.hit_tokens / self.tokens if self.tokens else 0.0
 
 
 @define(eq=False)
 class Router:
-    """Chooses the engine for each request: the engine with the longest prefix of the prompt, the next engine in turn,
-    or the least busy engine.
+    """Chooses the engine for each request, by `kind`.
+
+    "prefix": the engine that has served the longest prefix of the prompt. "round-robin": one engine after the other.
+    "least-loaded": the engine with the fewest recent requests, also for "prefix" if no engine has served a prefix.
     """
 
     kind: str
@@ -77,8 +79,9 @@ class Router:
         return chosen
 
     def _by_prefix(self, request: TraceRequest) -> int | None:
-        """Return the engine that has served the longest prefix of the prompt, or None. The first chunk, which many
-        prompts share, does not count.
+        """Return the engine that has served the longest prefix of the prompt, or None if no engine has.
+
+        The first chunk does not count, because many prompts share it.
         """
         return next((self._last[key] for key in reversed(request.keys[1:]) if key in self._last), None)
 
@@ -96,10 +99,10 @@ def replay_tiers(
 ) -> list[TierResult]:
     """Replay a trace over the host memory of several engines and a disk that all engines share.
 
-    Each engine writes all admitted chunks to the disk, and looks in the disk for chunks that its memory lacks. `ram`:
-    the memory of each engine. `router`: see `Router`. `progress`: a function that is called, now and then, with the
-    number of replayed requests. `ended`: a function that is called with the index of each request after its end, to
-    give hints to the policy.
+    Engines write all admitted chunks to the disk, and read the chunks that their memory lacks. `ram`: the memory of
+    each engine. `router`: see `Router`. `progress`: a function that is called now and then with the number of replayed
+    requests. `ended`: a function that is called after each request with the request's index, for example to give hints
+    to the policy.
     """
     found: Counter[str] = Counter()
     choose = Router(router, len(ram)).choose
@@ -131,7 +134,7 @@ def replay_tiers(
 
 
 def _admitted(keys: Sequence[ChunkKey], disk: Shadow, admission: Admission) -> Sequence[ChunkKey]:
-    """Return the chunks before the first chunk that the disk lacks and the admission filter refuses."""
+    """Return the chunks before the first chunk that is not on the disk and that the admission filter refuses."""
     for count, key in enumerate(keys):
         if key not in disk and not admission.admit(key):
             return keys[:count]
@@ -139,8 +142,9 @@ def _admitted(keys: Sequence[ChunkKey], disk: Shadow, admission: Admission) -> S
 
 
 def sessions_of(trace: Trace) -> list[bytes]:
-    """Return a name for the session of each request: the session in the trace, or without one, the key of the first
-    chunk that few prompts share.
+    """Return the name of each request's session.
+
+    Without a session in the trace, the name is the key of the first chunk after which few different prompts continue.
     """
     branches: Counter[ChunkKey] = Counter()
     seen: set[ChunkKey] = set()
@@ -157,10 +161,9 @@ def sessions_of(trace: Trace) -> list[bytes]:
 
 
 class EndHints:
-    """Tells a policy the session of each request, and the ends of sessions. `share`: the share of sessions, 0 to 1, of
-    which the policy hears.
+    """Gives a policy hints about the sessions of requests, and about the ends of sessions.
 
-    Raises UsageError if the policy does not accept hints.
+    `share`: the fraction of sessions with hints, 0 to 1. Raises UsageError if the policy does not accept hints.
     """
 
     def __init__(self, trace: Trace, policy: Policy, share: float) -> None:
@@ -187,9 +190,8 @@ _NEVER = 1 << 60
 def clairvoyant(trace: Trace, capacity: int) -> tuple[int, int]:
     """Return `(hit tokens, hit chunks)` of a cache of `capacity` chunks that knows the future.
 
-    After each request, the cache keeps the chunks with the earliest next use. Of chunks with the same next use, it
-    keeps the chunks that come first in a prompt. So the cache always keeps whole prefixes, and no other choice finds
-    more chunks.
+    After each request, the cache keeps the chunks with the earliest next use. If the next use is the same, earlier
+    chunks of the prompt have precedence. No other policy finds more chunks.
     """
     after = _next_uses(trace)
     next_use: dict[ChunkKey, int] = {}
@@ -219,7 +221,7 @@ def clairvoyant(trace: Trace, capacity: int) -> tuple[int, int]:
 
 
 def _next_uses(trace: Trace) -> list[list[int]]:
-    """Return, for each chunk of each request, the index of the next request that uses the chunk."""
+    """Return, for each chunk of each request, the index of the next request that uses the chunk, or `_NEVER`."""
     coming: dict[ChunkKey, int] = {}
     found = []
     for number in range(len(trace.requests) - 1, -1, -1):

@@ -32,7 +32,7 @@ class TraceRequest:
 
     `time`: seconds since the start of the trace. `keys`: the keys of the prompt's chunks, first to last; the last chunk
     may be partial. `tokens`: number of tokens of the prompt. `output_tokens`: number of generated tokens. `session`:
-    requests of one session have equal values; empty if the trace has no sessions.
+    the same text in all requests of a session; empty if the trace has no sessions.
     """
 
     time: float
@@ -44,7 +44,7 @@ class TraceRequest:
 
 @define(eq=False, slots=False)
 class Trace:
-    """The requests of a server in the order of their times. `chunk_tokens`: number of tokens in a whole chunk."""
+    """The requests of a server, sorted by time. `chunk_tokens`: number of tokens in a full chunk."""
 
     name: str
     chunk_tokens: int
@@ -56,7 +56,7 @@ class Trace:
 
     @cached_property
     def unique(self) -> int:
-        """The number of different chunks that the requests use."""
+        """Number of different chunks in all requests."""
         return len({key for request in self.requests for key in request.keys})
 
     @cached_property
@@ -66,15 +66,16 @@ class Trace:
 
 @define(eq=False)
 class Room:
-    """Counts the memory that a trace takes while it is read. Raises ValueError if the memory exceeds `nbytes` bytes."""
+    """Counts the bytes of memory that a trace takes while it is read, with the limit `nbytes`."""
 
     nbytes: int
     blocks: int = 0
     chunks: int = 0
 
     def count(self, blocks: int, chunks: int = 0) -> None:
-        """Count the memory of `blocks` blocks and `chunks` new chunks before it is allocated. Raises ValueError if the
-        sum exceeds the limit.
+        """Count the memory of `blocks` blocks and `chunks` new chunks before it is allocated.
+
+        Raises ValueError if the total exceeds the limit.
         """
         self.blocks += blocks
         self.chunks += chunks
@@ -87,10 +88,9 @@ class Room:
 
 @define(eq=False)
 class KeyTable:
-    """Makes the keys of chunks. As in lmkv, a key depends on its chunk and all chunks before it. Equal keys are one
-    object.
+    """Creates the keys of chunks. A key depends on its chunk and all chunks before it, as in lmkv.
 
-    Chunks in traces often have small numbers as names. Keys are hashes of these names, so a sample of keys is random.
+    Equal keys are the same object, which saves memory. Keys are hashes, so a sample of keys is random.
     """
 
     name: str
@@ -115,8 +115,9 @@ class KeyTable:
 
 
 def chunked(blocks: Sequence[object], per_chunk: int, *, partial: bool) -> Iterable[object]:
-    """Return chunks of `per_chunk` blocks each. `partial`: whether the last chunk may have fewer blocks; otherwise
-    these blocks are left out.
+    """Return chunks of `per_chunk` blocks each.
+
+    `partial`: whether to keep a last chunk with fewer blocks, which is otherwise left out.
     """
     if per_chunk == 1:
         return blocks
@@ -143,10 +144,10 @@ def read_trace(
 ) -> Trace:
     """Read a trace from a file, or a RAGPulse trace from its folder. Files may be compressed with zstd.
 
-    `chunk_tokens`: tokens per chunk, or None for the block size of the trace. `spread`: sessions of a run-length file
-    begin at random times within this number of seconds; with 0, at the times in the file. `memory`: largest number of
-    bytes that the trace may take. Raises UsageError, with the line and the mistake, if a file is not a trace or takes
-    more memory.
+    `chunk_tokens`: tokens per chunk, or None for the block size of the trace. `spread`: if not 0, sessions of a
+    run-length file begin at random times within this number of seconds, instead of the times in the file. `memory`:
+    largest number of bytes that the trace may take. Raises UsageError, with the line and the mistake, if a file is not
+    a trace or takes more memory.
     """
     if path.is_dir():
         path = next(iter(sorted(path.glob("0_trace.jsonl*"))), path / "0_trace.jsonl")
@@ -238,9 +239,7 @@ def _rag_lengths(path: Path, room: Room) -> dict[Any, int]:
 
 
 def _cut(parts: list[tuple[str, Any]], lengths: dict[Any, int], size: int) -> Iterator[object]:
-    """Yield the content of each whole chunk of `size` tokens: the ranges of tokens in `parts` of which the chunk
-    consists.
-    """
+    """Yield the content of each whole chunk of `size` tokens: the token ranges of the prompt's `parts` in the chunk."""
     content: list[tuple[Any, int, int]] = []
     left = size
     for _, number in parts:
@@ -299,14 +298,16 @@ def _names(values: Any) -> list[Any]:
 
 
 def _is_name(value: object) -> bool:
-    """Return whether a value can be a name in a trace. A name must be short, because all names stay in memory."""
+    """Return whether a value may be a name in a trace. Names must be short, because all names stay in memory."""
     if isinstance(value, str):
         return len(value) <= _MAX_NAME
     return type(value) is int and abs(value) < 10**_MAX_NAME
 
 
 def _once(names: list[Any]) -> list[Any]:
-    """Return `names`. Raises ValueError if a name occurs twice, because a chunk cannot come before itself."""
+    """Return a request's block names. Raises ValueError if a name occurs twice: a block includes all tokens before
+    it.
+    """
     if len({*names}) < len(names):
         raise ValueError("a request has a block twice: leave out the second one, or give it another id")
     return names
@@ -320,10 +321,10 @@ def _session(value: Any) -> str:
 
 @contextmanager
 def parsed_lines(path: Path) -> Iterator[Iterator[Any]]:
-    """Provide, for a `with` block, the JSON value of each non-blank line. A file with the suffix .zst is decompressed.
+    """Yield, for a `with` block, an iterator over the JSON values of a file's non-blank lines. Decompresses `.zst`
+    files.
 
-    Raises UsageError with the file and the line, also if the block raises a ValueError about the line that it has read
-    last.
+    Raises UsageError with the file and the line, also for a ValueError that the block raises about the last line.
     """
     at = 0
 

@@ -1,1 +1,1 @@
-"""The tiered store: knows which chunk is in which tier, and moves chunks between tiers."""
+"""The tiered store: knows which KV chunk is in which tier, and moves chunks between tiers."""

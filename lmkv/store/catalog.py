@@ -1,9 +1,9 @@
-"""`Catalog` tells which tier has which chunk, from the indexes of the tiers. `TierScanner` keeps the indexes right.
+"""`Catalog` tells which tier has which chunk. `TierScanner` keeps the index of a tier equal to the tier's content.
 
-The scanner lists a tier at the start; meanwhile the store already serves the chunks that are indexed. If other
-processes change a tier, the scanner lists the tier repeatedly, to find new chunks and to forget deleted ones. If a
-shared backend cannot list its chunks, the index forgets each chunk after one or two intervals. A request that needs a
-forgotten chunk looks the chunk up again.
+The scanner lists a tier at the start. Meanwhile the store already serves the indexed chunks. If other processes change
+a tier, the scanner lists the tier repeatedly, to find new chunks and to forget deleted ones. If a shared backend cannot
+list its chunks, the index forgets each chunk after one or two intervals. A request that needs a forgotten chunk looks
+the chunk up again.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Catalog(Part):
     def count_found(self, keys: Sequence[ChunkKey], found: int = 0) -> int:
         """Return how many chunks from `keys[0]` on are in some tier. The count ends before the first missing chunk.
 
-        `found`: the number of chunks from `keys[0]` on that the caller knows to be in some tier. If the load of a chunk
-        hangs, the chunk counts as missing, because it may never arrive.
+        `found`: the number of chunks from `keys[0]` on that the caller knows to be in some tier. A chunk in host memory
+        whose load hangs counts as missing, because the chunk may never arrive.
         """
         entries, hangs = self._primary.entries, self._promoter.is_stuck
         indexes = [tier.index for tier in self._tiers if tier.usable]
@@ -91,11 +91,11 @@ class Catalog(Part):
 
     @locked
     def unknown(self, keys: Sequence[ChunkKey], states: int) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
-        """Return `(chunks, states)`: the keys from the first chunk on that no index knows, and the keys of unknown
-        states.
+        """Return `(chunks, states)`: the keys for which shared tiers should be asked.
 
-        `states`: the number of state entries after each chunk. If all states after a chunk are known, the states of
-        this chunk and of earlier chunks are left out.
+        `chunks`: the keys from the first unindexed chunk on. `states`: the unindexed ones of the `states` state entries
+        after each chunk. A hit needs only the states after its last chunk, so entries up to a chunk with all states are
+        left out.
         """
         behind: list[ChunkKey] = []
         for key in reversed(keys):
@@ -106,8 +106,8 @@ class Catalog(Part):
         return keys[self.count_found(keys) :], behind
 
     def count_stored(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many chunks from `keys[0]` on are completely stored in some tier, up to the first chunk that is
-        not.
+        """Return how many chunks from `keys[0]` on are complete in some tier, up to the first incomplete or missing
+        chunk.
         """
         with self._lock:
             entries = self._primary.entries
@@ -122,7 +122,7 @@ class Catalog(Part):
         """Return `(key, count)` for the chunk in host memory whose tokens have the longest common prefix with `tokens`.
 
         `count`: the number of tokens in the common prefix. `tokens`: token ids as little-endian uint32. `origin`: only
-        chunks of this origin are compared; see `KeyChain.origin`. Returns `(b"", 0)` if no chunk has a common prefix.
+        chunks with this `KeyChain.origin` are compared. Returns `(b"", 0)` if no chunk has a common prefix.
         """
         with self._lock:
             return self._primary.prefixes.longest(origin, tokens)
@@ -140,9 +140,10 @@ class Catalog(Part):
             return tier.name if tier else None
 
     def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, tuple[int, int]]:
-        """Return, for the name of each lower tier, how many chunks and how many bytes the tier would deliver.
+        """Return, by the name of each lower tier, how many chunks and how many bytes a read of `keys` would take from
+        the tier.
 
-        Chunks in no lower tier count under None. The tiers are in the order in which `keys` first needs them.
+        Chunks that no lower tier stores count under None. The tiers are in the order in which `keys` first needs them.
         """
         found: dict[str | None, tuple[int, int]] = {}
         with self._lock:
@@ -154,7 +155,7 @@ class Catalog(Part):
         return found
 
     def unavailable_in(self, key: ChunkKey) -> str | None:
-        """Return the name of a lower tier that stores the chunk but is unavailable now, or None."""
+        """Return the name of a lower tier that stores the chunk but cannot be read now, or None."""
         with self._lock:
             return next((tier.name for tier in self._tiers if key in tier.index and not tier.usable), None)
 
@@ -170,15 +171,17 @@ class Catalog(Part):
         return drained
 
     def add_observer(self, observer: StoreObserver) -> None:
-        """Notify this observer of chunks that enter and leave tiers from now on. `replay_to` reports the chunks that
-        tiers have already.
+        """Notify `observer` of chunks that enter and leave tiers from now on.
+
+        `replay_to` reports the chunks that tiers already have.
         """
         with self._lock:
             self._observers.append(GuardedObserver(observer))
 
     def replay_to(self, observer: StoreObserver, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Call `observer.stored` for each chunk and each tier that has the chunk. Returns, for each chunk, whether any
-        tier has it.
+        """Call `observer.stored` for each chunk and each tier that has the chunk.
+
+        Returns one bool for each chunk: whether any tier has the chunk.
         """
         with self._lock:
             return [self._replay_to(observer, key) for key in keys]
@@ -195,31 +198,30 @@ class Catalog(Part):
 
 @frozen
 class Boundaries:
-    """Finds hits in the store's indexes. A hit is the stored chunks at the start of a prompt.
+    """Finds hits in the indexes of the tiers. A hit consists of the stored chunks at the start of a prompt.
 
-    A hit of a model with recurrent layers can end only at a boundary: after a chunk whose states are stored. `states`:
-    the number of state entries at each boundary; if 0, any chunk may end a hit. A `chain` is the keys of a prompt's
-    chunks. `first`: a hit that ends after at most `first` chunks does not count. Thread-safe.
+    In a model with recurrent layers, a hit can end only at a boundary: after a chunk whose states are stored. `states`:
+    the number of state entries at each boundary; with 0, a hit may end after any chunk. In the methods, `chain` means
+    the keys of a prompt's chunks. Hits of at most `first` chunks do not count. Thread-safe.
     """
 
     _catalog: Catalog
     states: int
 
     def with_states(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return the keys that a hit of the chunks in `chain` needs: the chunks, and the states after the last
+        """Return the keys of a hit that consists of the chunks in `chain`: these chunks, and the states after the last
         chunk.
         """
         return [*chain, *(state_keys(chain[-1], self.states) if chain and self.states else ())]
 
     def without_states(self, entries: int) -> int:
-        """Return how many chunks a hit of `entries` entries has, if the last entries are states."""
+        """Return the number of chunks in a hit of `entries` entries; the last `self.states` entries are states."""
         return max(0, entries - self.states)
 
     def last_with_states(self, chain: Sequence[ChunkKey], first: int = 0, *, ready: bool = False) -> int:
-        """Return the number of chunks before the last boundary whose states are all stored, or 0 without such a
-        boundary.
+        """Return how many chunks come before the last boundary whose states are all stored, or 0.
 
-        `ready`: whether the states must be in host memory.
+        `ready`: whether the states must be in host memory. Boundaries after at most `first` chunks do not count.
         """
         for end in range(len(chain), first, -1):
             counts = self._catalog.count_prefix(state_keys(chain[end - 1], self.states))
@@ -228,26 +230,26 @@ class Boundaries:
         return 0
 
     def stored_hit(self, chain: Sequence[ChunkKey], first: int = 0) -> list[ChunkKey]:
-        """Return the keys of the longest hit that the tiers store together."""
+        """Return the keys of the longest hit, with chunks from any tier."""
         stored = chain[: self._catalog.count_prefix(chain)[1]]
         return self.with_states(stored[: self.last_with_states(stored, first)] if self.states else stored)
 
     def ready_hit(self, chain: Sequence[ChunkKey], first: int = 0) -> list[ChunkKey]:
-        """Return the keys of the longest hit in host memory."""
+        """Return the keys of the longest hit that is completely in host memory."""
         here = chain[: self._catalog.count_prefix(chain)[0]]
         return self.with_states(here[: self.last_with_states(here, first, ready=True)] if self.states else here)
 
     def keys_to_promote(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return the keys to promote for a prompt: those of its longest hit, or all of `chain` without recurrent
-        layers.
+        """Return the keys to promote for a prompt: its longest hit if the model has recurrent layers, else all of
+        `chain`.
         """
         return self.stored_hit(chain) if self.states else list(chain)
 
 
 class TierScanner:
-    """Lists the chunks of one tier on a separate thread. `lock`: the store's lock.
+    """Lists the chunks of one tier on a separate thread.
 
-    `listed`: whether a listing has ended. `bell`: rings when a listing ends.
+    `listed`: whether at least one listing has finished. `bell`: rings when a listing has finished.
     """
 
     def __init__(self, tier: LowerTier, lock: threading.Lock, interval: float = INTERVAL) -> None:
@@ -260,7 +262,7 @@ class TierScanner:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """End the thread, waiting at most `timeout` seconds for a listing under way. Idempotent."""
+        """Stop the thread. Waits at most `timeout` seconds for a running listing. Idempotent."""
         self._stop.set()
         # Wake everybody who waits for the listing.
         self._end_listing()
@@ -285,7 +287,7 @@ class TierScanner:
             self._wait(max(self._interval * random.uniform(0.8, 1.2), min(before, took) / _SHARE))
 
     def _wait(self, seconds: float) -> None:
-        """Wait for `seconds`, and meanwhile probe the tier if it fails."""
+        """Wait for `seconds`. Meanwhile call `LowerTier.probe`, which tests a failing tier, five times per interval."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and not self._stop.wait(min(left, self._interval / _PROBES)):
             self._tier.probe()

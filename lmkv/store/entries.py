@@ -1,4 +1,4 @@
-"""The entry of a chunk in host memory: its slot, state and references, and which bytes of the slot it uses."""
+"""`Entry`, the record of a chunk in host memory: its slot, its state and its references. Also helpers for entries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOKEN_BYTES = 4
 
 
 class State(Enum):
-    """The state of an entry. A chunk that is not in host memory has no entry."""
+    """The state of an entry: reserved for a caller that fills the slot, being loaded from a lower tier, or complete."""
 
     WRITING = "writing"
     LOADING = "loading"
@@ -38,9 +38,9 @@ class Entry:
 
     `refs`: the number of leases, reservations, reads, writes, promotions and pins that use the slot. `removed`: whether
     the entry has left the index; the slot is freed when `refs` is 0. `flushing`: whether the entry was evicted and is
-    still being written to lower tiers. `in_policy`: whether the policy knows the entry. `origin`: see
-    `KeyChain.origin`; empty for a chunk that is found only by its key. `prefetched`: whether a prefetch has read the
-    chunk, and nobody has leased the chunk since.
+    still being written to lower tiers. `in_policy`: whether the eviction policy knows the entry. `origin`: the chunk's
+    `KeyChain.origin`; empty if requests find the chunk only by its key. `prefetched`: whether a prefetch has read the
+    chunk, and no request has leased the chunk since.
     """
 
     key: ChunkKey = field(repr=bytes.hex)
@@ -62,10 +62,10 @@ class Entry:
 
 @define(eq=False)
 class Share:
-    """All tails in host memory, or all states, least recently used first. The caller holds the store's lock.
+    """The tails in host memory, or the recurrent states in host memory, with a limit for their number.
 
-    A tail is a chunk with fewer tokens than others; a state belongs to recurrent layers. `limit`: the largest number of
-    slots for all entries of the share.
+    A tail is a chunk with fewer tokens than others. A state belongs to recurrent layers. `limit`: the largest number of
+    slots for these entries. The caller holds the store's lock.
     """
 
     limit: int
@@ -84,11 +84,11 @@ class Share:
 
     @property
     def full(self) -> bool:
-        """Whether the limit is reached, so that a new entry must replace another entry of the share."""
+        """Whether the limit is reached. A new entry then replaces another entry of the share."""
         return len(self._entries) >= self.limit
 
     def add(self, entry: Entry, tenant: str = "", part: float = 1.0) -> None:
-        """Add an entry. `part`: the tenant's share of all slots, 0 to 1."""
+        """Add an entry of a tenant. `part`: the tenant's fraction of all slots, 0 to 1."""
         self._entries[entry.key], self._tenants[entry.key] = entry, tenant
         self._counts[tenant] += 1
         self._parts[tenant] = part
@@ -121,10 +121,10 @@ class Share:
         return sum(entry.ready for entry in self._entries.values())
 
     def oldest_unused(self, tenant: str = "") -> Entry | None:
-        """Return the least recently used entry that has no references, of the tenant that exceeds its part by the most
-        slots.
+        """Return the entry that a new entry of `tenant` replaces, or None if all entries have references.
 
-        `tenant`: the tenant that wants to add an entry. Returns None if all entries have references.
+        The tenant that exceeds its fraction of the slots the most loses its least recently used entry without
+        references.
         """
         over = {each: self._counts[each] - self._parts[each] * self.limit for each in self._idle}
         over[tenant] = over.get(tenant, 0.0) + 1
@@ -135,17 +135,20 @@ class Share:
 
 
 def shares(num_slots: int) -> dict[type, Share]:
-    """Return the `Share` of tails and the `Share` of states in `num_slots` slots, by the type of the keys."""
+    """Return, by key type, the `Share` of tails and the `Share` of recurrent states in a host memory of `num_slots`
+    slots.
+    """
     tails = max(num_slots // _SLOTS_PER_TAIL, min(num_slots // 8, _TAILS_IN_SMALL_MEMORY))
     return {TailKey: Share(max(1, tails)), StateKey: Share(max(1, int(num_slots * _STATE_SHARE)))}
 
 
 @frozen
 class Payloads:
-    """Finds the bytes of a slot that lower tiers store: a whole chunk, a whole state, or the filled parts of a tail.
+    """Finds the payload in a slot, the bytes that lower tiers store: a chunk, a state, or the filled byte ranges of a
+    tail.
 
     `spans(tokens)`: a function that returns the byte ranges which a tail of `tokens` tokens fills in a slot. `sizes`:
-    the bytes of a chunk and of each state entry; empty if chunks and states fill their slots.
+    the bytes of a chunk, then of each state entry. An empty `sizes` means that chunks and states fill their slots.
     """
 
     slot_bytes: int
@@ -153,21 +156,21 @@ class Payloads:
     sizes: Sequence[int] = ()
 
     def nbytes(self, key: ChunkKey) -> int:
-        """Return the number of bytes that the chunk has in a lower tier."""
+        """Return the size of the chunk's payload in bytes."""
         if type(key) is not TailKey:
             number = key.number if type(key) is StateKey else 0
             return align_up(self.sizes[number]) if number < len(self.sizes) else self.slot_bytes
         return sum(span.stop - span.start for span in self.spans(key.tokens))
 
     def gather(self, key: ChunkKey, slot: memoryview) -> memoryview:
-        """Return the payload in a slot: the slot's own memory, or a copy of a tail's parts."""
+        """Return the payload in a slot: a view of the slot, or for a tail a copy of its filled byte ranges."""
         if type(key) is not TailKey:
             return self._filled(key, slot)
         return memoryview(b"".join(slot[span] for span in self.spans(key.tokens)))
 
     def buffer(self, key: ChunkKey, slot: memoryview) -> memoryview:
-        """Return the memory to read a payload into before `scatter`: the slot itself, or a buffer for a tail's
-        parts.
+        """Return the memory into which a payload is read before `scatter`: the slot itself, or for a tail a new
+        buffer.
         """
         return memoryview(bytearray(self.nbytes(key))) if type(key) is TailKey else self._filled(key, slot)
 
@@ -176,7 +179,9 @@ class Payloads:
         return slot if nbytes == len(slot) else slot[:nbytes]
 
     def scatter(self, key: ChunkKey, payload: memoryview, slot: memoryview) -> None:
-        """Copy a payload from `buffer` to its places in the slot."""
+        """Copy a tail's payload from its `buffer` to the byte ranges in the slot. Other payloads are in the slot
+        already.
+        """
         if type(key) is TailKey:
             at = 0
             for span in self.spans(key.tokens):
@@ -186,7 +191,9 @@ class Payloads:
 
 @define(eq=False)
 class PrefixIndex:
-    """Finds chunks by their origin (see `KeyChain.origin`) and their first tokens, as bytes. Not thread-safe."""
+    """Finds chunks by their `KeyChain.origin` and their tokens. Tokens are bytes, four per token id. Not
+    thread-safe.
+    """
 
     _chunks: dict[bytes, list[tuple[bytes, ChunkKey]]] = field(init=False, factory=dict, repr=False)
     """For each origin, the tokens and key of each chunk, sorted by tokens. So the longest common prefix is that of a
@@ -217,7 +224,7 @@ class PrefixIndex:
         return best, most
 
     def shorter(self, origin: bytes, tokens: bytes) -> Iterator[ChunkKey]:
-        """Yield the keys of the chunks whose tokens are a prefix of `tokens` and fewer than `tokens`, longest prefix
+        """Yield the key of each chunk with fewer tokens than `tokens` whose tokens are a prefix of `tokens`, longest
         first.
         """
         chunks = self._chunks.get(origin, [])
@@ -228,7 +235,7 @@ class PrefixIndex:
 
 
 def _common(left: bytes, right: bytes) -> int:
-    """Return how many tokens the common prefix of two sequences has. A token is four bytes."""
+    """Return the number of tokens in the common prefix of two token sequences. Each token has four bytes."""
     low, high = 0, min(len(left), len(right)) // _TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2

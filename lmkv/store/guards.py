@@ -1,7 +1,8 @@
 """Keeps a store consistent despite missing locks, Ctrl-C, forks, and plug-ins that hang or raise.
 
-Policies, admission filters and observers may belong to other packages. Their exceptions end neither a call nor the
-store."""
+Plug-ins are policies, admission filters and observers, which may come from other packages. If a plug-in raises, the
+store continues.
+"""
 
 from __future__ import annotations
 
@@ -69,11 +70,12 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
 
 @define(eq=False, repr=False)
 class Bell:
-    """Wakes threads that wait for a condition. At each `ring`, each waiting thread checks its condition again.
+    """Wakes threads that wait for a condition. After `ring`, each waiting thread checks its condition again.
     Thread-safe.
 
-    After a KeyboardInterrupt in a waiting thread, a `threading.Condition` or `Event` may keep its lock, or release the
-    lock of another thread. In a bell, each wait has a separate lock, which is released at most once.
+    `threading.Condition` and `Event` are unsafe here. After a KeyboardInterrupt in a waiting thread, they may keep
+    their lock, or release the lock of another thread. In a bell, each wait has its own lock, which is released at most
+    once.
     """
 
     _waiters: list[threading.Lock] = field(init=False, factory=list)
@@ -103,12 +105,11 @@ class Bell:
 
 @define(eq=False)
 class Changes:
-    """Detects interrupted changes of a store, and repairs them: `with self._lock, self._changes`.
+    """Detects interrupted changes of a store, and repairs the store. Usage: `with self._lock, self._changes`.
 
     Ctrl-C or a MemoryError may interrupt a change between any two lines. Therefore a mark is set before the first line
-    and cleared after the last. If the next change finds the mark set, the change first calls `repair`, which recounts
-    everything. An exception in the methods of this class leaves the mark correct as well. The lock is written in C, so
-    no interruption can come between the lock and the mark.
+    and cleared after the last line. If the next change finds the mark set, `repair` first recounts everything. Python
+    cannot interrupt between the lock and the mark, because the lock is written in C.
     """
 
     repair: Callable[[], None] = field(default=lambda: None)
@@ -139,8 +140,8 @@ class Changes:
 
 
 def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
-    """Close backends, given as pairs of name and backend. If a backend hangs, the daemon thread that closes it keeps
-    running.
+    """Close pairs of tier name and backend, within `PATIENCE` seconds. The daemon thread of a backend that hangs
+    stays.
     """
     deadline = time.monotonic() + PATIENCE
     closing = [(name, _begin(partial(_close, name, backend), name)) for name, backend in backends]
@@ -150,8 +151,9 @@ def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
 
 
 def ends_in_time(work: Callable[[], None]) -> bool:
-    """Run `work` on a separate thread. Returns whether `work` ended within `PATIENCE` seconds; otherwise `work` keeps
-    running.
+    """Run `work` on a separate thread. Returns whether `work` finished within `PATIENCE` seconds.
+
+    A `work` that takes longer keeps running.
     """
     failed = partial(logger.error, "lmkv: emptying host memory failed: %r; lmkv closes all tiers nevertheless")
     return _ended(_begin(partial(attempt, work, failed), "store"), PATIENCE)
@@ -182,9 +184,9 @@ def _close(name: str, backend: Backend) -> None:
 class Freezer:
     """Calls `gc.freeze` when an index has grown, or when many entries of the index were replaced.
 
-    A full collection visits every object of all indexes and stops all threads: 0.7 s with three million chunks. Entries
-    are never part of a cycle, so they are freed without a collection. `gc.freeze` runs after the next full collection,
-    so that no garbage is frozen. A cycle that is in use at that time is never freed.
+    A full garbage collection visits every object of all indexes and stops all threads: 0.7 s with three million chunks.
+    Frozen objects are not visited. Entries have no reference cycles, so they are freed without a collection.
+    `gc.freeze` runs after the next full collection, so that no garbage is frozen.
     """
 
     _size: int = 0
@@ -202,7 +204,7 @@ class Freezer:
 
 
 def _collected(phase: str, info: dict[str, Any]) -> None:
-    """Freeze after a full collection. The collector calls this on any thread."""
+    """Call `gc.freeze` after a full garbage collection. The collector calls this function on any thread."""
     if phase == "stop" and info["generation"] == 2 and _wanted.is_set():
         _wanted.clear()
         gc.freeze()
@@ -210,7 +212,9 @@ def _collected(phase: str, info: dict[str, Any]) -> None:
 
 class ClosesAfterFork(Protocol):
     def after_fork(self) -> None:
-        """Close the object in a forked child, without locks that a parent's thread may hold, and without waiting."""
+        """Close the object in a forked child without waiting. A thread of the parent may hold any lock, so take
+        none.
+        """
         ...
 
 
@@ -240,11 +244,11 @@ MAX_GIVEN_UP: Final = 1 << 16
 
 
 class StoreObserver(Protocol):
-    """An object that the store notifies when a tier begins to serve a chunk, and when a chunk is evicted, deleted or
-    lost.
+    """An object that the store notifies when a tier starts or stops serving a chunk.
 
-    The store calls the methods on any thread, while it holds its lock. They must return quickly, and must not wait,
-    call the store or raise an exception. Keys of more than 32 bytes belong to other namespaces.
+    A tier stops serving a chunk that is evicted, deleted or lost. The store calls the methods on any thread, with its
+    lock held. The methods must not wait, call the store or raise an exception. A key of more than 32 bytes belongs to
+    another namespace.
     """
 
     def stored(self, tier: str, key: ChunkKey) -> None: ...
@@ -257,7 +261,7 @@ def _ignore(keys: Sequence[ChunkKey], what: Any) -> None: ...
 
 @define(eq=False)
 class Plain:
-    """A simple LRU policy that never raises, and that replaces a policy which has raised. `Plain` ignores parents of
+    """A simple LRU policy that never raises. `Plain` replaces a policy that has raised, and ignores the parents of
     chunks.
     """
 
@@ -299,16 +303,16 @@ class Plain:
         return victims
 
     def sizes(self) -> dict[ChunkKey, int]:
-        """Return the bytes of each known key."""
+        """Return the size in bytes of each chunk in the policy."""
         return dict(self._sizes)
 
 
 @frozen
 class Content:
-    """The content of a tier, with which a new policy is filled.
+    """The content of a tier, which is inserted into a new policy.
 
-    `chains`: arguments for calls of `Policy.insert_chain`, least recently used chunks first. `held`: chunks that are in
-    use.
+    `chains`: arguments for calls of `Policy.insert_chain`, least recently used chunks first. `held`: chunks with
+    references, which must not be evicted.
     """
 
     chains: Iterable[tuple[Sequence[ChunkKey], int, Sequence[ChunkKey]]]
@@ -316,12 +320,13 @@ class Content:
 
 
 class Order:
-    """Calls a tier's policy. If the policy raises, a `Plain` policy replaces it, and the log says so once.
+    """Calls a tier's eviction policy. If the policy raises, a `Plain` policy replaces it.
 
-    When a chunk arrives, the policy also gets earlier hints about the chunk: a priority, or that its session has ended.
-    `wished`: the chunks that have a priority; `priority_of` returns the priority. `content`: a function that returns
-    the tier's content. `freed`: a function that returns the bytes of given chunks, or 0 if any of these chunks is in
-    use or absent. `has`: a function that returns whether the tier has a chunk. The caller holds the store's lock.
+    The policy gets clients' hints about a chunk (a priority, or that its session has ended) when the chunk arrives.
+    `wished`: the chunks with a priority. `priority_of`: a function that returns the priority of a chunk. `content`: a
+    function that returns the tier's content. `freed`: a function that returns the total bytes of some chunks, or 0 if
+    any of these chunks is in use or absent. `has`: a function that returns whether the tier has a chunk. The caller
+    holds the store's lock.
     """
 
     def __init__(
@@ -393,8 +398,9 @@ class Order:
         return victims
 
     def part_of(self, key: ChunkKey, parent: ChunkKey) -> tuple[str, float]:
-        """Return a chunk's tenant and the tenant's share of the tier, 0 to 1; see `DividesTier`. Without quotas, no
-        chunk has a tenant.
+        """Return a chunk's tenant, and the fraction of the tier that belongs to the tenant, 0 to 1; see `DividesTier`.
+
+        Without quotas, the result is `("", 1.0)`.
         """
         return self._do(lambda policy: policy.part_of(key, parent) if isinstance(policy, DividesTier) else ("", 1.0))
 
@@ -416,8 +422,9 @@ class Order:
         return self._do(lambda policy: dict(policy.used_bytes()) if isinstance(policy, LabelsKeys) else {})
 
     def _after(self, error: BaseException) -> Policy:
-        """Return the replacement of a policy that raised `error`. Re-raises Ctrl-C. Calls about one chunk use this
-        instead of `_do`, which is slow.
+        """Return the policy that replaces a policy which raised `error`. Re-raises Ctrl-C on the main thread.
+
+        The methods for one chunk use this instead of `_do`, which is slower.
         """
 
         def again() -> Policy:
@@ -429,15 +436,16 @@ class Order:
         return attempt(lambda: call(self.policy), lambda error: call(self._replace(error)))
 
     def rebuild(self) -> None:
-        """Make a new policy of the same kind, with the tier's content."""
+        """Replace the policy by a new policy of the same kind, filled with the tier's content."""
         # A new object each time: an exception may have left the old one in any state.
         policy = attempt(lambda: copy.deepcopy(self._new), lambda error: None) or Plain()
         self.policy = attempt(lambda: self._filled(policy, self.policy), self._replace)
         self._telling = False
 
     def _filled(self, policy: Policy, before: Policy | None = None) -> Policy:
-        """Fill a new policy with the tier's content, and return this policy. `before`: a policy that knows the chunks'
-        tenants.
+        """Insert the tier's content into a new policy, and return this policy.
+
+        `before`: the old policy, which knows the tenant of each chunk.
         """
         content = self._content()
         for keys, size, parents in content.chains:
@@ -458,7 +466,7 @@ class Order:
 
 @define(eq=False)
 class GuardedAdmission:
-    """Calls an admission filter. If the filter raises, the chunk is not admitted."""
+    """Calls an admission filter. If the filter raises, the chunk is not admitted, and the first error is logged."""
 
     _admission: Admission
     _tier: str
@@ -488,7 +496,7 @@ class GuardedAdmission:
 
 @define(eq=False)
 class GuardedObserver:
-    """Calls an observer, until it raises for the first time."""
+    """Calls an observer until its first exception. Afterwards, the observer is not called."""
 
     _observer: StoreObserver
     _ended: bool = field(init=False, default=False)

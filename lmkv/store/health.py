@@ -1,4 +1,4 @@
-"""The health of tiers: counters, circuit breakers, judgements of a backend's results, and log lines about failures."""
+"""The health of tiers: counters, circuit breakers, log lines about failures, and what a backend's result says."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @define
 class TierCounters:
-    """The totals of one tier since the store was made. The store changes the totals while it holds its lock."""
+    """The totals of one tier since the store was created. The store changes the totals while it holds its lock."""
 
     hits: int = 0
     """Chunks that were served."""
@@ -68,10 +68,10 @@ class TierStats(TierCounters):
     """The state of a tier at one moment: its content, its capacity, and its totals so far.
 
     `states`: number of states of recurrent layers in host memory; lower tiers count states as chunks. `breaker`: "open"
-    while the tier keeps failing and is not used, "half-open" when the tier is about to be tried again. `write_breaker`:
-    the same for writes alone; while only this breaker is open, stored chunks are still served. `hung_reads`,
-    `hung_writes`: calls that have run for more than five seconds; deletions count as writes. Until such a call ends, it
-    occupies a thread of the tier, and perhaps a slot of host memory.
+    while the tier keeps failing and is not used, "half-open" before the next trial. `write_breaker`: the same for
+    writes. While only `write_breaker` is open, the tier still serves stored chunks. `hung_reads`, `hung_writes`: calls
+    that have run for more than five seconds; deletions count as writes. Until such a call ends, it occupies a thread of
+    the tier, and perhaps a slot of host memory.
     """
 
     name: str
@@ -89,8 +89,9 @@ class TierStats(TierCounters):
 class StoreStats:
     """The state of a `TieredStore` at one moment.
 
-    `leased`: slots in use, including pinned ones. `pinned`: pinned chunks. `writing` and `loading`: slots that are
-    being filled by stores and by loads. `pending_io`: reads and writes of lower tiers that are queued or running.
+    `leased`: slots with references, for example of leases, pins and copies. `pinned`: pinned chunks. `writing` and
+    `loading`: slots that callers and loads are filling. `pending_io`: reads and writes of lower tiers that are queued
+    or running.
     """
 
     tiers: tuple[TierStats, ...]
@@ -107,11 +108,11 @@ class StoreStats:
 
 @frozen
 class Stored:
-    """The content of a lower tier's index. `sizes`: the bytes of each stored chunk. `writing`: chunks that are being
-    written.
+    """The content of a lower tier's index.
 
-    `rewriting`: the chunks in `writing` that are stored as well. `tombstones`: chunks that are never served again.
-    `reclaiming`: chunks that are being deleted.
+    `sizes`: the bytes of each stored chunk. `writing`: chunks that are being written. `rewriting`: the chunks in
+    `writing` of which the medium may have an older copy. `tombstones`: deleted chunks, which are never served again.
+    `reclaiming`: chunks whose bytes are being deleted.
     """
 
     sizes: Mapping[ChunkKey, int]
@@ -124,12 +125,12 @@ class Stored:
 
 @frozen
 class Snapshot:
-    """The complete content of a `TieredStore` at one moment. `held`: the chunks in host memory. `tiers`: the indexes of
-    the lower tiers.
+    """The complete content of a `TieredStore` at one moment.
 
-    `prefetched`: the key of each slot that prefetches keep, even if its chunk was removed. `wished`: the number of
-    slots that pins and prefetches keep, by the type of the keys (chunk, tail or state). `promotions`: the number of
-    promotions that are not released.
+    `held`: the chunks in host memory. `tiers`: the index contents of the lower tiers. `prefetched`: the keys of the
+    slots that prefetches keep, including slots of removed chunks. `wished`: the number of slots that pins and
+    prefetches keep, by the type of the keys (chunk, tail or state). `promotions`: the number of promotions that are not
+    released.
     """
 
     held: Mapping[ChunkKey, Entry]
@@ -142,13 +143,13 @@ class Snapshot:
 
 @define(eq=False)
 class Breaker:
-    """A circuit breaker: refuses calls of a tier that fails. Not thread-safe, and reads all times from `clock`.
+    """A circuit breaker: refuses calls of a tier that fails. Not thread-safe.
 
     The breaker opens after `threshold` failures in a row, and then refuses calls for `first_delay` seconds. Afterwards
     the breaker is half-open, and allows one call as a trial. If the trial fails, the breaker opens again for twice as
-    long, up to `longest_delay`. Any success closes the breaker. If failures come immediately, a trial costs nothing,
-    and the breaker opens for at most `quick_delay`. While a call runs for more than `patience` seconds, the breaker
-    stays open.
+    long, up to `longest_delay`. Any success closes the breaker. If failures come immediately, a trial costs little, so
+    the breaker opens for at most `quick_delay`. While a call runs for more than `patience` seconds, the breaker stays
+    open.
     """
 
     clock: Clock
@@ -174,7 +175,7 @@ class Breaker:
 
     @property
     def usable(self) -> bool:
-        """Whether a call of the tier is allowed now, so that `begin` would return a number."""
+        """Whether a call of the tier is allowed now. If so, `begin` returns a call number."""
         if self._retry_at is None:
             return not self.hangs
         return self._probe is None and self.state == "half-open"
@@ -195,7 +196,7 @@ class Breaker:
         return self.busy and self.clock() - next(iter(self._running.values())) > self.patience
 
     def begin(self) -> int | None:
-        """Note that a call begins, and return the call's number for `end`, or None if the breaker refuses the call."""
+        """Note that a call begins. Returns the call's number for `end`, or None if the breaker refuses the call."""
         if not self.usable:
             return None
         self._last_call += 1
@@ -205,7 +206,7 @@ class Breaker:
         return self._last_call
 
     def end(self, call: int, ok: bool | None) -> None:
-        """Note that a call has ended. `ok`: whether the call succeeded, or None if the result says nothing about the
+        """Note that a call has ended. `ok`: whether the call succeeded; None if the result says nothing about the
         tier.
         """
         took = self.clock() - self._running.pop(call)
@@ -222,11 +223,11 @@ class Breaker:
             self._open(took)
 
     def close(self) -> None:
-        """Forget all failures."""
+        """Close the breaker, and forget all failures."""
         self._failures, self._delay, self._retry_at = 0, 0.0, None
 
     def hasten(self) -> None:
-        """Allow the next call, even if the breaker is open."""
+        """Allow one call as a trial now, even if the breaker is open."""
         if self._retry_at is not None:
             self._delay, self._retry_at = 0.0, self.clock()
 
@@ -238,8 +239,9 @@ class Breaker:
 
 @define(eq=False)
 class Complaints:
-    """Logs the failures of one tier, each at most once a minute. Thread-safe. The caller must not hold the store's
-    lock.
+    """Logs the failures of one tier. The same failure is logged at most once a minute. Thread-safe.
+
+    The caller must not hold the store's lock.
     """
 
     name: str
@@ -249,7 +251,7 @@ class Complaints:
     _lock: threading.Lock = field(init=False, factory=threading.Lock)
 
     def failed(self, error: BackendError | None, *, then: str = "") -> None:
-        """Log a failed call. `then`: the consequence of the failure, if not the usual one."""
+        """Log a failed call. `then`: the consequence to log; by default the usual consequence of such a failure."""
         if error is None:
             return
         # The same topic for any key and duration.
@@ -258,7 +260,9 @@ class Complaints:
         self._say(topic, lambda: f"{_with_names(str(error), 1)}{then and f'; {then}'}")
 
     def wrote(self, result: Written, until_deleted: str) -> None:
-        """Log a failed or refused write. `until_deleted`: the consequence that the line names if a deletion failed."""
+        """Log a failed or refused write. `until_deleted`: the consequence to log if the write failed because of a
+        deletion.
+        """
         if result.status is WriteStatus.REJECTED:
             reason = _with_names(result.reason, 1)
             self._say("refused", lambda: f"tier {self.name!r} did not store a chunk: {reason}")
@@ -279,7 +283,7 @@ class Complaints:
 
 
 def _with_names(text: str, most: int) -> str:
-    """Return the text with only the first `most` names of chunks.
+    """Return the text with its first `most` chunk keys. Each later run of keys becomes `...`.
 
     >>> _with_names(f"no: {'a' * 64}, {'b' * 64}, {'c' * 64}", 1) == f"no: {'a' * 64}, ..."
     True
@@ -301,19 +305,19 @@ def _with_names(text: str, most: int) -> str:
 
 
 def read_works(result: Read) -> bool | None:
-    """Return whether the result of a read shows that the tier can be read, or None if it shows neither."""
+    """Return whether the result of a read shows that reads of the tier work; None if the result shows neither."""
     if result.status is ReadStatus.MISS:
         return None
     return result.status is ReadStatus.HIT or isinstance(result.error, CorruptChunkError)
 
 
 def write_works(result: Written) -> bool | None:
-    """Return whether the result of a write shows that the tier can be written, or None if it shows neither."""
+    """Return whether the result of a write shows that writes to the tier work; None if the result shows neither."""
     return {WriteStatus.STORED: True, WriteStatus.FAILED: False}.get(result.status)
 
 
 def is_full(result: Written) -> bool:
-    """Return whether a write failed because the medium is full, so that a deletion would help."""
+    """Return whether a write failed because the medium is full. A deletion of other chunks would help then."""
     code = getattr(result.error.__cause__, "errno", None) if isinstance(result.error, NoSpaceError) else None
     rejected = result.status is WriteStatus.REJECTED and result.lacking is not None
     return rejected or code in (errno.ENOSPC, errno.EDQUOT)

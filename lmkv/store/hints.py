@@ -1,4 +1,6 @@
-"""`Hints`: tells the policies and admission filters of all tiers what clients have said about their sessions."""
+"""`Hints`: passes clients' hints about their prompts and sessions to the policies and admission filters of all
+tiers.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ _MAX_BRANCHES: Final = 16
 
 @frozen
 class _Priority:
-    """A wish for a priority of a prompt's chunks. `session`: the session with which the wish ends."""
+    """A client's request for a priority of a prompt's chunks.
+
+    `last`: the key of the last chunk. `session`: the session with which the priority ends.
+    """
 
     last: ChunkKey
     priority: int
@@ -47,7 +52,10 @@ class _Priority:
 
 @define(eq=False)
 class _Wished:
-    """A chunk with a priority: how many clients' wishes each level has, and the owner for whom the chunk counts."""
+    """A chunk with a priority.
+
+    `levels`: how many client requests each priority level has. `owner`: the client to whom the chunk is counted.
+    """
 
     owner: bytes
     tenant: str
@@ -58,10 +66,10 @@ class _Wished:
 class Hints:
     """Passes clients' hints on to the policies that accept hints. Thread-safe. `lock`: the store's lock.
 
-    An `owner` is the root of a request's keys: sessions of the same name with different owners are different sessions.
-    At most `most` chunks have a priority; of these, each tenant may have its part (`part_of`, see `DividesTier`).
-    Beyond these limits, the oldest priorities of the owner with the most chunks end. If several priorities were set for
-    a chunk, the highest one counts.
+    An `owner` is the root of a request's key chain. Sessions with the same name but different owners are different
+    sessions. At most `most` chunks have a priority. Each tenant may use its part of this number; `part_of` returns this
+    part, see `DividesTier`. Beyond these limits, the oldest priorities of the owner with the most chunks are removed.
+    If a chunk has several priorities, the highest one counts.
 
     Examples
     --------
@@ -107,9 +115,9 @@ class Hints:
     ) -> None:
         """Set the priority of a prompt's chunks; see `TakesHints.hint`.
 
-        `seconds`: how long a priority above 0 lasts. A `priority` of 0 ends the session's priority for this prompt. A
-        priority also ends with its `session`. A new priority that is shorter or lower than an earlier one does not end
-        the earlier one.
+        `seconds`: how long a priority above 0 lasts. A `priority` of 0 removes the session's priority for this prompt.
+        A priority also ends with its `session`. If an earlier priority of the same chunks is higher or lasts longer,
+        the earlier priority stays as well.
         """
         with self._lock, self._changes:
             if priority < 0:
@@ -160,7 +168,9 @@ class Hints:
 
     @locked
     def _shed(self, tenant: Owners, most: int) -> None:
-        """End priorities beyond the limits, at most `_MAX_SHED` priorities in one call."""
+        """Remove priorities beyond the limits, at most `_MAX_SHED` in one call. `most`: the tenant's limit, in
+        chunks.
+        """
         for _ in range(_MAX_SHED):
             if tenant.total <= most and self._priorities.total <= MAX_HINTED:
                 break
@@ -200,7 +210,7 @@ class Hints:
 
     @locked
     def _apply(self, keys: Chain) -> None:
-        """Tell the policies the present priorities of the chunks `keys`."""
+        """Pass the current priorities of the chunks `keys` to the policies."""
         for priority, group in groupby(keys, self._priority_of):
             self._tell(list(group), priority)
 
@@ -229,13 +239,15 @@ class Hints:
 
     @locked
     def _give_up(self, keys: Chain) -> None:
-        """Give up the chunks that are in no session and have no priority: policies evict such chunks first."""
+        """Let policies first evict the last chunks of `keys`: those after the last chunk with a session or a
+        priority.
+        """
         kept = [number for number, key in enumerate(keys) if key in self._wished or key in self._branches]
         if left := keys[kept[-1] + 1 :] if kept else keys:
             self._tell(left, -1)
 
     def prompt(self, keys: Chain, tokens: int) -> None:
-        """Tell the admission filters about a prompt; see `SeesPrompts.prompt`."""
+        """Pass a prompt's keys and its number of tokens to the admission filters; see `SeesPrompts.prompt`."""
         if self._prompted:
             with self._lock, self._changes:
                 for admission in self._prompted:
@@ -253,23 +265,22 @@ class Hints:
                 self._apply(wished)
 
     def used_bytes(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of each tenant in each tier that has quotas."""
+        """Return `{tier: {tenant: bytes}}`: the bytes that each tenant uses in each tier with quotas."""
         with self._lock, self._changes:
             tiers = self._policies.items()
             return {name: dict(policy.used_bytes()) for name, policy in tiers if isinstance(policy, LabelsKeys)}
 
     def session(self, owner: bytes, name: str, keys: Chain, *, ended: bool = False) -> None:
-        """Note that a request of the session `name` has ended. Chunks that the session no longer needs are evicted
-        first.
+        """Note that a request of the session `name` has ended. Policies then first evict chunks that no session needs.
 
-        `ended`: whether the session ends as well. If so, all its chunks are evicted first, except those that another
-        session shares.
+        `ended`: whether the session ends as well. If so, all its chunks are evicted first, except chunks that another
+        session or a priority needs.
         """
         with self._lock, self._changes:
             self._session(owner, name, keys, ended=ended)
 
     def end_session(self, owner: bytes, name: str) -> bool:
-        """End a session, so that its chunks are evicted first. Returns whether the session was known."""
+        """End a session, so that policies evict its chunks first. Returns whether the session was known."""
         with self._lock, self._changes:
             key = _session_key(owner, name)
             branches = self._sessions.pop(key) or []
@@ -297,7 +308,9 @@ class Hints:
 
     @locked
     def _continue(self, branches: list[Chain], keys: Chain) -> None:
-        """Count the branch `keys` instead of the branch that `keys` continues."""
+        """Add the chunks `keys` as a branch (a conversation) of the session. A branch that `keys` continues is
+        removed.
+        """
         for branch in branches:
             # Equal keys have equal prefixes: this request continues that one, but perhaps for its last chunk.
             at = len(branch) - 2
@@ -320,22 +333,25 @@ class Hints:
                     del counts[key]
 
     def counts(self) -> dict[str, int]:
-        """Return the number of records of each kind, for tests and for debugging. All are 0 once all sessions and
-        priorities have ended.
+        """Return the number of records by kind, for tests and debugging.
+
+        Once all sessions and priorities have ended, all numbers are 0.
         """
         counts = {"sessions": self._sessions.total, "branches": self._branches.total()}
         counts |= {"priorities": len(self._priorities), "wished": len(self._wished), "ending": len(self._ending)}
         return counts
 
     def owned(self, tenant: str = "") -> Counter[bytes]:
-        """Return, for each owner (see `Hints`), how many keys of a tenant have a priority that counts for this
-        owner.
+        """Return, for each owner, how many keys of a tenant have a priority that is counted to this owner; see
+        `Hints`.
         """
         return self._tenants[tenant].owned
 
     @locked
     def recount(self) -> None:
-        """Count the known priorities again after an exception, and pass them to the policies, which were made anew."""
+        """Count the known priorities again after an exception. Passes the priorities to the policies, which are new
+        objects.
+        """
         self._priorities, self._sessions = self._priorities.rebuilt(), self._sessions.rebuilt()
         self._wished.clear()
         self._ending, self._tenants = {}, {}
@@ -348,7 +364,7 @@ class Hints:
 
     @locked
     def expire(self) -> None:
-        """End expired priorities, and forget old sessions."""
+        """Remove expired priorities, and forget old sessions."""
         now = self._clock()
         for wish, chain in self._priorities.due(now):
             self._end(wish, chain)
@@ -357,9 +373,7 @@ class Hints:
 
 
 def _session_key(owner: bytes, name: str) -> bytes:
-    """Return a digest of the owner and the session's name, which may have any length. The digest is empty if the name
-    is empty, because there is no session then.
-    """
+    """Return a 32-byte digest of the owner and the session's name, or b"" for an empty name, which means no session."""
     if not name:
         return b""
     text = name.encode("utf-8", "surrogatepass")

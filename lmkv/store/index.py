@@ -1,10 +1,10 @@
-"""The index of a lower tier: the keys of the tier's chunks, their sizes, and how much of the tier's capacity they take.
+"""The index of a lower tier: the keys of the tier's chunks, their sizes, and the number of used bytes.
 
-A key is absent, being written, or stored. A stored key whose chunk could not be read is *distrusted*: the key takes
-capacity, but requests do not find it. A write of the chunk, or a listing that finds it, ends the distrust. A
-*tombstone* is a key that is never served again, although its bytes are still on the medium. While these bytes are being
-deleted, the tombstone is *reclaimed*. Only an absent key, a distrusted key or a tombstone can be written, so that old
-bytes are never taken for new ones.
+A key is absent, being written, or stored. A stored key whose chunk could not be read is *distrusted*: its bytes still
+count, but requests do not find the chunk. Distrust ends when the chunk is written again, or when a listing or lookup
+finds it. A *tombstone* is a key that is never served again, although its bytes are still on the medium. While these
+bytes are being deleted, the tombstone is *reclaimed*. Only an absent key, a distrusted key or a tombstone can be
+written, so that old bytes are never taken for new ones.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Victims(dict[ChunkKey, int]):
 
 @define(eq=False)
 class ScanGuard:
-    """The keys that have changed since a scan (a listing or a lookup) of the medium started. For these keys, the
-    results of the scan are stale.
+    """The keys that have changed since a scan of the medium (a listing or a lookup) started.
 
-    `valid`: False after a `clear`; then no result of the scan may be indexed.
+    For these keys, the results of the scan are stale. `valid`: False after `TierIndex.clear`; then no result of the
+    scan may be indexed.
     """
 
     changed: set[ChunkKey] = field(factory=set)
@@ -47,11 +47,10 @@ class TierIndex:
     """The keys of a lower tier's chunks, with their sizes and the order of eviction. The caller holds the store's lock.
 
     `used`: bytes of the chunks that are stored or being written, never more than `capacity`. The bytes of tombstones
-    (deleted keys) do not count. These bytes are deleted before other bytes are written in their place, so the medium
-    does not exceed the capacity either.
+    (deleted keys) do not count, because they are deleted before other bytes are written in their place.
 
-    `other_namespace`: how many of the chunks belong to other namespaces (see `SharesRoom`); such chunks are evicted
-    like all others. `name`: the name of the tier, for the `observers`.
+    `other_namespace`: how many of the chunks belong to other namespaces (see `SharesRoom`); the tier evicts such chunks
+    like all others. `name`: the tier's name, which `observers` receive.
     """
 
     def __init__(
@@ -108,13 +107,13 @@ class TierIndex:
         return next(iter(self._sizes), None)
 
     def sizes(self) -> dict[ChunkKey, int]:
-        """Return the size in bytes of each stored chunk, including distrusted ones, in O(chunks) time."""
+        """Return the size in bytes of each stored chunk, including distrusted (unreadable) chunks. Takes O(chunks)
+        time.
+        """
         return self._unseen | self._sizes
 
     def snapshot(self) -> Stored:
-        """Return the keys of all chunks, one collection for each state (stored, being written, deleted). Takes
-        O(chunks) time.
-        """
+        """Return the keys in each state: stored, being written, deleted. Takes O(chunks) time."""
         keys = self._writing, self._rewriting, self._tombstones, self._reclaiming
         return Stored(self.sizes(), self._reclaiming_bytes, *map(frozenset, keys))
 
@@ -127,8 +126,8 @@ class TierIndex:
         self.order.hold(key)
 
     def end_read(self, key: ChunkKey) -> None:
-        """Allow the chunk's eviction again after a read, which counts as a use. The chunk may have been removed
-        meanwhile.
+        """Allow the eviction of a chunk again after a read, which counts as a use. Other threads may have removed the
+        chunk.
         """
         self._reading.discard(key)
         if self._has(key):
@@ -137,17 +136,17 @@ class TierIndex:
     # -- writing ------------------------------------------------------------------------------------------
 
     def knows(self, key: ChunkKey) -> bool:
-        """Return whether the key is stored and not distrusted, or being written."""
+        """Return whether the key is being written, or stored and not distrusted (unreadable)."""
         return key in self or key in self._writing
 
     def begin_write(
         self, key: ChunkKey, nbytes: int, protect: Callable[[], frozenset[ChunkKey]] = frozenset
     ) -> Victims | None:
-        """Reserve capacity for a chunk, and return the chunks that the caller must delete before it writes.
+        """Reserve capacity for a chunk. Returns the chunks that the caller must delete before it writes.
 
         After the deletion, the caller passes the returned chunks to `reclaimed`. Returns None if there is not enough
-        capacity, or while old bytes of this key are being deleted. `protect()` returns the keys that must not be
-        evicted; it is called only if something must be evicted.
+        capacity, if the chunk is known, or while old bytes of this key are being deleted. `protect`: a function that
+        returns the keys that must not be evicted.
         """
         if self.clearing or self.knows(key) or key in self._reclaiming:
             return None
@@ -167,8 +166,9 @@ class TierIndex:
         return self.take_tombstones(max(0, nbytes - self._rewriting.get(key, 0)))
 
     def evict_more(self, nbytes: int, protect: Callable[[], frozenset[ChunkKey]]) -> Victims | None:
-        """Evict chunks of `nbytes` bytes, although the tier's capacity does not require it. Returns these chunks, or
-        None if there are too few.
+        """Evict chunks of at least `nbytes` bytes, although the tier's capacity does not require an eviction.
+
+        Returns the evicted chunks, or None if too few chunks can be evicted.
         """
         evicted = self._evict_bytes(nbytes, protect)
         if evicted is None:
@@ -179,8 +179,9 @@ class TierIndex:
     def end_write(
         self, key: ChunkKey, nbytes: int, *, stored: bool, wanted: bool = True, parent: ChunkKey = b""
     ) -> None:
-        """End a write. If `stored`, index the chunk; if no longer `wanted`, make it a tombstone, so that its bytes are
-        deleted.
+        """Note the result of a write. A chunk that is `stored` and still `wanted` is indexed.
+
+        If no longer wanted, a stored chunk becomes a tombstone, so that its bytes are deleted.
         """
         self._writing.pop(key, None)
         self._note(key)
@@ -192,7 +193,9 @@ class TierIndex:
             self._tombstones[key] = nbytes
 
     def _end_rewriting(self, key: ChunkKey, *, stored: bool, wanted: bool) -> None:
-        """End the write of a chunk that was distrusted, and restore the chunk if the write has failed."""
+        """Note the result of writing a distrusted chunk again. If the write has failed, the old copy is indexed
+        again.
+        """
         nbytes = self._rewriting.pop(key, None)
         if nbytes is None or stored:
             return
@@ -215,7 +218,7 @@ class TierIndex:
         self._add_all((key,), nbytes, (parent,))
 
     def _add_all(self, keys: Sequence[ChunkKey], nbytes: int, parents: Sequence[ChunkKey]) -> None:
-        """Index chunks of `nbytes` bytes each, with the arguments of `Policy.insert_chain`."""
+        """Add chunks of `nbytes` bytes each to the index and to the policy; see `Policy.insert_chain`."""
         self.order.insert_chain(keys, nbytes, parents)
         # In the order of the policy, which may have to be made anew of them.
         self._sizes.update(dict.fromkeys(reversed(keys), nbytes))
@@ -252,19 +255,19 @@ class TierIndex:
             self.order.discard(key)
 
     def distrust(self, key: ChunkKey) -> None:
-        """Mark a chunk as distrusted because it could not be read, although its bytes may be right."""
+        """Mark a chunk as distrusted: its bytes may be right, but a read has failed."""
         if key in self:
             self._tell_removed(key)
             self._distrusted.add(key)
 
     def _trust(self, key: ChunkKey) -> None:
-        """Trust a distrusted chunk again, because it was seen on the medium."""
+        """Let requests find a distrusted chunk again, because a scan has seen the chunk on the medium."""
         if key in self._distrusted:
             self._distrusted.discard(key)
             self._tell_stored(key)
 
     def mark_deleted(self, keys: Iterable[ChunkKey], *, unknown: bool = False) -> None:
-        """Make chunks tombstones: requests no longer find the chunks, and their bytes are deleted later.
+        """Turn chunks into tombstones. Requests no longer find such chunks, and their bytes are deleted later.
 
         `unknown`: whether keys that are not indexed become tombstones as well.
         """
@@ -279,9 +282,10 @@ class TierIndex:
                 self._tombstones[key] = 0
 
     def clear(self) -> Collection[ChunkKey]:
-        """Mark all chunks except those of other namespaces as deleted, even unindexed ones. Returns the indexed keys.
+        """Mark all chunks as deleted, even unindexed ones, except the chunks of other namespaces. Returns the indexed
+        keys.
 
-        Ends a listing under way.
+        A running listing ends.
         """
         stored = {key: nbytes for key, nbytes in self.sizes().items() if not _is_other_namespace(key)}
         self.mark_deleted(stored)
@@ -294,8 +298,9 @@ class TierIndex:
         return stored
 
     def take_tombstones(self, replaced_by: int = 0) -> Victims:
-        """Return the tombstones, whose bytes the caller must delete. `replaced_by`: the number of bytes that the caller
-        then writes.
+        """Return all tombstones (deleted keys). The caller must delete their bytes.
+
+        `replaced_by`: the number of bytes that the caller will write afterwards.
         """
         victims, self._tombstones = Victims(self._tombstones), {}
         self._reclaiming.update(victims)
@@ -304,8 +309,8 @@ class TierIndex:
         return victims
 
     def reclaimed(self, victims: Victims, ok: bool) -> None:
-        """Note that the bytes of `victims` are deleted. If not `ok`, the deletion has failed, and the victims are
-        tombstones again.
+        """Note that the bytes of `victims` are deleted. If not `ok`, the deletion has failed, and must be tried
+        again.
         """
         self._reclaiming.difference_update(victims)
         for key in victims:
@@ -317,7 +322,7 @@ class TierIndex:
     # -- scans of the medium ------------------------------------------------------------------------------
 
     def begin_scan(self) -> ScanGuard | None:
-        """Begin to note which keys change during a scan of the medium. Returns None while all chunks are being
+        """Start to record which keys change during a scan of the medium. Returns None while all chunks are being
         deleted.
         """
         if self.clearing:
@@ -334,7 +339,7 @@ class TierIndex:
             scan.changed.add(key)
 
     def add_found(self, sizes: Mapping[ChunkKey, int], scan: ScanGuard) -> None:
-        """Index chunks that a scan has seen, up to the capacity. `sizes`: the bytes of each chunk."""
+        """Index chunks that a lookup has found, up to the capacity. `sizes`: the bytes of each chunk."""
         if not scan.valid:
             return
         for key, nbytes in sizes.items():
@@ -355,9 +360,7 @@ class TierIndex:
         return not (self.knows(key) or key in scan.changed or self._is_deleted(key))
 
     def _refuse_late(self, key: ChunkKey, nbytes: int) -> bool:
-        """Make a key a tombstone if its bytes may be from before a clear. Returns whether the key is now a
-        tombstone.
-        """
+        """Mark a key as deleted if its bytes may be from before a `clear`. Returns whether the key is marked."""
         if key not in self.suspect or self.knows(key):
             return False
         if key not in self._reclaiming:
@@ -368,7 +371,7 @@ class TierIndex:
         return key in self._tombstones or key in self._reclaiming
 
     def begin_listing(self) -> bool:
-        """Begin a listing of the medium. Returns False if a listing is not possible now."""
+        """Begin a listing of the medium. Returns False while all chunks are being deleted."""
         self._listing = self.begin_scan()
         if self._listing is None:
             return False
@@ -377,9 +380,10 @@ class TierIndex:
         return True
 
     def adopt(self, found: Sequence[Listed]) -> bool:
-        """Index chunks that a listing has found, oldest use first. Chunks beyond the capacity are deleted.
+        """Index chunks that a listing has found, least recently used first. Chunks beyond the capacity are deleted
+        later.
 
-        Returns False if `clear` was called since the listing began; the caller then ends the listing.
+        Returns False if `clear` was called since the listing began. The caller then stops the listing.
         """
         if self._listing is None:
             return False
@@ -423,11 +427,10 @@ class TierIndex:
                 self._tombstones[key] = nbytes
 
     def forget_unseen(self, most: int) -> bool:
-        """Drop up to `most` chunks that were stored before the listing began and that the listing has not found.
+        """Remove from the index up to `most` chunks that the listing has not found, because other processes have
+        deleted them.
 
-        Other processes have deleted these chunks.
-
-        Returns True while there may be more such chunks.
+        Only chunks that were stored before the listing began count. Returns True while there may be more such chunks.
         """
         for _ in range(min(most, len(self._unseen))):
             key, self._sizes[key] = self._unseen.popitem()
@@ -448,7 +451,7 @@ class TierIndex:
     # -- after an exception -------------------------------------------------------------------------------
 
     def recount(self, reading: Collection[ChunkKey]) -> None:
-        """Recount after an interrupted change. `reading`: the keys that are being read."""
+        """Recount bytes and chunks after an interrupted change. `reading`: the keys that are being read."""
         for key in self._sizes.keys() & self._unseen.keys():
             del self._unseen[key]
         sizes = self.sizes()

@@ -1,5 +1,6 @@
-"""The threads that read and write lower tiers. The store plans the work of these threads while it holds its lock, and
-queues the work afterwards.
+"""The threads that read and write lower tiers.
+
+The store plans jobs while it holds its lock, and queues the jobs afterwards.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class Priority(IntEnum):
 
 @define(eq=False)
 class Job:
-    """The function `work`, which an I/O thread runs and which handles its errors. If the pool refuses the job,
-    `refused` runs.
+    """A job for an I/O thread. `work` is the function to run, which handles its own errors.
 
-    Both functions get a `Deferred` as argument, for plans that run after the function. `lane`: the name of the tier.
+    `refused`: the function that runs if the pool refuses the job. Each function gets a `Deferred` for work that runs
+    afterwards. `lane`: the name of the tier.
     """
 
     work: Callable[[Deferred], None]
@@ -50,8 +51,9 @@ class Job:
 
 @define(eq=False)
 class Deferred:
-    """Plans that are made while a lock is held, and that run after its release. `callbacks` run after `jobs`, and must
-    not raise.
+    """Work that is planned while a lock is held, and that runs after the lock is released.
+
+    `jobs` are queued first; then `callbacks` run, which must not raise.
     """
 
     jobs: list[Job] = field(factory=list)
@@ -60,9 +62,8 @@ class Deferred:
     def run(self, submit: Callable[[Sequence[Job]], list[Job]]) -> None:
         """Run all plans, including plans that are added meanwhile. The caller holds no lock.
 
-        `submit`: `IOPool.submit`, which queues jobs and returns the refused ones. An exception in one plan, or Ctrl-C,
-        does not stop the other plans; the exception is raised at the end. The interrupted plan runs again, which is
-        harmless.
+        `submit`: `IOPool.submit`, which queues jobs and returns the refused jobs. If one plan raises, the other plans
+        still run; the exception is raised at the end. A plan that Ctrl-C interrupted runs again, which is harmless.
         """
         raised: BaseException | None = None
         tries = _TRIES
@@ -104,7 +105,9 @@ def deletion(work: Callable[[], None], lane: str) -> Job:
 
 @define(eq=False)
 class _Lane:
-    """The queues of a tier's jobs, and the number of the tier's threads. `running`: the number of running jobs."""
+    """The queues of one tier's jobs. `threads`: the number of the tier's threads. `running`: the number of running
+    jobs.
+    """
 
     wakeup: threading.Condition
     threads: int = 0
@@ -123,7 +126,7 @@ class _Lane:
         return None
 
     def take(self, first: Priority = Priority.LOAD) -> list[Job]:
-        """Remove and return the waiting jobs of priority `first` and of less urgent priorities."""
+        """Remove and return the waiting jobs of the priority `first` and of all less urgent priorities."""
         queues = [queue for priority, queue in self.queues.items() if priority >= first]
         taken = [job for queue in queues for job in queue]
         for queue in queues:
@@ -132,11 +135,11 @@ class _Lane:
 
 
 class IOPool:
-    """Runs jobs on `threads` daemon threads for each lane, at least two, in the order of priorities. Thread-safe.
+    """Runs jobs on daemon threads, most urgent priority first. Thread-safe.
 
-    Each tier has a lane: queues and threads for this tier only. So a tier that hangs delays no other tier. A quarter of
-    a lane's threads, at least one, runs only loads, so that no load waits for a write or a deletion. A closed pool
-    refuses jobs.
+    Each tier has a lane: its own queues and up to `threads` threads (at least two). So a tier that hangs delays no
+    other tier. A quarter of a lane's threads, at least one, runs only loads and prefetches, so that they never wait for
+    a write. A closed pool refuses jobs.
     """
 
     def __init__(self, threads: int = 16, name: str = "lmkv-io") -> None:
@@ -150,7 +153,9 @@ class IOPool:
         self._closed = False
 
     def submit(self, jobs: Sequence[Job]) -> list[Job]:
-        """Queue jobs, and return the refused jobs: all of them if the pool is closed, else none."""
+        """Queue jobs. Returns the refused jobs: all if the pool is closed, and those of a tier whose threads cannot be
+        started.
+        """
         with self._lock:
             lanes = {name: self._lane(name) for name in {job.lane for job in jobs}}
             queued = [self._queue(lanes[job.lane], job) for job in jobs]
@@ -174,8 +179,9 @@ class IOPool:
         return not self._closed
 
     def withdraw(self, lane: str, first: Priority) -> list[Job]:
-        """Remove and return a lane's waiting jobs of priority `first` and of less urgent priorities, most urgent
-        first.
+        """Remove and return a lane's waiting jobs of the priority `first` and of all less urgent priorities.
+
+        The most urgent jobs come first.
         """
         with self._lock:
             jobs = self._lane(lane).take(first)
@@ -184,7 +190,9 @@ class IOPool:
 
     @locked
     def _start_threads(self, lane: _Lane) -> None:
-        """Start as many threads as the lane has work for. The last threads of a lane run only loads."""
+        """Start threads for the lane's pending jobs, up to the limit. The last threads of a lane run only loads and
+        prefetches.
+        """
         while lane.threads < min(self._size, lane.pending):
             name, loads_only = f"{self._name}-{len(self._threads)}", lane.threads >= self._storing
             thread = threading.Thread(target=self._work, args=(lane, loads_only), name=name, daemon=True)
@@ -238,25 +246,23 @@ class IOPool:
             return self._pending
 
     def after_fork(self) -> None:
-        """Reset the pool in a forked child, which has none of the threads, and where the pool's lock may be held
-        forever.
-        """
+        """Reset the pool in a forked child. The child has none of the threads, and the lock may be held forever."""
         self._lock = threading.Lock()
         self._idle = Bell()
         self._threads, self._lanes, self._closed = [], {}, True
 
     def runs_here(self) -> bool:
-        """Return whether the calling thread is one of the pool's threads. Such a thread cannot wait for the pool."""
+        """Return whether the calling thread belongs to the pool. Such a thread cannot wait for the pool's jobs."""
         return threading.current_thread() in self._threads
 
     def drain(self, timeout: float) -> bool:
-        """Wait until no job waits or runs, for at most `timeout` seconds. Returns False if the time was too short."""
+        """Wait until no job waits or runs, for at most `timeout` seconds. Returns False if jobs are left."""
         return self._idle.wait_for(lambda: not self.pending, timeout)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Finish the queued jobs, for at most `timeout` seconds, and end the threads. Idempotent.
+        """Finish the queued jobs, for at most `timeout` seconds, and stop the threads. Idempotent.
 
-        Returns False if a job hangs. Its daemon thread then keeps running, and queued jobs are dropped.
+        Returns False if a job hangs. The job's daemon thread then keeps running, and queued jobs are dropped.
         """
         deadline = time.monotonic() + timeout
         self.drain(timeout)

@@ -1,4 +1,4 @@
-"""Leases and reservations, by which callers use slots of host memory for reading and for writing."""
+"""Leases and reservations: handles with which callers read and fill slots of host memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmkv.store.writes import Part, SlotAllocator, Writes
 
 
 class Lease(AbstractContextManager["Lease"]):
-    """Keeps chunks from the start of a request in host memory until `release`, so that their slots can be read."""
+    """Keeps the leading chunks of a request in host memory until `release`, so that the caller can read their slots."""
 
     def __init__(self, chunks: Sequence[Entry], release: Callable[[Lease], None]) -> None:
         self.chunks = chunks
@@ -42,7 +42,7 @@ class Lease(AbstractContextManager["Lease"]):
         return [chunk.key for chunk in self.chunks]
 
     def release(self) -> None:
-        """End the lease, so that its chunks can be evicted. Idempotent. Takes the store's lock."""
+        """End the lease, so that the store may evict its chunks. Idempotent. Takes the store's lock."""
         if not self.released:
             self._release(self)
 
@@ -53,9 +53,9 @@ class Lease(AbstractContextManager["Lease"]):
 class Reservation(AbstractContextManager["Reservation"]):
     """Slots of host memory for chunks that a caller is about to store. Not thread-safe.
 
-    Fill `slots`, then call `commit`. `accepted`: how many wanted keys, from the first one on, are reserved here, stored
-    already, or being stored by another caller. `accepted` is smaller than the number of wanted keys if the next key
-    gets no slot. The end of the `with` block frees slots that were not committed.
+    Fill `slots`, then call `commit`. `accepted`: how many of the wanted keys, from the first one on, are reserved here,
+    stored already, or being stored by another caller. If a wanted key gets no slot, this key and all later keys do not
+    count. The end of the `with` block frees slots that were not committed.
     """
 
     def __init__(self, entries: dict[ChunkKey, Entry], accepted: int, commit: _End, abort: _End) -> None:
@@ -80,7 +80,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         return len(self._open)
 
     def commit(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """Declare the slots of `keys` (by default all) filled, so that requests find the chunks. Takes the store's
+        """Mark the slots of `keys` (by default all) as filled, so that requests find the chunks. Takes the store's
         lock.
         """
         self._end(keys, self._commit)
@@ -94,8 +94,9 @@ class Reservation(AbstractContextManager["Reservation"]):
             how(self, keys)
 
     def take(self, keys: Sequence[ChunkKey] | None) -> list[Entry]:
-        """Remove the entries of `keys` (all if None) from the reservation, and return them. The caller holds the
-        store's lock.
+        """Remove the entries of `keys` (all if None) from the reservation, and return the entries.
+
+        The caller holds the store's lock.
         """
         if keys is None:
             entries, self._open = list(self._open.values()), {}
@@ -112,10 +113,10 @@ _End: TypeAlias = Callable[[Reservation, Sequence[ChunkKey] | None], None]
 
 @define(eq=False, repr=False)
 class Holders(Part):
-    """Makes and ends leases and reservations (together: holders), and knows all holders that have not ended.
+    """Creates leases and reservations (together: holders), and knows all holders that have not ended.
 
-    If an exception comes before the caller receives a holder, the holder may be garbage-collected before its end. A
-    recount of the store then frees the holder's slots.
+    After an exception, a holder may be garbage-collected without being ended. A recount of the store then frees its
+    slots.
     """
 
     _allocator: SlotAllocator
@@ -131,8 +132,8 @@ class Holders(Part):
 
     @locked
     def entries(self) -> Iterator[tuple[Entry, bool]]:
-        """Yield, for each reference of a holder to an entry, the entry and whether the holder fills the entry's
-        slot.
+        """Yield `(entry, fills)` for each reference of a holder to an entry. `fills`: whether the holder fills the
+        entry's slot.
         """
         # A copy, because the garbage collector may run in between.
         for key, found in list(self._holders.items()):
@@ -145,7 +146,7 @@ class Holders(Part):
                 self._holders.pop(key, None)
 
     def lease(self, keys: Sequence[ChunkKey]) -> Lease:
-        """Make a lease; see `TieredStore.lease`."""
+        """Create a lease; see `TieredStore.lease`."""
         with self._lock, self._changes:
             entries = self._primary.leading_ready(keys)
             self._primary.use(entries)
@@ -165,7 +166,7 @@ class Holders(Part):
     def reserve(
         self, keys: Chain, parent: ChunkKey, tokens: bytes, origins: Sequence[bytes], chain: Chain, after: Deferred
     ) -> Reservation:
-        """Make a reservation; see `TieredStore.reserve`, where `chain` is called `protect`."""
+        """Create a reservation; see `TieredStore.reserve`, where `chain` is called `protect`."""
         entries: dict[ChunkKey, Entry] = {}
         accepted = 0
         width = len(tokens) // len(keys) if keys else 0
@@ -212,8 +213,8 @@ class Holders(Part):
 
     @locked
     def _only_copies(self, keys: Sequence[ChunkKey], chain: Sequence[ChunkKey]) -> set[ChunkKey] | None:
-        """Return the chunks of `chain` before `keys` that no lower tier stores, or None if `keys` require no
-        eviction.
+        """Return the chunks of `chain` before `keys` that no lower tier stores, or None if enough slots for `keys` are
+        free.
         """
         if self._primary.slab.free_slots >= len(keys):
             return None

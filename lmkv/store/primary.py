@@ -1,8 +1,8 @@
-"""Host memory as a tier: knows the slot of each chunk, its number of references, and whether it may be evicted.
+"""Host memory as a tier: the slot and the references of each chunk, and whether the chunk may be evicted.
 
-A chunk is absent, then WRITING (reserved) or LOADING (promoted), then READY, and absent again;
-docs/development/concurrency.md has the table. This module never locks, waits, copies or calls back, because the store
-calls it while it holds its lock.
+A chunk starts absent, becomes WRITING (reserved) or LOADING (promoted), then READY, and at the end absent again;
+docs/development/concurrency.md has the table. The store calls this module while it holds its lock. Therefore this
+module never takes a lock, waits, or copies KV.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ _refs = attrgetter("refs")
 
 @runtime_checkable
 class HostMemory(Protocol):
-    """A backend with slots that a store can take over. Only such a backend can be the first tier of a store."""
+    """A backend of slots in host memory, which a store can take over. The first tier of a store must have such a
+    backend.
+    """
 
     def take_slab(self) -> Slab: ...
 
 
 class PrimaryTier:
-    """The chunks in host memory. `retain`: False if host memory is only a buffer, which keeps a chunk only while the
-    chunk is in use.
+    """The chunks in host memory.
 
-    `spans`, `sizes`: see `Payloads`. `shares`: the `Share` of tails and the `Share` of states, by the type of the keys.
+    `retain`: False if host memory is only a buffer, which drops a chunk as soon as nothing uses the chunk. `spans`,
+    `sizes`: see `Payloads`. `shares`: by key type, the `Share` of tails and the `Share` of recurrent states.
     """
 
     def __init__(
@@ -81,10 +83,9 @@ class PrimaryTier:
         return self.order.policy
 
     def slots_for_wishes(self, kind: type) -> int:
-        """Return how many more slots of a kind pins and prefetches may keep. Loads and stores keep an eighth of each
-        kind.
+        """Return how many more slots pins and prefetches may keep for keys of type `kind`: chunks, tails or states.
 
-        `kind`: the type of the keys, which differs for chunks, tails and states.
+        Pins and prefetches leave an eighth of these slots to loads and stores.
         """
         slots: int = self.slab.num_slots
         left = slots - max(1, slots // 8) - self.wished.total()
@@ -94,14 +95,14 @@ class PrimaryTier:
         return max(0, left)
 
     def slots_of(self, share: float, kind: type) -> int:
-        """Return `share` (0 to 1) of the number of slots for keys of type `kind`: 0 for a share of 0, else at
-        least 1.
+        """Return the fraction `share` (0 to 1) of the slots for keys of type `kind`, at least 1 slot if `share` is not
+        0.
         """
         slots = self.shares[kind].limit if kind in self.shares else self.slab.num_slots
         return max(1, int(slots * share)) if share > 0 else 0
 
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
-        """Return a chunk's tenant, and the tenant's part of the slots. Without quotas, no chunk has a tenant."""
+        """Return a chunk's tenant and the tenant's fraction of the slots, 0 to 1. Without quotas: `("", 1.0)`."""
         return self.order.part_of(key, parent)
 
     def leading_ready(self, keys: Iterable[ChunkKey]) -> list[Entry]:
@@ -114,7 +115,7 @@ class PrimaryTier:
         return found
 
     def use(self, entries: Sequence[Entry]) -> None:
-        """Add a reference to each of a prompt's READY entries, and note the use of these entries."""
+        """Add a reference to each of a prompt's READY entries, and count a hit for each entry."""
         for entry in entries:
             self.ref(entry)
             if entry.prefetched:
@@ -124,7 +125,7 @@ class PrimaryTier:
         self.counters.hits += len(entries)
 
     def _touch_shares(self, entries: Sequence[Entry]) -> None:
-        """Note the use of a prompt's tail or states, which are the last of `entries`."""
+        """Mark a prompt's tail or states, which are the last of `entries`, as just used."""
         for entry in reversed(entries):
             share = self.shares.get(type(entry.key))
             if share is None:
@@ -134,7 +135,7 @@ class PrimaryTier:
     # -- references ---------------------------------------------------------------------------------------
 
     def ref(self, entry: Entry) -> None:
-        """Add a reference to an entry, which is then not evicted until its last reference is dropped."""
+        """Add a reference to an entry. An entry with references is not evicted."""
         if not entry.refs:
             self.referenced += 1
             if type(entry.key) in self.shares:
@@ -146,7 +147,7 @@ class PrimaryTier:
         entry.refs += 1
 
     def unref(self, entry: Entry) -> None:
-        """Drop one reference. For a prompt, call `unref` for the last chunk first, so that the first chunk is evicted
+        """Remove one reference. For a prompt, call `unref` for the last chunk first, so that the first chunk is evicted
         last.
         """
         entry.refs -= 1
@@ -168,7 +169,7 @@ class PrimaryTier:
             self.order.insert_chain((entry.key,), self.slot_bytes, (entry.parent,))
 
     def unref_chain(self, entries: Sequence[Entry]) -> None:
-        """Drop one reference to each entry of a prompt, given first to last, in one call of the policy."""
+        """Remove one reference from each of a prompt's entries, given first to last, with one call of the policy."""
         keys: list[ChunkKey] = []
         parents: list[ChunkKey] = []
         rest: list[Entry] = []
@@ -192,7 +193,7 @@ class PrimaryTier:
     def enter(
         self, key: ChunkKey, slot: int, state: State, parent: ChunkKey = b"", tokens: bytes = b"", origin: bytes = b""
     ) -> Entry:
-        """Make an entry, with one reference for the writer or load that fills it."""
+        """Create an entry with one reference, which belongs to the writer or load that fills the slot."""
         entry = self.entries[key] = Entry(key, slot, state, parent, tokens, origin)
         if type(key) is not bytes and type(key) in self.shares:
             self.shares[type(key)].add(entry, *self.part_of(key, parent))
@@ -204,7 +205,7 @@ class PrimaryTier:
         return entry
 
     def mark_chain_ready(self, entries: Sequence[Entry]) -> None:
-        """Mark a prompt's entries as READY, and remove each tail whose tokens are a prefix of an entry's tokens."""
+        """Mark a prompt's entries as READY. Removes each unused tail whose tokens are a prefix of an entry's tokens."""
         written = 0
         for entry in entries:
             if entry.origin or entry.removed or entry.state is not _WRITING:
@@ -224,9 +225,7 @@ class PrimaryTier:
         self._freezer.added(written, len(self.entries))
 
     def mark_ready(self, entry: Entry) -> None:
-        """Mark an entry as READY, because its bytes are complete. The writer or load that filled the entry keeps its
-        reference.
-        """
+        """Mark an entry as READY: its slot is filled. The writer or load that filled the slot keeps its reference."""
         if not entry.removed:
             if entry.state is _WRITING:
                 self.writing -= 1
@@ -239,7 +238,9 @@ class PrimaryTier:
         entry.state = _READY
 
     def remove(self, entry: Entry) -> None:
-        """Remove an entry from the index, filled or not. Its slot is freed with its last reference. Idempotent."""
+        """Remove an entry from the index, even an unfilled one. Its slot is freed with its last reference.
+        Idempotent.
+        """
         if entry.removed:
             return
         entry.removed = True
@@ -267,8 +268,9 @@ class PrimaryTier:
     # -- eviction -----------------------------------------------------------------------------------------
 
     def victims(self, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset(), slots: int = 1) -> Sequence[Entry]:
-        """Return entries to evict for `slots` slots, or none if there are too few. The caller removes or flushes these
-        entries.
+        """Choose entries to evict for `slots` slots. Returns no entry if too few can be evicted.
+
+        The caller removes these entries, or flushes (writes) them to lower tiers.
         """
         evicted = self.order.evict(slots * self.slot_bytes, protect)
         entries = [self.entries[key] for key in evicted or ()]
@@ -278,9 +280,7 @@ class PrimaryTier:
         return entries
 
     def evict(self, protect: frozenset[ChunkKey] | set[ChunkKey], slots: int) -> None:
-        """Evict and remove entries until `slots` slots become free, or evict none if there are too few evictable
-        entries.
-        """
+        """Evict entries and free their slots, `slots` in number. Evicts nothing if too few entries can be evicted."""
         entries, observers, free = self.entries, self._observers, []
         evicted = self.order.evict(slots * self.slot_bytes, protect) or ()
         for key in evicted:
@@ -299,9 +299,9 @@ class PrimaryTier:
         self.slab.free(*free)
 
     def evict_from(self, share: Share, key: ChunkKey) -> Entry | None:
-        """Return an entry of the share to evict for the key, or None if all are in use.
+        """Return an entry of `share` to evict for a new chunk `key`, or None if all entries are in use.
 
-        The caller removes or flushes the entry.
+        The caller removes the entry, or flushes (writes) it to lower tiers.
         """
         victim = share.oldest_unused(self.part_of(key)[0])
         if victim is not None and victim.in_policy:
@@ -311,7 +311,9 @@ class PrimaryTier:
         return victim
 
     def begin_flush(self, victim: Entry) -> None:
-        """Keep an evicted entry until it is written to lower tiers, or longer if somebody leases it."""
+        """Keep an evicted entry until lower tiers have its bytes. If a request leases the entry meanwhile, the entry
+        stays.
+        """
         victim.flushing = True
         victim.refs = 1
         if type(victim.key) in self.shares:
@@ -326,8 +328,8 @@ class PrimaryTier:
     # -- all of it ----------------------------------------------------------------------------------------
 
     def clear(self) -> list[ChunkKey]:
-        """Remove all entries, and return their keys. A slot with references keeps its bytes until the last reference
-        ends.
+        """Remove all entries, and return their keys. A slot with references is freed after its last reference is
+        removed.
         """
         keys = list(self.entries)
         for entry in list(self.entries.values()):
@@ -335,11 +337,10 @@ class PrimaryTier:
         return keys
 
     def recount(self, refs: Mapping[Entry, int], filled: Collection[Entry]) -> None:
-        """Recount references, shares and free slots after a change that was interrupted.
+        """Recount references, shares and free slots after an interrupted change.
 
-        `refs`: the number of references to each entry. `filled`: entries that a writer or load is filling and will mark
-        as READY, or remove. If an exception interrupts the recount, another call does the same work: entries change
-        first, counts last.
+        `refs`: the number of references to each entry. `filled`: entries that a writer or load is still filling. If an
+        exception interrupts the recount, another call does the same work, because counts change last.
         """
         entries = {}
         for key, entry in self.entries.items():
@@ -380,9 +381,7 @@ class PrimaryTier:
         return Content(self._chains(known), [entry.key for entry in known if entry.refs])
 
     def _chains(self, entries: Iterable[Entry]) -> Iterator[tuple[Sequence[ChunkKey], int, Sequence[ChunkKey]]]:
-        """Yield arguments of `Policy.insert_chain` for each run of entries that were stored one after the other for one
-        prompt.
-        """
+        """Yield arguments of `Policy.insert_chain` for each run of consecutive chunks of one prompt."""
         keys: list[ChunkKey] = []
         parents: list[ChunkKey] = []
         for entry in entries:

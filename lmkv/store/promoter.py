@@ -31,10 +31,10 @@ _MAX_RELEASED: Final = 64
 class _Work:
     """A promotion (a read of chunks into host memory), and the part of its state that callers do not see.
 
-    `end`: the time at which its time to live is over. `owner`: the owner of the request. `tenant`: the tenant of the
-    chunks. `part`: the tenant's part of host memory, 0 to 1. `missing`: keys that wait for `lookup`, or for slots while
-    chunks are flushed. `awaited`: for each tier, the entries that the tier has not filled yet. `chain`: all keys of the
-    request; the promotion may be its beginning.
+    `end`: the time at which the promotion expires. `owner`: the client who made the request. `tenant`: the tenant of
+    the chunks. `part`: the tenant's fraction of host memory, 0 to 1. `missing`: keys that wait for `lookup`, or for the
+    slots of chunks that are being flushed. `awaited`: the unfilled entries, each with the name of the tier that fills
+    it. `chain`: all keys of the request, of which the promotion may be the beginning.
     """
 
     promotion: Promotion
@@ -53,7 +53,7 @@ class _Work:
 
 @define(eq=False)
 class _Load:
-    """The read that fills an entry. `prefetch`: whether only prefetches want the entry."""
+    """The read that fills an entry's slot. `prefetch`: whether only prefetches need the entry."""
 
     tier: LowerTier
     prefetch: bool
@@ -62,9 +62,10 @@ class _Load:
 
 @define(eq=False, repr=False)
 class Promoter(Part):
-    """Runs the promotions of a store. `prefetch_share`: largest share of the slots for prefetched chunks.
+    """Runs a store's promotions: reads of chunks into host memory. `waiters`: the promotions that wait for each entry.
 
-    `waiters`: the promotions that wait for each entry. `forked`: whether this is a forked child, which has no threads.
+    `prefetch_share`: largest fraction of the slots for prefetched chunks. `forked`: whether this process is a forked
+    child, which has no threads.
     """
 
     _allocator: SlotAllocator
@@ -87,7 +88,7 @@ class Promoter(Part):
     """For each tenant, the prefetches and other promotions that have a time to live."""
 
     def snapshot(self) -> tuple[tuple[ChunkKey, ...], int]:
-        """Return the key of each entry that prefetches refer to, and how many promotions are not released."""
+        """Return the keys of the prefetched entries, and the number of promotions that are not released."""
         return tuple(entry.key for entry in self._prefetches), len(self._unreleased)
 
     @locked
@@ -104,7 +105,8 @@ class Promoter(Part):
     ) -> Promotion:
         """Begin a promotion now, or when `lookup` is done. The caller has released expired promotions.
 
-        If the promotion must evict chunks, the chunks of `chain` that no lower tier stores are evicted last.
+        `chain`: all keys of the request. If slots are needed, those chunks of `chain` that no lower tier stores are
+        evicted last.
         """
         promotion = Promotion(self.release, lambda: self.forked)
         end = math.inf if ttl is None else self._clock() + ttl
@@ -122,7 +124,9 @@ class Promoter(Part):
 
     @locked
     def _extend(self, work: _Work, keys: Sequence[ChunkKey], after: Deferred) -> None:
-        """Add chunks to a promotion, from `keys[0]` on. Chunks for which there is no slot yet become `missing`."""
+        """Add chunks to a promotion, from `keys[0]` on. If there is no slot yet, the remaining keys become
+        `missing`.
+        """
         work.missing = ()
         promotion = work.promotion
         parent = promotion.entries[-1].key if promotion.entries else b""
@@ -160,8 +164,8 @@ class Promoter(Part):
 
     @locked
     def _keep(self, work: _Work, after: Deferred) -> None:
-        """Note the size of a promotion that has a time to live. If there are too many such promotions, the oldest ones
-        end.
+        """Record the size of a promotion that has a time to live. If the sizes exceed a limit, release the oldest
+        promotions.
         """
         if work.promotion.released:
             return
@@ -179,8 +183,10 @@ class Promoter(Part):
 
     @locked
     def _finds_room(self, work: _Work, key: ChunkKey, after: Deferred) -> bool:
-        """Return whether a prefetch may use one more slot. If all slots for prefetches are in use, the owner with the
-        most loses its oldest prefetch, unless the prefetch's owner has as many.
+        """Return whether a prefetch may use one more slot.
+
+        If prefetches use all their slots, the owner with the most prefetched chunks loses its oldest prefetch. However,
+        an owner loses nothing to another owner with as many chunks.
         """
         if self._primary.entries.get(key) in self._tenants:
             return True
@@ -203,7 +209,7 @@ class Promoter(Part):
         after.jobs.append(Job(partial(self._load, entry), priority, partial(self._refused, entry), lane))
 
     def _join(self, work: _Work, entry: Entry, tier: LowerTier | None, after: Deferred) -> None:
-        """Add an entry to a promotion. The promotion then holds a reference to the entry, and waits until the entry is
+        """Add an entry to a promotion. The promotion then has a reference to the entry, and waits until the entry is
         filled.
         """
         self._primary.ref(entry)
@@ -254,7 +260,7 @@ class Promoter(Part):
 
     @locked
     def _end_load(self, entry: Entry, after: Deferred) -> None:
-        """Drop the reference of a load to its entry, after the load has succeeded or failed."""
+        """Remove a load's reference to its entry, after the load has succeeded or failed."""
         tier = self._loads.pop(entry).tier
         if entry.state is not State.READY:
             self._primary.remove(entry)
@@ -264,7 +270,9 @@ class Promoter(Part):
 
     @locked
     def settle(self, entry: Entry, after: Deferred) -> None:
-        """Note that an entry is READY, or was removed unfilled, and finish the promotions that waited only for it."""
+        """Note that an entry is READY, or was removed unfilled. Promotions that waited only for this entry are then
+        done.
+        """
         for work in self.waiters.pop(entry, ()):
             promotion, source = work.promotion, work.awaited.pop(entry)
             if entry.ready:
@@ -288,7 +296,7 @@ class Promoter(Part):
 
     @locked
     def abandon(self, entry: Entry, after: Deferred) -> None:
-        """Remove an entry that `is_stuck`. Its slot is freed when the load ends, which may never happen."""
+        """Remove an unfilled entry. Promotions no longer wait for the entry. Its last reference frees the slot."""
         self._primary.remove(entry)
         self.settle(entry, after)
 
@@ -308,7 +316,7 @@ class Promoter(Part):
 
     @locked
     def resume(self, after: Deferred) -> None:
-        """Continue waiting promotions, the oldest first, because slots may be free or a shared lookup may be done."""
+        """Continue the waiting promotions, oldest first. Slots may be free now, or a shared lookup may be done."""
         waiting, self._waiting = self._waiting, []
         for work in waiting:
             if work.lookup is not None and not work.lookup.done:
@@ -319,7 +327,7 @@ class Promoter(Part):
     # -- ends ---------------------------------------------------------------------------------------------
 
     def release(self, promotion: Promotion) -> None:
-        """Release a promotion's chunks. Idempotent. The caller does not hold the lock."""
+        """Release a promotion: allow the eviction of its chunks. Idempotent. The caller does not hold the lock."""
         self._change(partial(self._release, promotion))
 
     @locked
@@ -360,9 +368,9 @@ class Promoter(Part):
 
     @locked
     def end_prefetches(self, after: Deferred, removed: Collection[ChunkKey] | None = None) -> None:
-        """Release prefetches that have lost chunks, because the other chunks of such a prefetch are useless.
+        """Release prefetches that have lost a chunk, because a prefetch is useless after its first missing chunk.
 
-        `removed`: the lost chunks, or None to check all promotions with a time to live.
+        `removed`: the keys of the lost chunks. If None, all promotions with a time to live are released.
         """
         for work in list(self._unreleased.values()):
             if work.end < math.inf and (work.prefetch or removed is None):
@@ -374,7 +382,7 @@ class Promoter(Part):
 
     @locked
     def recount(self, refs: Counter[Entry]) -> set[Entry]:
-        """Count the references of promotions and loads, and return the entries that are being loaded."""
+        """Add the references of promotions and loads to `refs`. Returns the entries that loads are filling."""
         self._unreleased = {promotion: work for promotion, work in self._unreleased.items() if work.begun}
         self._prefetches, self._prefetched, self._tenants = Counter(), Counter(), {}
         self._kept = {}
@@ -425,7 +433,7 @@ class Promoter(Part):
 
     @locked
     def close(self, after: Deferred) -> None:
-        """Finish every waiting promotion without further loads."""
+        """Finish every waiting promotion without further loads, and abandon the running loads."""
         for work in self._waiting:
             work.missing = ()
             self._finish_if_complete(work, after)

@@ -1,4 +1,4 @@
-"""Handles that callers wait for: promotions of chunks into host memory, and lookups in shared tiers."""
+"""Handles with which callers wait: for promotions of chunks into host memory, and for lookups in shared tiers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CALLBACK_FAILED = "lmkv: the callback %r of a promotion failed: %r; lmkv contin
 
 @define(eq=False, repr=False)
 class Handle:
-    """A handle of work in other threads, for which callers can wait. Thread-safe."""
+    """A handle of work that other threads do. Callers can wait for the end of the work. Thread-safe."""
 
     done: bool = field(init=False, default=False)
     """Whether the work is finished."""
@@ -36,7 +36,7 @@ class Handle:
         return self._bell.wait_for(lambda: self.done, timeout)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the thread that finishes the work, or now if the work is done. `callback` must not
+        """Call `callback` on the thread that finishes the work, or now if the work is finished. `callback` must not
         block.
         """
         self._callbacks.append(callback)
@@ -44,7 +44,7 @@ class Handle:
             self._call_back()
 
     def finish(self) -> None:
-        """Mark the work as done. The thread that does the work calls `finish`, without the store's lock. Idempotent."""
+        """Mark the work as finished. Called by the thread that does the work, without the store's lock. Idempotent."""
         self.done = True
         self._bell.ring()
         self._call_back()
@@ -63,9 +63,9 @@ class Promotion(Handle):
 
     Notes
     -----
-    The chunks of a promotion stay in host memory until `release`. If several promotions want a chunk, the chunk is read
+    The chunks of a promotion stay in host memory until `release`. If several promotions need a chunk, the chunk is read
     once. When the promotion is `done`, its first `ready` chunks can be leased. Thread-safe. Only the store changes the
-    public attributes, under its lock.
+    attributes.
     """
 
     _release: Callable[[Promotion], None]
@@ -84,8 +84,8 @@ class Promotion(Handle):
         return f"<Promotion {state}: {self.ready} of {len(self)} chunks ready>"
 
     def __len__(self) -> int:
-        """Return the number of chunks in the promotion, from the first wanted key on. Some of these chunks may fail to
-        arrive.
+        """Return the number of chunks in the promotion, from the first key on. The reads of some chunks may still
+        fail.
         """
         return len(self.entries) if self.failed_at is None else self.failed_at
 
@@ -95,7 +95,7 @@ class Promotion(Handle):
 
     @property
     def ready(self) -> int:
-        """How many chunks, from the first one on, are in host memory by now."""
+        """Number of chunks, from the first one on, that are in host memory now."""
         for count, entry in enumerate(self.entries[: len(self)]):
             if not entry.ready:
                 return count
@@ -103,12 +103,14 @@ class Promotion(Handle):
 
     @property
     def sources(self) -> dict[str, int]:
-        """The number of chunks that each tier had when the promotion began, by the name of the tier."""
+        """For each tier name, the number of the promotion's chunks that were in this tier when the promotion needed
+        them.
+        """
         return dict(Counter(self.origins))
 
     @property
     def arrived(self) -> dict[str, int]:
-        """How many of the `ready` chunks came from each tier, by the name of the tier."""
+        """For each tier name, the number of the `ready` chunks that came from this tier."""
         return dict(Counter(self.origins[: self.ready]))
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -121,8 +123,9 @@ class Promotion(Handle):
         return super().wait(timeout)
 
     def release(self) -> None:
-        """Allow the eviction of the chunks, and cancel the reads that have not begun and that no other promotion needs.
-        Idempotent.
+        """Allow the eviction of the chunks. Idempotent.
+
+        Also cancels the reads that have not begun, unless another promotion needs them.
         """
         self._release(self)
 
@@ -131,11 +134,12 @@ class Promotion(Handle):
 class SharedLookup(Handle):
     """A search for chunks in shared tiers, which `TieredStore.look_up_shared` starts.
 
-    The search asks one tier after the other, fastest first, for the keys that no earlier tier has. The search ends
-    when all tiers have answered or failed, or, without `states`, as soon as all chunks are found. Thread-safe.
+    The search asks one tier after the other, fastest first, for the chunks that no earlier tier has. The search ends
+    when all tiers have answered or failed. Without `states`, the search also ends as soon as all chunks are found.
+    Thread-safe.
 
-    `states`: keys of the saved states of recurrent layers, which are searched for in every tier. `on_done`: a function
-    that is called once, without the store's lock. `seconds`: how long the search took, measured with `clock`.
+    `states`: keys of the saved states of recurrent layers, for which every tier is asked. `on_done`: a function that is
+    called once, without the store's lock. `seconds`: how long the search took, measured with `clock`.
     """
 
     _keys: Sequence[ChunkKey]

@@ -1,7 +1,7 @@
 """A lower tier of a store: an index, counters, and reads and writes of the tier's backend that never raise.
 
-Methods without `@locked` run on I/O threads. Such methods take the lock to plan and to note a result, but do not hold
-the lock during I/O.
+Methods without `@locked` run on I/O threads. Such methods hold the lock while they plan I/O and record its result, but
+not during the I/O.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class LowerTier:
     """A lower tier of a store: a backend and the index of its chunks.
 
     `payload_bytes`: a function that returns the size in bytes of a chunk, given its key. `lock`, `observers`: the lock
-    and the observers of the store. `times`: durations of the latest successful reads and writes, until
-    `Catalog.drain_latencies` takes them. `shared`: whether other processes write to the medium, so that the medium may
-    have chunks that the index does not know.
+    and the observers of the store. `times`: durations of the latest successful reads and writes, which
+    `Catalog.drain_latencies` collects. `shared`: whether other processes write to the medium. If so, the medium may
+    have chunks that are not indexed.
     """
 
     def __init__(
@@ -113,9 +113,7 @@ class LowerTier:
 
     @property
     def hangs(self) -> Priority | None:
-        """The most urgent priority of jobs that must not be queued, because calls of the backend hang; None if no call
-        hangs.
-        """
+        """If a call of the backend hangs: the most urgent priority of jobs that must not be queued. Otherwise None."""
         if self._reads.hangs or self._lookups.hangs:
             return Priority.LOAD
         return Priority.DELETION if any(each.hangs for each in (self._writes, self._others, self._clears)) else None
@@ -126,7 +124,9 @@ class LowerTier:
 
     @locked
     def wants(self, key: ChunkKey) -> bool:
-        """Return whether the tier should write the chunk: it is admitted, and neither stored nor being written."""
+        """Return whether to write the chunk: it is neither stored nor being written, and the admission filter accepts
+        it.
+        """
         return not self.index.knows(key) and (self.admission is None or self.admission.admit(key))
 
     def _cost(self, key: ChunkKey) -> int:
@@ -137,7 +137,7 @@ class LowerTier:
         return self._unless_hanging(lambda: checked(backend.stored_bytes(nbytes), int), nbytes)
 
     def _unless_hanging(self, call: Callable[[], T], default: T) -> T:
-        """Return the result of `call()`, or `default` if the call raises or an earlier call hangs. Not for reads and
+        """Return the result of `call()`, or `default` if `call` raises or an earlier call hangs. Not for reads and
         writes.
         """
         with self._lock:
@@ -170,17 +170,17 @@ class LowerTier:
 
     @locked
     def close(self) -> None:
-        """Stop serving and accepting chunks."""
+        """Stop serving and accepting chunks. The backend stays open."""
         self._closed = True
 
     # -- existence ----------------------------------------------------------------------------------------
 
     def look_up(self, keys: Sequence[ChunkKey], *, each: bool = False) -> int:
-        """Ask the backend for chunks that the index does not know, from `keys[0]` up to the first missing chunk. Index
-        the found chunks, and return their number.
+        """Ask the backend for chunks that are not indexed, and index the found chunks. Returns the number of found
+        chunks.
 
-        Each call asks for more keys than the call before, so a prompt whose chunks are missing costs few calls. `each`:
-        whether to ask for all keys in one call instead.
+        The search goes from `keys[0]` to the first missing chunk, in batches of increasing size. `each`: whether to ask
+        for all keys in one call instead.
         """
         with self._lock:
             scan = self.index.begin_scan() if self.usable else None
@@ -207,9 +207,7 @@ class LowerTier:
         return there
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return, for each key, whether the backend says that it has the chunk. Returns an empty list if the call
-        fails.
-        """
+        """Return, for each key, whether the backend has the chunk, or an empty list if the call fails."""
         answer: list[bool] = []
         with self._lock:
             call = self._lookups.begin()
@@ -223,9 +221,9 @@ class LowerTier:
         return answer
 
     def probe(self) -> None:
-        """Find out whether a failing tier works again, so that no request has to find out.
+        """Test a failing tier, so that no request has to be the test. If the tier works, it is used again.
 
-        A lookup does not prove that reads work. If reads have failed, `probe` also reads one chunk.
+        If reads have failed, `probe` also reads one chunk, because a lookup does not prove that reads work.
         """
         breakers = self._lookups, self._reads, self._writes
         with self._lock:
@@ -251,7 +249,7 @@ class LowerTier:
     # -- reading ------------------------------------------------------------------------------------------
 
     def read(self, key: ChunkKey, into: memoryview) -> bool:
-        """Fill `into` with an indexed chunk. Returns whether `into` now has the right bytes."""
+        """Read an indexed chunk into the buffer `into`. Returns whether `into` now has the right bytes."""
         with self._lock:
             call = self._reads.begin()
         if call is None:
@@ -285,7 +283,7 @@ class LowerTier:
 
     @locked
     def _note_read(self, key: ChunkKey, result: Read) -> bool:
-        """Note the result of reading a chunk. Returns True if the chunk's bytes are wrong and must be deleted."""
+        """Update the index after a read. Returns True if the chunk's bytes are wrong and must be deleted."""
         if isinstance(result.error, BackendUnavailable) and not self._failed_before(key):
             return False
         self._failed_once.discard(key)
@@ -301,8 +299,9 @@ class LowerTier:
 
     @locked
     def _failed_before(self, key: ChunkKey) -> bool:
-        """Return whether an earlier read of this chunk failed while other chunks could be read. Then the chunk may be
-        at fault, not the tier.
+        """Return whether an earlier read of this chunk failed while the tier worked.
+
+        If so, the cause is probably the chunk, not the tier.
         """
         if self._reads.state != "closed":
             self._failed_once.clear()
@@ -316,8 +315,8 @@ class LowerTier:
     def write(self, chunk: Chunk, is_wanted: Callable[[], bool], protect: Callable[[], frozenset[ChunkKey]]) -> None:
         """Write a chunk to the backend, after evicting other chunks if necessary.
 
-        `is_wanted`: a function that returns whether the chunk is still to be stored. `protect`: a function that returns
-        the keys that must not be evicted for the chunk. `write` calls both functions while it holds the lock.
+        `is_wanted`: a function that returns whether the chunk should still be stored. `protect`: a function that
+        returns the keys that must not be evicted for the chunk. Both functions are called while the lock is held.
         """
         if self.index.clearing:
             self.delete_all()
@@ -351,7 +350,7 @@ class LowerTier:
 
     @locked
     def _is_stored(self, key: ChunkKey, result: Written, *, wanted: bool) -> bool:
-        """Return whether the medium has the chunk's bytes now, and not bytes from before a clear."""
+        """Return whether the medium has the chunk's bytes now. Bytes from before a `clear` do not count."""
         index = self.index
         if result.status is WriteStatus.STORED:
             index.unanswered.discard(key)
@@ -384,8 +383,9 @@ class LowerTier:
     ) -> Written | None:
         """Delete the victims, and more chunks if other processes have filled the medium.
 
-        Returns the refused write if there is no space, else None. If a writer's reservation exceeds the capacity, the
-        writer first frees the exceeding bytes. So all processes together never exceed the capacity.
+        Returns None, or the refused write if there is no space. Processes that share the medium count their bytes
+        together. A writer whose `cost` brings the count above the capacity first frees the excess, so the capacity is
+        never exceeded.
         """
         if self.index.capacity is None:
             # Their room is not needed: if they cannot be deleted, other chunks are still written.
@@ -411,10 +411,9 @@ class LowerTier:
         return victims
 
     def _write(self, chunk: Chunk, cost: int, protect: Callable[[], frozenset[ChunkKey]]) -> Written:
-        """Write a chunk. If the medium is full although the tier's capacity is not reached, evict chunks once and write
-        again.
+        """Write a chunk. If the medium is full below the tier's capacity, evict chunks once and write again.
 
-        If the second write fails as well, because other programs fill the freed space, nothing is evicted for a while.
+        If other programs fill the freed space, so that this does not help, nothing is evicted for a while.
         """
         written = checked(self.backend.write(chunk), Written)
         with self._lock, self._changes:
@@ -452,16 +451,14 @@ class LowerTier:
     # -- deleting -----------------------------------------------------------------------------------------
 
     def reclaim(self) -> None:
-        """Delete the bytes of tombstones (keys that are no longer served). If a deletion fails, the next write tries it
-        again.
-        """
+        """Delete the bytes of tombstones (deleted keys). If a deletion fails, a later call or write tries again."""
         # Repeated for tombstones added while a call hung.
         while self._unless_hanging(self._reclaim_once, False):
             pass
 
     @property
     def _until_deleted(self) -> str:
-        """The consequence of a failed deletion, for the log."""
+        """The consequence of a failed deletion, for a log line."""
         what = "none of these chunks" if self.index.capacity is None else "no chunk"
         return f"lmkv writes {what} to this tier until a deletion works"
 
@@ -471,8 +468,8 @@ class LowerTier:
         return bool(victims) and self._tried("delete", lambda: self._reclaim(victims), then=self._until_deleted)
 
     def delete_all(self) -> None:
-        """Delete all chunks of the backend, even unlisted chunks. Until the deletion has succeeded, nothing is
-        written.
+        """Delete all chunks of the backend, even unindexed ones. Nothing is written until the deletion has
+        succeeded.
         """
         with self._lock:
             call = None if self._clearing else self._clears.begin()
@@ -489,9 +486,7 @@ class LowerTier:
             self._clearing = False
 
     def _tried(self, action: str, call: Callable[[], object], *, then: str = "") -> bool:
-        """Make a call, and log a failure of the call with its consequence `then`. Returns whether the call
-        succeeded.
-        """
+        """Return whether `call()` succeeded. If it raises, log the failure of `action` and the consequence `then`."""
 
         def run() -> bool:
             call()
@@ -504,9 +499,7 @@ class LowerTier:
         return attempt(run, failed)
 
     def _reclaim(self, victims: Victims) -> int:
-        """Delete the chunks that the index has evicted, and return the number of freed bytes. Raises the backend's
-        exceptions.
-        """
+        """Delete the bytes of evicted chunks, and return the number of freed bytes. Raises the backend's exceptions."""
         ok = False
         try:
             freed = self._delete(victims)

@@ -1,7 +1,7 @@
 """`TieredStore`: stores chunks in host memory and in lower tiers.
 
-One lock guards the metadata of all tiers; all parts of a store share this lock. No thread holds the lock during I/O,
-copies, log lines or callbacks. Each method plans such work in a `Deferred`, which runs after the lock is released.
+One lock guards the metadata of all tiers. No thread holds the lock during I/O, copies, log lines or callbacks. Each
+method plans such work in a `Deferred`, which runs after the lock is released.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TieredStore(Part):
         Largest share of the slots for prefetched chunks, 0 to 1.
     pin_share : float
         Largest share of the slots for pinned chunks, 0 to 1. With quotas, `prefetch_share` and `pin_share` are shares
-        of each tenant's quota. Pins and prefetches together leave an eighth of the slots free for loads.
+        of each tenant's quota. Pins and prefetches together leave an eighth of the slots for loads.
     retain : bool
         If False, host memory is only a buffer for lower tiers: a chunk leaves host memory as soon as nothing uses the
         chunk.
@@ -78,9 +78,8 @@ class TieredStore(Part):
 
     Notes
     -----
-    Thread-safe: one lock guards all metadata, and is never held during I/O or copies. The store closes the backends of
-    its tiers. A closed store stores nothing and finds nothing. In a forked child the store is closed. `catalog` tells
-    where chunks are.
+    Thread-safe. The store closes the backends of its tiers. A closed store stores nothing and finds nothing. In a
+    forked child the store is closed. `catalog` tells where chunks are.
 
     Examples
     --------
@@ -149,7 +148,7 @@ class TieredStore(Part):
         self._begin()
 
     def _begin(self) -> None:
-        """Begin to index the persistent tiers. No other thread uses the store yet."""
+        """Start the scanners, which index the persistent and shared tiers. No other thread uses the store yet."""
         try:
             for tier in self._tiers:
                 if tier.shared or isinstance(tier.backend, ListsKeys):
@@ -183,7 +182,7 @@ class TieredStore(Part):
         return self._holders.lease(keys)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note in every tier that a request has used the chunks `keys` of a prompt, given first to last."""
+        """Record in every tier's policy that a request has used the chunks `keys`, given first to last."""
         with self._lock, self._changes:
             for order in (self._primary.order, *(tier.index.order for tier in self._tiers)):
                 order.touch(keys)
@@ -203,8 +202,8 @@ class TieredStore(Part):
 
         `parent`: the key of the chunk before `keys[0]`. `tokens`: the token ids of the chunks `keys` as little-endian
         uint32, for backends that record token ids. `origins`: each chunk's `KeyChain.origin`, so that
-        `Catalog.longest_prefix` finds the chunk. `protect`: the keys of the whole prompt, first to last. If one of the
-        prompt's chunks comes before `keys`, it is evicted only if a lower tier stores it.
+        `Catalog.longest_prefix` finds the chunk. `protect`: the keys of the whole prompt, first to last. An earlier
+        chunk of this prompt is evicted only if a lower tier stores the chunk.
         """
 
         def plan(after: Deferred) -> Reservation:
@@ -214,15 +213,18 @@ class TieredStore(Part):
         return self._change(plan, Reservation.abort)
 
     def write_to_shared(self, keys: Sequence[ChunkKey]) -> int:
-        """Write chunks, from `keys[0]` on, to the shared tiers that lack these chunks. Returns how many chunks are in a
-        shared tier or being written to one.
+        """Write chunks, from `keys[0]` on, to the shared tiers that lack these chunks.
 
-        If a chunk is still being stored in host memory, it is written after its commit.
+        Returns how many chunks are in a shared tier or being written to one. A chunk that is still being stored in host
+        memory is written after its commit.
         """
         return self._change(partial(self._writes.write_to_shared, keys))
 
     def write_lost(self, keys: Sequence[ChunkKey]) -> None:
-        """Write chunks from host memory to the lower tiers without a capacity limit that have lost the chunks."""
+        """Write chunks from host memory to lower tiers that have lost these chunks.
+
+        Only tiers without a capacity count, because other tiers lose chunks by eviction.
+        """
         self._change(partial(self._writes.write_lost, () if self._closed else keys))
 
     # -- pins ---------------------------------------------------------------------------------------------
@@ -230,8 +232,9 @@ class TieredStore(Part):
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes = b"") -> int:
         """Keep chunks in host memory for `ttl` seconds, from `keys[0]` on, and return the number of pinned chunks.
 
-        Only chunks before the first one that is not in host memory are pinned. `owner`: an id of the client for whom
-        the pins count. If pins exceed their share of the slots, the oldest pins of the owner with the most pins end.
+        The first chunk that is not in host memory, and all later chunks, are not pinned. `owner`: an id of the client
+        who pins the chunks. If pins exceed their share of the slots, the oldest pins of the owner with the most pins
+        end.
         """
         with self._lock, self._changes:
             return self._pins.pin(keys, ttl, owner)
@@ -243,7 +246,7 @@ class TieredStore(Part):
 
     @locked
     def _expire(self, after: Deferred) -> None:
-        """End expired pins and promotions, and jobs that wait for a tier that hangs, so that their slots become
+        """End expired pins, priorities and promotions, and jobs of a tier that hangs, so that their slots become
         free.
         """
         self._pins.expire()
@@ -267,14 +270,16 @@ class TieredStore(Part):
         owner: bytes = b"",
         look_up_shared: bool = False,
     ) -> Promotion:
-        """Start to read chunks into host memory, from `keys[0]` on, at most `limit` chunks. Never waits.
+        """Start to read at most `limit` chunks into host memory, from `keys[0]` on. Never waits.
 
-        The promotion ends before the first chunk that no tier stores, or for which there is no slot. A `prefetch` is
-        read after all other promotions, and never exceeds its share of the slots. `owner`: an id of the client for whom
-        a prefetch counts. If the share is full, the owner with the most prefetched chunks loses its oldest prefetch,
-        unless `owner` has as many chunks. With `look_up_shared`, shared tiers are first asked for chunks that no index
-        knows. The chunks stay in host memory until the promotion is released. After `ttl` seconds, the next call that
-        needs slots releases the promotion.
+        The promotion stops before the first chunk that no tier stores, or for which there is no slot. The chunks stay
+        in host memory until the promotion is released. After `ttl` seconds, the next call that needs slots releases the
+        promotion.
+
+        `prefetch`: whether to read after all other promotions, and only within the share of the slots for prefetches.
+        `owner`: an id of the client who prefetches. If the share is full, the owner with the most prefetched chunks
+        loses its oldest prefetch, unless `owner` has as many chunks. `look_up_shared`: whether shared tiers are first
+        asked for chunks that no index has.
         """
 
         def plan(after: Deferred) -> Promotion:
@@ -292,10 +297,10 @@ class TieredStore(Part):
             self._promoter.resume(after)
 
     def look_up_shared(self, keys: Sequence[ChunkKey], states: int = 0) -> SharedLookup | None:
-        """Start a search in shared tiers for the chunks that no index knows, and for `states` state entries after each
-        chunk.
+        """Start a search in shared tiers for the chunks that no index has. Never waits.
 
-        Never waits. Returns None if no tier is shared, or if the indexes know all chunks and states.
+        `states`: how many state entries to search for after each chunk. Returns None if no tier is shared, or if the
+        indexes have all chunks and states.
         """
         if not self._shared or self._closed:
             return None
@@ -314,9 +319,7 @@ class TieredStore(Part):
         return lookup
 
     def wait_indexed(self, timeout: float | None = None) -> bool:
-        """Wait until all persistent tiers are listed, for at most `timeout` seconds. Returns whether all of them are
-        listed.
-        """
+        """Wait until all persistent tiers are listed, for at most `timeout` seconds. Returns whether all are listed."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for scanner in self._scanners:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -326,7 +329,7 @@ class TieredStore(Part):
     # -- removing -----------------------------------------------------------------------------------------
 
     def drop(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove chunks from host memory, without a write to lower tiers. Leased chunks stay readable."""
+        """Remove chunks from host memory, without writing them to lower tiers. Leased chunks stay readable."""
         self._change(partial(self._drop, keys))
 
     @locked
@@ -340,10 +343,9 @@ class TieredStore(Part):
             self._promoter.end_prefetches(after, frozenset(keys))
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
-        """Remove chunks from every tier, and return how many of the chunks were in some tier. Leased chunks stay
-        readable.
+        """Remove chunks from every tier, so that requests no longer find them. Leased chunks stay readable.
 
-        Requests no longer find these chunks. `drain` waits until their bytes in lower tiers are deleted.
+        Returns how many of the chunks were in some tier. `drain` waits until their bytes in lower tiers are deleted.
         """
 
         def plan(after: Deferred) -> int:
@@ -361,8 +363,9 @@ class TieredStore(Part):
         """Remove all chunks, or with `lower=False` only the chunks in host memory. Returns the number of removed
         chunks.
 
-        Requests no longer find any removed chunk. Chunks that are being stored or loaded now are removed as well, and
-        so are chunks of other processes in a shared tier. `drain` waits until their bytes in lower tiers are deleted.
+        Also removes chunks that are being stored or loaded now, and chunks of other processes in a shared tier.
+        Requests no longer find removed chunks. `drain` waits until the bytes of removed chunks in lower tiers are
+        deleted.
         """
 
         def plan(after: Deferred) -> int:
@@ -389,10 +392,7 @@ class TieredStore(Part):
         return StoreStats(tiers, *counts, self._pool.pending)
 
     def snapshot(self) -> Snapshot:
-        """Return all chunks and the references to them, for tests and for debugging.
-
-        The call takes time proportional to the number of chunks, and holds the store's lock meanwhile.
-        """
+        """Return all chunks and the references to them, for tests and debugging. Holds the store's lock meanwhile."""
         with self._lock:
             held = {key: copy(entry) for key, entry in self._primary.entries.items()}
             stored = tuple(tier.index.snapshot() for tier in self._tiers)
@@ -412,22 +412,20 @@ class TieredStore(Part):
     def wait_for_room(self, timeout: float) -> bool:
         """Wait until lower tiers accept `max_pending_stores` more chunks, for at most `timeout` seconds.
 
-        Returns whether all lower tiers accept this number of chunks. Tiers that hang are ignored.
+        Returns whether all lower tiers accept this number of chunks. Ignores tiers that hang.
         """
         return self._writes.wait_for_room(self.max_pending_stores, timeout)
 
     def drain(self, timeout: float = 10.0) -> bool:
-        """Wait until no I/O is queued or running, for at most `timeout` seconds. Returns False if the time was too
-        short.
-        """
+        """Wait until no I/O is queued or running, for at most `timeout` seconds. Returns False if I/O is left."""
         return self._pool.drain(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Finish I/O that is running, for at most `timeout` seconds, and close every backend. Idempotent.
+        """Finish queued and running I/O, for at most `timeout` seconds, and close every backend. Idempotent.
 
         If a read or write hangs, its daemon thread keeps running, and promotions that wait for this read or write fail.
-        After `timeout`, backends have some more seconds to close. If a policy hangs, host memory is not freed. After an
-        interruption, call `close` again.
+        After `timeout`, backends have some more seconds to close. If a policy hangs, host memory is not freed. After a
+        Ctrl-C, call `close` again.
         """
         deadline = time.monotonic() + timeout
         # Without the lock, which a policy of another package may hold forever.
@@ -451,7 +449,7 @@ class TieredStore(Part):
             close_all([(self._primary.name, self._primary.backend)])
 
     def _empty(self) -> None:
-        """Remove all chunks, so that requests find none, and finish every promotion that waits."""
+        """Remove all chunks, so that requests find none. Finishes every waiting promotion."""
 
         def plan(after: Deferred) -> None:
             self._promoter.close(after)
@@ -465,9 +463,9 @@ class TieredStore(Part):
 
     @locked
     def _recount(self, tiers: Sequence[LowerTier], *, cut_short: bool) -> None:
-        """Recount the references and free slots of host memory, and rebuild the policies of host memory and of `tiers`.
+        """Recount the references and free slots of host memory. Rebuilds the policies of host memory and of `tiers`.
 
-        The recount trusts only the entries and the holders of references to them. If an exception interrupts the
+        The recount relies only on the entries and on the objects that refer to entries. If an exception interrupts the
         recount, another call does the same work.
         """
         after = Deferred()

@@ -1,6 +1,4 @@
-"""`Wishes`: the pins, prefetches or priorities that clients have asked for. Each wish has an owner, a size and an end;
-all wishes have a common limit.
-"""
+"""`Wishes`: the pins, prefetches or priorities that clients have requested, with a limit for their total size."""
 
 from __future__ import annotations
 
@@ -25,8 +23,9 @@ STEP: Final = 1024
 
 @define(eq=False)
 class Ranked(Generic[K]):
-    """Keys in the order of their numbers, smallest number first. Keys with equal numbers keep the order of insertion.
-    The data structure is a binary heap that knows the place of each key.
+    """Keys sorted by a number, smallest number first. Keys with equal numbers stay in insertion order.
+
+    The data structure is a binary heap that records the place of each key.
     """
 
     _heap: list[tuple[float, int, K]] = field(init=False, factory=list)
@@ -47,7 +46,7 @@ class Ranked(Generic[K]):
         return (self._heap[0][0], self._heap[0][2]) if self._heap else None
 
     def _settle(self, item: tuple[float, int, K], place: int) -> None:
-        """Put an item at a place in the heap, and let the item rise or sink to its right place."""
+        """Put an item at a place in the heap, and move the item up or down until the heap is in order."""
         heap = self._heap
         if place == len(heap):
             heap.append(item)
@@ -69,9 +68,9 @@ class Ranked(Generic[K]):
 
 @define(eq=False)
 class Owners:
-    """Sums the sizes of each owner's wishes (pins, prefetches or priorities), and finds the owner with the largest sum.
+    """Sums the sizes of each owner's pins, prefetches or priorities, and finds the owner with the largest sum.
 
-    `total`: the sum of the sizes of all wishes. `owned`: the sum for each owner.
+    `total`: the sum of all sizes. `owned`: the sum for each owner.
     """
 
     total: int = 0
@@ -88,7 +87,7 @@ class Owners:
             self._most.drop(owner)
 
     def first(self) -> bytes:
-        """Return the owner whose wishes have the largest sum of sizes, or b"" if there are no wishes."""
+        """Return the owner with the largest sum of sizes, or b"" if there is no owner."""
         found = self._most.first()
         return b"" if found is None else found[1]
 
@@ -102,11 +101,11 @@ class Wish(NamedTuple, Generic[V]):
 
 @define(eq=False, repr=False)
 class Wishes(Generic[K, V]):
-    """Wishes (pins, prefetches or priorities) by key. Not thread-safe: the caller holds the store's lock.
+    """Pins, prefetches or priorities (items) by key. Not thread-safe: the caller holds the store's lock.
 
-    Each wish has an owner, a size in chunks, and an end in seconds of the store's clock. If the sum of all sizes
-    exceeds a limit, the owner with the largest sum loses its oldest wish. So an owner never loses a wish to an owner
-    with a larger sum. `total`: the sum of all sizes. Each call takes O(log n) time for n wishes.
+    Each item has an owner, a size in chunks, and an end (its expiry time, by the store's clock). If the sum of all
+    sizes exceeds a limit, the owner with the largest sum loses its oldest item. So an owner never loses an item to an
+    owner with a larger sum. `total`: the sum of all sizes. Each call takes O(log n) time for n items.
 
     Examples
     --------
@@ -135,8 +134,8 @@ class Wishes(Generic[K, V]):
         return key in self._wishes
 
     def add(self, key: K, owner: bytes, *, size: int, end: float, value: V) -> None:
-        """Add a wish, which replaces an earlier wish with the same key. A wish with an infinite `end` does not
-        expire.
+        """Add a pin, prefetch or priority, which replaces an earlier item with this key. An infinite `end` never
+        expires.
         """
         self.pop(key)
         self._wishes[key] = Wish(owner, size, end, value)
@@ -146,7 +145,7 @@ class Wishes(Generic[K, V]):
             self._ends.rank(key, end)
 
     def pop(self, key: K) -> V | None:
-        """End a wish and return the wish's value, or None if there is no such wish."""
+        """Remove the item with this key, and return its value or None."""
         wish = self._wishes.pop(key, None)
         if wish is None:
             return None
@@ -164,12 +163,12 @@ class Wishes(Generic[K, V]):
         return [(key, wish.value) for key, wish in self._wishes.items()]
 
     def owned(self, owner: bytes) -> int:
-        """Return the sum of the sizes of an owner's wishes."""
+        """Return the sum of the sizes of an owner's items."""
         return self._sizes.owned[owner]
 
     def due(self, now: float) -> Iterator[tuple[K, V]]:
-        """End expired wishes, the oldest first, and yield the key and value of each. Stops after about `STEP`
-        chunks.
+        """Remove expired items, and yield `(key, value)` for each. Stops after about `STEP` chunks, so that no call
+        takes long.
         """
         size = 0
         while size < STEP and (found := self._ends.first()) is not None and found[0] <= now:
@@ -177,30 +176,30 @@ class Wishes(Generic[K, V]):
             yield found[1], self._ended(found[1])
 
     def excess(self, limit: int) -> Iterator[tuple[K, V]]:
-        """End wishes until the sum of all sizes is within `limit`, and yield the key and value of each ended wish."""
+        """Remove items until the sum of all sizes is at most `limit`. Yields `(key, value)` for each removed item."""
         while self.total > limit and self._wishes:
             yield self.shed()
 
     def oldest_of(self, owner: bytes) -> K | None:
-        """Return the key of an owner's oldest wish, or None if the owner has no wish."""
+        """Return the key of an owner's oldest item, or None if the owner has no item."""
         return next(iter(self._of.get(owner, ())), None)
 
     def shed(self) -> tuple[K, V]:
-        """End the oldest wish of the owner with the largest sum, and return the wish's key and value. There must be a
-        wish.
+        """Remove the oldest item of the owner with the largest sum, and return `(key, value)`. Fails if there is no
+        item.
         """
         key = next(iter(self._of[self._sizes.first()]))
         return key, self._ended(key)
 
     def rebuilt(self) -> Wishes[K, V]:
-        """Return a copy with recounted sums. Needed after an exception that may have interrupted a call."""
+        """Return a copy with new sums. Needed after an exception, which may have left the sums wrong."""
         made: Wishes[K, V] = Wishes()
         for key, wish in self._wishes.items():
             made.add(key, wish.owner, size=wish.size, end=wish.end, value=wish.value)
         return made
 
     def clear(self) -> Iterator[tuple[K, V]]:
-        """End all wishes, the newest first, and yield the key and value of each."""
+        """Remove all items, newest first, and yield `(key, value)` for each."""
         for key in list(reversed(self._wishes)):
             yield key, self._ended(key)
 
@@ -215,7 +214,10 @@ _Pins = Wishes[ChunkKey, Entry]
 
 @define(eq=False, repr=False)
 class Pins:
-    """The pinned chunks: at most `share` of each tenant's part of host memory. The caller holds the store's lock."""
+    """The pinned chunks. Each tenant may pin the fraction `share` of its part of host memory.
+
+    The caller holds the store's lock.
+    """
 
     _primary: PrimaryTier
     _clock: Clock
@@ -231,11 +233,11 @@ class Pins:
         return iter(self._of_key)
 
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes) -> int:
-        """Pin chunks for `ttl` seconds, from `keys[0]` up to the first chunk that is not in host memory. Returns how
-        many.
+        """Pin chunks for `ttl` seconds, from `keys[0]` up to the first chunk that is not in host memory.
 
-        A chunk's earlier pin never ends sooner because of a new one. If pins exceed their share, the oldest pins of the
-        owner with the most pins end. Of one prompt, the pin of the last chunk ends first.
+        Returns the number of pinned chunks. An earlier pin of a chunk keeps its end if this end is later. If pins
+        exceed their share, the oldest pins of the owner with the most pins end. Within a prompt, the pin of the last
+        chunk ends first.
         """
         entries, end = self._primary.leading_ready(keys), self._clock() + ttl
         for kind, group in groupby(entries, lambda entry: type(entry.key)):
@@ -263,14 +265,14 @@ class Pins:
         self._end(pins.excess(most))
 
     def unpin(self, key: ChunkKey) -> bool:
-        """End the pin of a chunk. Returns whether the chunk was pinned."""
+        """Remove the pin of a chunk. Returns whether the chunk was pinned."""
         pins = self._of_key.get(key)
         entry = pins.pop(key) if pins is not None else None
         self._end([(key, entry)] if entry is not None else ())
         return entry is not None
 
     def expire(self) -> None:
-        """End expired pins."""
+        """Remove expired pins."""
         now = self._clock()
         for pins in self._of.values():
             self._end(pins.due(now))
@@ -280,7 +282,7 @@ class Pins:
             self._end(pins.clear())
 
     def recount(self) -> list[Entry]:
-        """Recount after an exception. Returns the entries of the remaining pins."""
+        """Rebuild the pins after an exception. Returns the entries of the remaining pins."""
         self._of, self._of_key, entries = {group: pins.rebuilt() for group, pins in self._of.items()}, {}, []
         for pins in self._of.values():
             for key, entry in pins.items():

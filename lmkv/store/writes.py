@@ -27,7 +27,9 @@ time.
 
 @define(eq=False, repr=False)
 class Part:
-    """Base class of the parts of a `TieredStore`, which share its lock, tiers, I/O threads and clock."""
+    """Base class of the components of a `TieredStore`. All components share the store's lock, tiers, I/O threads and
+    clock.
+    """
 
     _lock: threading.Lock
     _changes: Changes
@@ -37,9 +39,9 @@ class Part:
     _clock: Clock
 
     def _change(self, plan: Callable[[Deferred], T], undo: Callable[[T], object] = lambda result: None) -> T:
-        """Call `plan` with the lock held, release the lock, and run the planned work. Returns the result of `plan`.
+        """Call `plan` with the lock held, release the lock, and run the work that `plan` has planned.
 
-        If the planned work raises, call `undo` with the result of `plan`.
+        Returns the result of `plan`. If the planned work raises, `undo` is called with this result.
         """
         after, results = Deferred(), list[T]()
         try:
@@ -57,7 +59,8 @@ class Part:
 
 @define(eq=False)
 class _Flush:
-    """Copies of a prompt's chunks to one tier, first to last. All chunks stay in host memory until the last copy ends.
+    """Copies of a prompt's chunks to one tier, first to last. All chunks stay in host memory until the last copy has
+    ended.
 
     `chain`: the keys of the prompt. To write a chunk, the tier evicts no earlier chunk of `chain`.
     """
@@ -78,11 +81,11 @@ class _Flush:
 
 @define(eq=False, repr=False)
 class Writes(Part):
-    """Copies chunks to lower tiers. `on_slots_freed`: a function that is called, without the lock, when ended copies
-    may have freed slots.
+    """Copies chunks from host memory to lower tiers.
 
-    `most`: largest number of copies to one tier that are queued or running. Only queued and running copies keep slots
-    of host memory, so that some slots are left for loads.
+    `on_slots_freed`: a function that is called without the lock after ended copies may have freed slots. `most`:
+    largest number of queued and running copies to one tier. Only these copies keep slots of host memory, so that loads
+    find slots.
     """
 
     _on_slots_freed: Callable[[Deferred], None]
@@ -99,7 +102,7 @@ class Writes(Part):
 
     @locked
     def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: Deferred) -> None:
-        """Plan copies of entries that were just stored, for the write-through tiers that want these chunks."""
+        """Plan copies of entries that were just stored, to the write-through tiers that want these chunks."""
         for tier in self._tiers:
             self._write_through(tier, entries, chain, after)
 
@@ -116,12 +119,16 @@ class Writes(Part):
         tier.count_dropped(max(0, len(wanted) - room - left))
 
     def _room(self, tier: LowerTier) -> int:
-        """Return the number of copies to a tier that can be planned now."""
+        """Return how many more copies to a tier may be queued now."""
         flushes = [flush for flush in self._flushes if flush.tier is tier]
         return max(0, self._most - sum(len(flush.queued) + len(flush.running) for flush in flushes))
 
     def wait_for_room(self, copies: int, timeout: float) -> bool:
-        """Wait until each tier can take `copies` more copies, for at most `timeout` seconds. Ignores hanging tiers."""
+        """Wait until each tier accepts `copies` more copies, for at most `timeout` seconds. Returns whether this is the
+        case.
+
+        Tiers that hang are ignored.
+        """
 
         def has_room() -> bool:
             with self._lock, self._changes:
@@ -131,7 +138,7 @@ class Writes(Part):
 
     @locked
     def write_lost(self, chain: Sequence[ChunkKey], after: Deferred) -> None:
-        """Plan copies of chunks in host memory to the tiers without a capacity limit that have lost the chunks."""
+        """Plan copies of chunks in host memory to tiers without a capacity limit, if the tiers have lost the chunks."""
         ready = [entry for key in chain if (entry := self._primary.entries.get(key)) is not None and entry.ready]
         for tier in self._tiers:
             if tier.index.capacity is None and tier.writable:
@@ -140,8 +147,9 @@ class Writes(Part):
 
     @locked
     def write_to_shared(self, keys: Sequence[ChunkKey], after: Deferred) -> int:
-        """Plan copies of chunks, from `keys[0]` on, to shared tiers that lack them. Returns how many chunks are or will
-        be in a shared tier.
+        """Plan copies of chunks, from `keys[0]` on, to the shared tiers that lack these chunks.
+
+        Returns how many chunks are in a shared tier or will be.
         """
         shared = [tier for tier in self._tiers if tier.shared and tier.usable and tier.write_mode == "through"]
         writable = any(tier.writable for tier in shared)
@@ -183,7 +191,7 @@ class Writes(Part):
         return wanted
 
     def _plan(self, tier: LowerTier, copies: list[Entry], chain: Sequence[ChunkKey], after: Deferred) -> None:
-        """Queue copies. The caller has already added a reference to each entry."""
+        """Queue copies to a tier. The caller has already added a reference to each entry."""
         if copies:
             flush = _Flush(tier, chain, copies)
             self._flushes[flush] = None
@@ -195,7 +203,7 @@ class Writes(Part):
         return [job] * len(flush.queued)
 
     def _copy(self, flush: _Flush, after: Deferred) -> None:
-        """Make the first copy that no thread has begun, on an I/O thread."""
+        """Copy the first queued chunk to the tier. Runs on an I/O thread."""
         with self._lock, self._changes:
             if not flush.queued:
                 # Its job was queued twice, because of an exception.
@@ -214,7 +222,7 @@ class Writes(Part):
             self._ended.ring()
 
     def _refused(self, flush: _Flush, after: Deferred) -> None:
-        """Drop the last copy that no thread has begun, because the pool is closed."""
+        """Drop the last queued copy, because the closed pool has refused a job."""
         with self._lock, self._changes:
             if flush.queued:
                 flush.queued.pop()
@@ -224,7 +232,7 @@ class Writes(Part):
 
     @locked
     def _plan_late(self, tier: LowerTier, after: Deferred) -> None:
-        """Queue one of the copies to `tier` that `_late` holds back, because another copy has ended."""
+        """Queue the next copy that was held back beyond the limit, because another copy to `tier` has ended."""
         late = self._late[tier]
         while late:
             entry, chain = late.popleft()
@@ -255,7 +263,7 @@ class Writes(Part):
 
     @locked
     def abandon(self, tier: LowerTier, after: Deferred) -> None:
-        """Drop the queued copies to a tier that hangs. Afterwards only running calls keep slots."""
+        """Drop the queued copies to a tier that hangs. Afterwards only running copies keep slots."""
         after.callbacks.append(lambda after: self._ended.ring())
         for flush in [flush for flush in self._flushes if flush.tier is tier]:
             tier.count_dropped(len(flush.queued))
@@ -269,7 +277,7 @@ class Writes(Part):
 
     @locked
     def recount(self, refs: Counter[Entry], after: Deferred) -> None:
-        """Add the references of all copies to `refs`, and queue again the copies that no thread has begun."""
+        """Add the references of all copies to `refs`, and queue the copies again that no thread has begun."""
         for flush in list(self._flushes):
             # Some may have been refused, or ended, only in part.
             flush.queued = deque(entry for entry in flush.queued if entry in flush.copies)
@@ -282,11 +290,10 @@ class Writes(Part):
 
 
 class SlotAllocator:
-    """Finds slots for new chunks, and evicts other chunks if necessary. The caller holds the store's lock. No method
-    waits.
+    """Finds slots for new chunks, and evicts other chunks if necessary. No method waits.
 
     `max_flushing`: largest number of evicted chunks that are being written to lower tiers at a time; 0 without
-    write-back.
+    write-back. The caller holds the store's lock.
     """
 
     def __init__(self, primary: PrimaryTier, writes: Writes, max_flushing: int) -> None:
@@ -298,7 +305,9 @@ class SlotAllocator:
         self._max_flushing = min(max(4, self._free_target), max_flushing)
 
     def allocate(self, key: ChunkKey, after: Deferred, protect: set[ChunkKey] | None = None) -> int | None:
-        """Return a free slot for a chunk, after an eviction if necessary, or None if all slots are in use."""
+        """Return a free slot, after an eviction if necessary, but not of a chunk in `protect`. None if no slot can be
+        freed now.
+        """
         share = None if type(key) is bytes else self._primary.shares.get(type(key))
         if share is not None and share.full:
             victim = self._primary.evict_from(share, key)
@@ -315,16 +324,16 @@ class SlotAllocator:
     def free_up(self, count: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> None:
         """Evict chunks until `count` slots are free. One call takes half the time of separate evictions.
 
-        With write-back, `free_up` does nothing. Then only `allocate` evicts, because it limits the number of writes
-        under way.
+        With write-back, does nothing, because only `allocate` limits the number of evicted chunks being written.
         """
         missing = count - self._primary.slab.free_slots
         if missing > 1 and not self._write_back:
             self._primary.evict(protect, missing)
 
     def _evict(self, after: Deferred, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> bool:
-        """Evict a chunk. Its slot is free now, or after a write to lower tiers. Returns False if no chunk can be
-        evicted.
+        """Evict a chunk. Returns False if no chunk can be evicted.
+
+        The slot is free now, or with write-back after the chunk is written to lower tiers.
         """
         victims = self._primary.victims(protect)
         for victim in victims:
@@ -336,7 +345,7 @@ class SlotAllocator:
             self._primary.remove(victim)
 
     def keep_free(self, after: Deferred) -> None:
-        """With write-back, flush the chunks that will be evicted next, before their slots are needed."""
+        """With write-back, write the next chunks to evict to lower tiers, before their slots are needed."""
         if not self._write_back:
             return
         primary = self._primary

@@ -1,7 +1,6 @@
-"""Test helpers for authors of backends: a suite, hypothesis strategies, fault injection, and `ManualClock`.
+"""Test helpers for authors of backends: a test suite, hypothesis strategies, fault injection, and `ManualClock`.
 
-The module `backend_suite` needs pytest, `strategies` needs hypothesis, and `faults` needs neither. An import of this
-package imports none of these modules.
+The module `backend_suite` needs pytest, `strategies` needs hypothesis, and `faults` needs neither.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class ManualClock:
     Raises
     ------
     ValueError
-        `advance` gets a negative number.
+        `advance` is called with a negative number.
 
     Examples
     --------

@@ -22,7 +22,7 @@ LIMIT = 30.0
 
 
 class Persistent(Backend, ListsKeys, Protocol):
-    """A backend for the tests of listing and reopening."""
+    """A backend that lists its chunks, so that a new backend can find them."""
 
 
 def new_key() -> ChunkKey:
@@ -34,8 +34,8 @@ def chunk_of(nbytes: int, key: ChunkKey = b"") -> Chunk:
 
 
 def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
-    """Return the results of `work(0)` to `work(count - 1)`. Each call has a separate thread, and all calls begin at the
-    same moment.
+    """Return the results of `work(0)` to `work(count - 1)`. Each call runs in its own thread; all start at the same
+    moment.
     """
     barrier = threading.Barrier(count)
 
@@ -55,7 +55,7 @@ class BackendSuite:
     Attributes
     ----------
     keeps
-        False if the backend may drop chunks.
+        False if the backend may drop chunks at any time.
     sizes
         Lengths of payloads, in bytes, that the backend must store.
 
@@ -151,7 +151,7 @@ class BackendSuite:
             assert read_back(keeping, chunk) == chunk.payload
 
     def test_any_memory_will_do(self, keeping: Backend) -> None:
-        """Payloads may have odd addresses and be writable or read-only. Bytes outside the buffer stay unchanged."""
+        """Payloads may be writable or read-only, at odd addresses. Bytes outside the buffer stay unchanged."""
         for nbytes in self.sizes:
             memory = memoryview(bytearray(os.urandom(nbytes + 20)))
             chunk = Chunk(new_key(), memory[7 : 7 + nbytes])
@@ -262,9 +262,7 @@ def statuses(backend: Backend, chunks: Sequence[Chunk]) -> list[WriteStatus]:
 
 
 def read_back(backend: Backend, chunk: Chunk) -> memoryview | None:
-    """Return the payload that the backend returns for the chunk, or None for a miss. A failure of the read fails the
-    test.
-    """
+    """Return the payload that the backend reads for the chunk, or None for a miss. The test fails if the read fails."""
     buffer = memoryview(bytearray(len(chunk.payload)))
     read = backend.read(chunk.key, buffer)
     assert isinstance(read, Read)
@@ -279,7 +277,7 @@ def listed(backend: ListsKeys) -> dict[ChunkKey, int]:
 
 
 def sizes_of(backend: Backend, chunks: Sequence[Chunk]) -> dict[ChunkKey, int]:
-    """Return, for each chunk, the number of bytes of the tier's capacity that the chunk should take."""
+    """Return, for each chunk, how many bytes of the tier's capacity the chunk should use."""
     if isinstance(backend, SizesChunks):
         return {chunk.key: backend.stored_bytes(len(chunk.payload)) for chunk in chunks}
     return {chunk.key: len(chunk.payload) for chunk in chunks}

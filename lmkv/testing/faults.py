@@ -1,4 +1,6 @@
-"""Injects faults into backends and copiers: errors, delays and calls without an answer, reproducible by a seed."""
+"""Injects faults into backends and copiers: errors, delays and calls that hang. A seed makes the faults
+reproducible.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,9 @@ class FaultyBackend(WrapperBackend):
     latency
         Seconds before each call.
     verbs
-        The names of the methods that get faults.
+        The names of the methods with faults.
     max_hold
-        Seconds after which a call that waits for `release` fails.
+        Seconds after which a call fails that `black_hole` lets wait.
     sleep
         The function that waits for `latency` seconds.
 
@@ -119,7 +121,7 @@ class FaultyBackend(WrapperBackend):
         return Written.failed(error) if error else self.inner.write(chunk)
 
     def _error_of(self, verb: str, key: ChunkKey = b"") -> BackendError | None:
-        """Count and delay a call. Returns the injected error if the call is to fail, else None."""
+        """Count and delay a call. Returns the error to inject, or None if the call should succeed."""
         with self._lock:
             self.calls[verb] += 1
             errno = self._failing.pop(self._counted(), None)
@@ -141,13 +143,13 @@ class FaultyBackend(WrapperBackend):
         return BackendUnavailable(self.name, verb, key.hex(), reason)
 
     def _counted(self) -> int:
-        """Return the number of calls until now. `_lock` must be held."""
+        """Return the number of calls so far. The caller holds `_lock`."""
         return sum(self.calls.values())
 
 
 @define(eq=False, repr=False, slots=False)
 class FaultyCopier:
-    """Injects faults into calls of another copier, in whole copies and in copies layer by layer.
+    """Injects faults into calls of another copier (which copies KV between GPU and host memory).
 
     Parameters
     ----------
@@ -158,7 +160,7 @@ class FaultyCopier:
     error_rate
         Probability that a call raises `OSError` after it has copied half of its chunks or some of its layers.
     late_rate
-        Probability that the event of a finished copy first says, up to five times, that the copy is not finished.
+        Probability that the event of a finished copy first reports, up to five times, that the copy is not finished.
     verbs
         The calls that get faults: "store", "load" or both.
 
@@ -243,7 +245,7 @@ class FaultyCopier:
 
 @define(eq=False)
 class _Late:
-    """The event of a finished copy, which says a few times that the copy is not finished."""
+    """The event of a finished copy, which first reports a few times that the copy is not finished."""
 
     _event: Event
     _times: int

@@ -33,7 +33,7 @@ FILES = {
     "chunk_size: 64\nlocal_cpu:false\n": "line 3, column 1: could not find expected ':'; write key: value, with",
     "local_disk: {{ .Values.disk }}\n": "line 1, column 14: a key is in brackets: replace {{ name }} by the value",
     "local_disk: $HOME/kv\n": "write the value of $HOME",
-    "remote_url: redis://$(REDIS_HOST):6379\n": "has $(REDIS_HOST), which Kubernetes replaces only if the container's env",
+    "remote_url: redis://$(REDIS_HOST):6379\n": "has $(REDIS_HOST), which Kubernetes replaces only if",
     "remote_url: redis://u:p@$HOST/0\n": "write the value of $HOST",
     "remote_url: '{{ redis_url }}'\n": "write the value of {{ redis_url }}",
     "remote_url: https://u:hunter2@minio:9000/bucket\n": S3,

@@ -59,13 +59,13 @@ class LocalDiskBackend:
     namespace
         `Namespace.digest`, 32 bytes. Chunks of other namespaces are never served.
     sync
-        "none": a chunk survives the end of the process, but perhaps not a power failure; writing is up to twice as fast
+        "none": a chunk survives the end of the process, but perhaps not a power failure. Writing is up to twice as fast
         as with "data". "data": the bytes of a chunk are on the medium before the chunk's file gets its name. "full":
-        the file's name is on the medium as well before `write` returns. Checksums detect damage in any case.
+        before `write` returns, the file's name is on the medium as well. Checksums detect damage in any case.
     direct
         Whether to use O_DIRECT, which bypasses the page cache: "auto" if the file system supports it, "on" always,
-        "off" never. Memory that is not aligned to pages always goes through the page cache. The property `direct_io`
-        tells whether O_DIRECT is in use.
+        "off" never. Memory that is not aligned to pages always goes through the page cache. The property `direct_io` is
+        True if O_DIRECT is in use.
     min_free
         Bytes of the file system to leave free. If fewer bytes would remain free after a write, the write returns
         REJECTED.
@@ -92,10 +92,10 @@ class LocalDiskBackend:
 
     Notes
     -----
-    Thread-safe; no lock is held during I/O, except for some microseconds. `read` and `write` return a failure of the
-    medium as a value. If a key fails, `contains`, `delete`, `reclaim` and the listings first try all other keys, and
-    then raise a `BackendError`. Each call tries the medium again, even after failures. Only a file with wrong bytes is
-    removed. A file that cannot be read is replaced when the same chunk is written again.
+    Thread-safe. If the medium fails, `read` and `write` return the failure and do not raise. If a key fails,
+    `contains`, `delete`, `reclaim` and the listings first try all other keys, and then raise a `BackendError`. Each
+    call tries the medium again, even after failures. Only a file with wrong bytes is removed. A file that cannot be
+    read is replaced when the same chunk is written again.
 
     Examples
     --------
@@ -153,7 +153,9 @@ class LocalDiskBackend:
         return self._files.file_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return, for each key, whether a file of a possible size exists. Only `read` verifies the bytes of a file."""
+        """Return, for each key, whether a file with a plausible size exists. Only `read` verifies the bytes of a
+        file.
+        """
         self._check_keys(keys)
         try:
             with self._folder.entered() as folder:
@@ -164,7 +166,7 @@ class LocalDiskBackend:
             raise self._translated(error, "contains") from error
 
     def read(self, key: ChunkKey, into: memoryview) -> Read:
-        """Fill `into` with a chunk's payload. A failure is returned as a value, and a damaged file is removed."""
+        """Read a chunk's payload into the buffer `into`. Returns a failure as a value, and removes a damaged file."""
         self._check_keys([key])
         try:
             with self._folder.place_of(key) as (folder, name):
@@ -193,8 +195,9 @@ class LocalDiskBackend:
             return Written.failed(self._translated(error, "write", chunk.key))
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove the files of the chunks `keys`. If a file cannot be removed, remove the others and then raise
-        `BackendError`.
+        """Remove the files of the chunks `keys`.
+
+        If a file cannot be removed, the others are removed first; then `BackendError` is raised.
         """
         self._check_keys(keys)
         self.reclaim(keys)
@@ -234,8 +237,8 @@ class LocalDiskBackend:
         return nbytes
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count `nbytes` bytes that the caller is about to write. Returns the sum of all processes' bytes below the
-        root.
+        """Count `nbytes` bytes that the caller is about to write. Returns the bytes of all processes below the root
+        folder.
         """
         return self._usage.reserve_bytes(nbytes)
 
@@ -244,10 +247,10 @@ class LocalDiskBackend:
         self._usage.release_bytes(nbytes)
 
     def list_keys(self) -> Iterator[list[Listed]]:
-        """Yield the chunks of this namespace in batches, least recently used first, without opening files. Times of use
-        are exact to a minute.
+        """Yield the chunks of this namespace in batches, least recently used first, without opening files.
 
-        The listing also removes files of impossible sizes and stale temporary files. Raises `BackendError`.
+        Times of use are exact to a minute. The listing also removes stale temporary files and files with impossible
+        sizes. Raises `BackendError`.
         """
         self._check_open()
         return self._listing(self._folder.scan())
@@ -255,7 +258,7 @@ class LocalDiskBackend:
     def list_all(self) -> Iterator[list[Listed]]:
         """Yield the chunks of all namespaces below the root, as `list_keys` does. Raises `BackendError`.
 
-        At the end of the listing, the sum that `reserve_bytes` returns is set to the sum of the listed sizes.
+        At the end, the byte count that `reserve_bytes` returns is corrected to the sum of the listed sizes.
         """
         self._check_open()
         return self._listing(self._count_all())
@@ -317,9 +320,9 @@ class LocalDiskBackend:
         return STORED
 
     def _bytes_to_replace(self, chunk: Chunk, folder: Folder, name: str) -> int | None:
-        """Return the size of a chunk's unreadable file, 0 if there is no file, or None if the chunk is stored.
+        """Return None if the chunk is stored, 0 if it has no file, or the size of its file if the file cannot be read.
 
-        If the file has another chunk or another length, it is removed, because each read of it would fail.
+        A file with another chunk, another length or damage is removed first, because each read of the file would fail.
         """
         try:
             stored = self._files.header(folder, name, chunk.key).payload_bytes == len(chunk.payload)
@@ -349,7 +352,7 @@ class LocalDiskBackend:
             return False
 
     def _prepare_root(self) -> Root:
-        """Create the root folder, or refuse a folder that other users may have created."""
+        """Create the root folder. Raises `BackendUnavailable` if other users may have created the folder."""
         try:
             return Root.made(self.path)
         except NotTrustedError as error:
@@ -361,7 +364,9 @@ class LocalDiskBackend:
             raise self._translated(error, "open") from error
 
     def _prepare_folder(self) -> bool:
-        """Create the folder of the namespace if possible, and return whether to use O_DIRECT in this folder."""
+        """Create the namespace's folder if possible. Returns whether to use O_DIRECT; raises ConfigError if "on" does
+        not work.
+        """
         try:
             self._folder.make()
             with self._folder.entered() as folder:
@@ -374,7 +379,7 @@ class LocalDiskBackend:
         return direct
 
     def _translated(self, error: OSError, action: str, key: ChunkKey = b"") -> BackendError:
-        """Return the `BackendError` for an error of the operating system."""
+        """Return an error of the operating system as a `BackendError`."""
         kind = NoSpaceError if getattr(error, "errno", None) in _REFUSED else BackendUnavailable
         translated = kind(self.name, action, key.hex(), str(error))
         translated.__cause__ = error
@@ -392,7 +397,7 @@ class LocalDiskBackend:
 
 
 def _is_damage(error: Exception, folder: Folder, name: str) -> bool:
-    """Return whether an error shows that a file is damaged or no regular file. Other errors may be temporary."""
+    """Return whether an error shows that a file is damaged or not a regular file. Other errors may be temporary."""
     if not isinstance(error, OSError):
         return True
     try:
@@ -414,9 +419,9 @@ def check_settings(namespace: bytes, sync: str, direct: str, segment_bytes: int)
 
 
 def clear_namespace(root: str, digest: bytes) -> int:
-    """Delete all chunks of a namespace, and return their number. Raises BackendError.
+    """Delete all chunks of a namespace, and return the number of deleted chunks. Raises BackendError.
 
-    Engines that are running no longer find the deleted chunks.
+    Running engines no longer find the deleted chunks.
     """
     backend = LocalDiskBackend(root, digest, direct="off")
     try:

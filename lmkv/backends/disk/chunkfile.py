@@ -1,4 +1,4 @@
-"""Writes and reads the files of chunks. A file appears only when it is complete, and each read verifies it."""
+"""Writes and reads chunk files. A file gets its name only when it is complete. Each read verifies checksums."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ SMALL = 2 * PIECE
 
 
 class WrongLengthError(Exception):
-    """A valid file has a payload of another length than the caller expects."""
+    """A valid file has a payload with another length than the caller expects."""
 
 
 @define
 class ChunkFiles:
-    """Writes and reads the files of one namespace. Any number of threads may use the object, which has no locks.
+    """Writes and reads the chunk files of one namespace. Thread-safe, without locks.
 
     `direct`: whether to use O_DIRECT for memory that is aligned to pages. `sync`: see `LocalDiskBackend`.
     """
@@ -60,8 +60,8 @@ class ChunkFiles:
     def write(self, chunk: Chunk, folder: Folder, name: str, *, replace: bool = False) -> None:
         """Create the file of a chunk, completely or not at all.
 
-        If the header has no space for all token ids, it records none of them. Raises `FileExistsError` if the file
-        exists and `replace` is false, and `OSError` if the medium fails.
+        If the header has no space for all token ids, the file records no token ids. Raises `FileExistsError` if the
+        file exists and `replace` is false, and `OSError` if the medium fails.
         """
         with temporary(folder, self._direct_flag(address_of(chunk.payload))) as (fd, unfinished):
             if len(chunk.payload) <= SMALL:
@@ -81,8 +81,8 @@ class ChunkFiles:
         write_fully(fd, [self._packed(chunk, digests), *self._padded(chunk.payload)])
 
     def _write_in_pieces(self, fd: int, chunk: Chunk) -> None:
-        """Write each piece before its checksums are computed, and the header last, so that no write waits for
-        checksums.
+        """Write the payload, then the header. Each piece is written before its checksums are computed, so no write
+        waits.
         """
         begin, step = self.format.header_bytes(len(chunk.payload)), self._piece(self.format.segment_bytes)
         digests = SegmentDigests(chunk.key, self.format)
@@ -98,7 +98,7 @@ class ChunkFiles:
         return packed
 
     def read(self, folder: Folder, name: str, key: ChunkKey, into: memoryview) -> None:
-        """Fill `into` with the payload of a chunk's file.
+        """Read the payload of a chunk's file into the buffer `into`.
 
         Raises `FormatError` if the file is damaged, `WrongLengthError` if the payload does not have `len(into)` bytes,
         and `OSError` if the medium fails.
@@ -114,10 +114,11 @@ class ChunkFiles:
                 _copy(piece, part)
 
     def _read_start(self, fd: int, size: int, key: ChunkKey, into: memoryview) -> tuple[Header, int]:
-        """Return the header, and how many bytes of `into` were read together with the header and are verified.
+        """Read the header and usually the first piece of the payload. Returns the header and the number of bytes now in
+        `into`.
 
-        If the file has the size that `write` would give it, one system call reads the header and the first piece. If
-        the header turns out to have another length than expected, the piece is read again.
+        If the file has the expected size, one system call reads both, and the piece is verified. Otherwise, or if the
+        header has an unexpected length, the result is 0 bytes.
         """
         header_bytes, first = self.format.header_bytes(len(into)), into[: self._piece(self.format.segment_bytes)]
         if size == self.file_bytes(len(into)):
@@ -136,19 +137,18 @@ class ChunkFiles:
         return header, len(first)
 
     def _staged(self, part: memoryview) -> memoryview:
-        """Return the memory to read a part into: `part` itself, or with O_DIRECT scratch memory in huge pages.
+        """Return the memory into which to read a piece: `part` itself, or with O_DIRECT a scratch buffer of huge pages.
 
-        A disk fills one huge page faster than 512 scattered small pages. The caller then copies the bytes from the
-        scratch memory.
+        A disk fills one huge page faster than 512 scattered small pages, even if the bytes are then copied to `part`.
         """
         large = HUGE <= len(part) <= 2 * HUGE
         staged = large and has_huge_pages() and self._direct_flag(address_of(part))
         return self._scratch.borrow("piece", len(part)) if staged else part
 
     def _fill(self, fd: int, offset: int, into: memoryview, *before: memoryview) -> None:
-        """Fill `before`, then `into`, with the file's bytes from `offset` on.
+        """Read the file from `offset` on: first into the buffers `before`, then into `into`.
 
-        The end of `into` beyond whole pages goes through scratch memory, because O_DIRECT reads whole pages.
+        The last partial page of `into` goes through scratch memory, because O_DIRECT reads whole pages.
         """
         rest = len(into) % PAGE
         whole = len(into) - rest
@@ -158,11 +158,13 @@ class ChunkFiles:
 
     @staticmethod
     def _piece(segment_bytes: int) -> int:
-        """Return how many bytes of payload to transfer at once: whole segments, so that each piece can be verified."""
+        """Return how many payload bytes to transfer at once: whole checksum segments, so that each piece can be
+        verified.
+        """
         return max(PIECE // segment_bytes, 1) * segment_bytes
 
     def header(self, folder: Folder, name: str, key: ChunkKey) -> Header:
-        """Return the file's header, checked against its size. Raises `FormatError` or `OSError`."""
+        """Return a file's header, after a check against the file's size. Raises `FormatError` or `OSError`."""
         with folder.opened(name, os.O_RDONLY) as fd:
             return self._header_of(fd, _regular(fd).st_size, key)
 
@@ -171,7 +173,9 @@ class ChunkFiles:
 
     @contextlib.contextmanager
     def _opened(self, folder: Folder, name: str, misalignment: int) -> Iterator[tuple[int, os.stat_result]]:
-        """Open a chunk's file for reading in a `with` block. The end of the block records the use of the file."""
+        """Open a chunk's file for reading in a `with` block. At the end of the block, the file's time of use is
+        updated.
+        """
         with folder.opened(name, os.O_RDONLY | self._direct_flag(misalignment)) as fd:
             status = _regular(fd)
             yield fd, status
@@ -181,7 +185,7 @@ class ChunkFiles:
                     os.utime(fd)
 
     def _padded(self, payload: memoryview) -> list[memoryview]:
-        """Return the payload as whole pages: its full pages in place, and the rest in scratch memory, padded with
+        """Return the payload as views of whole pages. The last partial page is copied to scratch memory and padded with
         zeros.
         """
         rest = len(payload) % PAGE
@@ -216,13 +220,13 @@ def _regular(fd: int) -> os.stat_result:
 
 
 def _copy(piece: memoryview, part: memoryview) -> None:
-    """Copy a piece from scratch memory. The copy releases the GIL, unlike an assignment to a memoryview."""
+    """Copy a piece from scratch memory to `part`. Unlike an assignment to a memoryview, the copy releases the GIL."""
     if piece is not part:
         np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(piece, np.uint8))
 
 
 def _sync_or_remove(folder: Folder, name: str) -> None:
-    """Sync the file's name to the medium. If the sync fails, remove the file, because a FAILED write must leave no
+    """Sync the file's name to the medium. If the sync fails, remove the file, because a failed write must leave no
     file.
     """
     try:

@@ -1,4 +1,4 @@
-"""File I/O without any format: complete reads and writes, temporary files with locks, atomic renames, free space.
+"""File I/O for any content: complete reads and writes, locked temporary files, atomic renames, free space.
 
 All functions release the GIL during system calls, and raise `OSError` if a system call fails.
 """
@@ -32,7 +32,7 @@ _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, err
 
 
 class ShortReadError(Exception):
-    """The file ended before all bytes were read."""
+    """The file is shorter than the bytes to read."""
 
 
 def address_of(view: memoryview) -> int:
@@ -42,7 +42,7 @@ def address_of(view: memoryview) -> int:
 
 @cache
 def has_huge_pages() -> bool:
-    """Return whether the kernel gives huge pages of `HUGE` bytes to memory that asks for huge pages."""
+    """Return whether the kernel supports transparent huge pages of `HUGE` bytes."""
     folder = "/sys/kernel/mm/transparent_hugepage"
     try:
         with open(f"{folder}/enabled") as enabled, open(f"{folder}/hpage_pmd_size") as size:
@@ -52,15 +52,13 @@ def has_huge_pages() -> bool:
 
 
 class Scratch(threading.local):
-    """Lends each thread one buffer of each kind: for headers, pieces and parts of pages. Large buffers use huge
-    pages.
-    """
+    """Scratch buffers: one for each thread and purpose, such as headers or pieces. Large buffers use huge pages."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, memoryview] = {}
 
     def borrow(self, kind: str, nbytes: int) -> memoryview:
-        """Return `nbytes` bytes with undefined content, valid until this thread borrows the same kind again."""
+        """Return `nbytes` undefined bytes, valid until this thread borrows memory of the same `kind` again."""
         piece = self._pieces.get(kind)
         if piece is None or len(piece) < nbytes:
             piece = self._pieces[kind] = self._made(nbytes)
@@ -81,7 +79,7 @@ class Scratch(threading.local):
 
 
 def _advance(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Return the part of `views` that remains after the first `nbytes` bytes were transferred."""
+    """Return what remains of `views` after the first `nbytes` bytes were transferred."""
     for index, view in enumerate(views):
         if nbytes < len(view):
             return [view[nbytes:], *views[index + 1 :]]
@@ -90,7 +88,7 @@ def _advance(views: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def write_fully(fd: int, views: Sequence[memoryview], offset: int = 0) -> None:
-    """Write all of `views` from `offset` on, in as many calls as the kernel needs."""
+    """Write all bytes of `views` to a file from `offset` on, with as many system calls as needed."""
     left = [view for view in views if len(view)]
     while left:
         done = os.pwritev(fd, left, offset)
@@ -116,9 +114,9 @@ _open: dict[object, Sequence[str]] = {}
 
 
 def _close_inherited() -> None:
-    """Close the parent's files in a forked child, because open copies would keep locks and deleted files.
+    """Close the parent's files in a forked child. Open copies would keep locks, and the space of deleted files.
 
-    The function finds the files by name, because a thread may have been in `os.open` during the fork.
+    The function finds the files by name, because a thread of the parent may have been in `os.open` during the fork.
     """
     names = {name for opened in _open.values() for name in opened}
     _open.clear()
@@ -134,7 +132,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 @contextlib.contextmanager
 def closed_in_children(*names: str) -> Iterator[None]:
-    """Make forked children close the files and folders `names`, which a `with` block has open."""
+    """Close the files and folders `names`, which are open during a `with` block, in every child forked in the block."""
     this = object()
     _open[this] = names
     try:
@@ -145,7 +143,7 @@ def closed_in_children(*names: str) -> Iterator[None]:
 
 @frozen
 class Folder:
-    """An open folder. Entries are opened relative to the open folder, so renames of folders above it do not matter.
+    """An open folder. Its entries are opened relative to it, so renames of parent folders do not matter.
 
     `path`: the path for messages. `status`: the status of the folder when it was opened.
     """
@@ -156,15 +154,16 @@ class Folder:
 
     @property
     def for_group(self) -> bool:
-        """Whether new entries belong to the folder's group: the folder is setgid, its group may write, and others may
-        not.
+        """Whether the folder's group may use new entries.
+
+        This is so if the folder is setgid and only its owner and group may write.
         """
         wanted = stat.S_ISGID | stat.S_IWGRP
         return self.status.st_mode & (wanted | stat.S_IWOTH) == wanted
 
     @contextlib.contextmanager
     def opened(self, name: str, flags: int) -> Iterator[int]:
-        """Open a file for a `with` block. Links are not followed, and a pipe is opened without waiting."""
+        """Open a file for a `with` block. Links are not followed, and opening a pipe does not wait."""
         flags |= _CAREFULLY
         with closed_in_children(name):
             fd = os.open(name, flags, 0o600, dir_fd=self.fd)
@@ -177,7 +176,7 @@ class Folder:
                 os.close(fd)
 
     def make(self, name: str) -> None:
-        """Create a folder called `name` in this folder, unless an entry of this name exists."""
+        """Create the folder `name` in this folder, unless an entry of this name exists."""
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=self.fd)
             if self.for_group:
@@ -209,17 +208,17 @@ class Folder:
             yield from entries
 
     def sync(self) -> None:
-        """Sync the folder, so that the names in it survive a power failure."""
+        """Sync the folder, so that the names of its entries survive a power failure."""
         os.fsync(self.fd)
 
 
 @contextlib.contextmanager
 def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
-    """Provide a new file with a unique name for a `with` block. The file is locked during the block, and removed at its
-    end.
+    """Provide a new file with a unique name for a `with` block. Yields `(descriptor, name)`.
 
-    The lock tells `is_abandoned` whether the writer still runs, because the kernel releases the lock when the process
-    ends. Process ids would not tell whether the writer runs, because ids are reused, and differ between containers.
+    The file is locked during the block, and removed at the end. `is_abandoned` tests the lock, which the kernel
+    releases when the writer's process ends. A process id would be no test: ids are reused, and differ between
+    containers.
     """
     name = f".{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
     with folder.opened(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags) as fd:
@@ -235,9 +234,9 @@ def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
 
 
 class OwnFile:
-    """A file that this process keeps locked, so that `is_abandoned` tells other processes when this process has ended.
+    """A file that this process keeps locked. `is_abandoned` tells other processes when this process has ended.
 
-    Forked children close the file. Without a call of `remove`, the abandoned file remains.
+    Forked children close the file. Without a call of `remove`, the file remains after the process has ended.
     """
 
     def __init__(self, fd: int, name: str) -> None:
@@ -259,7 +258,7 @@ class OwnFile:
 
     @property
     def is_there(self) -> bool:
-        """Whether the file still exists. Raises `OSError`."""
+        """Whether the file still has a name. Raises `OSError`."""
         return os.fstat(self._fd).st_nlink > 0
 
     def write(self, data: bytes) -> None:
@@ -279,9 +278,7 @@ class OwnFile:
 
 
 def is_abandoned(folder: Folder, name: str) -> bool:
-    """Return whether the writer of a temporary file has ended. Returns False if it is unknown whether the writer
-    runs.
-    """
+    """Return whether the writer of a locked file has ended. Returns False if this cannot be found out."""
     try:
         # NFS locks only files that are open for writing.
         with folder.opened(name, os.O_RDWR) as fd:
@@ -292,9 +289,9 @@ def is_abandoned(folder: Folder, name: str) -> bool:
 
 
 def publish(folder: Folder, unfinished: str, name: str, *, replace: bool = False) -> None:
-    """Give a complete file its final name, atomically. Raises `FileExistsError` if the name is taken.
+    """Give a complete file its final name, atomically. Raises `FileExistsError` if the name is in use.
 
-    `replace`: whether to replace an existing file, because the existing file cannot be read.
+    `replace`: whether to replace an existing file.
     """
     here = {"src_dir_fd": folder.fd, "dst_dir_fd": folder.fd}
     if replace or not _link(unfinished, name, here):
@@ -316,7 +313,7 @@ def _link(unfinished: str, name: str, here: dict[str, int]) -> bool:
 
 
 def probe_direct(folder: Folder) -> bool:
-    """Return whether whole pages can be written to and read from files in a folder with O_DIRECT."""
+    """Return whether O_DIRECT works for files in a folder. Writes and reads one page as a test."""
     if not O_DIRECT:
         return False
     page = memoryview(mmap.mmap(-1, ALIGNMENT))
@@ -332,11 +329,7 @@ def probe_direct(folder: Folder) -> bool:
 
 @define
 class FreeSpace:
-    """Knows the number of free bytes of a file system, and asks the kernel for it at most once in `max_age` seconds.
-
-    Thread-safe: a lock guards the remembered number. A writer asks the kernel while it holds the lock, so that
-    concurrent writers ask only once.
-    """
+    """Estimates the free bytes of a file system. Asks the kernel at most once in `max_age` seconds. Thread-safe."""
 
     folder: str
     min_free: int
@@ -347,8 +340,8 @@ class FreeSpace:
     _lock: threading.Lock = field(factory=threading.Lock, init=False, repr=False)
 
     def claim(self, nbytes: int) -> int:
-        """Claim `nbytes` of the free bytes, and return 0. If fewer than `min_free` bytes would remain, claim nothing
-        and return the number of missing bytes.
+        """Claim `nbytes` free bytes and return 0. If fewer than `min_free` bytes would remain, only return how many are
+        missing.
         """
         if not self.min_free:
             return 0
@@ -360,7 +353,7 @@ class FreeSpace:
             return lacking
 
     def give_back(self, nbytes: int) -> None:
-        """Note that `nbytes` were deleted, and are free again."""
+        """Note that `nbytes` bytes are free again after a deletion."""
         with self._lock:
             self._free += nbytes
 

@@ -1,7 +1,7 @@
-"""Manages the folders of namespaces below a root folder, the descriptions of namespaces, and the count of all bytes.
+"""Manages the namespace folders below a root folder, their descriptions, and the count of all bytes below the root.
 
-This module opens no files with payloads. Any number of threads and processes may use a folder at the same time. A file
-that another process has just removed counts as absent.
+This module does not read or write payloads. Any number of threads and processes may use a folder at the same time. A
+file that another process has just removed counts as absent.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _NAME_LENGTH = 2 * KEY_BYTES + len(SUFFIX)
 class ChunkFolder:
     """The files of a namespace: `<root>/<namespace>/<first byte of the key>/<key>.kv1`, in lower-case hexadecimal.
 
-    Names consist of digests, which can neither collide nor point outside the folder. The root belongs to the operator:
-    if somebody has removed the root, lmkv does not create it again. Everything below the root belongs to lmkv. Only the
-    user of the process may access it, or also the root's group (`Folder.for_group`).
+    Names consist of digests, which can neither collide nor point outside the folder. The operator owns the root: if
+    somebody removes the root, lmkv does not create it again. lmkv owns everything below the root. Only the user of the
+    process may access these files, or also the root's group (`Folder.for_group`).
     """
 
     root: Root
@@ -52,7 +52,7 @@ class ChunkFolder:
         return os.path.join(self.root.path, self.namespace.hex())
 
     def path_of(self, key: ChunkKey) -> str:
-        """Return the path of a chunk's file, for messages. Keys of more than 32 bytes belong to other namespaces."""
+        """Return the path of a chunk's file, for messages. A key of more than 32 bytes belongs to another namespace."""
         return os.path.join(self.root.path, *self._names_of(key))
 
     def _names_of(self, key: ChunkKey) -> tuple[str, str, str]:
@@ -60,13 +60,14 @@ class ChunkFolder:
         return namespace.hex(), key[:1].hex(), key.hex() + SUFFIX
 
     def name_of(self, key: ChunkKey) -> str:
-        """Return the path of a chunk, relative to the folder of this namespace."""
+        """Return the path of a chunk's file, relative to the folder of this namespace."""
         return "/".join(self._names_of(key)[1:])
 
     @contextlib.contextmanager
     def place_of(self, key: ChunkKey) -> Iterator[tuple[Folder, str]]:
-        """Provide, for a `with` block, the folder of a chunk's file and the file's name in it. Raises
-        `FileNotFoundError` if there is no such folder, and `OSError` if the folder cannot be opened.
+        """Yield `(folder, name)` for a `with` block: the open folder of a chunk's file, and the file's name.
+
+        Raises `FileNotFoundError` if there is no such folder, and `OSError` if the folder cannot be opened.
         """
         *folders, name = self._names_of(key)
         with self.root.entered(*folders) as folder:
@@ -74,20 +75,20 @@ class ChunkFolder:
 
     @contextlib.contextmanager
     def entered(self, *below: str) -> Iterator[Folder]:
-        """Provide, for a `with` block, the namespace's folder, or the folder `below` it. Raises `OSError`."""
+        """Open the namespace's folder, or its subfolder `below`, for a `with` block. Raises `OSError`."""
         with self.root.entered(self.namespace.hex(), *below) as folder:
             yield folder
 
     def make(self, *below: str) -> None:
-        """Create the namespace's folder, and the folder `below` it. Raises `OSError` if there is no root."""
+        """Create the namespace's folder and its subfolder `below`. Raises `OSError` if there is no root."""
         self.root.make(self.namespace.hex(), *below)
 
     def make_place_of(self, key: ChunkKey) -> None:
-        """Create the folder of a chunk of this namespace. Raises `OSError`."""
+        """Create the folder for the file of a chunk of this namespace. Raises `OSError`."""
         self.make(self._names_of(key)[1])
 
     def discard(self, folder: Folder, name: str) -> None:
-        """Remove a damaged file, or move an entry that cannot be removed, such as a folder, to `quarantine/`.
+        """Remove a damaged file. An entry that cannot be removed, such as a folder, is moved to `quarantine/`.
 
         Raises `OSError` if neither is possible.
         """
@@ -100,8 +101,8 @@ class ChunkFolder:
                 os.rename(name, moved, src_dir_fd=folder.fd, dst_dir_fd=quarantine.fd)
 
     def scan_others(self) -> Iterator[Listed]:
-        """Yield the chunks of other namespaces that this user may delete. The key of each begins with the namespace's
-        digest.
+        """Yield the chunks of other namespaces that this user may delete. Each key begins with the digest of its
+        namespace.
         """
         for namespace in namespaces(self.root):
             if namespace != self.namespace:
@@ -113,8 +114,8 @@ class ChunkFolder:
     def scan(self, *, to_evict: bool = False) -> Iterator[Listed]:
         """Yield all chunks of the namespace, in no particular order, without opening files. Raises `OSError`.
 
-        Also removes stale temporary files. `to_evict`: whether to raise `PermissionError` at the first folder where
-        this user may not delete files.
+        Also removes stale temporary files. `to_evict`: whether to raise `PermissionError` if this user may not delete
+        files in a folder.
         """
         folders = []
         with _absent_if_removed(), self.entered() as folder:
@@ -154,14 +155,14 @@ def namespaces(root: Root) -> list[bytes]:
 
 @contextlib.contextmanager
 def _absent_if_removed() -> Iterator[None]:
-    """Treat a missing folder, or a file in place of a folder, as an empty folder."""
+    """Ignore, in a `with` block, that a folder is missing or is a file."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         yield
 
 
 @contextlib.contextmanager
 def _left_out_if_forbidden(path: str) -> Iterator[None]:
-    """Skip a namespace that this user may not read, so that the listing continues."""
+    """Ignore, in a `with` block, that this user may not read or delete a namespace. Logs this once per `path`."""
     try:
         yield
     except PermissionError as error:
@@ -169,7 +170,7 @@ def _left_out_if_forbidden(path: str) -> Iterator[None]:
 
 
 def _key_of(name: str, folder: str) -> ChunkKey | None:
-    """Return the key of a chunk's file, or None for any other name, or for a file in the wrong folder."""
+    """Return the key of a chunk's file. Returns None for any other name, and for a file in the wrong folder."""
     if len(name) != _NAME_LENGTH or not name.endswith(SUFFIX) or name[:2] != folder:
         return None
     return _digest_of(name[: -len(SUFFIX)])
@@ -191,8 +192,9 @@ def _remove_if_stale(folder: Folder, name: str) -> None:
 
 
 def digests(root: str | Path, beginning: str = "") -> list[bytes]:
-    """Return, sorted, the digests of the namespaces below `root` that begin with the hexadecimal digits `beginning`.
-    Raises OSError.
+    """Return the sorted digests of the namespaces below `root`. Raises OSError.
+
+    `beginning`: only digests that begin with these hexadecimal digits are returned.
     """
     return sorted(digest for digest in namespaces(Root.checked(root)) if digest.hex().startswith(beginning.lower()))
 
@@ -205,9 +207,9 @@ _MAX_DESCRIPTION_BYTES = 1 << 16
 
 
 def describe(root: str, namespace: Namespace) -> None:
-    """Write the description of a namespace into its folder, unless the folder has a description.
+    """Write the description of a namespace into its folder, unless there is a description already.
 
-    Never raises: a medium that cannot store the description may still store chunks.
+    Never raises, because the folder can store chunks even without a description.
     """
     fields = {**asdict(namespace, recurse=False), "extra": dict(namespace.extra)}
     text = json.dumps(fields, indent=1, ensure_ascii=True) + "\n"
@@ -219,7 +221,10 @@ def describe(root: str, namespace: Namespace) -> None:
 
 
 def description(path: str) -> Namespace | None:
-    """Return the namespace that a folder describes, or None if its description is missing or does not match."""
+    """Return the namespace that is described in the folder `path`.
+
+    Returns None if the description is missing or does not match the folder's name.
+    """
     root, digits = os.path.split(path)
     try:
         folder = ChunkFolder(Root.checked(root), bytes.fromhex(digits))
@@ -260,15 +265,15 @@ _PAUSE = 0.001
 
 @define(eq=False)
 class Usage:
-    """Counts, in a file below a root folder, the bytes that all processes use below the root, and all bytes reserved so
-    far.
+    """Counts the bytes that all processes use below a root folder, and all bytes reserved so far, in a file in this
+    folder.
 
     Any number of threads and processes may use the count: each change locks the file for about 10 us. If a process is
-    killed between counting and writing, the count is too high until the next listing of the root. If the count cannot
-    be read or changed, it counts as 0, without an error.
+    killed before it writes, the count is too high until the next listing of the root. If the file cannot be read or
+    changed, the count is 0, without an error.
 
-    A listing misses files that are written after the listing has passed their folder. So each process keeps the number
-    of its reserved, unwritten bytes in a small separate file, and keeps this file locked.
+    A listing misses a file that is written after the listing has passed its folder. Therefore each process keeps the
+    number of its reserved but unwritten bytes in a small locked file. A listing adds these numbers.
     """
 
     root: Root
@@ -279,7 +284,7 @@ class Usage:
     _lock: threading.Lock = field(factory=threading.Lock, init=False, repr=False)
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count `nbytes` bytes that the caller is about to write, and return the bytes in use, including `nbytes`."""
+        """Count `nbytes` bytes that the caller is about to write. Returns the bytes in use, including `nbytes`."""
         # Before they are counted: a listing that begins in between counts them twice, not never.
         self._pend(nbytes)
         return self._change(os.O_CREAT, nbytes, nbytes)
@@ -290,7 +295,7 @@ class Usage:
         self._pend(-nbytes)
 
     def wrote(self, nbytes: int) -> None:
-        """Note that `nbytes` reserved bytes are now in a file."""
+        """Note that `nbytes` reserved bytes have been written."""
         self._pend(-nbytes)
 
     def subtract(self, nbytes: int) -> None:
@@ -298,8 +303,8 @@ class Usage:
         self._change(0, -nbytes)
 
     def listed_from(self) -> tuple[int, int]:
-        """Return the number of bytes reserved so far, and how many of these bytes are not written yet, for a later
-        `set`.
+        """Return the start values of a listing for a later `set`: all bytes reserved so far, and those not yet
+        written.
         """
         # In this order: bytes that stop pending in between are in a file, which the listing finds.
         reserved = 0
@@ -308,7 +313,10 @@ class Usage:
         return reserved, self._pending_of_all()
 
     def set(self, found: int, since: tuple[int, int]) -> None:
-        """Set the count to the result of a listing. `since`: `listed_from()` when the listing began."""
+        """Set the count to `found`, the bytes that a listing has found, plus bytes that the listing may have missed.
+
+        `since`: `listed_from()` when the listing began.
+        """
         reserved, pending = since
         with contextlib.suppress(OSError), self._open(os.O_CREAT) as fd:
             reservations = _read(fd)[1]
@@ -316,7 +324,7 @@ class Usage:
             _write(fd, found + pending + max(0, reservations - reserved), reservations)
 
     def close(self) -> None:
-        """Remove the separate file of this process."""
+        """Remove this process's file with the number of unwritten bytes."""
         with self._lock, contextlib.suppress(OSError):
             own, self._own = self._own, None
             if own is not None and self._pid == os.getpid():
@@ -336,9 +344,7 @@ class Usage:
             self._own.write(_NUMBER.pack(min(self._pending, _MAX_COUNT)))
 
     def _pending_of_all(self) -> int:
-        """Return how many bytes all processes have reserved and not written. Removes the separate files of ended
-        processes.
-        """
+        """Return how many bytes all processes have reserved but not written. Removes the files of ended processes."""
         found = 0
         with contextlib.suppress(OSError), self.root.entered() as folder:
             for name in [entry.name for entry in folder.entries() if entry.name.startswith(PENDING_FILE)]:
@@ -384,8 +390,8 @@ class Usage:
 
 
 def _lock(fd: int) -> None:
-    """Lock the open file `fd`. Raises `BlockingIOError` after `_PATIENCE` seconds, because a stopped process may have
-    the lock.
+    """Lock the open file `fd`. Raises `BlockingIOError` after `_PATIENCE` seconds, because a stopped process may hold a
+    lock.
     """
     until = time.monotonic() + _PATIENCE
     while True:

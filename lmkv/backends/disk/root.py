@@ -1,8 +1,8 @@
 """The root folder of the disk tier: checks who may have created it, and opens the folders below it.
 
-In a world-writable folder such as /dev/shm another user may create the root first. So a folder that anybody could have
-created must belong to this process's user or to root. The owner of any other folder has chosen who may write to it, so
-all entries of such a folder are trusted.
+In a world-writable folder such as /dev/shm, another user may create the root folder first. So an entry of a
+world-writable folder must belong to this process's user or to the superuser. The owner of any other folder has chosen
+who may write there, so all its entries are trusted.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class NotTrustedError(PermissionError):
-    """Another user may have created a folder, or may write to the folder."""
+    """Another user may have created a folder or file, or may write to a folder."""
 
 
 @define
 class Root:
-    """The root folder of a disk tier. The folder need not exist yet. Thread-safe, without locks.
+    """The root folder of a disk tier, which need not exist yet. Thread-safe, without locks.
 
-    `trusted`: the ids of trusted users. `medium`: the medium on which the folder must be, if any.
+    `trusted`: the ids of trusted users. `medium`: the medium on which the folder must stay, or None for any medium.
     """
 
     path: str
@@ -51,9 +51,9 @@ class Root:
 
     @classmethod
     def checked(cls, path: str | os.PathLike[str]) -> Self:
-        """Return the existing root folder, opened by a path that only trusted users could have changed.
+        """Return the existing root folder, after a check that only trusted users could have changed its path.
 
-        Raises `NotTrustedError` with the remedy, and `OSError`.
+        Raises `NotTrustedError`, whose message says what to do, and `OSError`.
         """
         root = cls(os.path.abspath(os.fspath(path)))
         root._walk()
@@ -62,9 +62,9 @@ class Root:
 
     @classmethod
     def made(cls, path: str | os.PathLike[str]) -> Self:
-        """Create the folder `path`, and missing folders above it. Then return the root as `checked` does.
+        """Create the folder `path` and missing parent folders, then return the root as `checked` does.
 
-        From then on the folder must stay on its medium.
+        From then on, `entered` raises `MediumError` if the folder is on another medium.
         """
         # Check before anything is created: a link of another user may lead anywhere.
         with contextlib.suppress(FileNotFoundError):
@@ -75,9 +75,9 @@ class Root:
         return root
 
     def _walk(self) -> os.stat_result:
-        """Check the path to the root folder, and return the status of the folder.
+        """Check each folder and link on the path to the root folder. Returns the status of the root folder.
 
-        The owner of a folder or link on the path is trusted if no other user could have created this folder or link.
+        The owner of a folder or link becomes trusted if no other user could have created it.
         """
         at, above, links = "/", os.stat("/"), 0
         self.trusted.add(above.st_uid)
@@ -103,9 +103,9 @@ class Root:
         return above
 
     def check_owner(self, name: str, status: os.stat_result, folder: Folder) -> None:
-        """Raise `NotTrustedError` if a user who is not trusted may have put a file into an open folder.
+        """Raise `NotTrustedError` if an untrusted user may have put the file `name` into an open folder.
 
-        The file may also be a hard link to another user's file.
+        Also raises `NotTrustedError` for a file with several hard links, which may be another user's file.
         """
         path = f"{folder.path}/{name}"
         self._check_owner(path, status, folder.status)
@@ -122,7 +122,7 @@ class Root:
         self.trusted.add(status.st_uid)
 
     def _is_mine(self, path: str, status: os.stat_result) -> bool:
-        """Return whether a file belongs to this user, although a server shows another id for it (NFS root squash)."""
+        """Return whether a folder belongs to this user, although a server shows another owner (NFS root squash)."""
         with contextlib.suppress(OSError):
             fd = os.open(path, _FOLDER | os.O_NOFOLLOW)
             try:
@@ -133,18 +133,19 @@ class Root:
 
     @staticmethod
     def _as_shown(folder: Folder) -> os.stat_result:
-        """Return the status, with owner and mode, that the file system shows for a private file of this user."""
+        """Return the status that the file system shows for a new private file of this user. The owner and mode may
+        differ.
+        """
         with temporary(folder, 0) as (fd, _):
             return os.fstat(fd)
 
     @contextlib.contextmanager
     def entered(self, *names: str) -> Iterator[Folder]:
-        """Provide, for a `with` block, the root folder, or the folder `names` below the root, opened without following
-        links.
+        """Open the root folder, or its subfolder `names`, for a `with` block. Links below the root are not followed.
 
-        If another folder has replaced the root, that folder and its path are checked again. Raises `NotTrustedError` if
-        other users may have created the folder or may write to it. Raises `MediumError` if the folder is on another
-        medium than before, and `OSError` if it cannot be opened.
+        If another folder has replaced the root, the new folder and its path are checked again. Raises `NotTrustedError`
+        if other users may have created the folder or may write to it. Raises `MediumError` if the folder is on another
+        medium than before, and `OSError` if the folder cannot be opened.
         """
         paths = [self._real]
         for name in names:
@@ -190,7 +191,7 @@ class Root:
         return folder
 
     def make(self, *names: str) -> None:
-        """Create the folder `names` below the root, and missing folders between. Raises `OSError` if there is no
+        """Create the subfolder `names` of the root, and missing folders between. Raises `OSError` if there is no
         root.
         """
         for depth, name in enumerate(names):
@@ -199,7 +200,7 @@ class Root:
 
 
 def _make_folders(path: str) -> None:
-    """Create a folder for this user alone. Missing folders above it are created so that only this user can write."""
+    """Create a folder for this user alone, and missing parent folders to which only this user may write."""
     missing = []
     while not os.path.isdir(path):
         missing.append(path)

@@ -1,1 +1,1 @@
-"""Backends over a network, which store chunks as values that other processes and machines share."""
+"""Backends that store chunks over a network, as values that processes on several machines share."""

@@ -1,4 +1,4 @@
-"""`RemoteBackend`: the base class of backends over a network. A subclass transfers the bytes of one value."""
+"""`RemoteBackend`: the base class of backends over a network. Subclasses transfer values to and from a store."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ logger = logging.getLogger(__name__)
 
 @frozen(kw_only=True)
 class RemoteOptions:
-    """Settings of a remote backend. A backend that cannot follow a setting raises ConfigError, or logs a warning.
+    """Settings of a remote backend. A backend that does not support a setting raises ConfigError or logs a warning.
 
     Parameters
     ----------
     username, password
         User name and password for a URL that has none.
     renew_password
-        A function that reads the password again from the password's file, which may change; see `password_now`.
+        A function that reads the password from its file again, because the file may change; see `password_now`.
     prefix
         The beginning of every name that lmkv writes to the store, so that access rules can match these names.
     ttl
         Seconds after which the store drops a value, or None if the store keeps each value until an eviction.
     timeout
-        Seconds to wait for a connection or an answer. For a value, one more second for each 16 MiB is added.
+        Seconds to wait for a connection or an answer. A value may take one more second for each 16 MiB.
     chunk_tokens
         Largest number of token ids that a value records.
     name
@@ -54,8 +54,7 @@ class RemoteOptions:
 
     Notes
     -----
-    Immutable, so any number of threads may share one object. `repr` shows neither the password nor the authentication
-    key.
+    Immutable. `repr` shows neither the password nor the authentication key.
 
     Examples
     --------
@@ -92,7 +91,7 @@ Fill = Callable[[memoryview], None]
 
 
 def filler(value: memoryview) -> Fill:
-    """Return a function that fills buffers with the next bytes of `value`, until its end."""
+    """Return a function that fills a buffer with the next bytes of `value` at each call."""
 
     def fill(part: memoryview) -> None:
         nonlocal value
@@ -104,7 +103,7 @@ def filler(value: memoryview) -> Fill:
 
 @frozen
 class ValueCodec:
-    """Makes and checks the values of one namespace. A value consists of a header and a chunk's payload."""
+    """Builds and checks the values of one namespace. A value consists of a header and a chunk's payload."""
 
     format: ChunkFormat
 
@@ -122,9 +121,9 @@ class ValueCodec:
         return packed
 
     def parsed(self, key: ChunkKey, data: memoryview, expected: int) -> Header:
-        """Return the header at the start of `data`, checked against the key and a payload of `expected` bytes.
+        """Return the header at the start of `data`.
 
-        Raises `FormatError`.
+        Raises `FormatError` if the header is not that of the chunk `key` with a payload of `expected` bytes.
         """
         header = self.format.parse(key, data)
         if header.payload_bytes != expected:
@@ -132,8 +131,10 @@ class ValueCodec:
         return header
 
     def receive(self, key: ChunkKey, nbytes: int, fill: Fill, into: memoryview) -> None:
-        """Fill `into` with the payload of a value of `nbytes` bytes. `fill` reads the next bytes of the value. Raises
-        `FormatError` if the value is not the chunk `key`.
+        """Read the payload of a value of `nbytes` bytes into the buffer `into`.
+
+        `fill`: a function that reads the next bytes of the value. Raises `FormatError` if the value is not the chunk
+        `key`.
         """
         header_bytes = self.format.header_bytes(len(into))
         start = memoryview(bytearray(min(nbytes, header_bytes)))
@@ -144,8 +145,9 @@ class ValueCodec:
         self.receive_payload(header, fill, into)
 
     def receive_payload(self, header: Header, fill: Fill, into: memoryview) -> None:
-        """Fill `into` with the payload that follows `header`. `fill` reads the payload's next bytes. Raises
-        `FormatError`.
+        """Read the payload that follows `header` into the buffer `into`. `fill` reads the payload's next bytes.
+
+        Raises `FormatError` if a checksum is wrong.
         """
         for index, at in enumerate(range(0, len(into), header.segment_bytes)):
             segment = into[at : at + header.segment_bytes]
@@ -154,7 +156,9 @@ class ValueCodec:
             self.format.verify(header, segment, index)
 
     def unpack(self, key: ChunkKey, value: memoryview, into: memoryview) -> None:
-        """Fill `into` with the payload of a whole value. Raises `FormatError` if the value is not the chunk `key`."""
+        """Copy the payload of a complete value into the buffer `into`. Raises `FormatError` if the value is not the
+        chunk `key`.
+        """
         self.receive(key, len(value), filler(value), into)
 
 
@@ -177,8 +181,9 @@ the content is not lmkv's.
 
 
 def split_url(url: str) -> SplitResult:
-    """Return the parts of a URL. Raises a ConfigError that does not quote the invalid part, which may contain a
-    password.
+    """Return the parts of a URL. Raises ConfigError for an invalid URL.
+
+    The error text does not quote the invalid part, which may contain a password.
     """
     try:
         parts = urlsplit(url)
@@ -193,12 +198,12 @@ def split_url(url: str) -> SplitResult:
 
 
 def batches(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    """Return the names in batches of `size`, one for each round trip."""
+    """Yield the names in batches of at most `size`. Each batch is one request to the store."""
     return (names[at : at + size] for at in range(0, len(names), size))
 
 
 class RemoteBackend(ABC):
-    """Base class of backends that store each chunk as one named value in a store that other processes and machines
+    """Base class of backends that store each chunk as one named value, in a store that processes on several machines
     share.
 
     Parameters
@@ -214,8 +219,8 @@ class RemoteBackend(ABC):
     -----
     Thread-safe; no lock is held during I/O. Other processes change the store, so a tier lists the store's chunks
     repeatedly. `read` and `write` return failures as values; `contains` and `delete` raise `BackendError`. If a value
-    is not the chunk that its name says, `read` returns FAILED with a `CorruptChunkError`. lmkv uses no byte of such a
-    value. lmkv never unpickles values.
+    does not contain the chunk of its name, `read` returns FAILED with a `CorruptChunkError`, and lmkv uses no byte of
+    the value. lmkv never unpickles values.
 
     Examples
     --------
@@ -276,9 +281,7 @@ class RemoteBackend(ABC):
         return self.codec.value_bytes(payload_bytes)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return, for each key, whether the store has a value for the key. Only `read` verifies the bytes of a
-        value.
-        """
+        """Return, for each key, whether the store has a value for the key. Only `read` verifies the bytes of values."""
         self._check_open()
         names = [self.name_of(key) for key in keys]
         try:
@@ -319,8 +322,9 @@ class RemoteBackend(ABC):
             raise self._translated(error, "delete") from error
 
     def _listing(self, found: Iterator[list[Listed]]) -> Iterator[list[Listed]]:
-        """Yield the pages of a store's listing. A page is the chunks of one answer. Raises a `BackendError` if the
-        store fails, or if the listing has implausibly many chunks or pages.
+        """Yield the chunks of a store's listing, one batch for each answer of the store.
+
+        Raises a `BackendError` if the store fails, or if the listing has implausibly many chunks or answers.
         """
         self._check_open()
         count, until = 0, time.monotonic() + QUIET_SECONDS
@@ -349,7 +353,9 @@ class RemoteBackend(ABC):
             raise ClosedError(f"backend {self.name!r} is closed")
 
     def _translated(self, error: BaseException, action: str, key: ChunkKey = b"") -> BackendError:
-        """Return the `BackendError` for an error of the client. Other errors, such as Ctrl-C, are raised again."""
+        """Return an exception of the store's client as a `BackendError`. Re-raises `ClosedError`, and for example
+        Ctrl-C.
+        """
         if isinstance(error, ClosedError):
             raise error
         if not isinstance(error, Exception):
@@ -360,30 +366,29 @@ class RemoteBackend(ABC):
         return translated
 
     def _reason(self, error: Exception) -> str:
-        """Return the text of an error of the store."""
+        """Return the error text for an exception of the store's client."""
         return f"{type(error).__name__}: {error}"
 
     # -- requests to the store --------------------------------------------------------------------------------
 
     @abstractmethod
     def _exist(self, names: Sequence[str]) -> list[bool]:
-        """Return, for each name, whether the store has a value, in as few round trips as the store allows."""
+        """Return, for each name, whether the store has a value of this name. Use as few round trips as possible."""
 
     @abstractmethod
     def _get(self, key: ChunkKey, name: str, into: memoryview) -> bool:
-        """Fill `into` with the payload of the value called `name`, checked by `codec`. Returns False if there is no
-        value.
+        """Read the payload of the value `name` into the buffer `into`, and check it with `codec`.
+
+        Returns False if there is no such value.
         """
 
     @abstractmethod
     def _put(self, name: str, chunk: Chunk) -> Written:
-        """Store a value completely or not at all. If the name has a value already, keep this value and return
-        PRESENT.
-        """
+        """Store a chunk as the value `name`, completely or not at all. If the value exists already, return PRESENT."""
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> None:
-        """Delete values. Absent values are no error."""
+        """Delete the values `names`. Absent values are no error."""
 
     @abstractmethod
     def _disconnect(self) -> None:
@@ -391,13 +396,11 @@ class RemoteBackend(ABC):
 
     @abstractmethod
     def _is_unavailable(self, error: Exception) -> bool:
-        """Return whether the error means that the whole store is unavailable: the store does not answer, or refuses
-        lmkv.
-        """
+        """Return whether an error affects the whole store: the store does not answer, or denies access."""
 
 
 class HostPortBackend(RemoteBackend):
-    """A store at a host and a port. A subclass names the options of its URL and talks to the store."""
+    """Base class for stores at a host and a port. A subclass lists the options of its URL, and transfers the values."""
 
     known: ClassVar[Mapping[str, type[str] | type[int]]]
     """Options that the URL's query may have, with their types."""
@@ -411,7 +414,7 @@ class HostPortBackend(RemoteBackend):
             logger.warning("lmkv: the store at %s does not support %s; lmkv ignores the value", self._safe_url, names)
 
     def _parse_url(self, url: str) -> dict[str, Any]:
-        """Return the host and the port of a URL, and the options in its query."""
+        """Return the host, the port and the query's options of a URL. Raises ConfigError if any of them is invalid."""
         parts = split_url(url)
         given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
         if unknown := sorted(given.keys() - self.known.keys()):
@@ -431,7 +434,7 @@ class HostPortBackend(RemoteBackend):
 
     @abstractmethod
     def _set_up(self, options: dict[str, Any]) -> None:
-        """Prepare for calls with the options of the URL, without connecting."""
+        """Prepare the backend for calls, without connecting. `options`: the result of `_parse_url`."""
 
     def _is_unavailable(self, error: Exception) -> bool:
         return isinstance(error, OSError)

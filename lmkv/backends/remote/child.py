@@ -2,8 +2,8 @@
 
 python -m lmkv.backends.remote.child MODULE CONNECTION MEMORY [MEMORY ...]
 
-The parent calls methods of the class `StoreClient` in MODULE. CONNECTION and MEMORY are file descriptors. Messages
-are JSON, and the first message has the options of the client.
+The parent process calls methods of the class `StoreClient` in MODULE. CONNECTION and MEMORY are file descriptors.
+Messages are JSON. The first message contains the options of the client.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 This module implements the server's protocol itself, because InfiniStore's client waits forever for a missing value, and
 crashes together with its server. Bytes are copied directly between the caller's memory and the socket.
 
-The server stores a chunk as two values. First comes the payload, under a random name. Then comes an entry under the
-chunk's name, which contains the header and the random name. The server reports a value as soon as its first byte
-arrives, and crashes if the value is read or deleted before its last byte. So the payload's name stays secret until the
-payload is complete.
+A chunk becomes two values. First the payload is stored under a random name. Then an entry with the header and the
+random name is stored under the chunk's name. The reason: the server reports a value after its first byte, but crashes
+if the value is read or deleted before its last byte. Other clients learn the random name only when the payload is
+complete.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SKIPPED = 1 << 20
 
 
 class Connection:
-    """A connection that sends requests and reads their answers until `deadline`, for one thread at a time.
+    """A connection to an InfiniStore server, for one thread at a time. All answers must arrive before `deadline`.
 
     Methods raise OSError if an answer is late or invalid.
     """
@@ -64,7 +64,7 @@ class Connection:
         self._answer = bytearray()
 
     def ask(self, names: Sequence[str]) -> None:
-        """Ask which of `names` exist. `found` reads the answers."""
+        """Request whether the values `names` exist. `found` reads the answers."""
         self._send([b"".join(_request(_EXIST, name.encode()) for name in names)])
 
     def found(self, count: int) -> list[bool]:
@@ -75,7 +75,7 @@ class Connection:
         return [absent == 0 for _, absent in answers]
 
     def get(self, name: str) -> int | None:
-        """Return the length in bytes of the value called `name`, or None if there is no value. `fill` then reads the
+        """Request a value. Returns the value's length in bytes, or None if there is no value. `fill` then reads the
         value.
         """
         self._send([_request(_VALUE, _value_request(name, 0, _GET))])
@@ -125,7 +125,7 @@ class Connection:
             self.is_behind = False
 
     def put(self, values: Sequence[tuple[str, Sequence[memoryview]]]) -> bool:
-        """Store values, each given in parts. Returns False if the server has no space."""
+        """Store values, given as pairs `(name, parts)`. Returns False if the server has no space."""
         parts: list[bytes | memoryview] = []
         for name, value in values:
             parts += [_request(_VALUE, _value_request(name, sum(map(len, value)), _PUT)), *value]
@@ -195,7 +195,9 @@ def _request(action: bytes, body: bytes) -> bytes:
 
 
 def _value_request(name: str, nbytes: int, action: int) -> bytes:
-    """Return a request about a value, as a FlatBuffers table of a name, a length and an action."""
+    """Return a request for a value: a FlatBuffers table of the name, the length in bytes and the action (get or
+    put).
+    """
     return _VALUE_TABLE.pack(16, 10, 16, 8, 12, 7, 10, action, 8, nbytes) + _text(name)
 
 
@@ -208,7 +210,7 @@ def _delete_request(names: Sequence[str]) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """Return a zero-terminated string, padded to whole words."""
+    """Return a string as FlatBuffers needs it: zero-terminated and padded to whole words."""
     encoded = text.encode()
     return _CODE.pack(len(encoded)) + encoded + bytes(4 - len(encoded) % 4)
 
@@ -354,7 +356,7 @@ class InfiniStoreBackend(HostPortBackend):
         self._call(lambda connection: connection.delete(names))
 
     def _payload_name(self, name: str) -> str:
-        """Return the name of the payload to which an entry refers, or "" if the value is no entry."""
+        """Return the payload's name from the entry `name`, or "" if there is no valid entry."""
         with suppress(FormatError):
             entry = self._call(lambda connection: self._entry(connection, name))
             return entry.payload_name if entry else ""
@@ -363,8 +365,9 @@ class InfiniStoreBackend(HostPortBackend):
     # -- connections --------------------------------------------------------------------------------------
 
     def _call(self, work: Callable[[Connection], T], moving: int = 0) -> T:
-        """Call `work` with a connection, and return the result. If the server has closed this connection, use a new
-        connection.
+        """Return the result of `work(connection)`. Replaces an idle connection that the server has closed.
+
+        `moving`: the number of bytes to transfer, which extends the deadline.
         """
         deadline = time.monotonic() + self.options.timeout + moving / MIN_BYTES_PER_SECOND
         if connection := self._taken():
@@ -388,10 +391,11 @@ class InfiniStoreBackend(HostPortBackend):
             self._release(connection)
 
     def _taken(self) -> Connection | None:
-        """Return an idle connection that the server is ready for.
+        """Return an idle connection that the server is ready for, or None.
 
         InfiniStore has a bug: if a request follows a value immediately, the server repeats its last answer forever. The
-        server has one thread, so it is ready again once it has answered a later request of another connection.
+        server has one thread. So a connection is ready again once the server has answered a later request of another
+        connection.
         """
         if os.getpid() != self._pid:
             raise ConnectionError("a forked process cannot use its parent's connections")
@@ -401,8 +405,9 @@ class InfiniStoreBackend(HostPortBackend):
         return self._pick(lambda each: each.in_step and each.value_ended_at < self._answered_at)
 
     def _pick(self, fits: Callable[[Connection], bool]) -> Connection | None:
-        """Return the most recently used connection for which `fits` returns True. The TCP window of such a connection
-        is open.
+        """Remove and return the most recently used idle connection for which `fits` is True, or None.
+
+        The TCP window of such a connection is open.
         """
         with self._lock:
             found = next(filter(fits, reversed(self._idle)), None)

@@ -51,12 +51,13 @@ class MooncakeBackend(SubprocessBackend, HostPortBackend):
 
     Notes
     -----
-    The backend connects at the first call. Mooncake's client runs in separate processes, because the
-    client's `setup` holds the GIL for half a minute if the master does not answer. A read from a dead host takes
-    equally long. Host memory is registered with the client, so that values are transferred without a copy. After a
-    failed read, lmkv ends the client's process, so that late bytes cannot reach a slot that meanwhile belongs to
-    another chunk. Anybody who reaches the client's port can read and write registered memory. Over TCP, `drop_inbound`
-    drops all packets to this port. Over RDMA, host memory is not registered if an `authentication_key` is set.
+    The backend connects at the first call. Mooncake's client runs in separate processes, because its `setup` holds the
+    GIL for half a minute if the master does not answer. A read from a dead host takes equally long.
+
+    Host memory is registered with the client, so that values are transferred without a copy. After a failed read, lmkv
+    kills the client's process, so that late bytes cannot reach a slot that meanwhile belongs to another chunk. Anybody
+    who reaches the client's port can read and write registered memory. Therefore, over TCP, `drop_inbound` drops all
+    packets to this port. Over RDMA, host memory is not registered if an `authentication_key` is set.
 
     Examples
     --------
@@ -159,8 +160,8 @@ class StoreClient:
         return [bool(_checked(found, "is_exist")) for found in self._store.batch_is_exist(names)]
 
     def get(self, name: str, parts: Sequence[Part]) -> int | None:
-        """Fill the memory `parts` with a value if the value's length fits. Returns this length in bytes, or None
-        without a value.
+        """Read a value into the memory `parts` if its length fits. Returns the value's length in bytes, or None if
+        absent.
         """
         self.connect()
         addresses, sizes = self._located(parts)
@@ -175,10 +176,10 @@ class StoreClient:
         return [self._memories[memory].address + offset for memory, offset, _ in parts], [part[2] for part in parts]
 
     def put(self, name: str, parts: Sequence[Part]) -> str:
-        """Store these parts as one value.
+        """Store the memory `parts` as one value. Returns "stored", "present", or the reason for the failure.
 
-        The write uses a Mooncake session, which fails at once if another client is writing a value of this name. A
-        plain put of Mooncake would report success in that case.
+        The write uses a Mooncake session, which fails at once if another client is writing the same value. Mooncake's
+        plain put would report success in that case.
         """
         self.connect()
         addresses, sizes = self._located(parts)
@@ -197,8 +198,9 @@ class StoreClient:
         return "stored"
 
     def remove(self, names: Sequence[str]) -> int:
-        """Delete values, even while other processes read them, and return the number of deleted values. Readers verify
-        every byte.
+        """Delete values, even while other processes read them. Returns the number of names.
+
+        Readers detect a deletion during a read, because they verify every byte.
         """
         self.connect()
         for code in self._store.batch_remove(names, True):
@@ -234,7 +236,7 @@ _LIMIT = 1.0
 def drop_inbound() -> None:
     """Make the kernel drop all packets to the ports on which this process listens. Linux only.
 
-    Connections that this process makes itself continue to work. Raises ConnectionError while a caller is connected but
+    Connections that this process opens continue to work. Raises ConnectionError if another program stays connected but
     not accepted, because such a connection cannot be filtered.
     """
     deadline = time.monotonic() + _LIMIT
@@ -247,8 +249,9 @@ def drop_inbound() -> None:
 
 
 def _drop_once() -> int:
-    """Attach the filter to listening sockets and their connections. Returns the number of connections not yet
-    accepted.
+    """Attach the filter to the listening sockets and to their accepted connections.
+
+    Returns the number of connections that are not accepted yet.
     """
     with _sockets() as sockets:
         listening = [each for each in sockets if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
@@ -264,7 +267,7 @@ def _drop_once() -> int:
 
 @contextmanager
 def _sockets() -> Iterator[list[socket.socket]]:
-    """Provide this process's IPv4 and IPv6 sockets."""
+    """Yield copies of this process's IPv4 and IPv6 sockets for a `with` block."""
     with ExitStack() as stack:
         opened = []
         for descriptor in map(int, os.listdir("/proc/self/fd")):

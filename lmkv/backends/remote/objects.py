@@ -1,7 +1,7 @@
 """`ObjectStoreBackend`: stores chunks as objects in S3, Google Cloud Storage or Azure, or as files in a folder.
 
-The library obstore signs requests, connects and retries. obstore allocates as many bytes as an answer promises, and its
-process ends if there is not enough memory. So `StoreClient` runs obstore in a child process.
+The library obstore signs requests, connects and retries. obstore allocates as many bytes as an answer announces, and
+aborts its process if there is not enough memory. Therefore `StoreClient` runs obstore in a child process.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class ObjectStoreBackend(SubprocessBackend):
     options
         The settings of remote backends. `username` and `password` are the access key id and secret access key of S3, or
         the account name and account key of Azure. Without them, obstore reads environment variables such as
-        `AWS_ACCESS_KEY_ID`, and then uses the machine's identity. A `ttl` is refused, because only a lifecycle rule of
-        the bucket can expire objects. A request that fails before its `timeout` is repeated once, if a repetition is
+        `AWS_ACCESS_KEY_ID`, and then uses the machine's identity. A `ttl` raises ConfigError, because only a lifecycle
+        rule of the bucket can expire objects. A request that fails before its `timeout` is repeated once if this is
         safe.
 
     Raises
@@ -142,7 +142,9 @@ class ObjectStoreBackend(SubprocessBackend):
                     self._lister.ask("end_listing", number)
 
     def _check_medium(self) -> None:
-        """Raise OSError if the folder is on another medium than at first. A removed folder is created again."""
+        """Raise OSError if the folder is on another medium than when the backend was created. Creates a removed folder
+        again.
+        """
         if self._medium is not None:
             try:
                 self._medium.check()
@@ -167,7 +169,7 @@ class ObjectStoreBackend(SubprocessBackend):
 
 
 class StoreClient:
-    """Runs obstore in the child process. An `ObjectStoreBackend` in the parent process makes the calls."""
+    """Runs obstore in the child process."""
 
     unavailable: ClassVar[tuple[type[Exception], ...]] = (
         exceptions.GenericError,
@@ -201,7 +203,7 @@ class StoreClient:
         self._listings: dict[int, _Listing] = {}
 
     def _store(self, nbytes: int = 0) -> Any:
-        """Return obstore's object for the store, with the timeout for a value of `nbytes` bytes."""
+        """Return obstore's client of the store, with a timeout for a value of `nbytes` bytes."""
         more = -(-nbytes // MIN_BYTES_PER_SECOND)
         if more not in self._stores:
             self._stores[more] = self._open(self._timeout + more)
@@ -215,8 +217,9 @@ class StoreClient:
         return [memoryview(self._memories[memory].view)[at : at + nbytes] for memory, at, nbytes in parts]
 
     def _is_other(self, name: str) -> bool:
-        """Return whether a name in the folder is no file. For example, opening a pipe would wait for the pipe's
-        writer.
+        """Return whether the store is a folder, and `name` in this folder is not a regular file.
+
+        For example, opening a pipe would wait for its writer.
         """
         with suppress(OSError):
             return bool(self._folder) and not stat.S_ISREG(os.lstat(os.path.join(self._folder, name)).st_mode)
@@ -235,7 +238,8 @@ class StoreClient:
     def exist(self, names: Sequence[str]) -> list[bool]:
         """Return, for each name, whether the store has an object of this name.
 
-        If a request fails, its object counts as absent. If all requests fail, the error is raised.
+        If the request for an object fails, the object counts as absent. If all requests fail, the first error is
+        raised.
         """
         store = self._store()
         asked = [self._threads.submit(self._exists, store, name) for name in names]
@@ -248,8 +252,8 @@ class StoreClient:
         return [each.done() and not each.cancelled() and not each.exception() and each.result() for each in asked]
 
     def get(self, name: str, parts: Sequence[Part]) -> int | None:
-        """Fill the memory `parts` with an object if the object's length fits. Returns this length in bytes, or None
-        without an object.
+        """Read an object into the memory `parts` if its length fits. Returns the object's length in bytes, or None if
+        absent.
         """
         nbytes = sum(part[2] for part in parts)
         if self._is_other(name):
@@ -266,7 +270,7 @@ class StoreClient:
         return int(found.meta["size"])
 
     def put(self, name: str, parts: Sequence[Part]) -> str:
-        """Store the bytes in the memory `parts` as one object."""
+        """Store the memory `parts` as one object. Returns "stored", "present", or the reason for the failure."""
         # Look it up first, so that an existing object is not sent.
         if self._exists(self._store(), name):
             return "present"
@@ -286,9 +290,7 @@ class StoreClient:
         return "stored"
 
     def remove(self, names: Sequence[str]) -> int:
-        """Delete the objects `names` in this order, until the time is over. Returns how many are deleted or were
-        absent.
-        """
+        """Delete the objects `names`, first to last, until the timeout. Returns how many of the names are done."""
         until = time.monotonic() + self._timeout
         if self._deletes_many:
             try:
@@ -315,9 +317,10 @@ class StoreClient:
         self._listings[number] = _Listing(self._store(), root, self._loop)
 
     def next_page(self, number: int) -> list[tuple[str, int]] | None:
-        """Return the keys (in hexadecimal) and lengths in bytes of the next chunks of the listing `number`.
+        """Return the key (in hexadecimal) and the length in bytes of each chunk on the next page of the listing
+        `number`.
 
-        Returns an empty list if the store has not answered in time, and None at the end of the listing.
+        Returns an empty list if the store has not answered yet, and None at the end of the listing.
         """
         return self._listings[number].next_page()
 
@@ -329,7 +332,7 @@ class StoreClient:
 
 
 class _Listing:
-    """Lists the chunks below a root, page by page."""
+    """Lists the chunks below `root`, page by page."""
 
     def __init__(self, store: Any, root: str, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -378,8 +381,9 @@ def _certificates(path: str) -> bytes:
 
 
 def check(root: str, *place: Any) -> None:
-    """Raise ValueError or OSError if no store can be opened with the arguments `place`, or if `root` cannot be part of
-    a name.
+    """Raise ValueError or OSError if `place` or `root` is invalid.
+
+    `place`: the arguments of `opened`. `root`: the beginning of all names.
     """
     try:
         obstore.list(opened(*place, makes_folder=True), root)
@@ -388,15 +392,16 @@ def check(root: str, *place: Any) -> None:
 
 
 def _places(options: Mapping[str, str]) -> dict[str, str]:
-    """Return the options and environment variables that name an existing file."""
+    """Return the options and cloud variables whose value is an existing path."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))}
     named = {**variables, **options}.items()
     return {name: each for name, each in named if "/" in each and "://" not in each and os.path.exists(each)}
 
 
 def _check_files(options: Mapping[str, str]) -> None:
-    """Raise an error for an option whose path is no regular file. obstore would read a pipe or device forever, and
-    block all threads.
+    """Raise ValueError for an option whose path is not a regular file.
+
+    obstore would read a pipe or device forever, and block all threads.
     """
     for name, place in _places(options).items():
         if not os.path.isfile(place):
@@ -404,7 +409,9 @@ def _check_files(options: Mapping[str, str]) -> None:
 
 
 def _versions(options: Mapping[str, str]) -> list[tuple[str, int, int]]:
-    """Return name, size and time of each file that options or the environment name, to notice changes."""
+    """Return path, inode and modification time of each file that `options` or the environment names, to detect
+    changes.
+    """
     found = []
     for place in _places(options).values():
         with suppress(OSError):
@@ -422,7 +429,7 @@ def opened(
     deletes_each: bool = False,
     makes_folder: bool = False,
 ) -> Any:
-    """Return obstore's object for the store of a URL, without connecting."""
+    """Return obstore's client of the store at `url`, without connecting."""
     parts = split_url(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     bucket = parts.netloc.rpartition("@")[2]

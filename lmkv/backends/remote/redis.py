@@ -63,7 +63,7 @@ class RedisBackend(RemoteBackend):
     namespace
         32 bytes: a digest of the model, layout and versions.
     options
-        The settings of remote backends. redis-py repeats a failed command once, if a repetition is safe.
+        The settings of remote backends. redis-py repeats a failed command once if this is safe.
 
     Raises
     ------
@@ -98,7 +98,7 @@ class RedisBackend(RemoteBackend):
         return self._listing(self._list())
 
     def memory_policy(self) -> tuple[int, str]:
-        """Return the server's largest memory in bytes (0: no limit), and the name of its eviction policy.
+        """Return the server's memory limit in bytes (0: no limit), and the name of its eviction policy.
 
         Returns `(0, "")` for a cluster. Raises an error of redis-py.
         """
@@ -141,8 +141,9 @@ class RedisBackend(RemoteBackend):
                 seen.add(cursor)
 
     def _sized(self, names: Sequence[str], known: dict[ChunkKey, int]) -> list[Listed]:
-        """Return the chunks called `names`, with their lengths. Only lengths that `known` lacks are requested, because
-        a request counts as a use.
+        """Return the chunks of the values `names`, with the lengths of the values.
+
+        Lengths in `known` are not requested, because a request counts as a use.
         """
         # SCAN may give a name twice.
         names_of = {bytes.fromhex(name[-2 * KEY_BYTES :]): name for name in names}
@@ -172,9 +173,9 @@ class RedisBackend(RemoteBackend):
     def _for_each(
         self, names: Sequence[str], command: Callable[[Any, str], object], *, untouched: bool = False
     ) -> list[Any]:
-        """Return the answer or error of one command for each name.
+        """Send one command for each name, and return the answers, which may be errors.
 
-        `untouched`: whether the commands should not count as uses of the values, if the server supports this.
+        `untouched`: whether the commands should not count as uses of the values. Not every server supports this.
         """
         answers: list[Any] = []
         switches = untouched and not self._is_cluster
@@ -302,17 +303,16 @@ class RedisBackend(RemoteBackend):
         return super()._translated(error, action, key)
 
     def _pools(self, client: Redis | RedisCluster | None) -> list[Any]:
-        """Return the pools of connections, one for each server."""
+        """Return the connection pools of a client, one for each server."""
         if isinstance(client, RedisCluster):
             return [self._pool_at(client, node) for node in client.get_nodes()]
         return [] if client is None else [client.connection_pool]
 
     def _routed(self, name: str, work: Callable[[Any], T], slow: float = 0.0) -> T:
-        """Call `work` with a connection to the server that has the name, after redirections of a cluster. Returns the
-        result.
+        """Return the result of `work(connection)`, with a connection to the server that stores the value `name`.
 
-        `work` sends one command, because a redirection by ASKING is valid for one command. `slow`: seconds that the
-        command's value may take in addition to the timeout.
+        Follows redirections in a cluster. `work` sends one command, because a redirection by ASKING is valid for one
+        command. `slow`: seconds that the transfer of the value may take in addition to the timeout.
         """
         with self._turns.turn(self.options.timeout + slow):
             return self._follow(self._connected(), name, work)
@@ -377,7 +377,9 @@ open_url = RedisBackend
 
 
 class _Turns:
-    """Allows at most `most` calls at a time. A waiting call fails if no other call ends within `patience` seconds."""
+    """Limits the number of concurrent calls to `most`. A call that waits fails if no other call ends in `patience`
+    seconds.
+    """
 
     def __init__(self, most: int, patience: float) -> None:
         self._free, self._patience = most, patience
@@ -385,8 +387,10 @@ class _Turns:
 
     @contextmanager
     def turn(self, seconds: float = 0.0) -> Iterator[None]:
-        """Run a `with` block as one of the calls. `seconds`: how long the block may take; if longer, this becomes the
-        patience of all calls.
+        """Run a `with` block as one of the calls.
+
+        `seconds`: how long the block may take. If this is longer than the patience, the patience of all calls becomes
+        longer.
         """
         with self._changed:
             self._patience = max(self._patience, seconds)
@@ -403,7 +407,7 @@ class _Turns:
 
 
 def _send(connection: Any, pieces: Iterable[bytes | memoryview]) -> None:
-    """Send a value. If the server closes the connection, raise the last error that the server answered."""
+    """Send a value in pieces. If the server closes the connection, the error that the server sent last is raised."""
     connection.check_health()
     try:
         for piece in pieces:
@@ -415,7 +419,7 @@ def _send(connection: Any, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def _last_words(connection: Any) -> Exception | None:
-    """Return the error that the server answered before it closed the connection, or None if there is no such error."""
+    """Return the error that the server sent before it closed the connection, or None if the server sent no error."""
     with suppress(OSError, exceptions.RedisError), within(_LAST_WORDS):
         answer = connection._parser.read_response()
         return answer if isinstance(answer, exceptions.ResponseError) else None
@@ -423,8 +427,8 @@ def _last_words(connection: Any) -> Exception | None:
 
 
 def _number(answer: Any) -> int:
-    """Return the number in an answer. An answer that is an error is raised. Another answer without a number raises
-    InvalidResponse.
+    """Return an answer that is a number. Raises an answer that is an error, and InvalidResponse for any other
+    answer.
     """
     if isinstance(answer, Exception):
         raise answer

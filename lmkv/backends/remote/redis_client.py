@@ -1,8 +1,8 @@
-"""The client of Redis or Valkey: `RedisURL` checks a URL at the start, and `Answers` parses answers within limits.
+"""The client of Redis or Valkey: `RedisURL` checks a URL, and `Answers` parses answers with limits of time and bytes.
 
-The limits of time and bytes also hold if the program at the server's address is not Redis. redis-py's own parsers
-allocate any announced size, and hiredis holds the GIL while it parses. `Answers` parses the bytes that have arrived,
-and lets other threads run in between.
+The limits protect lmkv if the program at the server's address is not Redis. redis-py's own parsers allocate any
+announced size, and hiredis holds the GIL while it parses. `Answers` parses only the bytes that have arrived, and lets
+other threads run in between.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ MAX_NODES = 1024
 
 @define
 class _Budget:
-    """The time, the bytes and the items that the answers to a call may still take. Values that are read into the
-    caller's memory do not count.
+    """Limits of the answers to one call: a deadline, and how many bytes and items may still arrive.
+
+    Values that are read into the caller's memory do not count.
     """
 
     deadline: float
@@ -71,7 +72,7 @@ _limit = _Limit()
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit all answers to this thread within a `with` block: their time, and the sums of their bytes and items."""
+    """Limit the answers that this thread reads in a `with` block: `seconds` for all, and a total of bytes and items."""
     before, _limit.budget = _limit.budget, _Budget(time.monotonic() + seconds)
     try:
         yield
@@ -80,7 +81,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 class Answers:
-    """A parser for redis-py, which reads the answers on one connection, for one thread at a time."""
+    """A parser for redis-py, which reads the answers on one connection. For one thread at a time."""
 
     EXCEPTION_CLASSES = _RESP2Parser.EXCEPTION_CLASSES
     parse_error = _RESP2Parser.parse_error
@@ -103,7 +104,9 @@ class Answers:
         self._ahead.clear()
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Return whether bytes have arrived without a request. Raises ConnectionError if the connection is closed."""
+        """Return whether bytes have arrived that no request has asked for. Raises ConnectionError if the connection is
+        closed.
+        """
         if not self._ahead and self._sock is not None:
             self._sock.settimeout(timeout)
             try:
@@ -150,10 +153,10 @@ class Answers:
         return error
 
     def length(self) -> int | None:
-        """Return the length in bytes of the value that the server answers, or None if there is no value. `fill` then
-        reads the value.
+        """Read the length of a value. Returns the length in bytes, or None if there is no value. `fill` then reads the
+        value.
 
-        Raises an error that the server answers.
+        If the server answers with an error, the error is raised.
         """
         with self._bounded():
             kind, text = self._line()
@@ -218,7 +221,7 @@ class Answers:
 
 
 class SentinelAnswers(Answers):
-    """A parser for answers of a sentinel, each of which has the timeout of the connection."""
+    """A parser for the answers of a sentinel. The connection's timeout limits each answer."""
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
         with within(self._timeout):
@@ -226,7 +229,7 @@ class SentinelAnswers(Answers):
 
 
 class OneSentinel(Redis):
-    """A client of one sentinel. It raises each failure as ConnectionError, so that redis-py asks the next sentinel."""
+    """A client of one sentinel, which raises each failure as ConnectionError. redis-py then asks the next sentinel."""
 
     def sentinel_masters(self) -> dict[str, dict[str, Any]]:
         try:
@@ -237,8 +240,9 @@ class OneSentinel(Redis):
 
 
 class NodeAnswers(Answers):
-    """A parser for answers of a cluster's node. The parser checks the slots, because redis-py makes a client for each
-    node that an answer names.
+    """A parser for the answers of a cluster's node.
+
+    The parser checks slot ranges, because redis-py creates a client for each node that an answer names.
     """
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
@@ -249,7 +253,7 @@ class NodeAnswers(Answers):
 
 
 def _check_slots(answer: Sequence[Any]) -> None:
-    """Raise InvalidResponse if no cluster can have the ranges of slots in `answer`."""
+    """Raise InvalidResponse if `answer` contains slot ranges that no cluster can have, or too many nodes."""
     slots, nodes = 0, set[str]()
     for each in answer:
         # As redis-py reads them: numbers may be texts. Other lists begin with other things.
@@ -262,9 +266,10 @@ def _check_slots(answer: Sequence[Any]) -> None:
 
 
 class Cluster(RedisCluster):
-    """redis-py's client of a cluster with lmkv's parser, and with a `close` that closes all connections.
+    """redis-py's client of a cluster, with lmkv's parser. `close` closes all connections.
 
-    redis-py's own `close` leaves connections open: those to former nodes, and those of a client whose setup failed.
+    redis-py's own `close` leaves some connections open: those to former nodes, and those of a client that failed to
+    start.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -322,7 +327,7 @@ _NO_DATABASE = "the database must be a number, such as /0; use remote_prefix for
 
 
 class RedisURL:
-    """Makes the client that a URL and the settings of a backend describe.
+    """A checked URL of a Redis server, cluster or sentinels, from which clients are created.
 
     Raises ConfigError for options that cannot work with any server. `max_connections`: largest number of connections.
     """
@@ -388,7 +393,7 @@ class RedisURL:
         raise ConfigError(f"{self._shown}: {reason}") from None
 
     def _read_hosts(self, rest: str, port: int) -> str:
-        """Note the hosts of a URL, and return the rest of the URL with only the first host."""
+        """Store the hosts of a URL. Returns the rest of the URL with only the first host."""
         place = re.split("[/?#]", rest, maxsplit=1)[0]
         user, at, hosts = place.rpartition("@")
         try:
@@ -399,7 +404,7 @@ class RedisURL:
         return f"{user}{at}{hosts.split(',')[0]}{rest[len(place) :]}"
 
     def _read_service(self, rest: str) -> str:
-        """Note the service of the sentinels, and return the rest of the URL without the service."""
+        """Store the name of the service that the sentinels watch. Returns the rest of the URL without this name."""
         place = re.split("[/?#]", rest, maxsplit=1)[0]
         path, mark, query = rest[len(place) :].partition("?")
         service, _, database = path.strip("/").partition("/")
@@ -427,7 +432,9 @@ class RedisURL:
     # -- clients ----------------------------------------------------------------------------------------------
 
     def client(self) -> Redis | RedisCluster:
-        """Return a new client. The client of a cluster asks for its nodes now; other clients connect later."""
+        """Return a new client. A cluster's client asks for the cluster's nodes now; other clients connect at the first
+        call.
+        """
         if not self.is_cluster:
             return Redis.from_pool(self._pool())
         own = ("host", "port", "db", "connection_class", "parser_class")
@@ -472,9 +479,7 @@ class RedisURL:
 
 
 class _Renewed:
-    """A provider of credentials for redis-py. For each connection, it reads the password from the password's file
-    again.
-    """
+    """A credential provider for redis-py, which reads the password from its file again for each new connection."""
 
     def __init__(self, options: RemoteOptions, username: str | None) -> None:
         self._options, self._username = options, username

@@ -1,8 +1,8 @@
 """`SubprocessBackend`: the base class for stores with a client in C++ or Rust, which may hang, crash or hold the GIL.
 
-The client runs in child processes (module `child`). Parent and child share memory: a buffer, and the slab if the slab
-is registered. After a late call or a failed read, the parent ends the child, so that no late bytes reach the memory.
-The next call starts another child.
+The client runs in child processes (module `child`). Parent and child share memory: a buffer, and the slab of host
+memory if it is registered. After a late call or a failed read, the parent kills the child, so that no late bytes reach
+the memory. The next call starts another child.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _MAX_ROOM_BYTES = 1 << 30
 
 
 class SubprocessBackend(RemoteBackend):
-    """Runs the client that a subclass names in child processes. The URL may have the options `clients` and `zero_copy`.
+    """Base class of backends whose client runs in child processes. The URL may have the options `clients` and
+    `zero_copy`.
 
     All calls for a name go to one process, one after the other. So no other call of this backend comes between the
     lookup of a name and the write of its value.
@@ -72,23 +73,24 @@ class SubprocessBackend(RemoteBackend):
         return ClientProcess(self._module, options, self.requests * self.options.timeout)
 
     def _renewed(self, options: dict[str, Any]) -> Mapping[str, Any] | Callable[[], Any]:
-        """Return the options for the client, or a function that returns the options as they are when it is called."""
+        """Return the client's options or, if they may change, a function that returns the current options."""
         return options
 
     def _prepared(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of the URL in the form that `StoreClient` expects."""
+        """Convert the options of the URL to the arguments of `StoreClient`."""
         return options
 
     def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
-        """Register memory, so that payloads in it are transferred without a copy. Without effect if the URL has
-        `zero_copy=0`.
+        """Register memory, so that payloads in this memory are transferred without a copy.
+
+        Does nothing if the URL has `zero_copy=0`.
         """
         if self._zero_copy:
             for client in self._clients:
                 client.register(descriptor, address, nbytes, self._seconds_to_register(nbytes))
 
     def _seconds_to_register(self, nbytes: int) -> float:
-        """Return how many seconds the first call of a process may take in addition to the timeout."""
+        """Return how many seconds the registration of `nbytes` bytes adds to the timeout of a process's first call."""
         return 0.0
 
     # -- requests to the store --------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ class SubprocessBackend(RemoteBackend):
         return self._clients[crc32(name.encode()) % len(self._clients)]
 
     def _client_for(self, names: Sequence[str]) -> ClientProcess:
-        """Return the client for a call about several names."""
+        """Return the client process for a call about all of `names`."""
         return self._client(names[0])
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
@@ -140,8 +142,8 @@ def _batch_size(names: Sequence[str]) -> int:
 class ClientProcess:
     """A child process with a client, and the memory that parent and child share. The process runs one call at a time.
 
-    `options`: the options of the client, or a function that returns them. If a call fails and the options have changed,
-    the next call starts another process.
+    `options`: the options of the client, or a function that returns the current options. If a call fails and the
+    options have changed, the next call starts another process.
 
     Raises
     ------
@@ -166,7 +168,8 @@ class ClientProcess:
     def register(self, descriptor: int, address: int, nbytes: int, seconds: float) -> None:
         """Register memory with the client, so that payloads in this memory are transferred without a copy.
 
-        Because of the registration, the first call may take `seconds` longer. Raises UsageError after the first call.
+        `seconds`: how much longer the first call may take because of the registration. Raises UsageError after the
+        first call.
         """
         with self._lock:
             if self._process is not None or self._slab[0] >= 0:
@@ -180,10 +183,10 @@ class ClientProcess:
 
     @contextmanager
     def value(self, name: str, header_bytes: int, into: memoryview) -> Iterator[tuple[int, Fill] | None]:
-        """Provide, for a `with` block, the length of a value in bytes and a function that reads the next bytes of the
-        value. Provides None if there is no value.
+        """Yield `(length, fill)` of a value for a `with` block, or None if there is no value.
 
-        If `into` is registered memory, the payload is already in `into`.
+        `length`: the length of the value in bytes. `fill`: a function that reads the next bytes of the value. If `into`
+        is registered memory, the payload is already in `into`.
         """
         nbytes = header_bytes + len(into)
         place = self._place(into, header_bytes)
@@ -220,8 +223,8 @@ class ClientProcess:
             return str(self._ask("put", name, [(ROOM, 0, len(header)), place], moving=nbytes))
 
     def _place(self, payload: memoryview, otherwise: int) -> Part:
-        """Return the place of a payload in registered memory. A payload elsewhere gets the place at offset `otherwise`
-        in the buffer.
+        """Return where a payload is in shared memory. A payload outside registered memory uses the buffer from
+        `otherwise` on.
         """
         nbytes = len(payload)
         _, start, length = self._slab
@@ -242,7 +245,7 @@ class ClientProcess:
 
     @property
     def busy(self) -> bool:
-        """Whether a call is under way."""
+        """Whether a call is running."""
         return self._lock.locked()
 
     @property
@@ -252,9 +255,7 @@ class ClientProcess:
         return self._connected and process is not None and process.poll() is None
 
     def leave_to_parent(self) -> None:
-        """Close the connection in a forked child, because otherwise the client's process would not notice its parent's
-        end.
-        """
+        """Close the connection in a forked child. The client's process then notices when the original parent ends."""
         self._lock = threading.Lock()
         if self._process is not None:
             self._connection.close()
@@ -318,7 +319,7 @@ class ClientProcess:
         return answer
 
     def _exchange(self, question: Any, timeout: float) -> Any:
-        """Send a question and return the answer of the process."""
+        """Send a request to the child process, and return the answer."""
         try:
             self._connection.settimeout(timeout)
             self._connection.send(json.dumps(question).encode())
