@@ -182,11 +182,6 @@ class PolicyBase(ABC):
         """
         self.forget(key)
 
-    def remove(self, key: ChunkKey, size: int) -> None:
-        """Evict a key that `pop` did not return, because another policy has chosen the key."""
-        self.drop(key)
-        self.evicted(key, size)
-
     def forget(self, key: ChunkKey) -> None:  # noqa: B027 - most policies note nothing else
         """Delete the subclass's records of a key that is no longer in the eviction order."""
 

@@ -394,10 +394,6 @@ class ARC(TwoQueues):
             max(0, 2 * self.total_bytes - self.once_bytes - self.again_bytes - self.ghosts_once.total_bytes)
         )
 
-    def remove(self, key: ChunkKey, size: int) -> None:
-        self.from_once = key in self.once
-        super().remove(key, size)
-
 
 _SMALL_SHARE = 0.1
 
@@ -487,10 +483,6 @@ class S3FIFO(CountsUses):
         if self.from_small:
             self.ghosts.add(key, size)
             self.ghosts.trim(self.total_bytes)
-
-    def remove(self, key: ChunkKey, size: int) -> None:
-        self.from_small = key in self.small
-        super().remove(key, size)
 
     def drop(self, key: ChunkKey) -> None:
         if key in self.small:
