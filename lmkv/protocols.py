@@ -182,7 +182,7 @@ class ListsKeys(Protocol):
 
 
 @runtime_checkable
-class SharesRoom(Protocol):
+class SharesCapacity(Protocol):
     """A backend that shares its medium with other processes and namespaces, and counts the bytes of all these writers.
 
     Chunks of other namespaces count as used space, and may be evicted, but are never read. Keys of other namespaces

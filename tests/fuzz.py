@@ -4,7 +4,7 @@
     python -m tests.fuzz headers -max_total_time=600
 
 What to fuzz is the first word: `headers` of chunks, `folders` with any files, configuration `files`, the connector's
-`extra` configuration, `http` requests to the agent API, answers of `peers` to it, the `wishes` of requests, `traces` to
+`extra` configuration, `http` requests to the agent API, answers of `peers` to it, the `claims` of requests, `traces` to
 simulate, or answers of `remotes`. The rest are libFuzzer's options. It ends with a traceback at the first failure.
 """
 
@@ -29,7 +29,7 @@ with atheris.instrument_imports(include=["lmkv", "yaml"]):
     from tests.chunks.test_codec import test_sealed_lies_are_rejected_or_harmless
     from tests.cli.test_simulate import test_any_lines_are_a_trace_or_are_refused
     from tests.test_fuzz import test_any_extra_configuration, test_any_file
-    from tests.vllm.scheduler.test_wishes import test_any_wishes
+    from tests.vllm.scheduler.test_claims import test_any_claims
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
             "folders": test_any_folder, "headers": test_sealed_lies_are_rejected_or_harmless, "files": test_any_file,
             "extra": test_any_extra_configuration, "http": any_request,
             "traces": test_any_lines_are_a_trace_or_are_refused, "remotes": test_any_answers, "peers": any_answer,
-            "wishes": test_any_wishes,
+            "claims": test_any_claims,
         }  # fmt: skip
         if len(sys.argv) < 2 or sys.argv[1] not in targets:
             sys.exit(f"{__doc__}\nWhat to fuzz: {', '.join(targets)}")

@@ -69,11 +69,11 @@ BUDGET = {
     "chunks": 552,
     "medium": 55,
     "plugins": 34,
-    "policies": 998,
+    "policies": 989,
     "simulation": 420,
     "config": 2264,
     "memory": 1315,
-    "store": 3614,
+    "store": 3618,
     "backends": 389,
     "backends.disk": 1065,
     "backends.remote": 1950,
@@ -83,7 +83,7 @@ BUDGET = {
     "agent": 1310,
     "vllm": 2243,
     "vllm.plan": 854,
-    "vllm.scheduler": 2545,
+    "vllm.scheduler": 2549,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
 
@@ -121,7 +121,7 @@ BEYOND = {
     "simulation": "traces are read within bounds of bytes and time",
     "config": "files, flags and variables of LMCache in both modes, of vLLM's own offloading, of several",
     "memory": "loads are read back and compared, on the device",
-    "store": "wishes with owners, a breaker for each kind of call, calls that an interrupt cuts short",
+    "store": "claims with owners, a breaker for each kind of call, calls that an interrupt cuts short",
     "engine": "options of each request are checked",
     "agent": "a private socket, bounds for callers and for other engines, a page that documents itself",
     "backends": "a file backend over aiofiles as the example",
@@ -133,7 +133,7 @@ BEYOND = {
 }
 """Why a room has more lines than its aim."""
 
-WHOLE = 20475
+WHOLE = 20474
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

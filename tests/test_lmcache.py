@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lmkv import Config, Engine
-from lmkv.config import Answer, lmcache, read_yaml
+from lmkv.config import SettingsResult, lmcache, read_yaml
 from tests.tables import every
 from tests.test_config import refused
 
@@ -55,7 +55,9 @@ def test_the_table_has_every_key_of_lmcache() -> None:
 def test_every_key_of_its_extra_config_is_in_one_class() -> None:
     known = {key.removeprefix("extra_config.") for key in lmcache.table() if key.startswith("extra_config.")}
     assert sorted(set(EXTRA_KEYS) - known) == []
-    answer = Answer.to(env={}, extra={"lmcache.extra_config": {key: "x" for key in EXTRA_KEYS if key != "use_odirect"}})
+    answer = SettingsResult.to(
+        env={}, extra={"lmcache.extra_config": {key: "x" for key in EXTRA_KEYS if key != "use_odirect"}}
+    )
     assert [each for each in answer.readings if each.kind == "unknown"] == []
 
 
@@ -88,7 +90,7 @@ VARIABLES = [
 
 
 def test_every_variable_of_its_is_in_one_class() -> None:
-    answer = Answer.to(env={f"LMCACHE_{name}": "1" for name in VARIABLES})
+    answer = SettingsResult.to(env={f"LMCACHE_{name}": "1" for name in VARIABLES})
     assert [each for each in answer.readings if each.kind == "unknown"] == []
     login = {"LMCACHE_RESP_USERNAME": "me", "LMCACHE_RESP_PASSWORD": "secret"}
     config = load({"LMCACHE_REMOTE_URL": "resp://host:6379", **login})
@@ -208,7 +210,7 @@ def test_unknown_keys_are_named_in_a_warning(file: Path) -> None:
 
 def test_a_file_of_which_nothing_is_read_is_refused(file: Path) -> None:
     file.write_text("cache_config: {chunk_size: 64}\nchunk_siz: 1\n")
-    answer = Answer.to(env={"LMCACHE_CONFIG_FILE": str(file), "LMCACHE_CHUNK_SIZE": "64"})
+    answer = SettingsResult.to(env={"LMCACHE_CONFIG_FILE": str(file), "LMCACHE_CHUNK_SIZE": "64"})
     assert answer.problems[1:] == (f"file {file}: unknown key 'chunk_siz' = 1; did you mean 'chunk_size'?",)
     assert [(each.key, each.kind) for each in answer.readings if each.kind != "used"] == [
         ("'cache_config'", "refused"),

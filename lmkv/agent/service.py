@@ -17,7 +17,7 @@ from lmkv.chunks.hashing import StateKey, TailKey, state_keys
 from lmkv.chunks.namespace import tenants_of
 from lmkv.errors import LmkvError, UsageError
 from lmkv.protocols import ChunkKey, miss_in_words
-from lmkv.store.catalog import Boundaries
+from lmkv.store.catalog import HitFinder
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
 
@@ -222,7 +222,7 @@ class CacheService:
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._boundaries = Boundaries(self._store.catalog, self._states)
+        self._boundaries = HitFinder(self._store.catalog, self._states)
         # Not thread-safe by itself.
         self._prefetches: TTLCache[str, _Prefetch] = TTLCache(_MAX_KEYS, self._pin_ttl, getsizeof=_Prefetch.size)
 

@@ -34,7 +34,7 @@ from lmkv.protocols import (
     ReadStatus,
     RegistersMemory,
     Shared,
-    SharesRoom,
+    SharesCapacity,
     SizesChunks,
     Written,
 )
@@ -407,7 +407,7 @@ class WrapperBackend:
             self.list_keys = lambda: self.around("list_keys", inner.list_keys)
         if isinstance(inner, SizesChunks):
             self.stored_bytes = inner.stored_bytes
-        if isinstance(inner, SharesRoom):
+        if isinstance(inner, SharesCapacity):
             self.reserve_bytes, self.release_bytes = inner.reserve_bytes, inner.release_bytes
             self.reclaim = lambda keys: self.around("reclaim", lambda: inner.reclaim(keys))
             self.list_all = lambda: self.around("list_all", inner.list_all)

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from lmkv import plugins
 from lmkv.cli.server import fail, json_object
-from lmkv.config import Answer, Config, Setting, command_lines, lmcache, read_named, read_yaml
+from lmkv.config import Config, Setting, SettingsResult, command_lines, lmcache, read_named, read_yaml
 from lmkv.config.command import TRANSFER, Command
 from lmkv.config.parsers import Secret
 from lmkv.config.shell import quoted, without_shell
@@ -62,7 +62,7 @@ def show(
 ) -> None:
     """Show every setting with its value and source: default, file, variable, or kv_connector_extra_config."""
     try:
-        answer = looked_at(answer_of(file, os.environ, json_object(extra), tensor_parallel_size))
+        answer = with_problems_here(read_settings(file, os.environ, json_object(extra), tensor_parallel_size))
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
     config = answer.config
@@ -74,7 +74,9 @@ def show(
     end(answer, as_json=as_json)
 
 
-def answer_of(file: Path | None, env: Mapping[str, str], extra: Mapping[str, object], ranks: int | None) -> Answer:
+def read_settings(
+    file: Path | None, env: Mapping[str, str], extra: Mapping[str, object], ranks: int | None
+) -> SettingsResult:
     """Read all settings of the user, and return the result.
 
     `file`: a file of lmkv counts together with `env` and `extra`. Any other file (of LMCache, of variables, or of a
@@ -85,10 +87,10 @@ def answer_of(file: Path | None, env: Mapping[str, str], extra: Mapping[str, obj
         found, command = read_file(file, ranks)
         if found.of_lmcache or command is not None or is_of_variables(file):
             return found
-    return Answer.to(file=file, env=env, extra=extra, ranks=ranks)
+    return SettingsResult.to(file=file, env=env, extra=extra, ranks=ranks)
 
 
-def as_dict(answer: Answer) -> dict[str, Any]:
+def as_dict(answer: SettingsResult) -> dict[str, Any]:
     return {
         "ok": not answer.problems,
         "problems": list(answer.problems),
@@ -97,11 +99,11 @@ def as_dict(answer: Answer) -> dict[str, Any]:
     }
 
 
-def remarks(answer: Answer) -> list[str]:
+def remarks(answer: SettingsResult) -> list[str]:
     return [text for _, text in answer.notes]
 
 
-def end(answer: Answer, *, as_json: bool) -> None:
+def end(answer: SettingsResult, *, as_json: bool) -> None:
     """Print the refused settings, and exit with `answer.status`."""
     if answer.problems and not as_json:
         fail("\n".join(answer.problems), status=2)
@@ -134,7 +136,7 @@ def check(
     """Check a file or a command line, and say whether each setting is used, without effect, refused or unknown."""
     try:
         answer, command = read_words(words, tensor_parallel_size)
-        answer = looked_at(answer)
+        answer = with_problems_here(answer)
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
     if as_json:
@@ -166,7 +168,7 @@ def odd_folder(setting: str, folder: str) -> str:
     return ""
 
 
-def looked_at(answer: Answer) -> Answer:
+def with_problems_here(answer: SettingsResult) -> SettingsResult:
     """Check folders, secret files and addresses on this machine. Returns the answer with the problems that were
     found.
     """
@@ -186,14 +188,14 @@ def looked_at(answer: Answer) -> Answer:
         if file and not os.path.exists(file):
             notes.append((logging.INFO, f"{name} {file} is not on this machine"))
         else:
-            problems += refusal(partial(getattr, config, read))
+            problems += error_of(partial(getattr, config, read))
     for url in config.remotes:
-        problems += refusal(partial(unconnected, config, url))
+        problems += error_of(partial(check_address, config, url))
     kept = None if problems else config
     return evolve(answer, config=kept, notes=tuple(notes), problems=(*answer.problems, *problems))
 
 
-def refusal(call: Callable[[], object]) -> list[str]:
+def error_of(call: Callable[[], object]) -> list[str]:
     """Return a list with the text of the ConfigError that a call raises, or an empty list if the call succeeds."""
     try:
         call()
@@ -202,12 +204,12 @@ def refusal(call: Callable[[], object]) -> list[str]:
     return []
 
 
-def unconnected(config: Config, url: RemoteURL) -> None:
+def check_address(config: Config, url: RemoteURL) -> None:
     """Raise ConfigError if a server would refuse the address at its start. Does not connect to the store."""
     module = {"redis": "redis", "s3": "obstore"}.get(url.scheme if url.store_kind == "objects" else url.store_kind)
     if module is None or find_spec(module) is None:
         return
-    if url.doubt or not all(map(os.path.exists, re.findall(r"ssl_\w+=(/[^&]+)", url.text))):
+    if url.warning or not all(map(os.path.exists, re.findall(r"ssl_\w+=(/[^&]+)", url.text))):
         # The server may have what this machine has not: a variable for the sentinels' service, or the file.
         return
     from lmkv.backends.remote.base import RemoteOptions
@@ -219,7 +221,7 @@ def unconnected(config: Config, url: RemoteURL) -> None:
         raise ConfigError(f"{config.source('remote_url')}: remote_url = {error}") from None
 
 
-def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
+def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) -> tuple[SettingsResult, Command | None]:
     """Read the settings in a file or a command line. Returns the result, and the translated command or None.
 
     `words`: the path of a file, or a command line. `ranks`: number of ranks of the engine. `migrate`: whether the
@@ -232,12 +234,12 @@ def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) ->
     # A text with blanks is a whole command in quotes.
     words = ["sh", "-c", *words] if len(words) == 1 else words
     plain, others = without_shell(words)
-    answer, command = Answer.to_command(plain, ranks or 1)
+    answer, command = SettingsResult.to_command(plain, ranks or 1)
     left = [(logging.INFO, "lmkv ignores the other commands of the shell script")] if others else []
     return evolve(answer, notes=(*answer.notes, *left)), command
 
 
-def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[Answer, Command | None]:
+def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[SettingsResult, Command | None]:
     """Read the settings in a file. Returns the result, and the translated command if the file describes a command.
 
     `ranks`: number of ranks of the engine. `migrate`: whether the settings must be LMCache's.
@@ -253,7 +255,7 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
             return read_words(["sh", "-c", script], ranks, migrate=migrate)
         except (OSError, ValueError) as error:
             raise ConfigError(f"file {file}: {error}") from None
-        answer = Answer.to(env=env, ranks=ranks)
+        answer = SettingsResult.to(env=env, ranks=ranks)
         if not answer.readings:
             told = [*remarks(answer), f"file {file}: no variable in it is lmkv's (LMKV_...) or LMCache's (LMCACHE_...)"]
             raise ConfigError("\n".join(told))
@@ -272,7 +274,7 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
         raise ConfigError(f"file {file}: {error}") from None
     if words:
         # A connector alone does not say of how many ranks its engine is.
-        return Answer.to_command(words, ranks if "kv_connector" in content else ranks or 1)
+        return SettingsResult.to_command(words, ranks if "kv_connector" in content else ranks or 1)
     keys, ours, theirs = set(content), own_keys(), {*lmcache.table(), "extra_config"}
     if migrate and (own := keys & (ours - lmcache.table().keys())):
         raise ConfigError(f"file {file} already has lmkv's settings: {', '.join(sorted(own))}")
@@ -280,8 +282,8 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     # The content is passed on, because a pipe can be read only once.
     env, read = {lmcache.ENV_FILE: str(file)}, lambda _: content
     if ((likely and keys) or keys & (theirs - ours)) and not keys & (ours - theirs):
-        return Answer.to(env=env, read=read, ranks=ranks), None
-    answer = Answer.to(file=file, env={}, read=read)
+        return SettingsResult.to(env=env, read=read, ranks=ranks), None
+    answer = SettingsResult.to(file=file, env={}, read=read)
     if not keys & theirs or keys & (ours - theirs):
         return answer, None
     # lmkv and LMCache both have these settings, so the file may be either's.
@@ -313,7 +315,7 @@ def migrate(
     """
     try:
         answer, command = read_words(words, tensor_parallel_size, migrate=True)
-        answer = looked_at(answer)
+        answer = with_problems_here(answer)
     except ConfigError as error:
         fail(error, as_json=as_json, status=2)
     # lmkv's variables stay before the program.
@@ -366,7 +368,7 @@ def written(value: object) -> object:
     return value
 
 
-def left_out(answer: Answer) -> Iterator[str]:
+def left_out(answer: SettingsResult) -> Iterator[str]:
     """Yield a comment for each key of LMCache that is left out of lmkv's file, with the reason."""
     for each in answer.readings:
         if each.kind != "used":

@@ -345,14 +345,14 @@ def ask(llm: LLM, question: Mapping[str, Any]) -> dict[str, Any]:
 
     prompt = random.Random(question["seed"]).choices(range(VOCABULARY), k=question["tokens"])
     transfer = llm.llm_engine.vllm_config.kv_transfer_config
-    wishes = {"lmkv.report": True, "lmkv.prefetch": question["prefetch"]}
+    claims = {"lmkv.report": True, "lmkv.prefetch": question["prefetch"]}
     reports = transfer is not None and transfer.kv_connector == CONNECTOR
     params = SamplingParams(
         temperature=0,
         max_tokens=question["output_tokens"],
         ignore_eos=True,
         detokenize=False,
-        extra_args={"kv_transfer_params": wishes} if reports else None,
+        extra_args={"kv_transfer_params": claims} if reports else None,
     )
     [output] = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
     report = (output.kv_transfer_params or {}).get("lmkv", {})

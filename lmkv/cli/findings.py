@@ -28,10 +28,10 @@ from lmkv import __version__, plugins
 from lmkv.chunks import codec
 from lmkv.chunks.layout import ALIGNMENT
 from lmkv.chunks.namespace import Authenticator
-from lmkv.cli.config import answer_of, odd_folder
+from lmkv.cli.config import odd_folder, read_settings
 from lmkv.cli.sizing import KVSize
 from lmkv.cli.stores import VERBS, likeliest, odd_policy, refusals, remedy, try_folder
-from lmkv.config import GIB, Answer, Config
+from lmkv.config import GIB, Config, SettingsResult
 from lmkv.errors import ConfigError, LmkvError, how_to_install
 from lmkv.memory import machine
 from lmkv.policies import make_admission, make_policy
@@ -75,7 +75,7 @@ def examine(
     file: Path | None = None,
 ) -> Iterator[Finding]:
     try:
-        answer = answer_of(file, env, extra, ranks)
+        answer = read_settings(file, env, extra, ranks)
     except ConfigError as error:
         config, problems = None, [str(error)]
     else:
@@ -104,7 +104,7 @@ def examine(
     yield from examine_vllm(env)
 
 
-def examine_readings(answer: Answer) -> Iterator[Finding]:
+def examine_readings(answer: SettingsResult) -> Iterator[Finding]:
     """Report settings without effect, unknown settings, and other remarks."""
     for each in answer.readings:
         if each.kind not in ("used", "refused"):

@@ -1,4 +1,4 @@
-"""Checks of several settings together: contradictions, which `Config` refuses, and doubts, which lmkv logs."""
+"""Checks of several settings together: contradictions, which `Config` refuses, and warnings, which lmkv logs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _of_folder(options: Options, folder: str, capacity: str) -> Iterator[str]:
         yield f"{options.source(capacity)}: {capacity} needs {folder}, the folder to use"
 
 
-def doubts(options: Options, given: Iterable[str]) -> Iterator[str]:
+def warnings(options: Options, given: Iterable[str]) -> Iterator[str]:
     """Yield a warning for each setting that has no effect or probably a wrong value. `given`: names of the settings
     that are set.
     """
@@ -75,8 +75,8 @@ def doubts(options: Options, given: Iterable[str]) -> Iterator[str]:
     if 0 < sum(each.percent for each in options.quotas) <= 1:
         told = "add up to 1 percent or less, because each is in percent: multiply shares by 100"
         yield f"{options.source('quotas')}: quotas {told}"
-    for url in (url for url in options.remotes if url.doubt):
-        yield f"{options.source('remote_url')}: remote_url = {url} {url.doubt}"
+    for url in (url for url in options.remotes if url.warning):
+        yield f"{options.source('remote_url')}: remote_url = {url} {url.warning}"
     if options.disk_write == "back" and options.local_disk and not options.local_cpu:
         told = "works like through, because local_cpu is off and no chunk stays in host memory"
         yield options.about("disk_write", told)
@@ -92,7 +92,7 @@ def doubts(options: Options, given: Iterable[str]) -> Iterator[str]:
                 yield f"{options.source(name)}: {name} has no effect without {names[0]}"
 
 
-def doubts_of_server(options: Options, role: str, longest: int | None) -> Iterator[str]:
+def server_warnings(options: Options, role: str, longest: int | None) -> Iterator[str]:
     """Yield the reasons why a server with the `kv_role` `role` will have no hits.
 
     `longest`: number of tokens of the server's longest request.
@@ -119,7 +119,7 @@ def doubts_of_server(options: Options, role: str, longest: int | None) -> Iterat
             yield options.about(name, f"is longer than any request ({longest} tokens), so {effect}: lower the number")
 
 
-def doubts_of_names(env: Mapping[str, str]) -> Iterator[str]:
+def name_warnings(env: Mapping[str, str]) -> Iterator[str]:
     """Yield a remark for each variable that looks like lmkv's but is not read, or that has an invalid value."""
     for name in sorted(env):
         big = name.upper()
@@ -130,9 +130,9 @@ def doubts_of_names(env: Mapping[str, str]) -> Iterator[str]:
         yield f"environment {ENV_LEVEL}: {short_repr(level)} is not a log level, and has no effect: write {levels}"
 
 
-def doubts_of_command(options: Options, command: Command) -> Iterator[str]:
+def command_warnings(options: Options, command: Command) -> Iterator[str]:
     """Yield the reasons why these settings do not fit vLLM's options in a command."""
-    yield from doubts_of_server(options, command.role, command.number("--max-model-len"))
+    yield from server_warnings(options, command.role, command.number("--max-model-len"))
     port, first = command.number("--port", default=8000), (options.agent_listen or "").rpartition(":")[2]
     engines = command.number("--data-parallel-size", "-dp", default=1) or 1
     if first.isdecimal() and port in range(int(first), int(first) + engines):

@@ -35,17 +35,17 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
         raise ConfigError(f"{_GIVE}; {short_repr(name)} {what}")
     server, at = found
     strange = lmcache.misspelled(word.partition("=")[0].removeprefix("-e") for word in words[:at] if "=" in word)
-    doubts = [(logging.WARNING, doubt) for doubt in strange]
+    warnings = [(logging.WARNING, warning) for warning in strange]
     if server:
         command = of_server(words[at:], env)
-        command.notes += doubts
+        command.notes += warnings
         return command
     # An unknown image may have its own options before those of vLLM, so vLLM's first option marks the place.
     image = containers.image_at(words)
     start = at or image or next(number for number, word in enumerate(words) if word.startswith((TRANSFER, SIZE)))
     own = {found[1]: found[2] for found in map(_OWN.fullmatch, words[:start]) if found}
     command = of_vllm(words[at:], env, own, ranks)
-    command.before, command.start, command.notes = list(words[:at]), list(words[:start]), command.notes + doubts
+    command.before, command.start, command.notes = list(words[:at]), list(words[:start]), command.notes + warnings
     for late in filter(None, map(_OWN.fullmatch, words[start:])):
         told = "stands among vLLM's options, so lmkv does not get it: write it before the program or the image"
         command.warn(f"{late[1]} {told}")

@@ -17,7 +17,7 @@ _LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 _UNITS: Final = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
-def doubts(words: Sequence[str], options: Options) -> Iterator[str]:
+def warnings(words: Sequence[str], options: Options) -> Iterator[str]:
     """Yield the reasons why these settings do not fit the options of docker in a command."""
     if not words or words[0] not in PROGRAMS:
         return

@@ -312,7 +312,7 @@ Kind = Literal["used", "without effect", "refused", "unknown"]
 
 @frozen
 class Reading:
-    """What one setting of the user means in lmkv. `key`: the setting's name. `source`: where its value comes from.
+    """The meaning of one setting of the user in lmkv. `key`: the setting's name. `source`: where its value comes from.
 
     `kind`: whether lmkv uses the setting. `here`: lmkv's setting and value. `why`: the reason, or advice.
 

@@ -1,4 +1,4 @@
-"""`Config`: the settings of an engine, and `Answer`: the result of reading all given settings.
+"""`Config`: the settings of an engine, and `SettingsResult`: the result of reading all given settings.
 
 Only the builder of engines, the vLLM connector and the command line read a `Config`, and make objects from its values.
 """
@@ -80,7 +80,7 @@ class Config(Options):
         If no source has a setting of lmkv, LMCache's settings are read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE,
         `lmcache.chunk_size`. `ranks`: the number of ranks of the engine, by which LMCache's sizes are multiplied.
         """
-        return Answer.to(file=file, env=env, extra=extra, overrides=overrides, ranks=ranks).checked()
+        return SettingsResult.to(file=file, env=env, extra=extra, overrides=overrides, ranks=ranks).checked()
 
     @property
     def password(self) -> str | None:
@@ -149,7 +149,7 @@ class Config(Options):
 
 
 @frozen
-class Answer:
+class SettingsResult:
     """The result of reading all settings. The server and all commands use this class, so that they report the same
     problems.
 
@@ -191,15 +191,15 @@ class Answer:
                 raise ConfigError(f"{name} must be {form}, not a {type(given).__name__}")
         extra, file = flat(extra or {}), file or env.get(ENV_FILE)
         settings = list(given_settings(overrides, file, env, extra, read))
-        theirs, doubts = lmcache.named(env, extra), [*checks.doubts_of_names(env), *lmcache.misspelled(env)]
+        theirs, warnings = lmcache.named(env, extra), [*checks.name_warnings(env), *lmcache.misspelled(env)]
         if file and not any(source == f"file {file}" for _, _, source in settings):
-            doubts.append(f"file {file} sets nothing: write a line such as chunk_size: 256")
+            warnings.append(f"file {file} sets nothing: write a line such as chunk_size: 256")
         if not theirs or settings or file:
             if theirs:
-                doubts.append(lmcache.not_read(theirs, [f"{key} ({source})" for key, _, source in settings]))
-            return cls._of(settings, [], _warnings(doubts))
+                warnings.append(lmcache.not_read(theirs, [f"{key} ({source})" for key, _, source in settings]))
+            return cls._of(settings, [], _warnings(warnings))
         translation = lmcache.translate(env, extra, read, ranks)
-        translation.notes += _warnings(doubts)
+        translation.notes += _warnings(warnings)
         remarks, notes = translation.remarks(), translation.notes
         return cls._of(translation.settings, translation.readings, notes, remarks=remarks, of_lmcache=True)
 
@@ -220,8 +220,8 @@ class Answer:
         given = [*own, *command.settings]
         answer = cls._of(given, [*readings, *command.readings], command.notes, of_lmcache=True, command=command)
         if (config := answer.config) is not None:
-            doubts = [*checks.doubts_of_command(config, command), *containers.doubts(command.start, config)]
-            answer = evolve(answer, notes=(*answer.notes, *_warnings(doubts)))
+            warnings = [*checks.command_warnings(config, command), *containers.warnings(command.start, config)]
+            answer = evolve(answer, notes=(*answer.notes, *_warnings(warnings)))
         return answer, command
 
     @classmethod
@@ -274,7 +274,7 @@ class Answer:
             # A consequence of a refused setting is not a separate problem.
             refused = {each.key for each in (*own, *readings) if each.kind == "refused"} & OPTIONS.keys()
             problems += [line for line in str(error).splitlines() if not any(key in line for key in refused)]
-        more = [] if config is None or problems else _warnings(checks.doubts(config, () if of_lmcache else values))
+        more = [] if config is None or problems else _warnings(checks.warnings(config, () if of_lmcache else values))
         if config is not None:
             config = evolve(config, remarks=(*(remarks or notes), *more))
         found = {name: parsed.value for name, parsed in values.items()}

@@ -99,7 +99,7 @@ class RemoteURL:
             raise ValueError("must have a number as the database, such as /0; use remote_prefix for a name")
 
     @property
-    def doubt(self) -> str:
+    def warning(self) -> str:
         """Why the URL, although valid, will probably not work, and how to write it; empty if nothing looks wrong."""
         parts = urlsplit(self.text)
         named = parts.path.strip("/") or "service_name=" in self.text or os.environ.get(_SERVICE_VARIABLE)

@@ -239,7 +239,7 @@ def page_digests(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 
 @frozen
-class Reading:
+class PendingDigests:
     """The digests of the pages of one read, in the order of the pages. The digests are valid once `event` is
     reached.
     """
@@ -266,7 +266,7 @@ class ReadBack:
     _rank: int
     _staging: Staging | None
 
-    def begin(self, copies: Sequence[ChunkCopy]) -> Reading:
+    def begin(self, copies: Sequence[ChunkCopy]) -> PendingDigests:
         """Begin to compute digests of the blocks of `copies`. The reads come after all computation launched so far, and
         after the loads for which this computation waits.
         """
@@ -281,17 +281,17 @@ class ReadBack:
 
         if self._staging is None:
             read()
-            return Reading(DONE, found)
+            return PendingDigests(DONE, found)
         compute = self._staging.device.stream(compute=True)
         compute.run(read)
-        return Reading(compute.record_event(), found)
+        return PendingDigests(compute.record_event(), found)
 
     def _blocks(self, part: Part, copies: Sequence[ChunkCopy]) -> torch.Tensor:
         group = self._layout.layers[part.plane].group
         blocks = torch.tensor([block for copy in copies for block in copy.runs[group].blocks], dtype=torch.int64)
         return blocks.pin_memory() if self._memory.device.type == "cuda" else blocks
 
-    def digests(self, reading: Reading, copies: Sequence[ChunkCopy]) -> Digests:
+    def digests(self, reading: PendingDigests, copies: Sequence[ChunkCopy]) -> Digests:
         """Split the digests of a finished read: return a tensor for each part and each copy."""
         groups = [self._layout.layers[part.plane].group for part in self._parts]
         sizes = [len(copy.runs[group].blocks) for group in groups for copy in copies]

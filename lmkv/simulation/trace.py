@@ -65,7 +65,7 @@ class Trace:
 
 
 @define(eq=False)
-class Room:
+class MemoryLimit:
     """Counts the bytes of memory that a trace takes while it is read, with the limit `nbytes`."""
 
     nbytes: int
@@ -94,7 +94,7 @@ class KeyTable:
     """
 
     name: str
-    room: Room
+    room: MemoryLimit
     _keys: dict[object, ChunkKey] = field(init=False, factory=dict)
 
     def key(self, of: object) -> ChunkKey:
@@ -158,7 +158,7 @@ def read_trace(
     name = path.name.removesuffix(".zst").removesuffix(".jsonl").removesuffix("_trace")
     name = path.absolute().parent.name if name == "0" else name
     requests: list[TraceRequest] = []
-    room = Room(memory)
+    room = MemoryLimit(memory)
     with parsed_lines(path) as lines:
         for request in reader(name, lines, size, path, room):
             room.count(REQUEST_BLOCKS)
@@ -167,7 +167,7 @@ def read_trace(
     return Trace(name, size, requests)
 
 
-Reader = Callable[[str, Iterator[Any], int, Path, Room], Iterator[TraceRequest]]
+Reader = Callable[[str, Iterator[Any], int, Path, MemoryLimit], Iterator[TraceRequest]]
 
 
 def _reader(first: Any, spread: float, seed: int) -> tuple[Reader, Callable[[Any], int]]:
@@ -182,7 +182,7 @@ def _reader(first: Any, spread: float, seed: int) -> tuple[Reader, Callable[[Any
     return _mooncake, lambda _: _MOONCAKE_BLOCK
 
 
-def _mooncake(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -> Iterator[TraceRequest]:
+def _mooncake(name: str, lines: Iterator[Any], size: int, _: Path, room: MemoryLimit) -> Iterator[TraceRequest]:
     table = KeyTable(name, room)
     per = _blocks_per_chunk(size, _MOONCAKE_BLOCK)
     for line in lines:
@@ -196,7 +196,7 @@ def _mooncake(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -
 
 
 def _sessions(
-    name: str, lines: Iterator[Any], size: int, _: Path, room: Room, *, spread: float, chance: random.Random
+    name: str, lines: Iterator[Any], size: int, _: Path, room: MemoryLimit, *, spread: float, chance: random.Random
 ) -> Iterator[TraceRequest]:
     per = _blocks_per_chunk(size, _SESSION_BLOCK)
     for line in lines:
@@ -213,7 +213,7 @@ def _sessions(
             yield TraceRequest(start + _seconds(time), keys, _count(tokens), _count(output), session)
 
 
-def _ragpulse(name: str, lines: Iterator[Any], size: int, path: Path, room: Room) -> Iterator[TraceRequest]:
+def _ragpulse(name: str, lines: Iterator[Any], size: int, path: Path, room: MemoryLimit) -> Iterator[TraceRequest]:
     lengths = _rag_lengths(path, room)
     table = KeyTable(name, room)
     for line in lines:
@@ -227,7 +227,7 @@ def _ragpulse(name: str, lines: Iterator[Any], size: int, path: Path, room: Room
         yield TraceRequest(_seconds(float(line["timestamp"])), keys, total, output, session)
 
 
-def _rag_lengths(path: Path, room: Room) -> dict[Any, int]:
+def _rag_lengths(path: Path, room: MemoryLimit) -> dict[Any, int]:
     lengths: dict[Any, int] = {}
     for side in sorted(path.parent.glob("[1-9]_*.jsonl*")):
         with parsed_lines(side) as lines:
@@ -257,7 +257,7 @@ def _recorded_block(header: Any) -> int:
     return _count(header["chunk_tokens"], 1)
 
 
-def _recorded(name: str, lines: Iterator[Any], size: int, _: Path, room: Room) -> Iterator[TraceRequest]:
+def _recorded(name: str, lines: Iterator[Any], size: int, _: Path, room: MemoryLimit) -> Iterator[TraceRequest]:
     per = _blocks_per_chunk(size, _recorded_block(next(lines)))
     table = KeyTable(name, room)
     for line in lines:

@@ -18,11 +18,11 @@ from typing import TypeVar
 from attrs import define, frozen
 
 from lmkv.chunks.hashing import state_keys
-from lmkv.protocols import ChunkKey, ListsKeys, Policy, Presence, SharesRoom
-from lmkv.store.guards import Bell, GuardedObserver, StoreObserver, attempt, locked
+from lmkv.protocols import ChunkKey, ListsKeys, Policy, Presence, SharesCapacity
+from lmkv.store.guards import GuardedObserver, StoreObserver, Waker, attempt, locked
 from lmkv.store.promoter import Promoter
 from lmkv.store.tier import LowerTier, Operation, first_tier_with
-from lmkv.store.writes import Part
+from lmkv.store.writes import StoreComponent
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ the GIL.
 
 
 @define(eq=False, repr=False)
-class Catalog(Part):
+class Catalog(StoreComponent):
     """Tells which tiers have which chunks, and notifies observers of changes. A catalog changes no tier itself.
     Thread-safe.
     """
@@ -197,7 +197,7 @@ class Catalog(Part):
 
 
 @frozen
-class Boundaries:
+class HitFinder:
     """Finds hits in the indexes of the tiers. A hit consists of the stored chunks at the start of a prompt.
 
     In a model with recurrent layers, a hit can end only at a boundary: after a chunk whose states are stored. `states`:
@@ -221,7 +221,7 @@ class Boundaries:
     def last_with_states(self, chain: Sequence[ChunkKey], first: int = 0, *, ready: bool = False) -> int:
         """Return how many chunks come before the last boundary whose states are all stored, or 0.
 
-        `ready`: whether the states must be in host memory. Boundaries after at most `first` chunks do not count.
+        `ready`: whether the states must be in host memory. HitFinder after at most `first` chunks do not count.
         """
         for end in range(len(chain), first, -1):
             counts = self._catalog.count_prefix(state_keys(chain[end - 1], self.states))
@@ -257,7 +257,7 @@ class TierScanner:
         self._lock = lock
         self._interval = interval
         self._stop = threading.Event()
-        self.listed, self.bell = False, Bell()
+        self.listed, self.bell = False, Waker()
         self._thread = threading.Thread(target=self._run, name=f"lmkv-index-{tier.name}", daemon=True)
         self._thread.start()
 
@@ -311,7 +311,7 @@ class TierScanner:
             self._wait(self._interval)
             self._forget_vanished()
             return True
-        for batch in backend.list_all() if isinstance(backend, SharesRoom) else backend.list_keys():
+        for batch in backend.list_all() if isinstance(backend, SharesCapacity) else backend.list_keys():
             for part in _parts(batch):
                 with self._lock:
                     if not index.adopt(part):

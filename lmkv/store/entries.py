@@ -61,7 +61,7 @@ class Entry:
 
 
 @define(eq=False)
-class Share:
+class LimitedEntries:
     """The tails in host memory, or the recurrent states in host memory, with a limit for their number.
 
     A tail is a chunk with fewer tokens than others. A state belongs to recurrent layers. `limit`: the largest number of
@@ -134,12 +134,12 @@ class Share:
         return None
 
 
-def shares(num_slots: int) -> dict[type, Share]:
-    """Return, by key type, the `Share` of tails and the `Share` of recurrent states in a host memory of `num_slots`
-    slots.
+def shares(num_slots: int) -> dict[type, LimitedEntries]:
+    """Return, by key type, the `LimitedEntries` of tails and the `LimitedEntries` of recurrent states in a host memory
+    of `num_slots` slots.
     """
     tails = max(num_slots // _SLOTS_PER_TAIL, min(num_slots // 8, _TAILS_IN_SMALL_MEMORY))
-    return {TailKey: Share(max(1, tails)), StateKey: Share(max(1, int(num_slots * _STATE_SHARE)))}
+    return {TailKey: LimitedEntries(max(1, tails)), StateKey: LimitedEntries(max(1, int(num_slots * _STATE_SHARE)))}
 
 
 @frozen

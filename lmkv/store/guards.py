@@ -69,7 +69,7 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
 
 
 @define(eq=False, repr=False)
-class Bell:
+class Waker:
     """Wakes threads that wait for a condition. After `ring`, each waiting thread checks its condition again.
     Thread-safe.
 
@@ -104,7 +104,7 @@ class Bell:
 
 
 @define(eq=False)
-class Changes:
+class ChangeGuard:
     """Detects interrupted changes of a store, and repairs the store. Usage: `with self._lock, self._changes`.
 
     Ctrl-C or a MemoryError may interrupt a change between any two lines. Therefore a mark is set before the first line
@@ -119,14 +119,14 @@ class Changes:
 
     def __enter__(self) -> None:
         if self.cut_short or self.lost:
-            self.put_right()
+            self.repair_now()
         self.cut_short = True
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.cut_short = False
 
-    def put_right(self) -> None:
+    def repair_now(self) -> None:
         """Repair the store now, without waiting for the next change. The caller holds the lock."""
         self.cut_short = True
         self.lost.clear()
@@ -260,9 +260,9 @@ def _ignore(keys: Sequence[ChunkKey], what: Any) -> None: ...
 
 
 @define(eq=False)
-class Plain:
-    """A simple LRU policy that never raises. `Plain` replaces a policy that has raised, and ignores the parents of
-    chunks.
+class FallbackLRU:
+    """A simple LRU policy that never raises. `FallbackLRU` replaces a policy that has raised, and ignores the parents
+    of chunks.
     """
 
     _sizes: OrderedDict[ChunkKey, int] = field(init=False, factory=OrderedDict)
@@ -319,14 +319,14 @@ class Content:
     held: Iterable[ChunkKey]
 
 
-class Order:
-    """Calls a tier's eviction policy. If the policy raises, a `Plain` policy replaces it.
+class GuardedPolicy:
+    """Calls a tier's eviction policy. If the policy raises, a `FallbackLRU` policy replaces it.
 
     The policy gets clients' hints about a chunk (a priority, or that its session has ended) when the chunk arrives.
-    `wished`: the chunks with a priority. `priority_of`: a function that returns the priority of a chunk. `content`: a
-    function that returns the tier's content. `freed`: a function that returns the total bytes of some chunks, or 0 if
-    any of these chunks is in use or absent. `has`: a function that returns whether the tier has a chunk. The caller
-    holds the store's lock.
+    `prioritized`: the chunks with a priority. `priority_of`: a function that returns the priority of a chunk.
+    `content`: a function that returns the tier's content. `freed`: a function that returns the total bytes of some
+    chunks, or 0 if any of these chunks is in use or absent. `has`: a function that returns whether the tier has a
+    chunk. The caller holds the store's lock.
     """
 
     def __init__(
@@ -340,7 +340,7 @@ class Order:
         self.policy = policy
         self._name = name
         self._content, self._freed, self._has = content, freed, has
-        self.wished: Mapping[ChunkKey, object] = {}
+        self.prioritized: Mapping[ChunkKey, object] = {}
         self.priority_of: Callable[[ChunkKey], int] = lambda key: 0
         self._given_up: OrderedDict[ChunkKey, None] = OrderedDict()
         self._new: Policy | None = attempt(lambda: copy.deepcopy(policy), lambda error: None)
@@ -355,10 +355,10 @@ class Order:
 
     def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
         self._do(lambda policy: policy.insert_chain(keys, size, parents))
-        if self.wished or self._given_up:
+        if self.prioritized or self._given_up:
             for key in reversed(keys):
                 given_up = self._given_up.pop(key, self) is None
-                if priority := self.priority_of(key) if key in self.wished else -given_up:
+                if priority := self.priority_of(key) if key in self.prioritized else -given_up:
                     self._tell("hint", (key,), priority)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
@@ -438,7 +438,7 @@ class Order:
     def rebuild(self) -> None:
         """Replace the policy by a new policy of the same kind, filled with the tier's content."""
         # A new object each time: an exception may have left the old one in any state.
-        policy = attempt(lambda: copy.deepcopy(self._new), lambda error: None) or Plain()
+        policy = attempt(lambda: copy.deepcopy(self._new), lambda error: None) or FallbackLRU()
         self.policy = attempt(lambda: self._filled(policy, self.policy), self._replace)
         self._telling = False
 
@@ -460,7 +460,7 @@ class Order:
         name, self._new = type(self.policy).__name__, None
         said = "lmkv: policy %s of tier %r failed: %s; the tier evicts by LRU from now on"
         logger.error(said, name, self._name, safe_repr(error))
-        self.policy = self._filled(Plain())
+        self.policy = self._filled(FallbackLRU())
         return self.policy
 
 

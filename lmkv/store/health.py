@@ -128,7 +128,7 @@ class Snapshot:
     """The complete content of a `TieredStore` at one moment.
 
     `held`: the chunks in host memory. `tiers`: the index contents of the lower tiers. `prefetched`: the keys of the
-    slots that prefetches keep, including slots of removed chunks. `wished`: the number of slots that pins and
+    slots that prefetches keep, including slots of removed chunks. `prioritized`: the number of slots that pins and
     prefetches keep, by the type of the keys (chunk, tail or state). `promotions`: the number of promotions that are not
     released.
     """
@@ -136,7 +136,7 @@ class Snapshot:
     held: Mapping[ChunkKey, Entry]
     tiers: Sequence[Stored]
     pinned: Collection[ChunkKey]
-    wished: Mapping[type, int]
+    prioritized: Mapping[type, int]
     prefetched: Collection[ChunkKey]
     promotions: int
 
@@ -238,7 +238,7 @@ class Breaker:
 
 
 @define(eq=False)
-class Complaints:
+class FailureLog:
     """Logs the failures of one tier. The same failure is logged at most once a minute. Thread-safe.
 
     The caller must not hold the store's lock.

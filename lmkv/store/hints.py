@@ -14,9 +14,9 @@ from typing import Final
 from attrs import define, evolve, field, frozen
 
 from lmkv.protocols import ChunkKey, Clock, LabelsKeys, Policy, SeesPrompts, TakesHints
+from lmkv.store.claims import Claims, Owners
 from lmkv.store.entries import Chain
-from lmkv.store.guards import Changes, Order, locked
-from lmkv.store.wishes import Owners, Wishes
+from lmkv.store.guards import ChangeGuard, GuardedPolicy, locked
 
 DEFAULT_SECONDS: Final = 300.0
 _SESSION_SECONDS: Final = 86_400.0
@@ -26,7 +26,7 @@ MAX_HINTED: Final = 1 << 18
 MiB.
 """
 _OVERHEAD: Final = 16
-"""The memory that a wish (one client's priority for a prompt) takes besides its chunks' keys, in units of a key."""
+"""The memory that a claim (one client's priority for a prompt) takes besides its chunks' keys, in units of a key."""
 _MAX_ENDING: Final = 16
 """Largest number of priorities for the same prompt, from several sessions or of several levels."""
 _MAX_SHED: Final = 64
@@ -51,7 +51,7 @@ class _Priority:
 
 
 @define(eq=False)
-class _Wished:
+class _Prioritized:
     """A chunk with a priority.
 
     `levels`: how many client requests each priority level has. `owner`: the client to whom the chunk is counted.
@@ -88,17 +88,17 @@ class Hints:
     _policies: Mapping[str, Policy]
     _clock: Clock
     _admissions: Sequence[object] = ()
-    _changes: Changes = field(factory=Changes)
+    _changes: ChangeGuard = field(factory=ChangeGuard)
     _most: int = MAX_HINTED
     _part_of: Callable[[ChunkKey], tuple[str, float]] = lambda key: ("", 1.0)
     _labelled: list[LabelsKeys] = field(init=False)
     _prompted: list[SeesPrompts] = field(init=False)
-    _priorities: Wishes[_Priority, Chain] = field(init=False, factory=Wishes)
-    _wished: dict[ChunkKey, _Wished] = field(init=False, factory=dict)
+    _priorities: Claims[_Priority, Chain] = field(init=False, factory=Claims)
+    _prioritized: dict[ChunkKey, _Prioritized] = field(init=False, factory=dict)
     _tenants: dict[str, Owners] = field(init=False, factory=dict)
     _ending: dict[ChunkKey, dict[_Priority, None]] = field(init=False, factory=dict)
     """For each chunk, the few priorities of prompts that end with this chunk."""
-    _sessions: Wishes[bytes, list[Chain]] = field(init=False, factory=Wishes)
+    _sessions: Claims[bytes, list[Chain]] = field(init=False, factory=Claims)
     """For each session, the latest chain of keys of each branch."""
     _branches: Counter[ChunkKey] = field(init=False, factory=Counter)
     """Number of branches of sessions that have each chunk."""
@@ -107,8 +107,8 @@ class Hints:
         self._labelled = [policy for policy in self._policies.values() if isinstance(policy, LabelsKeys)]
         self._prompted = [admission for admission in self._admissions if isinstance(admission, SeesPrompts)]
         for policy in self._policies.values():
-            if isinstance(policy, Order):
-                policy.wished, policy.priority_of = self._wished, self._priority_of
+            if isinstance(policy, GuardedPolicy):
+                policy.prioritized, policy.priority_of = self._prioritized, self._priority_of
 
     def set_priority(
         self, keys: Chain, priority: int, seconds: float = DEFAULT_SECONDS, owner: bytes = b"", session: str = ""
@@ -124,15 +124,15 @@ class Hints:
                 self._give_up(keys)
                 return
             # Others need the beginning of the prompt.
-            wish = _Priority(keys[-1], priority, _session_key(owner, session)) if keys else None
-            if wish is not None and priority:
-                self._wish(keys, wish, seconds, owner)
-            elif wish is not None:
-                for other in [each for each in self._ending.get(wish.last, ()) if each.session == wish.session]:
+            claim = _Priority(keys[-1], priority, _session_key(owner, session)) if keys else None
+            if claim is not None and priority:
+                self._claim(keys, claim, seconds, owner)
+            elif claim is not None:
+                for other in [each for each in self._ending.get(claim.last, ()) if each.session == claim.session]:
                     self._end(other, self._priorities.pop(other))
 
     @locked
-    def _wish(self, keys: Chain, wish: _Priority, seconds: float, owner: bytes) -> None:
+    def _claim(self, keys: Chain, claim: _Priority, seconds: float, owner: bytes) -> None:
         tenant, part = self._part_of(keys[0])
         most = int(self._most * part)
         # Others need the beginning of the prompt.
@@ -140,30 +140,30 @@ class Hints:
             keys = keys[:most]
             if not keys:
                 return
-            wish = evolve(wish, last=keys[-1])
+            claim = evolve(claim, last=keys[-1])
         end, ended = self._clock() + seconds, 0
         for key in keys:
             for other in list(self._ending.get(key, ())) if ended < _MAX_ENDED else ():
-                known = self._priorities.wish(other)
-                if known is None or other.session != wish.session or other.priority > wish.priority:
+                known = self._priorities.claim(other)
+                if known is None or other.session != claim.session or other.priority > claim.priority:
                     continue
-                if other == wish:
+                if other == claim:
                     end = max(end, known.end)
                 if known.end <= end:
-                    # It is about a beginning of this chain, and so a part of this wish.
+                    # It is about a beginning of this chain, and so a part of this claim.
                     ended += known.size
                     self._uncount(other, self._priorities.pop(other))
-        ending = self._ending.setdefault(wish.last, {})
+        ending = self._ending.setdefault(claim.last, {})
         if len(ending) >= _MAX_ENDING:
-            # The other wishes keep the chunks as long.
+            # The other claims keep the chunks as long.
             self._end(first := min(ending, key=self._end_of), self._priorities.pop(first))
-        self._priorities.add(wish, owner, size=len(keys) + _OVERHEAD, end=end, value=keys)
-        self._count(wish, keys, owner, tenant)
+        self._priorities.add(claim, owner, size=len(keys) + _OVERHEAD, end=end, value=keys)
+        self._count(claim, keys, owner, tenant)
         self._apply(keys)
         self._shed(self._tenants[tenant], most)
 
-    def _end_of(self, wish: _Priority) -> float:
-        known = self._priorities.wish(wish)
+    def _end_of(self, claim: _Priority) -> float:
+        known = self._priorities.claim(claim)
         return 0.0 if known is None else known.end
 
     @locked
@@ -178,35 +178,35 @@ class Hints:
             ended, chain = self._priorities.shed() if first is None else (first, self._priorities.pop(first))
             self._end(ended, chain)
 
-    def _count(self, wish: _Priority, keys: Chain, owner: bytes, tenant: str) -> None:
-        self._ending.setdefault(wish.last, {})[wish] = None
+    def _count(self, claim: _Priority, keys: Chain, owner: bytes, tenant: str) -> None:
+        self._ending.setdefault(claim.last, {})[claim] = None
         counted = self._tenants.setdefault(tenant, Owners())
         for key in keys:
-            wished = self._wished.get(key)
-            if wished is None:
-                wished = self._wished[key] = _Wished(owner, tenant)
+            prioritized = self._prioritized.get(key)
+            if prioritized is None:
+                prioritized = self._prioritized[key] = _Prioritized(owner, tenant)
                 counted.count(owner, 1)
-            wished.levels[wish.priority] += 1
+            prioritized.levels[claim.priority] += 1
 
     @locked
-    def _end(self, wish: _Priority, chain: Chain | None) -> None:
+    def _end(self, claim: _Priority, chain: Chain | None) -> None:
         if chain is not None:
-            self._uncount(wish, chain)
+            self._uncount(claim, chain)
             self._apply(chain)
 
-    def _uncount(self, wish: _Priority, chain: Chain | None) -> None:
-        ending = self._ending.get(wish.last, {})
-        ending.pop(wish, None)
+    def _uncount(self, claim: _Priority, chain: Chain | None) -> None:
+        ending = self._ending.get(claim.last, {})
+        ending.pop(claim, None)
         if not ending:
-            self._ending.pop(wish.last, None)
+            self._ending.pop(claim.last, None)
         for key in chain or ():
-            wished = self._wished[key]
-            wished.levels[wish.priority] -= 1
-            if not wished.levels[wish.priority]:
-                del wished.levels[wish.priority]
-            if not wished.levels:
-                del self._wished[key]
-                self._tenants[wished.tenant].count(wished.owner, -1)
+            prioritized = self._prioritized[key]
+            prioritized.levels[claim.priority] -= 1
+            if not prioritized.levels[claim.priority]:
+                del prioritized.levels[claim.priority]
+            if not prioritized.levels:
+                del self._prioritized[key]
+                self._tenants[prioritized.tenant].count(prioritized.owner, -1)
 
     @locked
     def _apply(self, keys: Chain) -> None:
@@ -215,8 +215,8 @@ class Hints:
             self._tell(list(group), priority)
 
     def _priority_of(self, key: ChunkKey) -> int:
-        wished = self._wished.get(key)
-        return 0 if wished is None else max(wished.levels)
+        prioritized = self._prioritized.get(key)
+        return 0 if prioritized is None else max(prioritized.levels)
 
     @locked
     def _tell(self, keys: Chain, priority: int) -> None:
@@ -230,11 +230,11 @@ class Hints:
         ended = 0
         for branch in branches:
             for key in branch if session else ():
-                for wish in [each for each in self._ending.get(key, ()) if each.session == session]:
+                for claim in [each for each in self._ending.get(key, ()) if each.session == session]:
                     if ended < _MAX_ENDED:
-                        keys = self._priorities.pop(wish)
+                        keys = self._priorities.pop(claim)
                         ended += len(keys or ())
-                        self._end(wish, keys)
+                        self._end(claim, keys)
             self._give_up(branch)
 
     @locked
@@ -242,7 +242,7 @@ class Hints:
         """Let policies first evict the last chunks of `keys`: those after the last chunk with a session or a
         priority.
         """
-        kept = [number for number, key in enumerate(keys) if key in self._wished or key in self._branches]
+        kept = [number for number, key in enumerate(keys) if key in self._prioritized or key in self._branches]
         if left := keys[kept[-1] + 1 :] if kept else keys:
             self._tell(left, -1)
 
@@ -261,8 +261,8 @@ class Hints:
             for policy in self._labelled:
                 policy.label(keys, names)
             # A chunk that moves to a tenant loses its priority there.
-            if wished := [key for key in keys if key in self._wished]:
-                self._apply(wished)
+            if prioritized := [key for key in keys if key in self._prioritized]:
+                self._apply(prioritized)
 
     def used_bytes(self) -> dict[str, dict[str, int]]:
         """Return `{tier: {tenant: bytes}}`: the bytes that each tenant uses in each tier with quotas."""
@@ -338,7 +338,11 @@ class Hints:
         Once all sessions and priorities have ended, all numbers are 0.
         """
         counts = {"sessions": self._sessions.total, "branches": self._branches.total()}
-        counts |= {"priorities": len(self._priorities), "wished": len(self._wished), "ending": len(self._ending)}
+        counts |= {
+            "priorities": len(self._priorities),
+            "prioritized": len(self._prioritized),
+            "ending": len(self._ending),
+        }
         return counts
 
     def owned(self, tenant: str = "") -> Counter[bytes]:
@@ -353,12 +357,12 @@ class Hints:
         objects.
         """
         self._priorities, self._sessions = self._priorities.rebuilt(), self._sessions.rebuilt()
-        self._wished.clear()
+        self._prioritized.clear()
         self._ending, self._tenants = {}, {}
         self._branches = Counter(key for _, chains in self._sessions.items() for chain in chains for key in chain)
-        for wish, chain in self._priorities.items():
-            known = self._priorities.wish(wish)
-            self._count(wish, chain, known.owner if known else b"", self._part_of(chain[0])[0])
+        for claim, chain in self._priorities.items():
+            known = self._priorities.claim(claim)
+            self._count(claim, chain, known.owner if known else b"", self._part_of(chain[0])[0])
         for chain in [chain for _, chain in self._priorities.items()]:
             self._apply(chain)
 
@@ -366,8 +370,8 @@ class Hints:
     def expire(self) -> None:
         """Remove expired priorities, and forget old sessions."""
         now = self._clock()
-        for wish, chain in self._priorities.due(now):
-            self._end(wish, chain)
+        for claim, chain in self._priorities.due(now):
+            self._end(claim, chain)
         for _, branches in self._sessions.due(now):
             self._forget(branches)
 

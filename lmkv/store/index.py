@@ -18,7 +18,7 @@ from attrs import define, field
 
 from lmkv.chunks.hashing import KEY_BYTES
 from lmkv.protocols import ChunkKey, Listed, Policy
-from lmkv.store.guards import Content, Freezer, Order, StoreObserver
+from lmkv.store.guards import Content, Freezer, GuardedPolicy, StoreObserver
 from lmkv.store.health import Stored
 
 
@@ -49,14 +49,14 @@ class TierIndex:
     `used`: bytes of the chunks that are stored or being written, never more than `capacity`. The bytes of tombstones
     (deleted keys) do not count, because they are deleted before other bytes are written in their place.
 
-    `other_namespace`: how many of the chunks belong to other namespaces (see `SharesRoom`); the tier evicts such chunks
-    like all others. `name`: the tier's name, which `observers` receive.
+    `other_namespace`: how many of the chunks belong to other namespaces (see `SharesCapacity`); the tier evicts such
+    chunks like all others. `name`: the tier's name, which `observers` receive.
     """
 
     def __init__(
         self, policy: Policy, capacity: int | None, name: str = "", observers: Sequence[StoreObserver] = ()
     ) -> None:
-        self.order = Order(policy, name, self._content, self._freed, self._has)
+        self.order = GuardedPolicy(policy, name, self._content, self._freed, self._has)
         self.capacity = capacity
         self.used = self.other_namespace = 0
         self.clearing = False

@@ -15,7 +15,7 @@ from enum import IntEnum
 
 from attrs import define, field
 
-from lmkv.store.guards import Bell, locked
+from lmkv.store.guards import Waker, locked
 
 _TRIES = 10
 """Number of times that one job or callback is tried again after a Ctrl-C."""
@@ -148,7 +148,7 @@ class IOPool:
         self._name = name
         self._lanes: dict[str, _Lane] = {}
         self._lock = threading.Lock()
-        self._idle = Bell()
+        self._idle = Waker()
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -248,7 +248,7 @@ class IOPool:
     def after_fork(self) -> None:
         """Reset the pool in a forked child. The child has none of the threads, and the lock may be held forever."""
         self._lock = threading.Lock()
-        self._idle = Bell()
+        self._idle = Waker()
         self._threads, self._lanes, self._closed = [], {}, True
 
     def runs_here(self) -> bool:

@@ -16,7 +16,7 @@ from lmkv.store.guards import locked
 from lmkv.store.iopool import Deferred
 from lmkv.store.promoter import Promoter
 from lmkv.store.tier import first_tier_with
-from lmkv.store.writes import Part, SlotAllocator, Writes
+from lmkv.store.writes import SlotAllocator, StoreComponent, Writes
 
 
 class Lease(AbstractContextManager["Lease"]):
@@ -112,7 +112,7 @@ _End: TypeAlias = Callable[[Reservation, Sequence[ChunkKey] | None], None]
 
 
 @define(eq=False, repr=False)
-class Holders(Part):
+class Holders(StoreComponent):
     """Creates leases and reservations (together: holders), and knows all holders that have not ended.
 
     After an exception, a holder may be garbage-collected without being ended. A recount of the store then frees its

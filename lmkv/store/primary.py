@@ -18,8 +18,8 @@ from lmkv.chunks.hashing import StateKey, TailKey
 from lmkv.errors import UsageError
 from lmkv.memory.slab import Slab
 from lmkv.protocols import ChunkKey, Policy, Tier
-from lmkv.store.entries import Entry, Payloads, PrefixIndex, Share, State, shares
-from lmkv.store.guards import Content, Freezer, Order, StoreObserver
+from lmkv.store.entries import Entry, LimitedEntries, Payloads, PrefixIndex, State, shares
+from lmkv.store.guards import Content, Freezer, GuardedPolicy, StoreObserver
 from lmkv.store.health import TierCounters, TierStats
 
 # A member's lookup in its enum takes as long as all other work on it here.
@@ -40,7 +40,8 @@ class PrimaryTier:
     """The chunks in host memory.
 
     `retain`: False if host memory is only a buffer, which drops a chunk as soon as nothing uses the chunk. `spans`,
-    `sizes`: see `Payloads`. `shares`: by key type, the `Share` of tails and the `Share` of recurrent states.
+    `sizes`: see `Payloads`. `shares`: by key type, the `LimitedEntries` of tails and the `LimitedEntries` of recurrent
+    states.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class PrimaryTier:
         self.name = tier.name
         self.backend = tier.backend
         self.slab = tier.backend.take_slab()
-        self.order = Order(tier.policy, tier.name, self._content, self._freed, self._has)
+        self.order = GuardedPolicy(tier.policy, tier.name, self._content, self._freed, self._has)
         self.slot_bytes = self.slab.slot_bytes
         self.entries: dict[ChunkKey, Entry] = {}
         self.counters = TierCounters()
         self.referenced = self.writing = self.loading = self.flushing = 0
-        self.wished: Counter[type] = Counter()
+        self.prioritized: Counter[type] = Counter()
         """Number of slots that pins and prefetches keep, by the type of the keys."""
         self._retain = retain
         self._observers = observers
@@ -82,16 +83,16 @@ class PrimaryTier:
     def policy(self) -> Policy:
         return self.order.policy
 
-    def slots_for_wishes(self, kind: type) -> int:
+    def slots_for_claims(self, kind: type) -> int:
         """Return how many more slots pins and prefetches may keep for keys of type `kind`: chunks, tails or states.
 
         Pins and prefetches leave an eighth of these slots to loads and stores.
         """
         slots: int = self.slab.num_slots
-        left = slots - max(1, slots // 8) - self.wished.total()
+        left = slots - max(1, slots // 8) - self.prioritized.total()
         if kind in self.shares:
             limit = self.shares[kind].limit
-            left = min(left, limit - limit // 8 - self.wished[kind])
+            left = min(left, limit - limit // 8 - self.prioritized[kind])
         return max(0, left)
 
     def slots_of(self, share: float, kind: type) -> int:
@@ -298,7 +299,7 @@ class PrimaryTier:
         self.counters.evictions += len(evicted)
         self.slab.free(*free)
 
-    def evict_from(self, share: Share, key: ChunkKey) -> Entry | None:
+    def evict_from(self, share: LimitedEntries, key: ChunkKey) -> Entry | None:
         """Return an entry of `share` to evict for a new chunk `key`, or None if all entries are in use.
 
         The caller removes the entry, or flushes (writes) it to lower tiers.

@@ -11,13 +11,13 @@ from typing import Final
 from attrs import define, field
 
 from lmkv.protocols import ChunkKey
+from lmkv.store.claims import Claims, Owners
 from lmkv.store.entries import Entry, State
 from lmkv.store.guards import locked
 from lmkv.store.iopool import Deferred, Job, Priority
 from lmkv.store.promotion import Promotion, SharedLookup
 from lmkv.store.tier import LowerTier, first_tier_with
-from lmkv.store.wishes import Owners, Wishes
-from lmkv.store.writes import Part, SlotAllocator
+from lmkv.store.writes import SlotAllocator, StoreComponent
 
 _MAX_KEPT: Final = 1 << 16
 """Number of prefetches, and number of chunks in prefetches, that may always be kept."""
@@ -61,7 +61,7 @@ class _Load:
 
 
 @define(eq=False, repr=False)
-class Promoter(Part):
+class Promoter(StoreComponent):
     """Runs a store's promotions: reads of chunks into host memory. `waiters`: the promotions that wait for each entry.
 
     `prefetch_share`: largest fraction of the slots for prefetched chunks. `forked`: whether this process is a forked
@@ -84,7 +84,7 @@ class Promoter(Part):
     """The tenant and the owner of each prefetched entry."""
     _owners: dict[str, Owners] = field(init=False, factory=dict)
     """For each tenant, the number of prefetched entries of each owner."""
-    _kept: dict[str, Wishes[Promotion, _Work]] = field(init=False, factory=dict)
+    _kept: dict[str, Claims[Promotion, _Work]] = field(init=False, factory=dict)
     """For each tenant, the prefetches and other promotions that have a time to live."""
 
     def snapshot(self) -> tuple[tuple[ChunkKey, ...], int]:
@@ -173,8 +173,8 @@ class Promoter(Part):
         for promotion, _ in kept.excess(max(_MAX_KEPT, 4 * self._primary.slab.num_slots)):
             self._release(promotion, after)
 
-    def _keep_as(self, work: _Work) -> Wishes[Promotion, _Work]:
-        kept = self._kept.setdefault(work.tenant, Wishes())
+    def _keep_as(self, work: _Work) -> Claims[Promotion, _Work]:
+        kept = self._kept.setdefault(work.tenant, Claims())
         if work.prefetch or work.end < math.inf:
             # No prefetch ends a demand. A demand has an end in case its caller is lost.
             owner = work.owner if work.prefetch else _DEMANDS
@@ -196,9 +196,9 @@ class Promoter(Part):
         owners = self._owners.setdefault(work.tenant, Owners())
         for _ in range(_MAX_RELEASED):
             if owners.total < primary.slots_of(share, bytes):
-                return primary.slots_for_wishes(kind) > 0
+                return primary.slots_for_claims(kind) > 0
             most = owners.first()
-            first = self._kept.setdefault(work.tenant, Wishes()).oldest_of(most)
+            first = self._kept.setdefault(work.tenant, Claims()).oldest_of(most)
             if first is None or owners.owned[most] <= owners.owned[work.owner] + 1:
                 return False
             self._release(first, after)
@@ -226,7 +226,7 @@ class Promoter(Part):
                 self._tenants[entry] = work.tenant, work.owner
                 self._owners.setdefault(work.tenant, Owners()).count(work.owner, 1)
                 self._prefetched[work.tenant, type(entry.key)] += 1
-                self._primary.wished[type(entry.key)] += 1
+                self._primary.prioritized[type(entry.key)] += 1
         elif load is not None and load.prefetch and not load.begun:
             # Queued again, with a demand's priority: whichever job comes first does the load.
             load.prefetch = False
@@ -348,7 +348,7 @@ class Promoter(Part):
                     tenant, owner = self._tenants.pop(entry)
                     self._owners[tenant].count(owner, -1)
                     self._prefetched[tenant, type(entry.key)] -= 1
-                    self._primary.wished[type(entry.key)] -= 1
+                    self._primary.prioritized[type(entry.key)] -= 1
             self._primary.unref(entry)
             if entry.refs == 1 and entry in self._loads:
                 # No other promotion waits for this read.
@@ -397,7 +397,7 @@ class Promoter(Part):
         for tenant, owner in self._tenants.values():
             self._owners.setdefault(tenant, Owners()).count(owner, 1)
         self._prefetched.update((tenant, type(entry.key)) for entry, (tenant, _) in self._tenants.items())
-        self._primary.wished.update(type(entry.key) for entry in self._tenants)
+        self._primary.prioritized.update(type(entry.key) for entry in self._tenants)
         refs.update(self._loads.keys())
         return set(self._loads)
 

@@ -13,7 +13,7 @@ from attrs import define, field
 from lmkv.errors import ClosedError
 from lmkv.protocols import ChunkKey, Clock
 from lmkv.store.entries import Entry
-from lmkv.store.guards import Bell, attempt
+from lmkv.store.guards import Waker, attempt
 from lmkv.store.iopool import Deferred, Job, Priority
 from lmkv.store.tier import LowerTier
 
@@ -28,7 +28,7 @@ class Handle:
 
     done: bool = field(init=False, default=False)
     """Whether the work is finished."""
-    _bell: Bell = field(init=False, factory=Bell)
+    _bell: Waker = field(init=False, factory=Waker)
     _callbacks: deque[Callable[[], None]] = field(init=False, factory=deque)
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -25,16 +25,16 @@ from lmkv.protocols import (
     Read,
     ReadStatus,
     Shared,
-    SharesRoom,
+    SharesCapacity,
     SizesChunks,
     Tier,
     WriteStatus,
     Written,
 )
-from lmkv.store.guards import Changes, GuardedAdmission, StoreObserver, attempt, locked
+from lmkv.store.guards import ChangeGuard, GuardedAdmission, StoreObserver, attempt, locked
 from lmkv.store.health import (
     Breaker,
-    Complaints,
+    FailureLog,
     TierCounters,
     TierStats,
     as_backend_error,
@@ -72,7 +72,7 @@ class LowerTier:
         tier: Tier,
         payload_bytes: Callable[[ChunkKey], int],
         lock: threading.Lock,
-        changes: Changes,
+        changes: ChangeGuard,
         clock: Clock,
         observers: Sequence[StoreObserver] = (),
     ) -> None:
@@ -95,7 +95,7 @@ class LowerTier:
         self._others = Breaker(clock)
         # Evictions for a full medium. One that does not help counts as a failure.
         self._relief = Breaker(clock, threshold=1, longest_delay=_MAX_PAUSE, quick_delay=_MAX_PAUSE)
-        self._complaints = Complaints(tier.name, clock)
+        self._complaints = FailureLog(tier.name, clock)
         self._failed_once: set[ChunkKey] = set()
         self._clearing = False
         self._silent = False
@@ -334,7 +334,7 @@ class LowerTier:
         backend = self.backend
         if (
             result.status is not WriteStatus.STORED
-            and isinstance(backend, SharesRoom)
+            and isinstance(backend, SharesCapacity)
             and self.index.capacity is not None
         ):
             self._tried("release", lambda: backend.release_bytes(cost))
@@ -392,7 +392,7 @@ class LowerTier:
             deleted = self._tried("delete", lambda: self._reclaim(victims), then=self._until_deleted)
             return None if deleted or key not in victims else Written.rejected("the old bytes cannot be deleted")
         owed = 0
-        if isinstance(self.backend, SharesRoom):
+        if isinstance(self.backend, SharesCapacity):
             # Other processes fill the medium as well.
             owed = min(self.backend.reserve_bytes(cost) - self.index.capacity, cost)
         freed = self._reclaim(victims)
@@ -512,7 +512,7 @@ class LowerTier:
     def _delete(self, victims: Victims) -> int:
         if not victims:
             return 0
-        if isinstance(self.backend, SharesRoom):
+        if isinstance(self.backend, SharesCapacity):
             return self.backend.reclaim(list(victims))
         self.backend.delete(list(victims))
         return sum(victims.values())

@@ -20,9 +20,10 @@ from functools import partial
 from lmkv.memory.slab import Slab
 from lmkv.protocols import Backend, ChunkKey, Clock, ListsKeys, Policy, Presence, RegistersMemory, Tier
 from lmkv.store.catalog import Catalog, TierScanner
+from lmkv.store.claims import Pins
 from lmkv.store.guards import (
     PATIENCE,
-    Changes,
+    ChangeGuard,
     StoreObserver,
     attempt,
     close_after_fork,
@@ -38,15 +39,14 @@ from lmkv.store.primary import PrimaryTier
 from lmkv.store.promoter import Promoter
 from lmkv.store.promotion import Promotion, SharedLookup
 from lmkv.store.tier import LowerTier
-from lmkv.store.wishes import Pins
-from lmkv.store.writes import Part, SlotAllocator, Writes
+from lmkv.store.writes import SlotAllocator, StoreComponent, Writes
 
 logger = logging.getLogger(__name__)
 
 _MAX_STORES = 64
 
 
-class TieredStore(Part):
+class TieredStore(StoreComponent):
     """Stores chunks in host memory and in any number of lower tiers, and moves them between these tiers.
 
     Parameters
@@ -114,7 +114,7 @@ class TieredStore(Part):
         self.forked = False
         self._closing = threading.Lock()
         self._observers: list[StoreObserver] = []
-        lock, changes, watched = threading.Lock(), Changes(), self._observers
+        lock, changes, watched = threading.Lock(), ChangeGuard(), self._observers
         host = PrimaryTier(primary, retain=retain, spans=spans, sizes=sizes, observers=watched)
         slots, slab = host.slab.num_slots, host.slab
         for tier in lower:
@@ -396,8 +396,8 @@ class TieredStore(Part):
         with self._lock:
             held = {key: copy(entry) for key, entry in self._primary.entries.items()}
             stored = tuple(tier.index.snapshot() for tier in self._tiers)
-            pinned, wished = frozenset(self._pins), dict(self._primary.wished)
-            return Snapshot(held, stored, pinned, wished, *self._promoter.snapshot())
+            pinned, prioritized = frozenset(self._pins), dict(self._primary.prioritized)
+            return Snapshot(held, stored, pinned, prioritized, *self._promoter.snapshot())
 
     @property
     def backends(self) -> tuple[Backend, ...]:

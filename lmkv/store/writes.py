@@ -13,7 +13,7 @@ from attrs import define, field
 
 from lmkv.protocols import Chunk, ChunkKey, Clock
 from lmkv.store.entries import Entry
-from lmkv.store.guards import Bell, Changes, locked
+from lmkv.store.guards import ChangeGuard, Waker, locked
 from lmkv.store.iopool import Deferred, IOPool, Job, Priority
 from lmkv.store.primary import PrimaryTier
 from lmkv.store.tier import LowerTier
@@ -26,13 +26,13 @@ time.
 
 
 @define(eq=False, repr=False)
-class Part:
+class StoreComponent:
     """Base class of the components of a `TieredStore`. All components share the store's lock, tiers, I/O threads and
     clock.
     """
 
     _lock: threading.Lock
-    _changes: Changes
+    _changes: ChangeGuard
     _primary: PrimaryTier
     _tiers: Sequence[LowerTier]
     _pool: IOPool
@@ -80,7 +80,7 @@ class _Flush:
 
 
 @define(eq=False, repr=False)
-class Writes(Part):
+class Writes(StoreComponent):
     """Copies chunks from host memory to lower tiers.
 
     `on_slots_freed`: a function that is called without the lock after ended copies may have freed slots. `most`:
@@ -98,7 +98,7 @@ class Writes(Part):
     """
     _flushes: dict[_Flush, None] = field(init=False, factory=dict)
     """Flushes that have not ended."""
-    _ended: Bell = field(init=False, factory=Bell)
+    _ended: Waker = field(init=False, factory=Waker)
 
     @locked
     def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: Deferred) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lmkv.backends import disk
 from lmkv.backends.disk import folder
 from lmkv.build import stored_namespace
-from lmkv.config import Config, doubts_of_server
+from lmkv.config import Config, server_warnings
 from lmkv.errors import BackendError, ConfigError, UsageError, how_to_install
 from lmkv.vllm import compat
 from lmkv.vllm.model import ServedModel
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lmkv.build import build_store
 from lmkv.memory.slab import slab_name
-from lmkv.vllm.loaded import Loaded
+from lmkv.vllm.loaded import LoadedModel
 from lmkv.vllm.scheduler.context import SchedulerOptions
 from lmkv.vllm.scheduler.events import EventRecorder
 from lmkv.vllm.worker import Worker
@@ -208,7 +208,7 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
             "lmkv: kv_load_failure_policy is %r: a request fails if its load fails; set the policy to 'recompute'",
             transfer.kv_load_failure_policy,
         )
-    for doubt in doubts_of_server(config, str(transfer.kv_role), vllm_config.model_config.max_model_len):
+    for doubt in server_warnings(config, str(transfer.kv_role), vllm_config.model_config.max_model_len):
         logger.warning("lmkv: %s", doubt)
     if config.audit_rate and compat.draft_lookahead(vllm_config):
         logger.warning("lmkv: audit_rate has no effect on hits: draft layers compute different KV for equal tokens")
@@ -253,7 +253,7 @@ def make_scheduler(
     store = build_store(config, model.namespace, model.layout, engine=name, engines=engines)
     try:
         events = None if describe_blocks is None else EventRecorder(store, model.block_map, describe_blocks)
-        loaded = Loaded(compat.calling_core())
+        loaded = LoadedModel(compat.calling_core())
         scheduler = Scheduler(store, model.namespace, model.block_map, options, events, loaded, loaded.adapter)
         loaded.watch(scheduler.changes)
         scheduler.matcher.stop_at = compat.stop_at

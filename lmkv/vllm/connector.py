@@ -165,7 +165,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("lmkv: the KV of this model is not cached: %s", error)
             if role is KVConnectorRole.WORKER:
                 # The scheduler side sees less of the model. If it caches the model, requests wait for the answers to
-                # its orders.
+                # its tasks.
                 one_table = len(kv_cache_config.kv_cache_groups) == 1
                 self._worker = Worker(0, None, block_level_failures=one_table)
                 self._worker.refuse(f"a worker cannot cache the model: {error}")

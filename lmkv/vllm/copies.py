@@ -13,12 +13,12 @@ from cachetools import LRUCache
 
 from lmkv.chunks.layout import KVLayout
 from lmkv.errors import UsageError
-from lmkv.memory.comparison import Comparison, Difference, Digests, Part, ReadBack, Reading
+from lmkv.memory.comparison import Comparison, Difference, Digests, Part, PendingDigests, ReadBack
 from lmkv.memory.copier import Copier, Event, LayerReader, LayerWriter
 from lmkv.memory.device import Staging
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import SlabMap
-from lmkv.vllm.plan import CopyOrder, ReadOrder
+from lmkv.vllm.plan import CopyTask, ReadTask
 
 logger = logging.getLogger("lmkv.vllm")
 
@@ -38,18 +38,18 @@ class NotReadyError(UsageError):
 class LayerwiseTransfer:
     """Copies a step's loads or stores layer by layer while the model computes the other layers.
 
-    The constructor begins the first copies. The copies of all `orders` succeed or fail together. No method raises.
+    The constructor begins the first copies. The copies of all `tasks` succeed or fail together. No method raises.
     """
 
-    def __init__(self, orders: Sequence[CopyOrder], copier: Callable[[], Copier], *, loads: bool) -> None:
-        self.orders = orders
+    def __init__(self, tasks: Sequence[CopyTask], copier: Callable[[], Copier], *, loads: bool) -> None:
+        self.tasks = tasks
         self.started = time.monotonic()
         self._pipeline: LayerReader | LayerWriter | None = None
         self._saved: set[int] = set()
         self._attempt(lambda: self._begin(copier(), loads))
 
     def _begin(self, copier: Copier, loads: bool) -> None:
-        copies = [copy for order in self.orders for copy in order.copies]
+        copies = [copy for task in self.tasks for copy in task.copies]
         self._pipeline = LayerReader(copier, copies) if loads else LayerWriter(copier, copies)
 
     def step(self, layer: int) -> None:
@@ -97,7 +97,7 @@ class LayerwiseTransfer:
             logger.debug("lmkv: this step loads and stores nothing more: %s", error)
             self._pipeline = None
         except Exception:
-            logger.exception("lmkv: %d copies with use_layerwise failed; lmkv counts them as misses", len(self.orders))
+            logger.exception("lmkv: %d copies with use_layerwise failed; lmkv counts them as misses", len(self.tasks))
             self._pipeline = None
 
 
@@ -129,10 +129,10 @@ class Comparing:
 
 
 class Comparer:
-    """Compares copied chunks for one rank, in one background thread, one copy order after the other. A copy order is a
+    """Compares copied chunks for one rank, in one background thread, one copy task after the other. A copy task is a
     list of copies that succeed or fail together.
 
-    Until the `Comparing` of an order has ended, callers must not change the order's slots.
+    Until the `Comparing` of a task has ended, callers must not change the task's slots.
     """
 
     def __init__(self, rank: int) -> None:
@@ -155,19 +155,19 @@ class Comparer:
         """Forget all digests, because the content of the paged memory is about to be lost."""
         self._loaded: LRUCache[int, Digests] = LRUCache(_REMEMBERED, _number)
 
-    def begin(self, order: CopyOrder, slab: SlabMap | None) -> Comparing:
-        """Compare the slots that a store has filled with the slots in `order.compares`. The store must have ended."""
+    def begin(self, task: CopyTask, slab: SlabMap | None) -> Comparing:
+        """Compare the slots that a store has filled with the slots in `task.compares`. The store must have ended."""
         assert self._layout is not None
         assert slab is not None
         comparison = Comparison(self._layout, slab, self._rank, self._parts)
-        return self._submit(lambda: comparison.differences(order.copies, order.compares))
+        return self._submit(lambda: comparison.differences(task.copies, task.compares))
 
-    def read(self, order: CopyOrder | ReadOrder) -> Reading:
-        """Begin to read the blocks of an order, after all work that was launched on the device until now."""
+    def read(self, task: CopyTask | ReadTask) -> PendingDigests:
+        """Begin to read the blocks of a task, after all work that was launched on the device until now."""
         assert self._back is not None
-        return self._back.begin(order.copies)
+        return self._back.begin(task.copies)
 
-    def compare_load(self, order: CopyOrder, reading: Reading, slab: SlabMap | None) -> Comparing:
+    def compare_load(self, task: CopyTask, reading: PendingDigests, slab: SlabMap | None) -> Comparing:
         """Compare the digests of a load's blocks with the load's slots. If all are equal, keep the digests for
         `compare_again`.
         """
@@ -176,15 +176,15 @@ class Comparer:
         assert slab is not None
 
         def differences() -> list[Difference]:
-            found = back.digests(reading, order.copies)
-            wrong = back.differences(order.copies, found, back.of_slots(order.copies, slab))
+            found = back.digests(reading, task.copies)
+            wrong = back.differences(task.copies, found, back.of_slots(task.copies, slab))
             if not wrong and _number(found) <= _REMEMBERED:
-                loaded[order.job] = found
+                loaded[task.job] = found
             return wrong
 
         return self._submit(differences)
 
-    def compare_again(self, order: ReadOrder, reading: Reading) -> Comparing:
+    def compare_again(self, task: ReadTask, reading: PendingDigests) -> Comparing:
         """Compare the digests of a load's blocks with the digests that `compare_load` has kept, and forget the kept
         digests.
         """
@@ -192,9 +192,9 @@ class Comparer:
         assert back is not None
 
         def differences() -> list[Difference]:
-            known = loaded.pop(order.load, None)
-            found = back.digests(reading, order.copies)
-            return [] if known is None else back.differences(order.copies, found, known)
+            known = loaded.pop(task.load, None)
+            found = back.digests(reading, task.copies)
+            return [] if known is None else back.differences(task.copies, found, known)
 
         return self._submit(differences)
 

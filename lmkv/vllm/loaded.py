@@ -426,7 +426,7 @@ def digest_on_device(data: torch.Tensor) -> str:
 # -- on the scheduler's side ------------------------------------------------------------------------------------------
 
 
-class Loaded:
+class LoadedModel:
     """Asks the workers of one engine for the identity of their model. Only the scheduling thread calls its methods.
 
     `core`: vLLM's engine core, which has the workers; None if there is no engine core.

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lmkv.config import Answer, command_lines, read_yaml, vllm_options
+from lmkv.config import SettingsResult, command_lines, read_yaml, vllm_options
 from lmkv.errors import ConfigError
 
 NAME = "LMKVConnector"
@@ -96,7 +96,7 @@ def _problems(transfer: Mapping[str, Any]) -> list[str]:
     try:
         extra = transfer.get("kv_connector_extra_config")
         # A pipe can be read once, and is for the engine.
-        refused = Answer.to(
+        refused = SettingsResult.to(
             env=os.environ, extra=extra, read=lambda path: {} if path.is_fifo() else read_yaml(path)
         ).problems
     except ConfigError as error:

@@ -1,5 +1,5 @@
 """The worker side of the connector: maps the slab (lmkv's host memory), makes the copies that the scheduler side
-orders, and reports their results.
+tasks, and reports their results.
 
 No method raises: an error becomes a failed job. After a failed store the chunks are not stored, and after a failed load
 vLLM recomputes the blocks.
@@ -19,7 +19,7 @@ from attrs import define
 
 from lmkv.chunks.layout import KVLayout
 from lmkv.errors import UsageError
-from lmkv.memory.comparison import Difference, Part, Reading
+from lmkv.memory.comparison import Difference, Part, PendingDigests
 from lmkv.memory.copier import DONE, Copier, Event
 from lmkv.memory.copiers import make_copier, make_staging
 from lmkv.memory.device import STAGING_BYTES, LoadEvent, Staging
@@ -27,7 +27,7 @@ from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import SlabMap, SlabRef, attach, wait_for_slab
 from lmkv.vllm.copies import Comparer, Comparing, LayerwiseTransfer, NotReadyError
 from lmkv.vllm.loaded import take_loads
-from lmkv.vllm.plan import CopyOrder, JobReport, ReadOrder, StepPlan, WorkerReport
+from lmkv.vllm.plan import CopyTask, JobReport, ReadTask, StepPlan, WorkerReport
 from lmkv.vllm.scheduler.telemetry import Samples, Values
 
 C = TypeVar("C", bound=Copier)
@@ -35,16 +35,16 @@ C = TypeVar("C", bound=Copier)
 logger = logging.getLogger(__name__)
 
 _ATTACHES = 3
-"""Number of attempts to map a slab before a rank fails all copy orders."""
+"""Number of attempts to map a slab before a rank fails all copy tasks."""
 
 
 @define(eq=False)
 class _Running:
-    order: CopyOrder | ReadOrder
+    task: CopyTask | ReadTask
     event: Event
     started: float
     step: int
-    reading: Reading | None = None
+    reading: PendingDigests | None = None
     """The read of the blocks that an audited load within a step has filled."""
     seconds: float | None = None
     """Duration of the copy in seconds, or None until the copy has ended."""
@@ -53,11 +53,11 @@ class _Running:
 
 
 class Worker:
-    """Executes the copy orders of each `StepPlan` for one rank. A copy order is a list of chunks to copy. All calls
+    """Executes the copy tasks of each `StepPlan` for one rank. A copy task is a list of chunks to copy. All calls
     come from the thread that runs the model.
 
     `rank`: the index of this worker's part in each slot (the space for one chunk in host memory). `layout`: the layout
-    of a chunk; None if this rank cannot cache the model, so that every order fails.
+    of a chunk; None if this rank cannot cache the model, so that every task fails.
 
     `share`: (index, count) of this rank among the ranks with the same KV; only the first one stores.
     `block_level_failures`: whether to report failed loads by block ids instead of request ids (see
@@ -104,8 +104,8 @@ class Worker:
         """An event that is reached when the work before this step is done. Later work uses no block that a load is
         filling.
         """
-        self._due_loads: list[CopyOrder] = []
-        self._due_stores: list[CopyOrder] = []
+        self._due_loads: list[CopyTask] = []
+        self._due_stores: list[CopyTask] = []
         """The stores of this step that have not begun yet. Each store is removed when it begins, so that none runs
         twice.
         """
@@ -124,7 +124,7 @@ class Worker:
         return f"<Worker: rank {self._rank}, {state}, {len(self._running)} copies running>"
 
     def refuse(self, reason: str) -> None:
-        """Fail every copy order from now on. Later reports to the scheduler side contain the reason."""
+        """Fail every copy task from now on. Later reports to the scheduler side contain the reason."""
         self._refusal = self._refusal or reason
 
     def register(self, memory: PagedMemory, parts: Sequence[Part] = ()) -> None:
@@ -152,12 +152,12 @@ class Worker:
         assert self._layout is not None
         ref = wait_for_slab(self._engine, self._layout.slot_bytes, self._closing)
         with self._attaching:
-            # A slab from an order takes precedence.
+            # A slab from a task takes precedence.
             if ref is not None and self._slab_ref is None:
                 self._attach(ref)
 
     def suspend(self) -> None:
-        """Wait for the running copies before vLLM's sleep, and fail all copy orders until `resume` is called.
+        """Wait for the running copies before vLLM's sleep, and fail all copy tasks until `resume` is called.
 
         vLLM frees the device memory of the KV cache, and this call frees staging memory. Host memory stays pinned, and
         the paged memory keeps its address. Idempotent.
@@ -175,7 +175,7 @@ class Worker:
                 logger.exception("lmkv: the device could not free lmkv's memory before the engine's sleep")
 
     def resume(self) -> None:
-        """Accept copy orders again after vLLM's sleep, when the KV cache has device memory again. Idempotent."""
+        """Accept copy tasks again after vLLM's sleep, when the KV cache has device memory again. Idempotent."""
         try:
             if self._staging is not None:
                 self._staging.allocate()
@@ -185,26 +185,26 @@ class Worker:
             self.refuse(f"after the engine's sleep the device has no memory for copies: {error}")
 
     def begin(self, plan: StepPlan) -> None:
-        """Accept the copy orders of a step. Each is executed once, even if the model does not run in that step."""
+        """Accept the copy tasks of a step. Each is executed once, even if the model does not run in that step."""
         self._due_loads, self._due_stores = plan.loads, plan.stores
         self._step += 1
-        for order in plan.reads:
-            self._read_again(order)
+        for task in plan.reads:
+            self._read_again(task)
         if plan.timed:
             self._report.steps.add(plan.timed)
         if plan.slab is not None:
             self._attach(plan.slab)
         self._launched = None
-        if self._staging is not None and any(order.between_steps for order in plan.loads):
+        if self._staging is not None and any(task.between_steps for task in plan.loads):
             # vLLM computes this step before these loads begin, and no part of it reads or writes their blocks.
             with contextlib.suppress(Exception):  # The load fails as well, and says so.
                 self._launched = self._staging.record_event()
 
-    def _read_again(self, order: ReadOrder) -> None:
-        item = _Running(order, DONE, time.monotonic(), self._step)
+    def _read_again(self, task: ReadTask) -> None:
+        item = _Running(task, DONE, time.monotonic(), self._step)
         reading = self._read(item)
         if reading is None:
-            self._finish(order, 0.0, ok=False)
+            self._finish(task, 0.0, ok=False)
         else:
             item.event = reading
             self._follow(item)
@@ -245,18 +245,18 @@ class Worker:
 
     def load(self) -> None:
         """Begin the step's loads, before the model computes."""
-        orders, self._due_loads = self._due_loads, []
-        if not orders:
+        tasks, self._due_loads = self._due_loads, []
+        if not tasks:
             return
-        layerwise = [order for order in orders if self._layerwise and order.copies and not order.between_steps]
+        layerwise = [task for task in tasks if self._layerwise and task.copies and not task.between_steps]
         if layerwise:
             self._reading = LayerwiseTransfer(layerwise, self._ready_copier, loads=True)
-            orders = [order for order in orders if order not in layerwise]
-        self._execute(orders, self._load)
+            tasks = [task for task in tasks if task not in layerwise]
+        self._execute(tasks, self._load)
 
-    def _load(self, copier: Copier, order: CopyOrder) -> Event:
-        after = self._launched if order.between_steps else None
-        return copier.load(order.copies, overlap=order.between_steps, after=after)
+    def _load(self, copier: Copier, task: CopyTask) -> Event:
+        after = self._launched if task.between_steps else None
+        return copier.load(task.copies, overlap=task.between_steps, after=after)
 
     def wait_for_layer(self, layer: int) -> None:
         """Wait until the KV of this layer is loaded, because the model is about to read the layer's KV."""
@@ -266,8 +266,8 @@ class Worker:
     def save_layer(self, layer: int) -> None:
         """Begin to store the KV of this layer, which the model has just written."""
         if self._writing is None and self._layerwise and self._stores and self._due_stores:
-            orders, self._due_stores = self._due_stores, []
-            self._writing = LayerwiseTransfer(orders, self._ready_copier, loads=False)
+            tasks, self._due_stores = self._due_stores, []
+            self._writing = LayerwiseTransfer(tasks, self._ready_copier, loads=False)
         if self._writing is not None:
             self._writing.step(layer)
 
@@ -276,50 +276,50 @@ class Worker:
         reading, writing, self._reading, self._writing = self._reading, self._writing, None, None
         self._end(reading)
         self._end(writing)
-        orders, self._due_stores = self._due_stores, []
+        tasks, self._due_stores = self._due_stores, []
         if self._stores:
-            self._execute(orders, lambda copier, order: copier.store(order.copies))
+            self._execute(tasks, lambda copier, task: copier.store(task.copies))
         else:
-            for order in orders:
-                self._finish(order, 0.0, ok=True)
+            for task in tasks:
+                self._finish(task, 0.0, ok=True)
 
-    def _execute(self, orders: Sequence[CopyOrder], copy: Callable[[Copier, CopyOrder], Event]) -> None:
-        for order in orders:
+    def _execute(self, tasks: Sequence[CopyTask], copy: Callable[[Copier, CopyTask], Event]) -> None:
+        for task in tasks:
             started = time.monotonic()
             try:
-                event = copy(self._ready_copier(), order) if order.copies else DONE
+                event = copy(self._ready_copier(), task) if task.copies else DONE
             except NotReadyError as error:
                 level = logging.DEBUG if self._warned else logging.WARNING
                 logger.log(level, "lmkv: this worker loads and stores nothing: %s", error)
                 self._warned = True
-                self._finish(order, 0.0, ok=False)
+                self._finish(task, 0.0, ok=False)
             except Exception:
                 logger.exception(
-                    "lmkv: a copy of %d chunks could not begin; lmkv counts them as misses", len(order.copies)
+                    "lmkv: a copy of %d chunks could not begin; lmkv counts them as misses", len(task.copies)
                 )
-                self._finish(order, time.monotonic() - started, ok=False)
+                self._finish(task, time.monotonic() - started, ok=False)
             else:
                 self._warned = False
-                self._follow(self._started(order, event, started))
+                self._follow(self._started(task, event, started))
 
-    def _started(self, order: CopyOrder, event: Event, started: float) -> _Running:
-        running = _Running(order, event, started, self._step)
-        if order.audited and not order.between_steps:
+    def _started(self, task: CopyTask, event: Event, started: float) -> _Running:
+        running = _Running(task, event, started, self._step)
+        if task.audited and not task.between_steps:
             # Read now: the next step may give the blocks to others.
             running.reading = self._read(running)
         return running
 
-    def _read(self, item: _Running) -> Reading | None:
+    def _read(self, item: _Running) -> PendingDigests | None:
         try:
-            return self._comparer.read(item.order)
+            return self._comparer.read(item.task)
         except Exception:
             # The device may lack memory for the reading. The load itself is right.
-            logger.exception("lmkv: %d loaded chunks could not be read back for an audit", len(item.order.copies))
+            logger.exception("lmkv: %d loaded chunks could not be read back for an audit", len(item.task.copies))
             item.audited = False
             return None
 
     def _follow(self, item: _Running) -> None:
-        """Report a copy order if its copies and comparison have ended. Otherwise, check the order again in a later
+        """Report a copy task if its copies and comparison have ended. Otherwise, check the task again in a later
         call.
         """
         try:
@@ -334,51 +334,51 @@ class Worker:
                 item.event = following
         except Exception:
             logger.exception(
-                "lmkv: a copy of %d chunks failed; lmkv counts the chunks as misses", len(item.order.copies)
+                "lmkv: a copy of %d chunks failed; lmkv counts the chunks as misses", len(item.task.copies)
             )
-            self._finish(item.order, time.monotonic() - item.started, ok=False)
+            self._finish(item.task, time.monotonic() - item.started, ok=False)
             return
         self._running.append(item)
 
     def _following(self, item: _Running) -> Event | None:
-        """Begin the next phase of a copy order (a read or a comparison) and return its event. Return None if the order
+        """Begin the next phase of a copy task (a read or a comparison) and return its event. Return None if the task
         has ended.
         """
-        order, event = item.order, item.event
+        task, event = item.task, item.event
         if isinstance(event, Comparing) or not item.audited:
             return None
-        if isinstance(order, ReadOrder):
-            assert isinstance(event, Reading)
-            return self._comparer.compare_again(order, event)
-        if isinstance(event, Reading):
-            return self._comparer.compare_load(order, event, self._slab)
-        if order.compares:
-            return self._comparer.begin(order, self._slab)
-        if order.audited:
+        if isinstance(task, ReadTask):
+            assert isinstance(event, PendingDigests)
+            return self._comparer.compare_again(task, event)
+        if isinstance(event, PendingDigests):
+            return self._comparer.compare_load(task, event, self._slab)
+        if task.compares:
+            return self._comparer.begin(task, self._slab)
+        if task.audited:
             return item.reading or self._read(item)
         return None
 
     def _ended(self, item: _Running) -> None:
-        order, differences = item.order, list[Difference]()
+        task, differences = item.task, list[Difference]()
         if isinstance(item.event, Comparing):
             differences = item.event.differences
         ok = True
-        if isinstance(order, CopyOrder):
+        if isinstance(task, CopyTask):
             # It is recomputed if the differences are known before its blocks are read, or in the step that reads them.
-            in_time = order.between_steps or item.step == self._step
-            ok = not order.failed_blocks and not (order.audited and differences and in_time)
-        self._finish(order, item.seconds or 0.0, ok=ok)
-        self._report.jobs[order.job].differences = differences
+            in_time = task.between_steps or item.step == self._step
+            ok = not task.failed_blocks and not (task.audited and differences and in_time)
+        self._finish(task, item.seconds or 0.0, ok=ok)
+        self._report.jobs[task.job].differences = differences
 
     def _end(self, layerwise: LayerwiseTransfer | None) -> None:
         if layerwise is None:
             return
         event = layerwise.finish()
-        for order in layerwise.orders:
+        for task in layerwise.tasks:
             if event is None:
-                self._finish(order, time.monotonic() - layerwise.started, ok=False)
+                self._finish(task, time.monotonic() - layerwise.started, ok=False)
             else:
-                self._follow(self._started(order, event, layerwise.started))
+                self._follow(self._started(task, event, layerwise.started))
 
     @property
     def copier(self) -> Copier | None:
@@ -406,23 +406,23 @@ class Worker:
                 self._copier = make_copier(memory, layout, slab, self._rank, self._staging, self._share)
             return self._copier
 
-    def _finish(self, order: CopyOrder | ReadOrder, seconds: float, *, ok: bool) -> None:
-        if isinstance(order, ReadOrder):
-            self._report.jobs[order.job] = JobReport(1, ok, seconds=seconds)
+    def _finish(self, task: CopyTask | ReadTask, seconds: float, *, ok: bool) -> None:
+        if isinstance(task, ReadTask):
+            self._report.jobs[task.job] = JobReport(1, ok, seconds=seconds)
             return
         nbytes = sum(
-            len(run.blocks) * self._page_bytes[group] for copy in order.copies for group, run in enumerate(copy.runs)
+            len(run.blocks) * self._page_bytes[group] for copy in task.copies for group, run in enumerate(copy.runs)
         )
-        self._report.jobs[order.job] = JobReport(1, ok, nbytes, seconds)
+        self._report.jobs[task.job] = JobReport(1, ok, nbytes, seconds)
         self._report.refusal = self._refusal
         if self._slab is not None:
             self._report.mapped = {self._rank * self._share[1] + self._share[0]}
-        if ok and nbytes and (self._stores or not order.stores) and not order.compares:
-            self._count("store" if order.stores else "load", nbytes, seconds)
-        if not ok and not order.stores:
-            self._fail(order)
-        if order.finishes is not None:
-            self._finished_requests.add(order.finishes)
+        if ok and nbytes and (self._stores or not task.stores) and not task.compares:
+            self._count("store" if task.stores else "load", nbytes, seconds)
+        if not ok and not task.stores:
+            self._fail(task)
+        if task.finishes is not None:
+            self._finished_requests.add(task.finishes)
 
     def _count(self, direction: str, nbytes: int, seconds: float) -> None:
         self._samples.add(f"vllm:kv_offload_{direction}_bytes", nbytes)
@@ -433,13 +433,13 @@ class Worker:
         """Return the metrics' values since the last call."""
         return self._samples.take()
 
-    def _fail(self, order: CopyOrder) -> None:
+    def _fail(self, task: CopyTask) -> None:
         if not self._block_level_failures:
-            if order.finishes is not None:
-                self._failed_requests.add(order.finishes)
+            if task.finishes is not None:
+                self._failed_requests.add(task.finishes)
             return
-        self._failed_blocks.update(order.failed_blocks)
-        for copy in order.copies:
+        self._failed_blocks.update(task.failed_blocks)
+        for copy in task.copies:
             self._failed_blocks.update(block for run in copy.runs for block in run.blocks)
 
     def poll(self) -> None:

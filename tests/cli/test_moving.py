@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from lmkv import Config
 from lmkv.cli.app import app
 from lmkv.cli.findings import examine
-from lmkv.config import Answer, lmcache
+from lmkv.config import SettingsResult, lmcache
 from lmkv.errors import ConfigError
 
 HERE = Path(__file__).parents[1] / "moving"
@@ -116,7 +116,7 @@ def given(name: str) -> tuple[dict[str, str], dict[str, Any]]:
 def test_the_server_says_what_the_commands_say(name: str) -> None:
     right = {**FILES, **VARIABLES, **EXTRAS}[name]
     env, extra = given(name)
-    answer = Answer.to(env=env, extra=extra)
+    answer = SettingsResult.to(env=env, extra=extra)
     assert answer.status == right.status
     shown = run("config", "show", "--json", "--extra", json.dumps(extra), **env)
     found = json.loads(shown.stdout)
@@ -167,7 +167,7 @@ def test_check_and_migrate_say_the_same(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*FILES, *VARIABLES, *EXTRAS])
 def test_doctor_says_the_same(name: str) -> None:
     env, extra = given(name)
-    answer = Answer.to(env=env, extra=extra)
+    answer = SettingsResult.to(env=env, extra=extra)
     # Its first findings: it has not looked at anything else yet.
     findings = list(takewhile(lambda finding: finding.area == "configuration", examine(env, extra)))
     assert [finding.problem for finding in findings if finding.problem] == list(answer.problems)
@@ -357,7 +357,7 @@ def test_an_engine_of_lmcaches_server_is_answered_alike(key: str, tmp_path: Path
     extra = {f"lmcache.{key}": "1"}
     transfer = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     (tmp_path / "transfer.json").write_text(json.dumps(transfer, indent="\t"))
-    started = [(each.kind, each.why) for each in Answer.to(env={}, extra=extra).readings]
+    started = [(each.kind, each.why) for each in SettingsResult.to(env={}, extra=extra).readings]
     for words in (["check", str(tmp_path / "transfer.json")], ["migrate", "--", "vllm", "serve", "m"]):
         more = ["--kv-transfer-config", json.dumps(transfer)] if "serve" in words else []
         done = run("config", words[0], "--json", *words[1:], *more)
@@ -387,7 +387,7 @@ def test_a_file_of_options_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
 
 def test_a_source_that_cannot_be_read_hides_no_other() -> None:
     env = {"LMCACHE_CONFIG_FILE": "/no/such.yaml", "LMCACHE_EXTRA_CONFIG": "{'use_odirect': True}"}
-    answer = Answer.to(env={**env, "LMCACHE_ENABLE_PD": "1", "LMCACHE_CHUNK_SIZE": "64"})
+    answer = SettingsResult.to(env={**env, "LMCACHE_ENABLE_PD": "1", "LMCACHE_CHUNK_SIZE": "64"})
     assert [line.partition(": ")[0] for line in answer.problems] == [
         "file /no/such.yaml",
         "environment LMCACHE_EXTRA_CONFIG",
@@ -409,12 +409,12 @@ def test_ten_thousand_unknown_keys_are_answered_at_once() -> None:
     keys = {f"max_local_gpu_size_{number}": 1 for number in range(10_000)}
     for extra in (keys, {f"lmcache.{key}": value for key, value in keys.items()}):
         start = time.process_time()
-        answer = Answer.to(env={}, extra=extra)
+        answer = SettingsResult.to(env={}, extra=extra)
         said = "\n".join(answer.problems or map(str, answer.readings))
         assert time.process_time() - start < 1.0
         assert said.count("did you mean") == 20
-    assert len(Answer.to(env={}, extra=keys).problems) == 21
-    assert Answer.to(env={}, extra=keys).problems[-1] == "9980 more keys are unknown"
+    assert len(SettingsResult.to(env={}, extra=keys).problems) == 21
+    assert SettingsResult.to(env={}, extra=keys).problems[-1] == "9980 more keys are unknown"
 
 
 @pytest.mark.parametrize(("url", "here"), [("resp://", "redis://cache:6380"), ("resp://other:1", "redis://other:1")])
@@ -440,7 +440,7 @@ def test_every_option_of_lmcaches_server_is_in_one_class() -> None:
     known = lmcache.commands()["server"]
     assert sorted(set(FLAGS) - known.keys()) == []
     for flag in FLAGS:
-        readings = Answer.to_command(["lmcache", "server", flag, "1"])[0].readings
+        readings = SettingsResult.to_command(["lmcache", "server", flag, "1"])[0].readings
         assert {each.kind for each in readings} <= {"used", "without effect", "refused"}, flag
 
 
@@ -456,13 +456,13 @@ IDLE = {
 @pytest.mark.parametrize("name", IDLE)
 def test_a_setting_that_does_nothing_is_a_warning(name: str) -> None:
     value, needed = IDLE[name]
-    answer = Answer.to(env={}, extra={name: value})
+    answer = SettingsResult.to(env={}, extra={name: value})
     assert (answer.status, [text for _, text in answer.notes]) == (
         1,
         [f"kv_connector_extra_config: {name} has no effect without {needed}"],
     )
     more = {"local_disk": "/kv", "max_local_disk_size": 1, "remote_url": "redis://h", "agent_listen": "unix:/a"}
-    assert Answer.to(env={}, extra={"agent_token": "secret", **more, name: value}).notes == ()
+    assert SettingsResult.to(env={}, extra={"agent_token": "secret", **more, name: value}).notes == ()
 
 
 def test_a_password_before_a_command_is_not_shown_and_is_said() -> None:

@@ -27,7 +27,7 @@ class _Running:
 
     def __init__(self, job: Job, pool: SteppedPool) -> None:
         self._pool: Any = pool
-        # Plain locks, released by the other side: many times as fast as semaphores.
+        # FallbackLRU locks, released by the other side: many times as fast as semaphores.
         self._turn, self._back = threading.Lock(), threading.Lock()
         self._turn.acquire()
         self._back.acquire()

@@ -12,7 +12,7 @@ from lmkv.chunks.hashing import StateKey, state_keys
 from lmkv.chunks.layout import KVLayout, LayerPages
 from lmkv.policies import POLICIES, make_policy
 from lmkv.protocols import Chunk, Tier
-from lmkv.store.catalog import Boundaries
+from lmkv.store.catalog import HitFinder
 from lmkv.store.tiered import TieredStore
 from tests.kit import LIMIT, NEVER, Persistent, chain, listing_every, lower, memory, payload, small_store
 
@@ -35,7 +35,7 @@ def store() -> Iterator[TieredStore]:
 
 
 def test_a_hit_ends_at_the_last_boundary_with_all_states(store: TieredStore) -> None:
-    keys, boundaries = chain("a", 6), Boundaries(store.catalog, STATES)
+    keys, boundaries = chain("a", 6), HitFinder(store.catalog, STATES)
     put(store, keys[:5])
     assert boundaries.stored_hit(keys) == []
     put(store, list(state_keys(keys[1], STATES)), keys[1])
@@ -50,7 +50,7 @@ def test_a_hit_ends_at_the_last_boundary_with_all_states(store: TieredStore) -> 
 
 
 def test_without_recurrent_layers_a_hit_ends_with_any_chunk(store: TieredStore) -> None:
-    keys, boundaries = chain("a", 4), Boundaries(store.catalog, 0)
+    keys, boundaries = chain("a", 4), HitFinder(store.catalog, 0)
     put(store, keys[:3])
     assert boundaries.stored_hit(keys) == boundaries.ready_hit(keys) == keys[:3]
     assert (boundaries.without_states(3), boundaries.keys_to_promote(keys)) == (3, keys)
@@ -72,7 +72,7 @@ def test_states_are_evicted_before_the_chunks_that_they_need(policy: str) -> Non
         for end in (2, 4):
             put(store, list(state_keys(keys[end - 1], STATES)), keys[end - 1])
             store.touch([*keys[:end], *state_keys(keys[end - 1], STATES)])
-        boundaries = Boundaries(store.catalog, STATES)
+        boundaries = HitFinder(store.catalog, STATES)
         for number in range(12):
             put(store, chain(f"other {number}", 1))
             found = boundaries.stored_hit(keys)
@@ -110,7 +110,7 @@ def test_lower_tiers_get_the_bytes_of_a_state_alone() -> None:
         assert store.drain(LIMIT)
         assert store.stats().tiers[1].used_bytes == 5 * 4096
         store.drop([*keys, *state_keys(keys[0], STATES)])
-        promotion = store.promote(Boundaries(store.catalog, STATES).stored_hit(keys))
+        promotion = store.promote(HitFinder(store.catalog, STATES).stored_hit(keys))
         assert promotion.wait(LIMIT)
         assert promotion.ready == 3
         with store.lease(promotion.keys) as lease:
@@ -129,7 +129,7 @@ def test_states_that_another_process_has_stored_are_asked_for() -> None:
         lookup = store.look_up_shared(keys, STATES)
         assert lookup is not None
         assert lookup.wait(LIMIT)
-        boundaries = Boundaries(store.catalog, STATES)
+        boundaries = HitFinder(store.catalog, STATES)
         assert boundaries.stored_hit(keys) == [*keys[:2], *state_keys(keys[1], STATES)]
         promotion = store.promote(boundaries.keys_to_promote(keys))
         assert promotion.wait(LIMIT)

@@ -8,13 +8,13 @@ import pytest
 
 from lmkv.errors import BackendError, CorruptChunkError
 from lmkv.protocols import Written
-from lmkv.store.health import Complaints
+from lmkv.store.health import FailureLog
 from lmkv.testing import ManualClock
 
 
 def test_a_long_reason_takes_no_time(caplog: pytest.LogCaptureFixture) -> None:
     """Whoever answers in a store's place may say anything, without a blank."""
-    complaints = Complaints("redis", ManualClock())
+    complaints = FailureLog("redis", ManualClock())
     for text in ("x" * 1000, "0123456789abcdef" * 60, "1." * 500, "a1" * 500):
         started = time.thread_time()
         for _ in range(20):
@@ -26,7 +26,7 @@ def test_a_long_reason_takes_no_time(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_what_is_not_said_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
-    complaints = Complaints("redis", clock)
+    complaints = FailureLog("redis", clock)
     for number in range(300):
         complaints.failed(CorruptChunkError("redis", "read", f"{number:064x}", "it is cut"))
         complaints.failed(BackendError("redis", "read", "", f"reason {number}" if number < 90 else "a reason"))

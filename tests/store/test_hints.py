@@ -97,7 +97,7 @@ def test_sessions_that_are_forgotten_count_for_nothing(monkeypatch: pytest.Monke
     assert not hints.counts()["branches"]
 
 
-def test_the_end_of_a_session_ends_so_many_wishes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_session_ends_so_many_claims_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others end at their time."""
     hints, _policy, clock = filled()
     monkeypatch.setattr("lmkv.store.hints._MAX_ENDED", 4)

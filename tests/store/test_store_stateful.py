@@ -334,9 +334,9 @@ class StoreMachine(RuleBasedStateMachine):
         used = {slot for slot, flag in enumerate(flags) if flag}
         assert taken | set(slots) <= used
         assert len(used) == store.slab.num_slots - store.slab.free_slots
-        stats, prefetched, wished = store.stats(), snapshot.prefetched, sum(snapshot.wished.values())
+        stats, prefetched, prioritized = store.stats(), snapshot.prefetched, sum(snapshot.prioritized.values())
         assert stats.writing == sum(entry.state is State.WRITING for entry in entries)
-        assert stats.pinned + len(prefetched) == wished <= len(flags) - max(1, len(flags) // 8)
+        assert stats.pinned + len(prefetched) == prioritized <= len(flags) - max(1, len(flags) // 8)
         assert max(stats.pinned, len(prefetched)) <= max(1, len(flags) // 2)
         assert stats.primary.chunks == sum(entry.ready for entry in entries)
         policy: Any = store.policies[0]

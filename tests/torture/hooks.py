@@ -1,4 +1,4 @@
-"""lmkv's part in the torture: faults within it, wishes of requests, audits, and what it may not leave over.
+"""lmkv's part in the torture: faults within it, claims of requests, audits, and what it may not leave over.
 
 python -m kv_connector_torture --around tests.torture.hooks:faults --connector @tests/torture/lmkv.json \\
     --kinds tests.torture.kinds: --faults delete,truncate,flip,empty --requests 10000
@@ -118,21 +118,21 @@ class LMKV(Hooks):
     def transfer(self, name: str, tokens: Sequence[int]) -> dict[str, Any]:
         rng = random.Random(f"{self._seed} {name}")
         self._asked.append(tokens)
-        wishes: dict[str, Any] = {"lmkv.report": True}
+        claims: dict[str, Any] = {"lmkv.report": True}
         match rng.randrange(40):
             case 0:
-                wishes["lmkv.skip_save"] = True
+                claims["lmkv.skip_save"] = True
             case 1:
-                wishes["lmkv.skip_load"] = True
+                claims["lmkv.skip_load"] = True
             case 2:
-                wishes["lmkv.pin"] = 0.2
+                claims["lmkv.pin"] = 0.2
             case 3:
-                wishes["lmkv.prefetch"] = True
+                claims["lmkv.prefetch"] = True
             case 4:
-                wishes["lmkv.prefetch_tokens"] = list(rng.choice(self._asked))
+                claims["lmkv.prefetch_tokens"] = list(rng.choice(self._asked))
             case 5:
-                wishes["lmkv.tag.team"] = "blue"
-        return wishes
+                claims["lmkv.tag.team"] = "blue"
+        return claims
 
     def aborts(self, names: Iterable[str]) -> Iterator[str]:
         """Some whose blocks are just being filled."""

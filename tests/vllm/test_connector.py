@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lmkv.memory.copier import DONE
-from lmkv.vllm.plan import CopyOrder
+from lmkv.vllm.plan import CopyTask
 from lmkv.vllm.worker import _Running
 from tests.vllm.harness import CHUNK, Engine, external_hits, generated, parameters, prompt
 
@@ -164,7 +164,7 @@ def test_one_line_for_a_lookup_and_one_for_each_steps_store(shared: Engine, capl
     ]
 
 
-@pytest.mark.parametrize("method", ["allocated", "jobs.order"])
+@pytest.mark.parametrize("method", ["allocated", "jobs.plan"])
 def test_a_load_that_cannot_be_ordered_is_recomputed(
     shared: Engine, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -182,7 +182,7 @@ def test_a_load_that_cannot_be_ordered_is_recomputed(
         raise RuntimeError("injected: our own code fails after the promise")
 
     scheduler = shared.connector.sides.scheduler
-    owner, name = (scheduler.loads, "order") if "." in method else (scheduler.matcher, method)
+    owner, name = (scheduler.loads, "plan") if "." in method else (scheduler.matcher, method)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, broken)
         assert shared.run([longer])[0].outputs[0].token_ids == right
@@ -213,6 +213,6 @@ def test_an_asynchronous_load_is_reported_in_the_step_in_which_it_has_ended(shar
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector, worker = get_kv_transfer_group(), shared.worker
-    worker._running.append(_Running(CopyOrder(10**6, [], between_steps=True, finishes="loaded"), DONE, 0.0, 0))
+    worker._running.append(_Running(CopyTask(10**6, [], between_steps=True, finishes="loaded"), DONE, 0.0, 0))
     assert connector.get_finished(set()) == (set(), {"loaded"})
     assert connector.build_connector_worker_meta().report.jobs[10**6].ok

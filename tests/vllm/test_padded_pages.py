@@ -20,7 +20,7 @@ from lmkv.memory.paged import block_rows
 from lmkv.memory.slab import Slab, slab_name
 from lmkv.vllm.compat import tensors_by_layer
 from lmkv.vllm.model import ServedModel, describe
-from lmkv.vllm.plan import CopyOrder, StepPlan
+from lmkv.vllm.plan import CopyTask, StepPlan
 from lmkv.vllm.worker import Worker
 from tests.vllm.harness import configured
 
@@ -155,12 +155,12 @@ def test_a_tail_is_the_same_after_lower_tiers_had_it(sides: Sides, slab: Slab) -
         wanted[name] = fresh
     stored = model.block_map.store_copy(0, tables, 0, tokens)
     assert stored is not None
-    worker.begin(StepPlan(stores=[CopyOrder(1, [stored], stores=True)], slab=slab.ref))
+    worker.begin(StepPlan(stores=[CopyTask(1, [stored], stores=True)], slab=slab.ref))
     worker.save()
     for span in model.layout.spans(tokens):
         slab.view(1)[span] = slab.view(0)[span]
     others = [[5, 6], [7, 8]][: len(tables)]
-    worker.begin(StepPlan(loads=[CopyOrder(2, model.block_map.load_copies([1], others, 0, tokens))]))
+    worker.begin(StepPlan(loads=[CopyTask(2, model.block_map.load_copies([1], others, 0, tokens))]))
     worker.load()
     report = worker.take_report()
     assert report is not None

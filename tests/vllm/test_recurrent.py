@@ -149,7 +149,7 @@ class TestRecurrent(ModelSuite):
             with monkeypatch.context() as patch, without_states() if how == "left out" else nullcontext():
                 if how != "left out":
                     patch.setattr(case.running.connector.sides.scheduler.matcher, "_may_load_within_step", True)
-                    patch.setattr(Loads, "order", _load_within_the_step)
+                    patch.setattr(Loads, "plan", _load_within_the_step)
                 outputs += case.ask([ids])
             assert external_hits(outputs[-1]) == case.whole(len(ids))
         assert off(outputs, case.answers["repeated"][2:]) > case.family.noise
@@ -157,11 +157,11 @@ class TestRecurrent(ModelSuite):
 
 
 def _load_within_the_step(self: Loads, state: Any, lease: Any, tables: Any, end: int) -> None:
-    """As `Loads.order`, with states."""
+    """As `Loads.plan`, with states."""
     blocks = self._block_map.state_blocks(tables, end)
     copies = self._block_map.load_copies(lease.slots, tables, state.waiting.computed, end)
     for key, slot in zip(lease.keys, lease.slots, strict=True):
         if isinstance(key, StateKey):
             copies.append(self._block_map.state_copy(slot, key.number, blocks))
-    order = self._builder.load(copies, [])
-    self._follow(order.job, state, lease, tables, end)
+    task = self._builder.load(copies, [])
+    self._follow(task.job, state, lease, tables, end)

@@ -58,7 +58,7 @@ def test_a_layer_that_keeps_no_prefix(model: Path, make: Callable[[], Any], capl
 def test_a_device_without_copier(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both sides say so once, and vLLM serves without lmkv: no order is ever made that would fail."""
+    """Both sides say so once, and vLLM serves without lmkv: no task is ever made that would fail."""
     vllm_config = configured(model, {})
     monkeypatch.setattr(vllm_config.device_config, "device_type", "xpu")
     for role in ("SCHEDULER", "WORKER"):

@@ -1,4 +1,4 @@
-"""The messages between the scheduler side and the workers: copy orders, which tell workers what to copy, and reports.
+"""The messages between the scheduler side and the workers: copy tasks, which tell workers what to copy, and reports.
 
 Both sides of the connector import this package, which also has `Request`. The package uses no types of vLLM.
 """
@@ -15,15 +15,15 @@ from lmkv.memory.slab import SlabRef
 
 
 @frozen
-class CopyOrder:
-    """A command to the workers to copy chunks. All `copies` of an order succeed or fail together. `job`: the order's
+class CopyTask:
+    """A command to the workers to copy chunks. All `copies` of a task succeed or fail together. `job`: the task's
     number.
 
     `stores`: True to copy from blocks into slots, False to copy from slots into blocks. `failed_blocks`: blocks that no
     copy will fill, and that the workers report as failed. `between_steps`: whether the load is asynchronous, so that no
     computation of this step uses its blocks.
 
-    `finishes`: id of the request whose asynchronous load ends with this order. `compares`: for each copy, a slot to
+    `finishes`: id of the request whose asynchronous load ends with this task. `compares`: for each copy, a slot to
     compare with the slot that the copy has filled. `audited`: whether to read back the blocks of a load, and compare
     them with the slots.
     """
@@ -39,7 +39,7 @@ class CopyOrder:
 
 
 @frozen
-class ReadOrder:
+class ReadTask:
     """A command to the workers to read the blocks of an audited load again, and compare the result with the first read.
     `load`: the job number of that load.
     """
@@ -51,22 +51,22 @@ class ReadOrder:
 
 @define
 class StepPlan:
-    """The copy orders of one step. The workers execute `reads` before everything else in the step.
+    """The copy tasks of one step. The workers execute `reads` before everything else in the step.
 
     `slab`: the slab (lmkv's host memory) to map; None once every worker has mapped the slab. `timed`: the number of the
     step if the workers must report the step's end, else 0.
     """
 
-    loads: list[CopyOrder] = field(factory=list)
-    stores: list[CopyOrder] = field(factory=list)
+    loads: list[CopyTask] = field(factory=list)
+    stores: list[CopyTask] = field(factory=list)
     slab: SlabRef | None = None
     timed: int = 0
-    reads: list[ReadOrder] = field(factory=list)
+    reads: list[ReadTask] = field(factory=list)
 
 
 @define
 class JobReport:
-    """The result of a job, which is one copy order or read order. `ranks`: number of ranks that have reported a result.
+    """The result of a job, which is one copy task or read task. `ranks`: number of ranks that have reported a result.
     `seconds`: the time of the slowest rank.
 
     `ok`: whether the job has succeeded on all these ranks. `nbytes`: number of bytes that all these ranks have copied.
@@ -86,10 +86,10 @@ class JobReport:
 
 @define
 class WorkerReport:
-    """What a worker reports to the scheduler side: the jobs and timed steps that have ended since its last report.
+    """A worker's report to the scheduler side: the jobs and timed steps that have ended since its last report.
 
     `jobs`: results by job number. `steps`: numbers of the timed steps. `mapped`: the ranks that have mapped the slab.
-    `refusal`: why a rank fails every order from now on; "" if no rank does so. `adapters`: (number, digest) of each
+    `refusal`: why a rank fails every task from now on; "" if no rank does so. `adapters`: (number, digest) of each
     loaded adapter.
     """
 
@@ -112,7 +112,7 @@ class WorkerReport:
 
 
 class StepPlanBuilder:
-    """Numbers copy orders and collects them, until `take` returns them as the step's plan."""
+    """Numbers copy tasks and collects them, until `take` returns them as the step's plan."""
 
     def __init__(self) -> None:
         self._last_job = 0
@@ -122,9 +122,9 @@ class StepPlanBuilder:
         """Make the workers report the end of step number `step`."""
         self._plan.timed = step
 
-    def read(self, load: int, copies: list[ChunkCopy]) -> ReadOrder:
+    def read(self, load: int, copies: list[ChunkCopy]) -> ReadTask:
         """Add a second read of the blocks of an audited load to the plan. `load`: the load's job number."""
-        self._plan.reads.append(ReadOrder(self._new_job(), load, copies))
+        self._plan.reads.append(ReadTask(self._new_job(), load, copies))
         return self._plan.reads[-1]
 
     def load(
@@ -135,15 +135,15 @@ class StepPlanBuilder:
         between_steps: bool = False,
         finishes: str | None = None,
         audited: bool = False,
-    ) -> CopyOrder:
-        """Add a load to the plan. The arguments are the fields of `CopyOrder` with the same names."""
+    ) -> CopyTask:
+        """Add a load to the plan. The arguments are the fields of `CopyTask` with the same names."""
         made = self._new_job(), copies, False, failed_blocks, between_steps, finishes
-        self._plan.loads.append(CopyOrder(*made, audited=audited))
+        self._plan.loads.append(CopyTask(*made, audited=audited))
         return self._plan.loads[-1]
 
-    def store(self, copies: list[ChunkCopy], compares: Sequence[int] = ()) -> CopyOrder:
-        """Add a store to the plan. `compares`: see `CopyOrder`."""
-        self._plan.stores.append(CopyOrder(self._new_job(), copies, stores=True, compares=list(compares)))
+    def store(self, copies: list[ChunkCopy], compares: Sequence[int] = ()) -> CopyTask:
+        """Add a store to the plan. `compares`: see `CopyTask`."""
+        self._plan.stores.append(CopyTask(self._new_job(), copies, stores=True, compares=list(compares)))
         return self._plan.stores[-1]
 
     def _new_job(self) -> int:

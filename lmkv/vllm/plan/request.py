@@ -33,7 +33,7 @@ BlockTables = Sequence[list[int]]
 
 
 @define
-class Patience:
+class WaitLimit:
     """Limits how long one request waits for chunks: all its waits together last at most `deadline` seconds.
 
     Each wait also has its own limit. A wait begins with a call of `lasts` and ends with a call of `end`. Time in which
@@ -186,7 +186,7 @@ class Waiting:
     `deferred_since`: the time when vLLM was first told to ask again.
     """
 
-    patience: Patience
+    patience: WaitLimit
     computed: int = 0
     lease: Lease | None = None
     between_steps: bool = False
@@ -290,7 +290,7 @@ class Auditing:
 
 @define(eq=False)
 class Report:
-    """What was promised and loaded for a request, and what it missed. Only `SchedulerObserver` changes this state.
+    """The tokens of a request that lmkv promised, loaded and missed. Only `SchedulerObserver` changes this state.
 
     `sources`, `source_chunks`: number of tokens and of chunks from each tier in the last promise to vLLM. `promised`:
     the keys of the promised chunks, and of the chunks before them in vLLM's own hit. `miss`: why the other tokens were
@@ -310,7 +310,7 @@ class Report:
 
 
 @frozen
-class Naming:
+class KeyMaker:
     """The data from which one engine makes the chunk keys of its requests.
 
     `save_tails`: whether tails (the tokens after the last whole chunk of a prompt) have keys. `states`: number of state
@@ -336,7 +336,7 @@ class Request:
     root: bytes = field(repr=False)
     options: RequestOptions = field(repr=False)
     waiting: Waiting = field(repr=False)
-    naming: Naming = field(repr=False)
+    naming: KeyMaker = field(repr=False)
     name: str = field(repr=False)
     """The request's id, shortened and printable, because clients choose ids."""
     tenants: Sequence[str] = field(repr=False)
@@ -360,7 +360,7 @@ class Request:
     """Number of whole chunks before the tail."""
 
     @classmethod
-    def of(cls, vllm: VLLMRequest, naming: Naming, identity: str | None, patience: Patience) -> Self:
+    def of(cls, vllm: VLLMRequest, naming: KeyMaker, identity: str | None, patience: WaitLimit) -> Self:
         """Make a request with the keys of its prompt.
 
         `identity`: the identity of the weights that the workers have loaded; None if unknown. Then the request is not

@@ -16,12 +16,12 @@ from attrs import evolve
 from lmkv.chunks.hashing import hash_prompt
 from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import ChunkKey
-from lmkv.store.catalog import Boundaries
+from lmkv.store.catalog import HitFinder
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.plan import StepPlan, StepPlanBuilder, WorkerReport
 from lmkv.vllm.plan.block_map import BlockMap
 from lmkv.vllm.plan.identity import Adapter, Adapters, Media, tagged_root
-from lmkv.vllm.plan.request import BlockTables, Miss, Naming, Request, VLLMRequest
+from lmkv.vllm.plan.request import BlockTables, KeyMaker, Miss, Request, VLLMRequest
 from lmkv.vllm.scheduler.audit import HitAudits, LoadAudits
 from lmkv.vllm.scheduler.changes import WeightChanges
 from lmkv.vllm.scheduler.context import Jobs, PlanContext, SchedulerOptions
@@ -29,7 +29,7 @@ from lmkv.vllm.scheduler.events import Event, EventRecorder
 from lmkv.vllm.scheduler.loads import Loads
 from lmkv.vllm.scheduler.match import WAIT, Hit, Match, Matcher, Wait
 from lmkv.vllm.scheduler.observer import SchedulerObserver
-from lmkv.vllm.scheduler.stores import ChunkStores, Endings, Offer, StateStores
+from lmkv.vllm.scheduler.stores import ChunkStores, FinishedRequests, RetainedState, StateStores
 from lmkv.vllm.scheduler.telemetry import Values
 from lmkv.vllm.scheduler.timing import Timing
 
@@ -41,8 +41,8 @@ class Scheduler:
     audits.
 
     `Matcher` and `Loads` decide about loads, `ChunkStores` and `StateStores` about stores, `HitAudits` and `LoadAudits`
-    about audits. `WeightChanges` keeps KV of different weights apart. `Endings` applies the pins and priorities of
-    ended requests.
+    about audits. `WeightChanges` keeps KV of different weights apart. `FinishedRequests` applies the pins and
+    priorities of ended requests.
 
     All calls come from vLLM's scheduling thread, in the order of its steps: lookup and allocation of each request,
     `plan_step`, `take_plan`, and later `on_report` with the workers' results.
@@ -79,7 +79,7 @@ class Scheduler:
         self._builder = StepPlanBuilder()
         self._clock = self._options.clock
         self._observer = SchedulerObserver(store, block_map.chunk_size, self._clock, events)
-        self.boundaries = Boundaries(store.catalog, block_map.states)
+        self.boundaries = HitFinder(store.catalog, block_map.states)
         self._jobs = Jobs(self._options.ranks)
         parts = store, self.boundaries, block_map, self._builder, self._jobs, self._options, self._observer
         context = PlanContext(*parts)
@@ -94,10 +94,10 @@ class Scheduler:
         self._mapped: set[int] = set()
         self._refused = False
         names = Media(self._options.media_by_name), Adapters(load_adapter), self._options.save_unfull_chunk
-        self._naming = Naming(namespace, self._chunk_size, *names, block_map.states, self._options.longest)
+        self._naming = KeyMaker(namespace, self._chunk_size, *names, block_map.states, self._options.longest)
         audits = self.audit, self.load_audits
         self.changes = WeightChanges(context, self._naming, self._requests, self.loads, audits, identify)
-        self._endings = Endings(context, self._chunks)
+        self._endings = FinishedRequests(context, self._chunks)
 
     def __repr__(self) -> str:
         return f"<Scheduler: {len(self._requests)} requests{', copying' if self.busy else ''}>"
@@ -286,7 +286,7 @@ class Scheduler:
         progress: Mapping[str, int],
         blocks_of: Callable[[str], BlockTables | None],
         scheduled_tokens: int = 0,
-        offers: Mapping[str, Sequence[Offer]] = MappingProxyType({}),
+        offers: Mapping[str, Sequence[RetainedState]] = MappingProxyType({}),
         preempted: Iterable[str] = (),
         overwritten: Collection[int] = (),
     ) -> None:
@@ -301,7 +301,7 @@ class Scheduler:
         for request_id in preempted:
             if request_id in self._requests:
                 self.load_audits.give_up(self._requests[request_id])
-        self.load_audits.order(overwritten)
+        self.load_audits.plan(overwritten)
         self.loads.end_step(scheduled_tokens, len(progress))
         self.matcher.end_step()
         self.changes.keep_apart(progress, blocks_of)
@@ -311,12 +311,16 @@ class Scheduler:
         self._observer.value.step()
 
     def take_plan(self) -> StepPlan:
-        """Return the plan of the step for all workers: all copy orders since the last call."""
+        """Return the plan of the step for all workers: all copy tasks since the last call."""
         # Sent with each plan until all workers have mapped it: some may not have run yet.
         return self._builder.take(None if len(self._mapped) == self._options.ranks else self._store.slab.ref)
 
     def _store_completed(
-        self, request_id: str, computed: int, blocks_of: Callable[[str], BlockTables | None], offers: Sequence[Offer]
+        self,
+        request_id: str,
+        computed: int,
+        blocks_of: Callable[[str], BlockTables | None],
+        offers: Sequence[RetainedState],
     ) -> None:
         request = self._requests.get(request_id)
         if request is None:

@@ -199,7 +199,7 @@ class HitAudits(Planner):
             text = f"computed by request {request.name} after {request.report.hit_tokens} loaded tokens"
             self._behind.update(dict.fromkeys(keys, text))
 
-    # -- orders -------------------------------------------------------------------------------------------
+    # -- tasks --------------------------------------------------------------------------------------------
 
     def compare(self, request: Request, computed: int, tables: BlockTables) -> None:
         """Plan the comparison of the hit's chunks that are complete after `computed` tokens."""
@@ -252,9 +252,9 @@ class HitAudits(Planner):
             reservation.abort()
             lease.release()
             return
-        order = self._builder.store([copy for copy, _, _ in copies], [stored for _, stored, _ in copies])
+        task = self._builder.store([copy for copy, _, _ in copies], [stored for _, stored, _ in copies])
         numbers = [chunk for _, _, chunk in copies]
-        self._jobs.begin(order.job, _Comparison(self, request, audit, lease, reservation, keys, numbers))
+        self._jobs.begin(task.job, _Comparison(self, request, audit, lease, reservation, keys, numbers))
 
     # -- ends ---------------------------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ class LoadAudits(Planner):
         for job in [job for job, load in self._held.items() if load.request is request]:
             self._given_up[job] = self._held.pop(job)
 
-    def order(self, overwritten: Collection[int]) -> None:
+    def plan(self, overwritten: Collection[int]) -> None:
         """Plan a second read of released blocks, before this step overwrites them.
 
         `overwritten`: blocks that vLLM writes into before the workers get the plan.
@@ -410,8 +410,8 @@ class LoadAudits(Planner):
         for job, load in self._given_up.items():
             copies = self._settled(load, overwritten)
             if any(run.blocks for copy in copies for run in copy.runs):
-                order = self._builder.read(job, copies)
-                self._jobs.begin(order.job, _ReadAgain(self, load.request, load))
+                task = self._builder.read(job, copies)
+                self._jobs.begin(task.job, _ReadAgain(self, load.request, load))
         self._given_up.clear()
         self._left.clear()
 

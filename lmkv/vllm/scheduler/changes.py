@@ -11,7 +11,7 @@ from functools import partial
 
 from cachetools import LRUCache
 
-from lmkv.vllm.plan.request import BlockTables, Naming, Request
+from lmkv.vllm.plan.request import BlockTables, KeyMaker, Request
 from lmkv.vllm.scheduler.audit import HitAudits, LoadAudits
 from lmkv.vllm.scheduler.context import PlanContext, Planner
 from lmkv.vllm.scheduler.loads import Loads
@@ -40,7 +40,7 @@ class WeightChanges(Planner):
     def __init__(
         self,
         context: PlanContext,
-        naming: Naming,
+        naming: KeyMaker,
         requests: Mapping[str, Request],
         loads: Loads,
         audits: tuple[HitAudits, LoadAudits],

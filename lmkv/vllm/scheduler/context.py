@@ -1,4 +1,4 @@
-"""What all planners of the scheduler side share: options, store, block map, jobs, the step's plan, and observer."""
+"""The objects that all planners of the scheduler side share: options, store, block map, jobs, the step's plan, and observer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeVar
 from attrs import define, field, fields, frozen
 
 from lmkv.protocols import Clock
-from lmkv.store.catalog import Boundaries
+from lmkv.store.catalog import HitFinder
 from lmkv.store.tiered import TieredStore
 from lmkv.vllm.plan import JobReport, StepPlanBuilder
 from lmkv.vllm.plan.block_map import BlockMap
@@ -74,7 +74,7 @@ class SchedulerOptions:
 
 @define(eq=False)
 class Job:
-    """A job that the workers do for a request: one copy order or read order. Each planner has its own subclass.
+    """A job that the workers do for a request: one copy task or read task. Each planner has its own subclass.
 
     `distrusted`: whether to discard the result, because the job was planned before a load was known to have failed, or
     before a reset. The job may copy KV that was computed from unfilled blocks.
@@ -103,7 +103,7 @@ class Jobs:
         return len(self._jobs)
 
     def begin(self, number: int, job: Job) -> None:
-        """Add a job. `number`: the number of its copy order in the step's plan."""
+        """Add a job. `number`: the number of its copy task in the step's plan."""
         self._jobs[number] = job
 
     def get(self, number: int) -> Job | None:
@@ -144,7 +144,7 @@ class PlanContext:
     """The objects of one engine that all planners share (see `Planner`)."""
 
     store: TieredStore
-    boundaries: Boundaries
+    boundaries: HitFinder
     block_map: BlockMap
     builder: StepPlanBuilder
     jobs: Jobs

@@ -277,18 +277,18 @@ class Loads(Planner):
         job = self._jobs.get(number)
         return isinstance(job, _LoadJob) and not job.between_steps
 
-    # -- orders -------------------------------------------------------------------------------------------
+    # -- tasks --------------------------------------------------------------------------------------------
 
-    def order(self, request: Request, lease: Lease, tables: BlockTables, end: int) -> None:
+    def plan(self, request: Request, lease: Lease, tables: BlockTables, end: int) -> None:
         """Plan a synchronous load of the leased chunks, up to token `end`, in the step that is being scheduled."""
         start = request.waiting.computed
         copies = self._block_map.load_copies(lease.slots, tables, start, end)
         if not self._block_map.covers(copies, start, end):
-            self._order_failed(request, tables, end, lease)
+            self._plan_failed(request, tables, end, lease)
             return
         audit = self._audits.take(request, copies, start // self._chunk_size, end, between_steps=False)
-        order = self._builder.load(copies, [], audited=audit is not None)
-        self._follow(order.job, request, lease, tables, end, audit)
+        task = self._builder.load(copies, [], audited=audit is not None)
+        self._follow(task.job, request, lease, tables, end, audit)
 
     def fail(self, request: Request, tables: BlockTables, end: int) -> None:
         """Report the blocks of a promised load, up to token `end`, as failed, because planning the load has failed."""
@@ -299,7 +299,7 @@ class Loads(Planner):
             # It has begun. `end_step` reports its end.
             load.stop()
         else:
-            self._order_failed(request, tables, end)
+            self._plan_failed(request, tables, end)
 
     def fail_unknown(self, tables: BlockTables) -> None:
         """Report the blocks of a promised load as failed, for a request that lmkv does not know."""
@@ -307,16 +307,16 @@ class Loads(Planner):
         self.evict_blocks(set(unfilled))
         self._builder.load([], unfilled)
 
-    def _order_failed(self, request: Request, tables: BlockTables, end: int, lease: Lease | None = None) -> None:
+    def _plan_failed(self, request: Request, tables: BlockTables, end: int, lease: Lease | None = None) -> None:
         """Plan a load without copies, which makes the workers report its blocks as failed. `lease`: a lease on chunks
         to delete.
         """
         between = request.waiting.between_steps
         failed = self._block_map.blocks_between(tables, request.waiting.computed, end)
         finishes = request.request_id if between else None
-        order = self._builder.load([], failed, between_steps=between, finishes=finishes)
+        task = self._builder.load([], failed, between_steps=between, finishes=finishes)
         # A job like others, so that nothing computed from these blocks is stored.
-        self._follow(order.job, request, lease or self._store.lease(()), tables, end)
+        self._follow(task.job, request, lease or self._store.lease(()), tables, end)
 
     def _follow(
         self, job: int, request: Request, lease: Lease, tables: BlockTables, end: int, audit: AuditedLoad | None = None
@@ -357,7 +357,7 @@ class Loads(Planner):
             window = self._advance(load)
             if window is not None:
                 try:
-                    self._order_window(request, load, window)
+                    self._plan_window(request, load, window)
                 except Exception:
                     # No worker will report it, and `cancel` waits for running copies.
                     window.lease.release()
@@ -373,17 +373,17 @@ class Loads(Planner):
         for request, load in list(self._async_loads.values()):
             load.stop()
             if not load.copying:
-                self._order_window(request, load, load.give_up())
+                self._plan_window(request, load, load.give_up())
                 del self._async_loads[request.request_id]
 
-    def _order_window(self, request: Request, load: AsyncLoad, window: LoadWindow) -> None:
+    def _plan_window(self, request: Request, load: AsyncLoad, window: LoadWindow) -> None:
         request.loading.failed |= bool(window.failed_blocks)
         finishes = request.request_id if window.last else None
         audit = self._audits.take(request, window.copies, window.first, load.end, between_steps=True)
         made = window.copies, window.failed_blocks
-        order = self._builder.load(*made, between_steps=True, finishes=finishes, audited=audit is not None)
+        task = self._builder.load(*made, between_steps=True, finishes=finishes, audited=audit is not None)
         job = _LoadJob(self, request, window.lease, load.first_chunk, window.tokens, True, audit, load)
-        self._jobs.begin(order.job, job)
+        self._jobs.begin(task.job, job)
 
     @staticmethod
     def _advance(load: AsyncLoad) -> LoadWindow | None:

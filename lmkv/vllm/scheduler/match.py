@@ -19,7 +19,7 @@ from attrs import define, field, frozen
 from lmkv.chunks.hashing import TailKey, token_bytes
 from lmkv.protocols import ChunkKey
 from lmkv.store.promotion import Promotion
-from lmkv.vllm.plan.request import BlockTables, Miss, Patience, Request, VLLMRequest
+from lmkv.vllm.plan.request import BlockTables, Miss, Request, VLLMRequest, WaitLimit
 from lmkv.vllm.scheduler.audit import HitAudits
 from lmkv.vllm.scheduler.context import PlanContext, Planner
 from lmkv.vllm.scheduler.loads import Loads
@@ -97,9 +97,9 @@ class Matcher(Planner):
         self._yielded = -math.inf
         self.stop_at: Callable[[VLLMRequest, int], None] = lambda request, tokens: None
 
-    def new_patience(self) -> Patience:
+    def new_patience(self) -> WaitLimit:
         """Return the limits on waiting for a request that has not waited yet."""
-        return Patience(self._options.prefetch_deadline)
+        return WaitLimit(self._options.prefetch_deadline)
 
     # -- arrival ------------------------------------------------------------------------------------------
 
@@ -440,7 +440,7 @@ class Matcher(Planner):
             keys = request.report.promised[waiting.computed // self._chunk_size :]
             self._loads.begin(request, keys, tables, end)
         else:
-            self._loads.order(request, waiting.lease or self._store.lease(()), tables, end)
+            self._loads.plan(request, waiting.lease or self._store.lease(()), tables, end)
             waiting.lease = None
 
     def end_step(self) -> None:

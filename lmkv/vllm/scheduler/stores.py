@@ -1,6 +1,6 @@
 """Plans copies of chunks, and of recurrent layers' states, into host memory, in the step that completes them.
 
-`Endings` applies the options of a request after the request and its last store have ended.
+`FinishedRequests` applies the options of a request after the request and its last store have ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lmkv.vllm.scheduler.context import Job, PlanContext, Planner
 logger = logging.getLogger("lmkv.vllm")
 
 
-Offer = tuple[int, int, int]
+RetainedState = tuple[int, int, int]
 """A state that vLLM retains for lmkv: `(group, block, tokens)`. `tokens`: number of tokens before the state."""
 
 
@@ -84,9 +84,9 @@ class ChunkStores(Planner):
             self._observer.telemetry.found_no_room()
         copies = self._copies(reservation, keys, first, request.storing.stored, tables)
         if copies:
-            order = self._builder.store(copies)
+            task = self._builder.store(copies)
             stored, total = len(copies) * self._chunk_size, request.storing.stored * self._chunk_size
-            self._jobs.begin(order.job, _ChunkJob(self, request, reservation, first, stored, total, len(copies)))
+            self._jobs.begin(task.job, _ChunkJob(self, request, reservation, first, stored, total, len(copies)))
             request.storing.copying += 1
 
     def completes_tail(self, request: Request, computed: int) -> bool:
@@ -117,9 +117,9 @@ class ChunkStores(Planner):
         if copy is None:
             reservation.abort()
             return
-        order = self._builder.store([copy])
+        task = self._builder.store([copy])
         job = _ChunkJob(self, request, reservation, count, tail.tokens, count * size + tail.tokens, 1)
-        self._jobs.begin(order.job, job)
+        self._jobs.begin(task.job, job)
         request.storing.copying += 1
 
     def _reserve(self, request: Request, chain: Sequence[ChunkKey], first: int, tokens: bytes) -> Reservation:
@@ -196,7 +196,7 @@ class StateStores(Planner):
         self._interval = context.options.state_interval or context.block_map.states
         self._audit = audit
 
-    def take(self, request: Request, computed: int, tables: BlockTables, offers: Sequence[Offer] = ()) -> None:
+    def take(self, request: Request, computed: int, tables: BlockTables, offers: Sequence[RetainedState] = ()) -> None:
         """Plan copies of the states that this step completes, if all chunks before these states are stored.
 
         `computed`: number of the request's tokens after the step, without drafts. `tables`: the block tables after the
@@ -269,12 +269,12 @@ class StateStores(Planner):
         reservation = self._store.reserve(missing, parent=chain[-1], protect=chain)
         slots = reservation.slots
         copies = [self._block_map.state_copy(slots[key], key.number, blocks) for key in missing if key in slots]
-        order = [copy for copy in copies if copy is not None]
-        if reservation.accepted < len(missing) or not order or len(order) < len(copies):
+        task = [copy for copy in copies if copy is not None]
+        if reservation.accepted < len(missing) or not task or len(task) < len(copies):
             # Some are useless without the others.
             reservation.abort()
             return
-        number = self._builder.store(order).job
+        number = self._builder.store(task).job
         self._jobs.begin(number, _StateJob(self, request, reservation, chunks, replaces))
         request.storing.copying += 1
 
@@ -307,7 +307,7 @@ class StateStores(Planner):
         logger.info("lmkv: request %s: stored the state after %d tokens", request.name, tokens)
 
 
-class Endings(Planner):
+class FinishedRequests(Planner):
     """Applies the pins and priorities of ended requests, after each request's last store. `stores`: finds running
     stores.
     """

@@ -447,7 +447,7 @@ class SimulatedVLLM:
     # -- block tables -------------------------------------------------------------------------------------
 
     def _share(self, request: SimulatedRequest, upto: int) -> None:
-        """Offer its full blocks of tokens [0, upto) to others, once each and, as vLLM, uncomputed."""
+        """RetainedState its full blocks of tokens [0, upto) to others, once each and, as vLLM, uncomputed."""
         if not self.shares:
             return
         size = self.groups[0].block_size
@@ -1018,8 +1018,8 @@ class SimulatedVLLM:
                 self._take_output(self.pipeline.pop(0))
         assert self.store.drain(LIMIT)
         stats = self.store.stats()
-        wished = {*(snapshot := self.store.snapshot()).prefetched, *snapshot.pinned}
-        assert (stats.leased, stats.writing, stats.loading) == (len(wished), 0, 0)
+        prioritized = {*(snapshot := self.store.snapshot()).prefetched, *snapshot.pinned}
+        assert (stats.leased, stats.writing, stats.loading) == (len(prioritized), 0, 0)
         assert not self.scheduler.busy
         merge(self.samples, self.scheduler.take_samples())
         found = sum(self.total("lmkv_hit_tokens").values()) + sum(self.total("lmkv_missed_tokens").values())

@@ -15,7 +15,7 @@ import pytest
 from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.protocols import Presence
 from lmkv.vllm import compat
-from lmkv.vllm.plan import JobReport, ReadOrder, WorkerReport
+from lmkv.vllm.plan import JobReport, ReadTask, WorkerReport
 from lmkv.vllm.plan.block_map import Group
 from lmkv.vllm.scheduler.telemetry import merge
 from tests.vllm.scheduler.simulated_vllm import SimulatedRequest, SimulatedVLLM, Table
@@ -182,13 +182,13 @@ def test_blocks_that_vllm_writes_into_before_it_hands_the_plan_over_are_not_read
         blocks = request.blocks[0]
         running.scheduler.request_finished(request)
         running.scheduler.plan_step({}, lambda _: None, overwritten=set(blocks[3:5]))
-        [order] = running.scheduler.take_plan().reads
-        assert [block for copy in order.copies for run in copy.runs for block in run.blocks] == [
+        [task] = running.scheduler.take_plan().reads
+        assert [block for copy in task.copies for run in copy.runs for block in run.blocks] == [
             *blocks[:3],
             *blocks[6:10],
         ], "of a chunk, what comes before the first of them"
         running.abort(request)
-        running.scheduler.on_report(WorkerReport({order.job: JobReport(1, ok=True)}))
+        running.scheduler.on_report(WorkerReport({task.job: JobReport(1, ok=True)}))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -198,16 +198,16 @@ def test_blocks_of_an_answer_of_one_token_are_read_again(
 ) -> None:
     """Its load within a step and the request are reported to have ended together; on a device that may be too late."""
     with filled(device=device, **MODES[mode]) as running:
-        orders, read = [], (builder := running.scheduler._builder).read
+        tasks, read = [], (builder := running.scheduler._builder).read
 
-        def noted(load: int, copies: list[ChunkCopy]) -> ReadOrder:
-            orders.append(load)
+        def noted(load: int, copies: list[ChunkCopy]) -> ReadTask:
+            tasks.append(load)
             return read(load, copies)
 
         monkeypatch.setattr(builder, "read", noted)
         for number in range(10):
             ask(running, f"r{number}")
-        assert len(orders) >= (1 if device else 10)
+        assert len(tasks) >= (1 if device else 10)
 
 
 @pytest.mark.parametrize("how", ["reset", "suspect"])

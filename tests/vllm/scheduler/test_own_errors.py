@@ -80,7 +80,7 @@ def stored(engine: SimulatedVLLM, tokens: list[int]) -> None:
 def test_what_is_computed_from_a_load_that_could_not_be_ordered_is_not_stored(
     seed: int, shared: bool, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = Once(monkeypatch, Loads, "order", "longer", after=after)
+    error = Once(monkeypatch, Loads, "plan", "longer", after=after)
     with engine(seed, prefix_caching=shared) as simulated:
         first = list(range(20))
         longer = first + list(range(49, 37, -1))
@@ -205,7 +205,7 @@ def test_a_window_that_could_not_be_ordered_keeps_nobody_waiting(seed: int, monk
         monkeypatch.setattr(running.scheduler, "plan_step", guarded)
         tokens = list(range(44))
         stored(running, tokens)
-        once = Once(monkeypatch, Loads, "_order_window", "loads")
+        once = Once(monkeypatch, Loads, "_plan_window", "loads")
         running.serve("loads", tokens)
         assert once.raised
 

@@ -15,7 +15,7 @@ from lmkv.chunks.namespace import Namespace
 from lmkv.protocols import Chunk, ChunkKey
 from lmkv.testing import ManualClock
 from lmkv.vllm.plan.block_map import BlockMap, Group
-from lmkv.vllm.plan.request import STALL, Patience
+from lmkv.vllm.plan.request import STALL, WaitLimit
 from lmkv.vllm.scheduler import Scheduler
 from lmkv.vllm.scheduler.context import SchedulerOptions
 from lmkv.vllm.scheduler.timing import LoadCost
@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 class TestPatience:
     def test_a_wait_lasts_as_long_as_its_limit(self) -> None:
-        patience = Patience(30.0)
+        patience = WaitLimit(30.0)
         assert patience.lasts(5.0, lambda: 2.0, 0)
         assert patience.lasts(7.0, lambda: 100.0, 0), "the limit is asked for once"
         assert not patience.lasts(7.1, lambda: 100.0, 0)
@@ -37,7 +37,7 @@ class TestPatience:
         assert not patience.lasts(0.0, lambda: 100.0, 0), "there is no wait after one that took too long"
 
     def test_time_between_waits_does_not_count(self) -> None:
-        patience = Patience(30.0)
+        patience = WaitLimit(30.0)
         for start in (0.0, 1000.0, 2000.0):
             assert patience.lasts(start, lambda: 2.0, 0)
             assert patience.lasts(start + 1.9, lambda: 2.0, 0)
@@ -45,7 +45,7 @@ class TestPatience:
         assert patience.spent == pytest.approx(5.7)
 
     def test_all_waits_together_end_with_the_deadline(self) -> None:
-        patience = Patience(3.0)
+        patience = WaitLimit(3.0)
         for start in (0.0, 10.0):
             assert patience.lasts(start, lambda: 2.0, 0)
             patience.end(start + 1.4)
@@ -53,7 +53,7 @@ class TestPatience:
         assert not patience.lasts(20.3, lambda: 2.0, 0)
 
     def test_a_wait_of_which_nothing_is_known_lasts_while_chunks_arrive(self) -> None:
-        patience, now = Patience(30.0), 0.0
+        patience, now = WaitLimit(30.0), 0.0
         for arrived in range(20):
             assert patience.lasts(now, lambda: None, arrived)
             now += 0.9 * STALL
@@ -66,7 +66,7 @@ class TestPatience:
     def test_no_history_of_waits_exceeds_the_deadline_by_more_than_a_step(
         self, deadline: float, steps: list[tuple[float, int, float | None, bool]]
     ) -> None:
-        patience, now, longest = Patience(deadline), 0.0, 0.0
+        patience, now, longest = WaitLimit(deadline), 0.0, 0.0
         for seconds, arrived, limit, ends in steps:
             now += seconds
             longest = max(longest, seconds)

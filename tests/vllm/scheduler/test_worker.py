@@ -22,7 +22,7 @@ from lmkv.memory.copier import ChunkCopy, Run
 from lmkv.memory.device import DeviceCopier, DeviceError, Staging
 from lmkv.memory.paged import PagedMemory
 from lmkv.memory.slab import Slab, SlabMap, SlabRef, attach, slab_name
-from lmkv.vllm.plan import CopyOrder, JobReport, StepPlan, WorkerReport
+from lmkv.vllm.plan import CopyTask, JobReport, StepPlan, WorkerReport
 from lmkv.vllm.worker import Worker
 from tests.kit import LIMIT, eventually, raised
 from tests.simulated_device import SimulatedDevice, SimulatedStream
@@ -35,12 +35,12 @@ ONE = (ChunkCopy(1, (Run(0, [2, 3]),)),)
 NOWHERE = "/proc/1/fd/999999"
 
 
-def load(job: int = 1, copies: Sequence[ChunkCopy] = ONE, **more: Any) -> CopyOrder:
-    return CopyOrder(job, [*copies], **more)
+def load(job: int = 1, copies: Sequence[ChunkCopy] = ONE, **more: Any) -> CopyTask:
+    return CopyTask(job, [*copies], **more)
 
 
-def store(job: int = 1, copies: Sequence[ChunkCopy] = ONE) -> CopyOrder:
-    return CopyOrder(job, [*copies], stores=True)
+def store(job: int = 1, copies: Sequence[ChunkCopy] = ONE) -> CopyTask:
+    return CopyTask(job, [*copies], stores=True)
 
 
 def rows_of_a_model() -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ def pinned(worker: Worker) -> bool:
 
 
 def refused(worker: Worker, ref: SlabRef) -> WorkerReport:
-    """What is reported of orders that fail."""
+    """What is reported of tasks that fail."""
     worker.begin(StepPlan([load(1)], [store(2)], ref))
     worker.load()
     worker.save()
@@ -135,7 +135,7 @@ def test_the_slab_is_found_and_pinned_before_the_first_order(bench: Bench) -> No
     assert [found.last - found.first for found in served.device.registered] == [SLOTS * 4096]
     copier = served.worker.copier
     served.worker.begin(StepPlan(slab=slab.ref))
-    assert served.worker.copier is copier, "the first order brings the same slab"
+    assert served.worker.copier is copier, "the first task brings the same slab"
     # As a process that is just being forked has it.
     other = os.dup(int(Path(slab.ref.path).name))
     served.worker.begin(StepPlan(slab=evolve(slab.ref, path=f"/proc/{os.getpid()}/fd/{other}")))
@@ -218,18 +218,18 @@ def any_order_of_steps(rng: random.Random, served: Served, slab: Slab) -> None:
     worker, device, rows = served.worker, served.device, served.rows
     content: dict[int, int] = {}
     free = list(range(SLOTS))
-    running: dict[int, tuple[CopyOrder, int]] = {}
+    running: dict[int, tuple[CopyTask, int]] = {}
     values = dict.fromkeys(range(0, BLOCKS, 2), 0)
     for job in range(12):
-        busy = {block for order, _ in running.values() for copy in order.copies for block in copy.runs[0].blocks}
+        busy = {block for task, _ in running.values() for copy in task.copies for block in copy.runs[0].blocks}
         block = rng.choice([block for block in values if block not in busy] or [0])
         stores = bool(free) and rng.random() < 0.6
-        slots = [slot for slot in content if slot not in {order.copies[0].slot for order, _ in running.values()}]
+        slots = [slot for slot in content if slot not in {task.copies[0].slot for task, _ in running.values()}]
         if block in busy or not (stores or slots):
             continue
         slot = free.pop() if stores else rng.choice(slots)
-        order = CopyOrder(job, [ChunkCopy(slot, (Run(0, [block, block + 1]),))], stores)
-        worker.begin(StepPlan([] if stores else [order], [order] if stores else [], slab.ref))
+        task = CopyTask(job, [ChunkCopy(slot, (Run(0, [block, block + 1]),))], stores)
+        worker.begin(StepPlan([] if stores else [task], [task] if stores else [], slab.ref))
         worker.load()
         if stores:
             values[block] = job + 1
@@ -238,7 +238,7 @@ def any_order_of_steps(rng: random.Random, served: Served, slab: Slab) -> None:
         else:
             values[block] = content[slot]
         worker.save()
-        running[job] = (order, values[block])
+        running[job] = (task, values[block])
         for _ in range(rng.randrange(4)):
             worker.poll()
         report = worker.take_report() or WorkerReport()

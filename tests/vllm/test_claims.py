@@ -1,4 +1,4 @@
-"""What clients of a real vLLM may wish for costs others no more than it should, and is theirs alone."""
+"""What clients of a real vLLM may claim for costs others no more than it should, and is theirs alone."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def run(engine: Engine, salt: str, *prompts: list[int], **params: Any) -> list[i
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "claim",
     [{"lmkv.pin": 86_000}, {"agent_hint": {"priority": 9}}, {"agent_hint": {"waits_seconds": 86_000}}],
     ids=["pin", "priority", "waits"],
 )
-def test_a_flood_of_wishes_leaves_a_tenant_its_quota(running: Engine, wish: dict[str, Any]) -> None:
+def test_a_flood_of_claims_leaves_a_tenant_its_quota(running: Engine, claim: dict[str, Any]) -> None:
     assert running.store.slab.num_slots == SLOTS
     for seed in range(100, 100 + SLOTS):
-        run(running, "mallory", prompt(seed, CHUNK), **wish)
+        run(running, "mallory", prompt(seed, CHUNK), **claim)
     assert run(running, "alice", *ALICE) == [0] * 4
     assert run(running, "alice", *ALICE) == [3 * CHUNK - 1] * 4
     used = running.store.hints.used_bytes()["cpu"]
     assert set(used) <= {salt_label("alice"), ""}
 
 
-def test_a_request_of_one_token_has_its_wishes_carried_out(running: Engine) -> None:
+def test_a_request_of_one_token_has_its_claims_carried_out(running: Engine) -> None:
     run(running, "alice", ALICE[0], **{"lmkv.pin": 600, "agent_hint": {"priority": 3, "session_id": "worker-7"}})
     assert running.store.stats().pinned == 3
     scheduler = running.connector.sides.scheduler

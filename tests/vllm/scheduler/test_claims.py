@@ -1,4 +1,4 @@
-"""What a client may wish for through vLLM's requests: what it costs others, whose it is, and when it is carried out."""
+"""What a client may claim through vLLM's requests: what it costs others, whose it is, when it is carried out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mallory(engine: SimulatedVLLM, **params: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "claim",
     [
         {"lmkv.pin": 86_000},
         {"agent_hint": {"priority": 9}},
@@ -39,19 +39,19 @@ def mallory(engine: SimulatedVLLM, **params: Any) -> None:
     ],
     ids=str,
 )
-def test_one_clients_wishes_leave_half_of_memory_to_others(engine: SimulatedVLLM, wish: dict[str, Any]) -> None:
-    mallory(engine, **wish)
+def test_one_clients_claims_leave_half_of_memory_to_others(engine: SimulatedVLLM, claim: dict[str, Any]) -> None:
+    mallory(engine, **claim)
     for _ in range(2):
         serve(engine, PROMPT, OTHERS[0], salt="alice")
     assert in_memory(engine, PROMPT, "alice") == WHOLE + 1
     assert in_memory(engine, OTHERS[0], "alice") == 2
 
 
-@pytest.mark.parametrize("wish", [{"lmkv.pin": 86_000}, {"agent_hint": {"priority": 9}}], ids=str)
-def test_a_tenant_keeps_its_quota_whatever_others_pin(wish: dict[str, Any]) -> None:
+@pytest.mark.parametrize("claim", [{"lmkv.pin": 86_000}, {"agent_hint": {"priority": 9}}], ids=str)
+def test_a_tenant_keeps_its_quota_whatever_others_pin(claim: dict[str, Any]) -> None:
     tenants = {"team:red": 0.7}
     with engine_of(ram_chunks=16, policy=lambda: Quotas(LRU, tenants)) as engine:
-        mallory(engine, **wish)
+        mallory(engine, **claim)
         for _ in range(2):
             for tokens in (PROMPT, OTHERS[0], OTHERS[1], OTHERS[2]):
                 serve(engine, tokens, salt="alice", **{"lmkv.tag.team": "red"})
@@ -73,7 +73,7 @@ def test_a_stranger_ends_nobody_elses_session(engine: SimulatedVLLM) -> None:
 
 
 @pytest.mark.parametrize("answer", [1, 2])
-def test_a_wish_is_about_all_that_the_request_stores(engine: SimulatedVLLM, answer: int) -> None:
+def test_a_claim_is_about_all_that_the_request_stores(engine: SimulatedVLLM, answer: int) -> None:
     """Also if the request ends in the step that has computed them, and before they are stored."""
     hint = {"session_id": "s", "priority": 3}
     params = {"lmkv.pin": 60, "agent_hint": hint}
@@ -81,7 +81,7 @@ def test_a_wish_is_about_all_that_the_request_stores(engine: SimulatedVLLM, answ
     assert engine.store.stats().pinned == WHOLE + 1
     root = engine.scheduler.root_of("a", {})
     assert root is not None
-    (session,) = engine.store.hints._sessions._wishes.values()
+    (session,) = engine.store.hints._sessions._claims.values()
     assert session.owner == root
     policy: Any = engine.store.policies[0]
     assert len(policy._kept) == WHOLE + 1
@@ -178,15 +178,15 @@ def test_an_option_that_nobody_reads_is_named_once(
 
 @pytest.mark.parametrize("params", NO_TAGS.values(), ids=NO_TAGS)
 def test_a_request_whose_tags_are_unclear_shares_with_nobody(engine: SimulatedVLLM, params: dict[str, Any]) -> None:
-    wishes = {"lmkv.report": True, "lmkv.pin": 60, "agent_hint": {"session_id": "1", "session_ended": True}}
-    params |= wishes
+    claims = {"lmkv.report": True, "lmkv.pin": 60, "agent_hint": {"session_id": "1", "session_ended": True}}
+    params |= claims
     assert of_params(params) == RequestOptions(skip_save=True, skip_load=True, report=True)
     before = engine.total("lmkv_stored_tokens")
     engine.add(with_params(params))
     engine.finish()
     assert engine.total("lmkv_stored_tokens") == before
     serve(engine, PROMPT)
-    report = missed(engine, PROMPT, **{**params, **wishes}) if type(params) is dict else {"reason": "skip_load"}
+    report = missed(engine, PROMPT, **{**params, **claims}) if type(params) is dict else {"reason": "skip_load"}
     assert report["reason"] == "skip_load"
 
 
@@ -232,7 +232,7 @@ asking: dict[Any, Any] = {
     **dict.fromkeys(("lmkv.skip_save", "lmkv.skip_load"), odd),
     **dict.fromkeys(("lmkv.wait_for", "max_load_tokens", "max_offload_tokens"), counts),
 }
-wishes = st.fixed_dictionaries({}, optional=asking)
+claims = st.fixed_dictionaries({}, optional=asking)
 strange = dict.fromkeys(("lmkv.report", "lmkv.tag.a", "lmkv.tag.\ud800", "do_remote_decode", 5), odd)
 
 
@@ -262,26 +262,26 @@ asked = st.tuples(
     st.integers(1, len(PROMPT)),
     st.integers(1, 3),
     st.sampled_from("ab"),
-    wishes,
+    claims,
     st.sampled_from([0.0, 0.0, 10.0, 400.0]),
 )
 
 
 @given(requests=st.lists(asked, max_size=12), quota=st.booleans())
-def test_any_wishes(requests: list[Any], quota: bool) -> None:
-    """Every byte that is loaded is compared; slots are left to loads; and nothing is left of any wish."""
+def test_any_claims(requests: list[Any], quota: bool) -> None:
+    """Every byte that is loaded is compared; slots are left to loads; and nothing is left of any claim."""
     policy = (lambda: Quotas(LRU, {"team:red": 0.5})) if quota else LRU
     with engine_of(ram_chunks=16, lower_chunks=40, policy=policy) as engine:
         for number, (tokens, length, answer, salt, params, passed) in enumerate(requests):
             engine.add(SimulatedRequest(f"r{number}", tokens[:length], min(length, len(tokens)), answer, salt, params))
             engine.finish()
-            assert sum(engine.store.snapshot().wished.values()) <= 14
+            assert sum(engine.store.snapshot().prioritized.values()) <= 14
             assert engine.store.stats().pinned <= 8 + 1, "and a tail"
             engine.now += passed
         engine.now += 90_000.0
         for _ in range(3):
             engine.store.reserve(())
-        assert sum(engine.store.snapshot().wished.values()) == engine.store.stats().pinned == 0
+        assert sum(engine.store.snapshot().prioritized.values()) == engine.store.stats().pinned == 0
         assert sum(engine.store.hints.counts().values()) == 0
 
 

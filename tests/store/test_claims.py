@@ -1,4 +1,4 @@
-"""What clients wish for is bounded, ends, and belongs to somebody: pins, priorities, prefetches, sessions."""
+"""What clients claim for is bounded, ends, and belongs to somebody: pins, priorities, prefetches, sessions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lmkv.chunks.hashing import StateKey, TailKey, state_keys
 from lmkv.chunks.namespace import tenants_of
 from lmkv.policies import LRU, POLICIES, Quotas, make_policy
 from lmkv.protocols import ChunkKey, Policy, Tier
+from lmkv.store.claims import STEP, Claims
 from lmkv.store.promotion import Promotion
 from lmkv.store.tiered import TieredStore
-from lmkv.store.wishes import STEP, Wishes
 from lmkv.testing import ManualClock
 from tests.kit import LIMIT, NEVER, Gated, chain, listing_every, lower, memory, put, put_below, put_through, small_store
 
@@ -35,14 +35,14 @@ def put_as(store: TieredStore, tenant: str, keys: list[ChunkKey]) -> None:
     put(store, keys)
 
 
-Wish = Callable[[list[ChunkKey]], object]
+Claim = Callable[[list[ChunkKey]], object]
 
 
-def store_each(store: TieredStore, chains: Iterable[list[ChunkKey]], *wishes: Wish) -> None:
+def store_each(store: TieredStore, chains: Iterable[list[ChunkKey]], *claims: Claim) -> None:
     for keys in chains:
         put(store, keys)
-        for wish in wishes:
-            wish(keys)
+        for claim in claims:
+            claim(keys)
 
 
 def store_below(store: TieredStore, chains: Iterable[list[ChunkKey]]) -> None:
@@ -50,7 +50,7 @@ def store_below(store: TieredStore, chains: Iterable[list[ChunkKey]]) -> None:
         put_below(store, keys)
 
 
-def pinned_by(store: TieredStore, owner: str) -> Wish:
+def pinned_by(store: TieredStore, owner: str) -> Claim:
     return lambda keys: store.pin(keys, DAY, owner=owner.encode())
 
 
@@ -58,7 +58,7 @@ def prefetched_by(store: TieredStore, owner: str) -> Callable[[list[ChunkKey]], 
     return lambda keys: store.promote(keys, prefetch=True, ttl=DAY, owner=owner.encode())
 
 
-def preferred_by(store: TieredStore, owner: str, priority: int = 9) -> Wish:
+def preferred_by(store: TieredStore, owner: str, priority: int = 9) -> Claim:
     return lambda keys: store.hints.set_priority(keys, priority, DAY, owner=owner.encode())
 
 
@@ -82,8 +82,8 @@ CALLS = ("add", "add", "add", "pop", "due", "excess")
         st.tuples(st.sampled_from(CALLS), st.integers(0, 9), st.integers(0, 2), st.integers(1, 9)), max_size=80
     )
 )
-def test_wishes_end_when_they_are_due_or_too_many(calls: list[tuple[str, int, int, int]]) -> None:
-    wishes: Wishes[int, str] = Wishes()
+def test_claims_end_when_they_are_due_or_too_many(calls: list[tuple[str, int, int, int]]) -> None:
+    claims: Claims[int, str] = Claims()
     known: dict[int, tuple[bytes, int, float]] = {}
 
     def owned(owner: bytes) -> int:
@@ -93,25 +93,25 @@ def test_wishes_end_when_they_are_due_or_too_many(calls: list[tuple[str, int, in
         owner = bytes([who])
         if call == "add":
             end = math.inf if size == 9 else float(number + size)
-            wishes.add(key, owner, size=size, end=end, value=f"{key}")
+            claims.add(key, owner, size=size, end=end, value=f"{key}")
             known.pop(key, None)
             known[key] = owner, size, end
         elif call == "pop":
-            assert wishes.pop(key) == (f"{key}" if known.pop(key, None) else None)
+            assert claims.pop(key) == (f"{key}" if known.pop(key, None) else None)
         elif call == "due":
-            assert {ended for ended, _ in wishes.due(float(number))} == {
+            assert {ended for ended, _ in claims.due(float(number))} == {
                 each for each, (_, _, end) in known.items() if end <= number
             }
-            known = {each: wish for each, wish in known.items() if wish[2] > number}
+            known = {each: claim for each, claim in known.items() if claim[2] > number}
         else:
-            for ended, _ in wishes.excess(2 * size):
+            for ended, _ in claims.excess(2 * size):
                 mine = known[ended][0]
                 assert owned(mine) == max(owned(each) for each, _, _ in known.values())
-                assert ended == next(each for each, wish in known.items() if wish[0] == mine)
+                assert ended == next(each for each, claim in known.items() if claim[0] == mine)
                 del known[ended]
             assert sum(size for _, size, _ in known.values()) <= 2 * size
-        assert (len(wishes), wishes.total) == (len(known), sum(size for _, size, _ in known.values()))
-        assert all(wishes.owned(bytes([each])) == owned(bytes([each])) for each in range(3))
+        assert (len(claims), claims.total) == (len(known), sum(size for _, size, _ in known.values()))
+        assert all(claims.owned(bytes([each])) == owned(bytes([each])) for each in range(3))
 
 
 class Looked:
@@ -157,9 +157,9 @@ def prefetches(store: TieredStore, number: int) -> None:
     store.promote(chain("a", 4), prefetch=True, ttl=DAY, owner=b"%d" % (number % 50))
 
 
-@pytest.mark.parametrize("wish", [pins, priorities, priorities_of_sessions, sessions, prefetches])
-def test_a_call_looks_at_no_more_after_many_wishes(
-    wish: Callable[[TieredStore, int], None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("claim", [pins, priorities, priorities_of_sessions, sessions, prefetches])
+def test_a_call_looks_at_no_more_after_many_claims(
+    claim: Callable[[TieredStore, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lmkv.store.hints, "MAX_HINTED", 2000)
     with closing(small_store(64)) as store:
@@ -167,21 +167,21 @@ def test_a_call_looks_at_no_more_after_many_wishes(
         looked = []
         for first, last in ((0, 200), (200, 20_000)):
             for number in range(first, last):
-                wish(store, number)
+                claim(store, number)
             with Looked() as seen:
                 store.reserve(())
                 store.promote(chain("b", 1)).release()
-                wish(store, last)
+                claim(store, last)
             looked.append(seen.lines)
-        # A heap is deeper, and one wish ends another where they are too many.
+        # A heap is deeper, and one claim ends another where they are too many.
         assert looked[1] <= looked[0] + 600, looked
 
 
 def test_what_ends_together_ends_in_several_calls() -> None:
-    wishes: Wishes[int, int] = Wishes()
+    claims: Claims[int, int] = Claims()
     for number in range(3 * STEP):
-        wishes.add(number, b"", size=1, end=1.0, value=number)
-    assert [len(list(wishes.due(2.0))) for _ in range(4)] == [STEP, STEP, STEP, 0]
+        claims.add(number, b"", size=1, end=1.0, value=number)
+    assert [len(list(claims.due(2.0))) for _ in range(4)] == [STEP, STEP, STEP, 0]
 
 
 # -- pins ----------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_a_long_name_takes_no_room() -> None:
     store = small_store(4)
     for number in range(100):
         store.hints.session(b"root", f"{number}" + "x" * (1 << 20), chain("a", 1))
-    kept = store.hints._sessions._wishes
+    kept = store.hints._sessions._claims
     assert len(kept) == 100
     assert sum(map(sys.getsizeof, kept)) < 100 * 100
 
@@ -442,7 +442,7 @@ def test_a_flood_of_states_or_tails_leaves_a_tenant_its_own(of: Callable[[str], 
 def test_a_hint_holds_in_a_tier_that_is_still_being_written(
     make: Callable[[], Policy], priority: int, there: list[int]
 ) -> None:
-    """What is given up on its way to a tier goes first there, what is wished for last."""
+    """What is given up on its way to a tier goes first there, what is prioritized for last."""
     gated = Gated(memory(8, "low"))
     store = small_store(32, Tier(gated, make(), capacity_bytes=6 << 12))
     chains = many("a", 4, 2)
@@ -469,7 +469,7 @@ def test_hints_about_keys_that_never_come_are_few(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_chunk_that_comes_back_has_its_priority_again() -> None:
-    """It was evicted, or lost, while it was wished for."""
+    """It was evicted, or lost, while it was prioritized for."""
     clock = ManualClock()
     store, keys = small_store(16, clock=clock), chain("a", 4)
     put(store, keys)
@@ -481,7 +481,7 @@ def test_a_chunk_that_comes_back_has_its_priority_again() -> None:
 
 
 def test_no_labels_of_a_tenant_make_a_priority_endless() -> None:
-    """The wish was for chunks that came after its end."""
+    """The claim was for chunks that came after its end."""
     clock, host = ManualClock(), Tier(memory(32), Quotas(LRU, {"red": 0.5}))
     store, keys = TieredStore(host, clock=clock), chain("mallory", 4)
     store.hints.label(keys, ["red"])
@@ -498,7 +498,7 @@ def test_no_labels_of_a_tenant_make_a_priority_endless() -> None:
     assert in_memory(store, keys) == [0]
 
 
-# -- what another wish, a restart or a repair must not take -------------------------------------------------
+# -- what another claim, a restart or a repair must not take -------------------------------------------------
 
 
 def kept_after(store: TieredStore, clock: ManualClock, keys: list[ChunkKey], seconds: float) -> int:
@@ -509,14 +509,14 @@ def kept_after(store: TieredStore, clock: ManualClock, keys: list[ChunkKey], sec
 
 @pytest.mark.parametrize("first", ["long", "short"])
 @pytest.mark.parametrize("of", ["the same", "a longer one"])
-@pytest.mark.parametrize("wish", ["priority", "pin"])
-def test_no_wish_ends_another(wish: str, first: str, of: str) -> None:
+@pytest.mark.parametrize("claim", ["priority", "pin"])
+def test_no_claim_ends_another(claim: str, first: str, of: str) -> None:
     clock = ManualClock()
     store, prompt, longer = small_store(16, clock=clock), chain("a", 3), chain("a", 5)
     put(store, longer)
-    wishes = [(prompt, 3600.0), (prompt if of == "the same" else longer, 10.0)]
-    for keys, seconds in wishes if first == "long" else wishes[::-1]:
-        store.pin(keys, seconds) if wish == "pin" else store.hints.set_priority(keys, 1, seconds, owner=b"root")
+    claims = [(prompt, 3600.0), (prompt if of == "the same" else longer, 10.0)]
+    for keys, seconds in claims if first == "long" else claims[::-1]:
+        store.pin(keys, seconds) if claim == "pin" else store.hints.set_priority(keys, 1, seconds, owner=b"root")
     assert kept_after(store, clock, prompt, 11) == 3
     assert kept_after(store, clock, prompt, 3600) == 0
 
@@ -538,7 +538,7 @@ def test_a_chunk_has_the_highest_of_its_priorities() -> None:
     assert not any(store.hints.counts().values())
 
 
-def test_the_end_of_a_session_ends_its_own_wishes_alone() -> None:
+def test_the_end_of_a_session_ends_its_own_claims_alone() -> None:
     store, keys = small_store(16), chain("a", 3)
     put(store, keys)
     policy: Any = store.policies[0]
@@ -559,14 +559,14 @@ def test_priorities_of_one_owner_leave_those_of_others() -> None:
     assert in_memory(store, alice) == [4]
 
 
-def test_one_clients_wishes_leave_an_eighth_of_the_states() -> None:
+def test_one_clients_claims_leave_an_eighth_of_the_states() -> None:
     store = small_store(96, lower(memory(600, "low")), pin_share=1.0, prefetch_share=1.0)
     for number in range(80):
         keys = with_state(f"mallory {number}")[1:]
         put_through(store, keys)
         store.pin(keys, DAY) or store.promote(keys, prefetch=True, ttl=DAY)
     states = store._primary.states
-    assert store.snapshot().wished[StateKey] == states.limit - states.limit // 8
+    assert store.snapshot().prioritized[StateKey] == states.limit - states.limit // 8
     store_each(store, [with_state(f"alice {number}")[1:] for number in range(20)])
     assert states.count_ready() == states.limit
 
@@ -582,7 +582,7 @@ def test_a_store_of_a_state_looks_at_no_state_that_is_in_use() -> None:
     assert looked[1] <= looked[0] + 10
 
 
-def test_a_tenants_wishes_for_all_kinds_of_keys_are_within_its_quota() -> None:
+def test_a_tenants_claims_for_all_kinds_of_keys_are_within_its_quota() -> None:
     store = with_quotas(96, alice=0.5, bob=0.5)
     for number in range(60):
         keys = with_state(f"alice {number}")
@@ -632,8 +632,8 @@ def test_a_repair_forgets_neither_tenants_nor_priorities() -> None:
     assert store.hints.used_bytes()["cpu"]["alice"] == 4 * store.slab.slot_bytes
 
 
-def test_a_wish_ends_no_crowd_of_others() -> None:
-    """Wishes of many sessions for one prompt, and then one too many."""
+def test_a_claim_ends_no_crowd_of_others() -> None:
+    """Claims of many sessions for one prompt, and then one too many."""
     looked = []
     for count in (200, 20_000):
         store = small_store(64)

@@ -1,4 +1,4 @@
-"""`Wishes`: the pins, prefetches or priorities that clients have requested, with a limit for their total size."""
+"""`Claims`: the pins, prefetches or priorities that clients have requested, with a limit for their total size."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Owners:
         return b"" if found is None else found[1]
 
 
-class Wish(NamedTuple, Generic[V]):
+class Claim(NamedTuple, Generic[V]):
     owner: bytes
     size: int
     end: float
@@ -100,7 +100,7 @@ class Wish(NamedTuple, Generic[V]):
 
 
 @define(eq=False, repr=False)
-class Wishes(Generic[K, V]):
+class Claims(Generic[K, V]):
     """Pins, prefetches or priorities (items) by key. Not thread-safe: the caller holds the store's lock.
 
     Each item has an owner, a size in chunks, and an end (its expiry time, by the store's clock). If the sum of all
@@ -109,16 +109,16 @@ class Wishes(Generic[K, V]):
 
     Examples
     --------
-    >>> wishes = Wishes()
+    >>> claims = Claims()
     >>> for number, owner in enumerate([b"a", b"b", b"b"]):
-    ...     wishes.add(number, owner, size=1, end=10.0 * number, value="chunk")
-    >>> [key for key, _ in wishes.excess(2)]
+    ...     claims.add(number, owner, size=1, end=10.0 * number, value="chunk")
+    >>> [key for key, _ in claims.excess(2)]
     [1]
-    >>> [key for key, _ in wishes.due(now=15.0)]
+    >>> [key for key, _ in claims.due(now=15.0)]
     [0]
     """
 
-    _wishes: dict[K, Wish[V]] = field(init=False, factory=dict)
+    _claims: dict[K, Claim[V]] = field(init=False, factory=dict)
     _of: dict[bytes, OrderedDict[K, None]] = field(init=False, factory=dict)
     _sizes: Owners = field(init=False, factory=Owners)
     _ends: Ranked[K] = field(init=False, factory=Ranked)
@@ -128,17 +128,17 @@ class Wishes(Generic[K, V]):
         return self._sizes.total
 
     def __len__(self) -> int:
-        return len(self._wishes)
+        return len(self._claims)
 
     def __contains__(self, key: K) -> bool:
-        return key in self._wishes
+        return key in self._claims
 
     def add(self, key: K, owner: bytes, *, size: int, end: float, value: V) -> None:
         """Add a pin, prefetch or priority, which replaces an earlier item with this key. An infinite `end` never
         expires.
         """
         self.pop(key)
-        self._wishes[key] = Wish(owner, size, end, value)
+        self._claims[key] = Claim(owner, size, end, value)
         self._of.setdefault(owner, OrderedDict())[key] = None
         self._sizes.count(owner, size)
         if end < math.inf:
@@ -146,21 +146,21 @@ class Wishes(Generic[K, V]):
 
     def pop(self, key: K) -> V | None:
         """Remove the item with this key, and return its value or None."""
-        wish = self._wishes.pop(key, None)
-        if wish is None:
+        claim = self._claims.pop(key, None)
+        if claim is None:
             return None
-        del self._of[wish.owner][key]
-        if not self._of[wish.owner]:
-            del self._of[wish.owner]
-        self._sizes.count(wish.owner, -wish.size)
+        del self._of[claim.owner][key]
+        if not self._of[claim.owner]:
+            del self._of[claim.owner]
+        self._sizes.count(claim.owner, -claim.size)
         self._ends.drop(key)
-        return wish.value
+        return claim.value
 
-    def wish(self, key: K) -> Wish[V] | None:
-        return self._wishes.get(key)
+    def claim(self, key: K) -> Claim[V] | None:
+        return self._claims.get(key)
 
     def items(self) -> list[tuple[K, V]]:
-        return [(key, wish.value) for key, wish in self._wishes.items()]
+        return [(key, claim.value) for key, claim in self._claims.items()]
 
     def owned(self, owner: bytes) -> int:
         """Return the sum of the sizes of an owner's items."""
@@ -172,12 +172,12 @@ class Wishes(Generic[K, V]):
         """
         size = 0
         while size < STEP and (found := self._ends.first()) is not None and found[0] <= now:
-            size += self._wishes[found[1]].size
+            size += self._claims[found[1]].size
             yield found[1], self._ended(found[1])
 
     def excess(self, limit: int) -> Iterator[tuple[K, V]]:
         """Remove items until the sum of all sizes is at most `limit`. Yields `(key, value)` for each removed item."""
-        while self.total > limit and self._wishes:
+        while self.total > limit and self._claims:
             yield self.shed()
 
     def oldest_of(self, owner: bytes) -> K | None:
@@ -191,25 +191,25 @@ class Wishes(Generic[K, V]):
         key = next(iter(self._of[self._sizes.first()]))
         return key, self._ended(key)
 
-    def rebuilt(self) -> Wishes[K, V]:
+    def rebuilt(self) -> Claims[K, V]:
         """Return a copy with new sums. Needed after an exception, which may have left the sums wrong."""
-        made: Wishes[K, V] = Wishes()
-        for key, wish in self._wishes.items():
-            made.add(key, wish.owner, size=wish.size, end=wish.end, value=wish.value)
+        made: Claims[K, V] = Claims()
+        for key, claim in self._claims.items():
+            made.add(key, claim.owner, size=claim.size, end=claim.end, value=claim.value)
         return made
 
     def clear(self) -> Iterator[tuple[K, V]]:
         """Remove all items, newest first, and yield `(key, value)` for each."""
-        for key in list(reversed(self._wishes)):
+        for key in list(reversed(self._claims)):
             yield key, self._ended(key)
 
     def _ended(self, key: K) -> V:
-        value = self._wishes[key].value
+        value = self._claims[key].value
         self.pop(key)
         return value
 
 
-_Pins = Wishes[ChunkKey, Entry]
+_Pins = Claims[ChunkKey, Entry]
 
 
 @define(eq=False, repr=False)
@@ -248,18 +248,18 @@ class Pins:
     def _pin(self, entries: Sequence[Entry], kind: type, end: float, owner: bytes) -> None:
         primary = self._primary
         tenant, part = primary.part_of(entries[0].key, entries[0].parent)
-        pins = self._of.setdefault((tenant, kind), Wishes())
+        pins = self._of.setdefault((tenant, kind), Claims())
         others = sum(other.total for (each, _), other in self._of.items() if each == tenant) - pins.total
         # A share of the slots, for tails and states a share of theirs as well.
         most = min(primary.slots_of(self._share * part, bytes) - others, primary.slots_of(self._share * part, kind))
         # A small memory has one slot for tails: a prefetch may have it, a pin may not.
-        most = max(0, min(most, primary.slots_of(1.0, kind) - 1, pins.total + primary.slots_for_wishes(kind)))
+        most = max(0, min(most, primary.slots_of(1.0, kind) - 1, pins.total + primary.slots_for_claims(kind)))
         for entry in reversed(entries[:most]):
-            known = pins.wish(entry.key)
+            known = pins.claim(entry.key)
             if known is None:
                 self.unpin(entry.key)
                 primary.ref(entry)
-                primary.wished[kind] += 1
+                primary.prioritized[kind] += 1
                 self._of_key[entry.key] = pins
             pins.add(entry.key, owner, size=1, end=max(end, known.end if known else end), value=entry)
         self._end(pins.excess(most))
@@ -291,11 +291,11 @@ class Pins:
                 else:
                     self._of_key[key] = pins
                     entries.append(entry)
-        self._primary.wished = Counter(type(entry.key) for entry in entries)
+        self._primary.prioritized = Counter(type(entry.key) for entry in entries)
         return entries
 
     def _end(self, ended: Iterable[tuple[ChunkKey, Entry]]) -> None:
         for key, entry in ended:
             del self._of_key[key]
-            self._primary.wished[type(key)] -= 1
+            self._primary.prioritized[type(key)] -= 1
             self._primary.unref(entry)
