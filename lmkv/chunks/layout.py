@@ -3,9 +3,9 @@
 A chunk consists of whole pages of vLLM's paged memory, in the order `[rank][layer][page]`. The format inside a page
 does not matter, so the pages of any attention backend work.
 
-A recurrent layer (such as Mamba) has no pages, but a state at the end of a chunk. States are entries of their own, in
-slots of the same size as chunks. Most chunks need no states, and a chunk that contained states would be several times
-as large.
+A recurrent layer (such as Mamba) has no pages, but a state at the end of a chunk. States are separate entries, in slots
+of the same size as chunks. Most chunks need no states, and a chunk that contained states would be several times as
+large.
 """
 
 from __future__ import annotations
