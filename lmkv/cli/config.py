@@ -29,7 +29,7 @@ from lmkv.config import Config, Setting, SettingsResult, command_lines, lmcache,
 from lmkv.config.command import TRANSFER, Command
 from lmkv.config.parsers import Secret
 from lmkv.config.shell import quoted, without_shell
-from lmkv.config.sources import variables_in
+from lmkv.config.sources import given_settings, variables_in
 from lmkv.config.urls import RemoteURL
 from lmkv.errors import ConfigError, mask_secrets
 
@@ -148,8 +148,9 @@ def check(
         of_file = f"{words[0]}: " if os.path.exists(words[0]) else ""
         verdict = ("which can be used as they are", "which can be used, with remarks", "which cannot be used")
         typer.echo(f"{of_file}{whose}, {verdict[answer.status]}")
+        told = " ".join((*answer.problems, *remarks(answer)))
         for reading in answer.readings:
-            if reading.kind != "refused":
+            if reading.kind != "refused" and f"{reading.key} " not in told:
                 typer.echo(f"  {reading.in_words}")
         for remark in remarks(answer):
             typer.echo(remark)
@@ -236,6 +237,10 @@ def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) ->
     plain, others = without_shell(words)
     answer, command = SettingsResult.to_command(plain, ranks or 1)
     left = [(logging.INFO, "lmkv ignores the other commands of the shell script")] if others else []
+    exported = [source for _, _, source in given_settings({}, None, os.environ, {}, read_yaml)]
+    if exported:
+        told = "not checked, because only lmkv doctor reads exported variables"
+        left.append((logging.INFO, f"{lmcache.join_names(exported)}: {told}"))
     return evolve(answer, notes=(*answer.notes, *left)), command
 
 
@@ -262,10 +267,10 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
         return answer, None
     try:
         content = read_yaml(file)
-    except ConfigError as error:
+    except ConfigError:
         if file.suffix in _SETTINGS:
             raise
-        raise ConfigError(f"file {file} is not a file of settings: {command_lines.GIVE_COMMAND} ({error})") from None
+        raise ConfigError(f"file {file} is not a file of settings: {command_lines.GIVE_COMMAND}") from None
     if migrate and not content:
         raise ConfigError(f"file {file} has no settings to migrate")
     try:
@@ -284,7 +289,7 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     if ((likely and keys) or keys & (theirs - ours)) and not keys & (ours - theirs):
         return SettingsResult.to(env=env, read=read, ranks=ranks), None
     answer = SettingsResult.to(file=file, env={}, read=read)
-    if not keys & theirs or keys & (ours - theirs):
+    if not keys & theirs or keys & (ours - theirs) or answer.problems:
         return answer, None
     # lmkv and LMCache both have these settings, so the file may be either's.
     notes = [(level, f"if this is a file of LMCache, {text}") for level, text in lmcache.translate(env, {}, read).notes]

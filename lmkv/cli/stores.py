@@ -47,7 +47,8 @@ _REMEDIES = {
     "MovedError": "this server is a node of a cluster: begin the URL with redis+cluster://",
     r"run the '(?P<command>[\w|-]+)'": "give the store's user +{command}",
     r"NoPermission|NOPERM": "give the store's user +{known}, and access to names that begin with remote_prefix",
-    r"(?i)wrongpass|noauth|authentic|SignatureDoes|InvalidAccessKey": "correct remote_username and remote_password",
+    r"(?i)wrongpass|noauth|authentic|SignatureDoes|InvalidAccessKey": "correct remote_password, and remote_username if "
+    "the store has users",
     "NoSuchBucket": "create the bucket, or correct its name in remote_url",
     r"(?i)permissiondenied|accessdenied|\b403\b": "allow s3:{action}",
     r"(?i)maxmemory|\bOOM\b|memory left|no space|quota": "give the store more memory, or let it evict (allkeys-lru)",

@@ -132,6 +132,6 @@ _MANIFESTS: Final = {
     frozenset({"applications"}): "of Ray Serve",
 }
 GIVE_COMMAND: Final = (
-    "give the container's variables and command, as lmkv config migrate -- LMCACHE_CHUNK_SIZE=256 vllm serve ..., or "
-    "write the settings into a separate file"
+    "give its variables and its command after --, as in -- LMKV_CHUNK_SIZE=256 vllm serve ..., or write the settings "
+    "into a separate file"
 )

@@ -78,7 +78,8 @@ def parse(option: Attribute[Any], value: object, source: str) -> Parsed:
         visible = "'***'" if option.metadata["parse"] is secret else short_repr(value)
         advice = "" if "quotes" in str(error) else written_instead(option.metadata["unit"], value)
         size = f"max_{option.name}_size"
-        advice += f"; write the size as {size}" if size in OPTIONS and re.match("'?[0-9]", visible) else ""
+        has_size = isinstance(value, Mapping) or re.match("'?[0-9]", visible)
+        advice += f"; write the size as {size}" if size in OPTIONS and has_size else ""
         raise ConfigError(f"{source}: {option.name} = {visible} {error}{advice}") from None
 
 

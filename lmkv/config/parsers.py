@@ -162,7 +162,8 @@ def path(value: object) -> str | None:
             raise ValueError("has a ? or # in its URL: write %3F or %23, or give a plain path")
         text = unquote(url["path"])
     elif isinstance(text, bytes) or _OTHER_URL.match(text):
-        raise ValueError("must be a path or file:///path; write the address of a store as remote_url")
+        store = "" if text.lower().startswith("file:") else "; write the address of a store as remote_url"
+        raise ValueError(f"must be a path or file:///path, with three slashes{store}")
     path = os.path.normpath(os.path.expanduser(text))
     if "\0" in text or path.strip("/") == "":
         raise ValueError("must be a path or file:///path, and not /")
@@ -236,6 +237,8 @@ def secret(value: object) -> Secret | None:
     if not isinstance(value, str):
         # YAML has read yes or no as a boolean.
         raise ValueError("must be text: put it in quotes in YAML")
+    if re.fullmatch(r"\$\([A-Z0-9_]+\)|\$\{?[A-Z_]{2,}\}?|\{\{.*\}\}", value):
+        raise ValueError("is a variable that nothing has replaced: define the variable before it, or use a file")
     try:
         value.encode()
     except UnicodeEncodeError:

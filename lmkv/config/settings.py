@@ -20,7 +20,7 @@ from lmkv.config import checks, command_lines, containers, lmcache
 from lmkv.config.advice import PLACEHOLDER, hint, is_path, unfit_key
 from lmkv.config.command import Command
 from lmkv.config.options import OPTIONS, Options, parse
-from lmkv.config.parsers import Reading, in_words, readable
+from lmkv.config.parsers import Reading, in_words, readable, secret
 from lmkv.config.sources import ENV_FILE, flat, given_settings, read_named, read_yaml, typed
 from lmkv.errors import SECRET, ConfigError, short_repr
 
@@ -260,6 +260,9 @@ class SettingsResult:
                 level = logging.WARNING if command.merged else logging.INFO
                 now, before = (in_words(readable(each.value)) for each in (parsed, values[key]))
                 notes = [*notes, (level, f"{key}: {now} ({source}) replaces {before} ({sources[key]})")]
+            if value is None and source.startswith("file ") and OPTIONS[key].metadata["parse"] is secret:
+                told = "has no value: put the value into quotes, because # begins a comment in YAML"
+                notes = [*notes, (logging.WARNING, f"{source}: {key} {told}")]
             values[key], sources[key] = parsed, source
             own.append(Reading(key, source, "used", f"{key} = {in_words(readable(parsed.value))}"))
         if theirs := lmcache.files_of(settings, OPTIONS):

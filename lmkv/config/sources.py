@@ -230,6 +230,9 @@ def _yaml_reason(error: Exception) -> str:
     )
     if problem == "found unhashable key":
         return f"{place}: a key is in brackets: replace {{{{ name }}}} by the value"
+    line = mark.buffer[mark.buffer.rfind("\n", 0, mark.pointer) + 1 :] if mark.buffer else ""
+    if problem == "mapping values are not allowed here" and line[:1] == " ":
+        return f"{place}: this line is indented more than the line above: begin each setting at the start of its line"
     form = "write key: value, with a blank after the colon"
     return f"{place}: {problem}; {form}; put a value with : or # or a leading sign in quotes, and use no tabs"
 

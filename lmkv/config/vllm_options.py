@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 
 from lmkv.config import lmcache
 from lmkv.config.command import TRANSFER, Command, Env, use_rest, use_store
+from lmkv.config.options import OPTIONS
 from lmkv.config.parsers import GIB
 from lmkv.config.sources import flat, read_yaml, typed
 from lmkv.errors import ConfigError, short_repr
@@ -41,6 +42,8 @@ def of_vllm(words: Sequence[str], env: Env, own: Env, ranks: int | None) -> Comm
     for name, value in options:
         if name in ("--kv-offloading-backend", "--connector"):
             command.unused("offloading", name, value)
+        elif (setting := name.removeprefix("--").replace("-", "_")) in OPTIONS:
+            command.refuse(name, f"vLLM has no such option: write LMKV_{setting.upper()}=VALUE before the command")
     size = given.get(SIZE)
     if size is not None and given.get("--kv-offloading-backend") != "lmcache":
         command.leave_variables(env, "vLLM's own offloading")
@@ -140,7 +143,13 @@ def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
             try:
                 given = json.loads(value)
             except (ValueError, RecursionError) as error:
-                if value.startswith("{") and '"' not in value:
+                if re.fullmatch(r"@?[\w./~-]+\.(json|ya?ml)", value):
+                    raise ValueError(f'vLLM wants the JSON itself: write "$(cat {value.strip("@")})"') from None
+                if value.startswith(("$", "`")):
+                    raise ValueError(
+                        "lmkv runs no command of the shell: write the JSON itself for this check"
+                    ) from None
+                if '"' not in value:
                     told = "the shell has removed its quotes: put the whole JSON into single quotes"
                     raise ValueError(f"the value begins with {short_repr(value)}, so {told}") from None
                 raise ValueError(f"the value is not JSON: {error}") from None
@@ -205,11 +214,15 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
         close = lmcache.nearest(str(connector).lower(), ("lmkvconnector",), 0.85)
         command.refuse(f"{TRANSFER} {connector}", "did you mean LMKVConnector?" if close else _OTHER)
         return
+    if connector == "LMKVConnector" and "kv_role" not in transfer:
+        command.refuse("kv_connector without kv_role", 'vLLM needs a role: add "kv_role": "kv_both"')
     if command.role not in _ROLES:
         command.refuse(f"kv_role {short_repr(command.role)}", f"vLLM knows {', '.join(_ROLES)}: write one of these")
-    if transfer.get("kv_load_failure_policy", "recompute") != "recompute":
-        why = f"lmkv writes recompute, not {short_repr(transfer['kv_load_failure_policy'])}: vLLM computes KV"
-        command.inform(f"kv_load_failure_policy: {why} that cannot be loaded")
+    policy = transfer.get("kv_load_failure_policy", "recompute")
+    if policy not in ("recompute", "fail"):
+        command.refuse(f"kv_load_failure_policy {short_repr(policy)}", "write recompute: vLLM knows recompute and fail")
+    elif policy == "fail":
+        command.inform("kv_load_failure_policy: lmkv writes recompute: vLLM then computes KV that cannot be loaded")
     module = transfer.get("kv_connector_module_path")
     if module is not None and connector == "LMKVConnector" and not str(module).startswith("lmkv."):
         told = f"vLLM would look for LMKVConnector in {short_repr(module)}: delete this key"
@@ -217,10 +230,12 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
     elif module is not None:
         command.leave("kv_connector_module_path", "vLLM finds LMKVConnector by its name")
     for key in sorted(transfer.keys() - _READ_KEYS):
-        if key.startswith(("kv_", "enable_")) or key == "engine_id":
+        if key in _IDLE_KEYS or (connector != "LMKVConnector" and key.startswith("kv_")):
             command.leave(key, "lmkv does not read this key")
         else:
-            command.refuse(key, "vLLM knows no such key: write the key inside kv_connector_extra_config")
+            close = lmcache.nearest(key, (*_READ_KEYS, *_IDLE_KEYS), 0.8)
+            told = "vLLM knows no such key: delete it, or write the key inside kv_connector_extra_config"
+            command.refuse(str(key), f"did you mean {close}?" if close else told)
     if connector == "LMCacheMPConnector":
         command.refuse(f"{TRANSFER} {connector}", lmcache.table()["mp.host"].why)
     if connector == "LMKVConnector" and (command.variables or not all(map(lmcache.owns, items))):
@@ -282,8 +297,10 @@ def _agree_with_nixl(command: Command, given: Sequence[Mapping[Any, Any]], ours:
     nixl = any("Nixl" in str(each.get("kv_connector")) for each in given)
     if nixl and not any(name == "block_major" for name, _, _ in command.settings):
         command.settings.append(("block_major", False, "NixlConnector"))
-        note = command.warn if "LMKVConnector" in ours else command.inform
-        note("block_major: false is needed, because NixlConnector refuses the other layout")
+        if "LMKVConnector" in ours:
+            command.warn("NixlConnector refuses lmkv's layout of KV on CUDA: set block_major: false for LMKVConnector")
+        else:
+            command.inform("block_major: false is needed, because NixlConnector refuses the other layout")
         if not env and any(name.startswith("LMCache") for name in ours):
             told = "beside a setting of lmkv, LMCACHE_ variables are not read: write them before the command as well"
             command.warn(told)
@@ -292,6 +309,7 @@ def _agree_with_nixl(command: Command, given: Sequence[Mapping[Any, Any]], ours:
 _READ_KEYS: Final = {
     *("kv_connector", "kv_role", "kv_connector_extra_config", "kv_connector_module_path", "kv_load_failure_policy")
 }
+_IDLE_KEYS: Final = ("engine_id", "kv_buffer_device", "kv_port", "enable_permute_local_kv")
 _ROLES: Final = ("kv_both", "kv_producer", "kv_consumer")
 _VLLMS: Final = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 _CONNECTORS: Final = (

@@ -202,7 +202,7 @@ class TestStores:
         client.execute_command("ACL SETUSER", "cache", "on", ">right", "~*", "+@all")
         _, [problem] = stores(redis.url, remote_username="cache", remote_password="wrong")
         assert "all calls fail" in problem
-        assert "correct remote_username and remote_password" in problem
+        assert "correct remote_password, and remote_username if" in problem
         assert "wrong;" not in problem
 
     def test_a_server_that_answers_nothing_is_given_up_in_time(self, redis: RedisServer) -> None:

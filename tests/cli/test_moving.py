@@ -247,7 +247,7 @@ COMMANDS: dict[str, tuple[str, Right]] = {
             """vllm serve m --kv-transfer-config '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", """
             """"kv_load_failure_policy": "fail"}'"""
         ),
-        Right(0, {}, ("kv_load_failure_policy: lmkv writes recompute, not 'fail'",)),
+        Right(0, {}, ("kv_load_failure_policy: lmkv writes recompute: vLLM then computes",)),
     ),
     "nothing in a shell's string": ("sh -c ''", Right(2, {}, ("give `lmcache server ...` or `vllm serve ...`",))),
     "a cluster of Valkey, and a bucket": (
@@ -284,7 +284,7 @@ COMMANDS: dict[str, tuple[str, Right]] = {
     ),
     "lmkv's own": (
         (
-            """vllm serve m --kv-transfer-config '{"kv_connector": "LMKVConnector", """
+            """vllm serve m --kv-transfer-config '{"kv_connector": "LMKVConnector", "kv_role": "kv_both", """
             """"kv_connector_extra_config": {"lmkv.chunk_size": 64, "max_local_cpu_size": 2}}'"""
         ),
         Right(0, {"chunk_size": 64, "max_local_cpu_size": 2.0}),

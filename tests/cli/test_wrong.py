@@ -49,6 +49,11 @@ FILES = {
     "remote_url: redis://u:p@ss/hunter2#x@h\n": "in a password write / as %2F",
     "max_local_cpu_size: 8589934592\n": "must be at most 1000000000, in GiB: if these are bytes, write 8",
     "remote_url: s3://b?endpoint=minio:9000\n": "must have a whole endpoint, such as endpoint=http://HOST:PORT",
+    "remote_url: redis://h\nremote_password: #x\n": "remote_password has no value: put the value into quotes",
+    "remote_url: redis://h\nremote_password: $(PASSWORD)\n": "is a variable that nothing has replaced",
+    "local_cpu: on\n  chunk_size: 64\n": "is indented more than the line above: begin each setting at the start",
+    "local_disk: file://kv\nmax_local_disk_size: 1\n": "must be a path or file:///path, with three slashes",
+    "local_disk: {path: /kv, size: 9}\n": "write the size as max_local_disk_size",
     "remote_url: redis://h?ssl_cert=none\n": "unsupported options: ssl_cert",
     "remote_url: s3://b?region=r\nremote_ttl: 60\n": "does not support remote_ttl: set a lifecycle rule",
     "remote_url: redis://h\nremote_ttl: 86400000\n": "is in seconds: divide milliseconds by 1000",
@@ -395,6 +400,10 @@ def test_a_command_line_is_checked_as_a_file_is() -> None:
         ({"kv_connector": "LMKVConnectorV1"}, "did you mean LMKVConnector?"),
         ({"kv_connector": "LmkvConnector"}, "did you mean LMKVConnector?"),
         ({"kv_connector": "LMKVConnector", "local_disk": "/kv"}, "write the key inside kv_connector_extra_config"),
+        ({"kv_connector": "LMKVConnector"}, 'vLLM needs a role: add "kv_role": "kv_both"'),
+        ({"kv_connector": "LMKVConnector", "kv_roles": "kv_both"}, "did you mean kv_role?"),
+        ({"kv_connector": "LMKVConnector", "kv_parallel_size": 2}, "vLLM knows no such key: delete it"),
+        ({"kv_connector": "LMKVConnector", "kv_load_failure_policy": "retry"}, "write recompute"),
         ({"kv_connector": "LMKVConnector", "kv_role": "both"}, "kv_role 'both' cannot be used: vLLM knows kv_both"),
         ({"kv_connector": "LMKVConnector", "kv_connector_module_path": "lmcache.v1"}, "delete this key"),
         (
@@ -405,15 +414,24 @@ def test_a_command_line_is_checked_as_a_file_is() -> None:
     for transfer, says in rows:
         done = run("config", "check", "--", "vllm", "serve", "m", "--kv-transfer-config", json.dumps(transfer))
         assert (done.exit_code, says in done.output) == (2, True), done.output
-    bare = ("vllm", "serve", "m", "--kv-transfer-config", '{"kv_connector": "LMKVConnector"}')
+    bare = ("vllm", "serve", "m", "--kv-transfer-config", '{"kv_connector": "LMKVConnector", "kv_role": "kv_both"}')
+    option = run("config", "check", "--", *bare, "--max-local-cpu-size", "4")
+    assert (option.exit_code, "write LMKV_MAX_LOCAL_CPU_SIZE=VALUE before" in option.output) == (2, True)
     size = run("config", "check", "--", *bare, "--kv-offloading-size", "4")
     assert (size.exit_code, "vLLM uses its own connector instead of LMKVConnector" in size.output) == (2, True)
     without = run("config", "check", "--", *bare[:-1], "{kv_connector:", "LMKVConnector}")
     assert (without.exit_code, "put the whole JSON into single quotes" in without.output) == (2, True)
+    file = run("config", "check", "--", *bare[:-1], "lmkv.json")
+    assert (file.exit_code, 'write "$(cat lmkv.json)"' in file.output) == (2, True)
+
+
+def test_variables_that_are_only_exported_are_named() -> None:
+    done = run("config", "check", "--", "vllm", "serve", "m", LMKV_CHUNK_SIZE="x")
+    assert (done.exit_code, "environment LMKV_CHUNK_SIZE: not checked, because only lmkv doctor reads" in done.output) == (0, True)
 
 
 def test_a_command_may_be_one_text_or_a_script(tmp_path: Path) -> None:
-    command = 'vllm serve m --kv-transfer-config \'{"kv_connector": "LMKVConnector"}\''
+    command = """vllm serve m --kv-transfer-config '{"kv_connector": "LMKVConnector", "kv_role": "kv_both"}'"""
     assert run("config", "check", command).exit_code == 0
     script = f"#!/bin/sh\nset -e\nexport LMKV_LOCAL_DISK=$HOME/kv\nLMKV_MAX_LOCAL_DISK_SIZE=1x exec {command}\n"
     (tmp_path / "start.sh").write_text(script)

@@ -1,4 +1,4 @@
-"""The objects that all planners of the scheduler side share: options, store, block map, jobs, the step's plan, and observer."""
+"""The objects that all planners share: options, store, block map, jobs, the step's plan, and observer."""
 
 from __future__ import annotations
 
