@@ -73,7 +73,7 @@ def bench(
         bool, typer.Option("--json", help="Print the result as JSON as well, in the last line.")
     ] = False,
 ) -> None:
-    """Benchmark this machine: compare lmkv's copies, lookups and disk with their limits, and time a hit on real vLLM.
+    """Compare lmkv's copies, lookups and disk with the limits of this machine, and time a hit on real vLLM.
 
     lmkv's settings in the environment and in files are ignored.
     """

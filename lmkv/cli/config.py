@@ -46,7 +46,9 @@ Content = Mapping[Any, object]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Ranks = Annotated[
     int | None,
-    typer.Option("--tensor-parallel-size", min=1, help="vLLM's option, by which LMCache's sizes are multiplied."),
+    typer.Option(
+        "--tensor-parallel-size", min=1, help="vLLM's option; lmkv multiplies LMCache's sizes by this number."
+    ),
 ]
 
 

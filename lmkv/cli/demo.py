@@ -61,8 +61,8 @@ def demo(
     tier: Annotated[
         Medium,
         typer.Option(
-            help="ram: repeat the prompts; disk: kill and restart vLLM before the repetition; remote: end vLLM and "
-            "start another one, over the store of --url."
+            help="ram: repeat the prompts; disk: kill and restart vLLM before the repetition; remote: stop vLLM, "
+            "and start another vLLM with the store that --url names."
         ),
     ] = Medium.RAM,
     url: Annotated[

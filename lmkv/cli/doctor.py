@@ -51,7 +51,8 @@ def doctor(
 ) -> None:
     """Check the configuration, this machine and the remote stores before a start.
 
-    The exit status is 2 if a setting is refused, 1 for any other error and for a remark that changes what is cached.
+    Run it as the user of the server, with the server's variables: only these show the server's rights and settings.
+    The exit status is 2 if a setting is refused, 1 for any other error and for a warning about what lmkv caches.
     """
     logging.getLogger("lmkv").setLevel(logging.ERROR)
     size = size_of(model, kv_cache_dtype, tensor_parallel_size) if model else None

@@ -80,7 +80,7 @@ def simulate(
         Path | None, typer.Option(help="Folder of the model that says how many bytes a token takes.")
     ] = None,
     told_ends: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of sessions that send their id and report their end.")
+        float, typer.Option(min=0, max=1, help="Share of sessions that send their id and report their end to lmkv.")
     ] = 0.0,
     spread: Annotated[
         float, typer.Option(min=0, help="Start the sessions at random times within this number of seconds.")
@@ -90,7 +90,7 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="File for a plot of hit ratios over capacity.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Replay request traces, and compare how many tokens each eviction policy finds with the most that any can find."""
+    """Replay request traces, and compare how many tokens each eviction policy finds with the best possible policy."""
     console = Console(highlight=False)
     names = policy or ["LRU", "ADAPTIVE"]
     try:

@@ -134,7 +134,7 @@ def model(
     layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 8,
     hidden: Annotated[int, typer.Option(callback=whole_heads, help="Hidden size, a multiple of 64.")] = 512,
     dtype: Annotated[str, typer.Option(help=f"Data type: {', '.join(BYTES_PER_VALUE)}.")] = "float32",
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     text: Annotated[
         Path | None,
         typer.Option(

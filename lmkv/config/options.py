@@ -130,13 +130,13 @@ class Options:
     quotas: tuple[Quota, ...] = _option(
         (),
         quotas,
-        "Percent of each tier to keep for a tenant, such as alice=40. A tenant is a cache_salt, the label of one, or a "
-        "tag as name:value",
+        "Percent of each tier to keep for a tenant, such as alice=40. The name of a tenant is a cache_salt, the label of "
+        "a cache_salt, or a tag as name:value",
     )
     save_decode_cache: bool = _option(True, boolean, "Also store chunks of generated tokens")
     save_unfull_chunk: bool = _option(True, boolean, "Also store and find the tokens after a prompt's last whole chunk")
     state_interval: int = _option(
-        0, integer(0), "Chunks from one kept state of recurrent layers to the next; 0: lmkv chooses"
+        0, integer(0), "Number of chunks between two stored states of recurrent layers; 0: lmkv chooses"
     )
     min_retrieve_tokens: int = _option(0, integer(0), "Do not load a hit of fewer tokens than this", "tokens")
     disk_sync: Literal["none", "data", "full"] = _option(
@@ -149,8 +149,8 @@ class Options:
     disk_io_threads: int = _option(
         16,
         integer(1, 1024),
-        "Threads that read from each lower tier; three quarters of them also write. By default at most 4 per core if "
-        "the lowest tier is a disk, and 2 if it is shared memory",
+        "Threads that read from each lower tier; three quarters of them also write. By default at most 4 per core, "
+        "or 2 per core if the lowest tier is shared memory",
     )
     disk_direct: Literal["auto", "on", "off"] = _option(
         "auto",
@@ -191,7 +191,10 @@ class Options:
     prefetch_share: float = _option(0.5, number(0, 1), "Largest share of host memory for prefetched chunks", "0..1")
     pin_share: float = _option(0.5, number(0, 1), "Largest share of host memory for pinned chunks", "0..1")
     prefetch_deadline: float = _option(
-        30.0, number(0), "Longest time that a request waits for lower tiers; less if computing takes less", "s"
+        30.0,
+        number(0),
+        "Longest time that a request waits for lower tiers. No wait is longer than computing the tokens takes",
+        "s",
     )
     load_or_recompute: bool = _option(
         True, boolean, "Compute tokens if lmkv has measured that loading them takes longer; false: always load"
@@ -200,7 +203,8 @@ class Options:
         "auto",
         one_of("auto", "sync", "async"),
         "sync: load from host memory within the step that uses the KV; async: between steps; auto: within the step, or "
-        "on a GPU between steps if others would wait over 5 ms. With asynchronous scheduling always between steps",
+        "on a GPU between steps if other requests would wait over 5 ms. With asynchronous scheduling, lmkv always loads "
+        "between steps",
     )
     use_layerwise: bool = _option(
         False, boolean, "Copy one layer while the model computes another; vLLM then cuts its CUDA graphs at each layer"
@@ -209,7 +213,10 @@ class Options:
         True, boolean, "On CUDA devices, ask vLLM to keep all layers of a block next to each other in memory"
     )
     device_staging_size: float = _option(
-        1.0, number(0, above=True), "Staging memory on each device for stores; loads take a quarter in addition", "GiB"
+        1.0,
+        number(0, above=True),
+        "Buffer on each device through which lmkv stores KV; loads use a second buffer, a quarter as large",
+        "GiB",
     )
     pin_ttl: float = _option(
         300.0, number(0, above=True), "How long a pin, a prefetch or a priority lasts if its caller gives no time", "s"

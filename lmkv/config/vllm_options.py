@@ -143,16 +143,7 @@ def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
             try:
                 given = json.loads(value)
             except (ValueError, RecursionError) as error:
-                if re.fullmatch(r"@?[\w./~-]+\.(json|ya?ml)", value):
-                    raise ValueError(f'vLLM wants the JSON itself: write "$(cat {value.strip("@")})"') from None
-                if value.startswith(("$", "`")):
-                    raise ValueError(
-                        "lmkv runs no command of the shell: write the JSON itself for this check"
-                    ) from None
-                if '"' not in value:
-                    told = "the shell has removed its quotes: put the whole JSON into single quotes"
-                    raise ValueError(f"the value begins with {short_repr(value)}, so {told}") from None
-                raise ValueError(f"the value is not JSON: {error}") from None
+                raise ValueError(_not_json(value, error)) from None
             if not isinstance(given, dict) or not (sized or isinstance(given.get("kv_connector"), str)):
                 raise ValueError("the value is not a JSON object with a kv_connector")
             found = given
@@ -162,6 +153,17 @@ def _transfer(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
                 more = {key: more}
             _update(dotted, more)
     return dotted or found
+
+
+def _not_json(value: str, error: Exception) -> str:
+    """Return the probable reason why `value` is not JSON, and what to write instead."""
+    if re.fullmatch(r"@?[\w./~-]+\.(json|ya?ml)", value):
+        return f'vLLM wants the JSON itself: write "$(cat {value.strip("@")})"'
+    if value.startswith(("$", "`")):
+        return "lmkv runs no command of the shell: write the JSON itself"
+    if '"' not in value:
+        return f"the shell has removed the quotes of {short_repr(value)}: put the whole JSON into single quotes"
+    return f"the value is not JSON: {error}"
 
 
 _RANKS: Final = {
