@@ -46,9 +46,7 @@ Content = Mapping[Any, object]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Ranks = Annotated[
     int | None,
-    typer.Option(
-        "--tensor-parallel-size", min=1, help="vLLM's option; lmkv multiplies LMCache's sizes by this number."
-    ),
+    typer.Option("--tensor-parallel-size", min=1, help="vLLM's option; lmkv multiplies LMCache's sizes by it."),
 ]
 
 

@@ -130,8 +130,8 @@ class Options:
     quotas: tuple[Quota, ...] = _option(
         (),
         quotas,
-        "Percent of each tier to keep for a tenant, such as alice=40. The name of a tenant is a cache_salt, the label of "
-        "a cache_salt, or a tag as name:value",
+        "Percent of each tier to keep for a tenant, such as alice=40. The name of a tenant is a cache_salt, the label "
+        "of a cache_salt, or a tag as name:value",
     )
     save_decode_cache: bool = _option(True, boolean, "Also store chunks of generated tokens")
     save_unfull_chunk: bool = _option(True, boolean, "Also store and find the tokens after a prompt's last whole chunk")
@@ -203,8 +203,8 @@ class Options:
         "auto",
         one_of("auto", "sync", "async"),
         "sync: load from host memory within the step that uses the KV; async: between steps; auto: within the step, or "
-        "on a GPU between steps if other requests would wait over 5 ms. With asynchronous scheduling, lmkv always loads "
-        "between steps",
+        "on a GPU between steps if other requests would wait over 5 ms. With asynchronous scheduling, lmkv always "
+        "loads between steps",
     )
     use_layerwise: bool = _option(
         False, boolean, "Copy one layer while the model computes another; vLLM then cuts its CUDA graphs at each layer"

@@ -427,10 +427,7 @@ def test_a_command_line_is_checked_as_a_file_is() -> None:
 
 def test_variables_that_are_only_exported_are_named() -> None:
     done = run("config", "check", "--", "vllm", "serve", "m", LMKV_CHUNK_SIZE="x")
-    assert (
-        done.exit_code,
-        "environment LMKV_CHUNK_SIZE: not checked, because only lmkv doctor reads" in done.output,
-    ) == (0, True)
+    assert (done.exit_code, "environment LMKV_CHUNK_SIZE: not checked, because only" in done.output) == (0, True)
 
 
 def test_a_command_may_be_one_text_or_a_script(tmp_path: Path) -> None:
