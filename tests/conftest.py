@@ -23,7 +23,7 @@ settings.register_profile(
     "dev", deadline=None, max_examples=50, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("quick", settings.get_profile("dev"), max_examples=15, derandomize=True)
-settings.register_profile("ci", settings.get_profile("dev"), max_examples=100, stateful_step_count=50, derandomize=True)
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=60, stateful_step_count=50, derandomize=True)
 settings.register_profile(
     "nightly", settings.get_profile("dev"), max_examples=3000, stateful_step_count=100, print_blob=True
 )

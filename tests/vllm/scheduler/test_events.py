@@ -207,7 +207,7 @@ def test_longer_histories(kind: str, seed: int) -> None:
 
 def test_the_histories_test_something() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(24):
+    for seed in range(16):
         options = {"ram_chunks": 5, "lower_chunks": 9 if seed % 2 else 60}
         driver = Driver(seed, GROUPS["one group"], options | {"save_unfull_chunk": seed % 3 > 0})
         for number in range(2):
