@@ -43,8 +43,8 @@ decides.
 
 
 def tokenizer(vllm_config: Any) -> Callable[[Any, Mapping[str, Any]], list[int]]:
-    """Return a function that tokenizes a text or a chat as vLLM does. The tokenizer is loaded when this function is
-    first called.
+    """Return a function that tokenizes a text or a chat as vLLM does. The first call of the returned function loads the
+    tokenizer.
     """
 
     def tokenize(prompt: Any, template: Mapping[str, Any]) -> list[int]:
@@ -100,8 +100,8 @@ def _call(given: Mapping[str, Any]) -> dict[str, Any]:
 def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: ServedModel) -> AgentServer | None:
     """Start the agent API (lmkv's HTTP API) and return its server. Return None if `agent_listen` is not set.
 
-    If the API cannot listen at the address `agent_listen`, log an error and return None. Raises ConfigError for an
-    address outside this machine.
+    If the API cannot listen at the address `agent_listen`, log an error and return None. Raises ConfigError unless the
+    address is a loopback port or a unix socket.
     """
     if config.agent_listen is None:
         return None
@@ -159,7 +159,7 @@ def start_agent(config: Config, vllm_config: Any, scheduler: Scheduler, model: S
 
 
 def about(vllm_config: Any) -> dict[str, str]:
-    """Return the names and versions of the model, vLLM and lmkv, with which clients distinguish servers."""
+    """Return the model's name and the versions of vLLM and lmkv, for clients of the agent API."""
     names = vllm_config.model_config.served_model_name or vllm_config.model_config.model
     found = {"model": str(names if isinstance(names, str) else names[0]), "vllm": compat.vllm_version()}
     with suppress(PackageNotFoundError):
@@ -170,8 +170,9 @@ def about(vllm_config: Any) -> dict[str, str]:
 def clear_namespace(clear_own: Callable[[], int], own: bytes, root: str | None, beginning: str) -> int:
     """Delete all chunks of one namespace, and return the number of deleted chunks.
 
-    `beginning`: the first hexadecimal digits of the namespace's digest. `own`: the digest of this engine's namespace,
-    whose chunks `clear_own()` deletes. `root`: the disk tier's folder, which may have other namespaces.
+    `beginning`: the first hexadecimal digits of the digest of the namespace to delete. `own`: the digest of this
+    engine's namespace, which `clear_own()` deletes. `root`: the disk tier's folder, which may also have other
+    namespaces; None without a disk tier.
     """
     try:
         found = {own, *(folder.digests(root) if root else ())}
@@ -200,7 +201,7 @@ def config_of(vllm_config: VllmConfig) -> Config:
 
 
 def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
-    """Log warnings about settings whose effects users may not expect."""
+    """Log a warning about each setting that has no effect, that lmkv changes, or that lets requests fail."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     if transfer.kv_load_failure_policy != "recompute":

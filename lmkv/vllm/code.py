@@ -86,8 +86,8 @@ _IMPORTS = {"import_module", "__import__"}
 
 
 def described(vllm_config: Any, *, drafts: bool) -> str:
-    """Return a text with the names and values of all options of vLLM that decide KV. `drafts`: whether to include the
-    options of draft layers with separate KV.
+    """Return the names and values of all vLLM options that affect KV, as text. `drafts`: whether draft layers have
+    separate KV, so that their options are included.
     """
     found: dict[str, Any] = {}
     for path, names in {**KEY, **({"speculative_config": DRAFT_KEY} if drafts else {})}.items():
@@ -135,7 +135,9 @@ def package_of(thing: Any) -> str:
 
 
 def packages_of(*things: object) -> set[str]:
-    """Return the packages that define the classes (and base classes) of these objects, except `KNOWN` ones."""
+    """Return the packages that define the classes (and base classes) of these objects. Leave out vLLM, torch, lmkv and
+    Python (`KNOWN`).
+    """
     return {package_of(kind) for thing in things for kind in type(thing).__mro__} - KNOWN
 
 
@@ -147,10 +149,11 @@ def packages_of_plug_ins() -> frozenset[str]:
 
 
 def foreign_methods(kind: type) -> set[str]:
-    """Return the packages, other than the class's own, whose functions are methods of the class `kind`.
+    """Return the packages, other than the class's own, that have replaced or added methods of the class `kind`.
 
-    Packages with a version and plug-ins are left out. Raises ValueError if such a function, or a method of a class
-    without a versioned package, uses values that no source file has.
+    Leave out plug-ins and packages with a known version. Raises ValueError for a method from `__main__`, or with values
+    that no source file has, such as bound arguments. If the class's own package has a known version, its methods are
+    not checked.
     """
     package = package_of(kind)
     calls = [(package_of(call), call) for method in vars(kind).values() for call in _calls_of(method)]
@@ -162,12 +165,12 @@ def foreign_methods(kind: type) -> set[str]:
 
 
 def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping[int, str]) -> list[str]:
-    """Return the functions that are attached to a layer (as hooks or attributes) but are methods of another layer, each
-    with the name of that layer.
+    """Return the methods of other layers that are attached to a layer as hooks or attributes, each with the name of the
+    other layer.
 
-    Functions of vLLM and torch are accepted. Raises ValueError for any other function, unless it uses only values in
-    its source code, and comes from the layer's package or a versioned one. A function of a versioned package must be
-    neither a hook nor a replaced method.
+    Raises ValueError for other functions, except functions of vLLM, torch and the layer's packages. A new attribute,
+    which replaces no method, may also be a function of any package with a known version. Outside vLLM and torch, no
+    function may use values that its source code does not show.
 
     `place`: the layer's name in the model. `parts`: the layer, its backend and other objects that compute for the
     layer. `places`: the names of all layers, by the `id` of the layer.
@@ -230,8 +233,8 @@ def _is_told(value: Any) -> bool:
 
 
 def digest(packages: Iterable[str]) -> str:
-    """Return a digest of the code of `packages` and of all modules that this code imports. For other installed
-    packages, only the version is hashed.
+    """Return a digest of the code of `packages` and of all modules that this code imports. If an imported module
+    belongs to another installed package, only the version of that package is hashed.
 
     Raises OSError or ValueError if code cannot be read, for example because the code comes from no file.
     """
@@ -259,8 +262,8 @@ def digest(packages: Iterable[str]) -> str:
 
 
 def digest_of_vllm(kinds: Iterable[type]) -> str:
-    """Return a digest of the vLLM files that define these classes, because a fork or an edited file may have the
-    version of a release.
+    """Return a digest of the vLLM files that define these classes. vLLM's version does not identify these files,
+    because a fork or an edited file may keep a release's version.
     """
     names = {kind.__module__ for kind in kinds if package_of(kind) == "vllm"}
     paths = [(name, path) for name in sorted(names) if (path := _file_of(name)) is not None]

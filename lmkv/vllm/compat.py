@@ -70,10 +70,10 @@ def adopt_logging() -> None:
 class KVGroup:
     """One KV cache group of vLLM: layers that share a block table. A page is the part of a block that one layer fills.
 
-    `page_formats`: a description of each layer's pages. `block_size`: number of tokens in a block, summed over the
-    context parallel ranks that share the block. `window`: number of tokens that a query attends to with a sliding
-    window; None for full attention. `number`: the group's index among all KV cache groups. `recurrent`: whether a block
-    holds the state of recurrent layers. `specs`: vLLM's description of each layer.
+    `page_bytes`, `page_formats`: for each layer, the size and a description of its pages. `block_size`: number of
+    tokens in a block, on all context parallel ranks together. `window`: number of tokens that a query attends to with a
+    sliding window; None for full attention. `number`: the group's index among all KV cache groups. `recurrent`: whether
+    the layers are recurrent, so that a block holds a state. `specs`: vLLM's description of each layer.
     """
 
     layers: tuple[str, ...]
@@ -88,11 +88,11 @@ class KVGroup:
 
 
 def kv_groups(kv_cache_config: Any, *, padded: bool = False, context: int = 1) -> list[KVGroup]:
-    """Return the KV cache groups of a KVCacheConfig that hold KV of prefixes. The scheduler side and the workers get
-    the same result.
+    """Return the KV cache groups of a KVCacheConfig that lmkv can cache. The scheduler side and the workers get the
+    same result.
 
-    `padded`: whether the size of a page includes the padding after the page. `context`: number of ranks over which vLLM
-    spreads the tokens of a block. Raises ValueError with the reason if lmkv cannot cache the model.
+    `padded`: whether the size of a page includes vLLM's padding. `context`: number of context parallel ranks that share
+    the tokens of a block. Raises ValueError with the reason if lmkv cannot cache the model.
     """
     places = _places(kv_cache_config)
     for group in kv_cache_config.kv_cache_groups:
@@ -136,8 +136,8 @@ def _group(number: int, group: Any, places: Mapping[str, tuple[int, int]], padde
 
 
 def block_sizes(kv_cache_config: Any, context: int) -> list[int]:
-    """Return for each KV cache group the number of tokens in a block, summed over the `context` ranks that share the
-    block.
+    """Return the number of tokens in a block of each KV cache group, on all `context` ranks that share the block
+    together.
     """
     return [_block_size(group.kv_cache_spec, context) for group in kv_cache_config.kv_cache_groups]
 
@@ -159,8 +159,8 @@ def _page_format(spec: Any) -> str:
 
 
 class Numbers(NamedTuple):
-    """The numbers in a section of a page. `dtype`: their torch.dtype. `nbytes`: size of the section; 0 for the whole
-    page. `strides`: see `Part.strides`.
+    """A section of a page, with numbers of one type. `dtype`: the torch.dtype of the numbers. `nbytes`: size of the
+    section; 0 for the whole page. `strides`: see `Part.strides`.
     """
 
     dtype: Any
@@ -169,8 +169,8 @@ class Numbers(NamedTuple):
 
 
 def numbers(spec: Any, cache_dtype: str) -> list[Numbers]:
-    """Describe the numbers in a page, section by section. Return an empty list if the page also has other data, such as
-    scales.
+    """Describe the sections of a layer's page; each section has numbers of one type. Return an empty list if the page
+    also has other data, such as scales.
     """
     if is_state(spec):
         sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
@@ -194,10 +194,10 @@ def _window(spec: Any) -> int | None:
 
 
 def may_be_block_major(vllm_config: Any) -> bool:
-    """Return whether vLLM can put all layers of a block next to each other.
+    """Return whether vLLM can use a layout in which all layers of a block are adjacent.
 
-    vLLM 0.32 never splits such blocks into smaller ones, so every attention backend must support the block size. If the
-    user or recurrent layers require an unsupported size, such an engine would not start.
+    False if the user or recurrent layers determine the block size, because vLLM 0.32 might not start with this layout.
+    False with pipeline stages, because stages with fewer layers have smaller blocks.
     """
     chosen = getattr(vllm_config.cache_config, "user_specified_block_size", False)
     # Pipeline stages with fewer layers have smaller blocks.
@@ -206,10 +206,10 @@ def may_be_block_major(vllm_config: Any) -> bool:
 
 
 def recomputes_within_step(vllm_config: Any) -> bool:
-    """Return whether vLLM can recompute blocks if a load within a step (a synchronous load) fails.
+    """Return whether vLLM can recompute the blocks of a failed synchronous load (a load within a step).
 
-    vLLM cannot do so if the next step is already scheduled, as with asynchronous scheduling or pipeline stages. Model
-    Runner V2 cannot do so either, because V2 would write outside vLLM's KV space.
+    False with asynchronous scheduling or pipeline stages, because vLLM has then already scheduled the next step. Also
+    False with Model Runner V2.
     """
     pipelined = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
     return not (pipelined or has_runner_v2(vllm_config))
@@ -218,7 +218,8 @@ def recomputes_within_step(vllm_config: Any) -> bool:
 def no_layerwise(vllm_config: Any, layers: Iterable[str] = ()) -> str:
     """Return the reason why `use_layerwise` would give wrong KV in this engine, or "" if the KV would be right.
 
-    `layers`: names of the layers with KV, which only a worker knows; the scheduler side passes none.
+    `layers`: names of the layers with KV, which only a worker knows. On the scheduler side `layers` is empty, and only
+    the configuration is checked.
     """
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
     if has_runner_v2(vllm_config):
@@ -250,10 +251,10 @@ def _calls_hooks(module: Any) -> bool:
 
 
 def yield_gil() -> None:
-    """Let lmkv's I/O threads run, in a step that computes nothing and only waits for I/O.
+    """Let lmkv's I/O threads run for a moment, after a step that computes nothing and only waits for I/O.
 
-    An engine core in a separate process pauses after such a step, but an engine core in the caller's process does not.
-    Without this call, the I/O threads did not get the GIL, and a hit from disk took four times as long.
+    Does nothing if the engine core has a separate process, because vLLM pauses there anyway. In the caller's process,
+    vLLM does not pause, and the I/O threads would rarely get Python's GIL.
     """
     from vllm import envs
 
@@ -264,7 +265,7 @@ def yield_gil() -> None:
 def draft_lookahead(vllm_config: Any) -> int:
     """Return on how many later tokens the KV of a draft layer depends: 1 with EAGLE or one MTP module.
 
-    Returns 0 if vLLM keeps the last tokens of its hits: there are no draft layers, or the configuration says so.
+    Return 0 if the KV depends on no later token, or if `disable_eagle_block_drop` makes vLLM reuse this KV anyway.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
     # vLLM 0.32 drops it for these two, though their KV depends on no later token; 0.33 does not.
@@ -275,10 +276,11 @@ def draft_lookahead(vllm_config: Any) -> int:
 
 
 def draft_modules(vllm_config: Any) -> str:
-    """Return a description of the MTP modules whose KV an engine fills, or "" for fewer than two MTP modules.
+    """Return a text about the MTP modules (draft layers) that vLLM's model runner fills with KV. Return "" for fewer
+    than two MTP modules.
 
-    All modules have KV. Which modules a runner fills depends on the number of drafted tokens and on the runner's
-    version.
+    The text differs if the runner fills other modules: with another number of drafted tokens, or another version of the
+    runner.
     """
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     if not getattr(speculative, "use_multi_module_mtp", lambda: False)():
@@ -309,8 +311,8 @@ def preempted(scheduler_output: Any) -> Iterable[str]:
 def written_early(scheduler_output: Any, *, every: bool) -> set[int]:
     """Return the blocks that vLLM may write into before the workers get this step's metadata.
 
-    vLLM copies blocks that a prompt shares only in part, and fills new blocks with zeros. `every`: whether to include
-    all new blocks. Models with layers of several kinds need this, because vLLM also copies states of recurrent layers.
+    These are blocks into which vLLM copies a partly shared block, and new blocks that vLLM fills with zeros. `every`:
+    whether to include all new blocks. Recurrent layers need this, because vLLM copies states into new blocks.
     """
     written = {target for _, target in getattr(scheduler_output, "kv_cache_block_copies", None) or ()}
     written.update(scheduler_output.new_block_ids_to_zero or ())
@@ -322,18 +324,15 @@ def written_early(scheduler_output: Any, *, every: bool) -> set[int]:
 
 
 def state_offers(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-    """Return, by request id, the states of recurrent layers that this step completes and vLLM retains, each as `(group,
-    block, tokens)`.
+    """Return, by request id, the states of recurrent layers that this step completes and vLLM retains. Each is `(group,
+    block, tokens)`: KV cache group, block id, and number of tokens before the state.
     """
     source = scheduler_output.kv_connector_block_state
     return getattr(source, "boundary_state_offloads", None) or {}
 
 
 def stop_at(request: Any, tokens: int) -> None:
-    """Make vLLM end a step of this request after `tokens` tokens, and retain the states of recurrent layers there.
-
-    Without this call, vLLM does so only at the end of a shared prefix that has no state in vLLM's own prefix cache.
-    """
+    """Make vLLM end a step of this request after `tokens` tokens, and retain the states of recurrent layers there."""
     if tokens > getattr(request, "shared_prefix_boundary", tokens):
         request.shared_prefix_boundary = tokens
 
@@ -348,10 +347,10 @@ def transfer_results(finished: set[str], failed: set[str]) -> Any:
 
 
 def calling_scheduler() -> Any | None:
-    """Return the scheduler of vLLM 0.29 that is calling `bind_gpu_block_pool`, found on the call stack. Return None for
-    later versions.
+    """Return the scheduler of vLLM 0.29 that is calling the connector, found on the call stack. Return None for later
+    versions.
 
-    Later versions pass to a connector the objects that vLLM 0.29 keeps in its scheduler.
+    lmkv uses objects of this scheduler that later versions pass to the connector.
     """
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
@@ -373,11 +372,11 @@ def calling_core() -> Any | None:
 
 
 def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str], Sequence[list[int]] | None]:
-    """Return a function that returns the current block tables of a request id, or None if the step does not compute the
-    request.
+    """Return a function that takes a request id and returns the request's current block tables, or None if the step
+    does not compute the request.
 
-    vLLM 0.29 passes only tables that have grown, although a sliding window changes every table. So there, the tables
-    come from the KV cache manager.
+    `scheduler`: the scheduler of vLLM 0.29, which passes no complete block tables to connectors; None for later
+    versions.
     """
     source = scheduler_output.kv_connector_block_state if scheduler is None else scheduler.kv_cache_manager
     tables: Callable[[str], Sequence[list[int]] | None] = source.get_block_ids
@@ -385,9 +384,10 @@ def block_tables(scheduler_output: Any, scheduler: Any | None) -> Callable[[str]
 
 
 def recompute(scheduler: Any, request_id: str) -> None:
-    """Make vLLM 0.29 compute a request from its first token after a failed load, as later versions do.
+    """Make vLLM 0.29 compute a request from its first token after a failed load. Later versions do so without this
+    call.
 
-    With several KV cache groups, vLLM 0.29 does not accept ids of failed blocks.
+    Only for models for which lmkv reports failed loads by request ids (see `BlockMap.one_full_table`).
     """
     request = scheduler.requests.get(request_id)
     if request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS":
@@ -396,8 +396,8 @@ def recompute(scheduler: Any, request_id: str) -> None:
 
 
 def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_blocks: int) -> list[tuple[str, Any]]:
-    """Return `(layer, tensor)` for each of `layers`. Reshape each tensor to [num_blocks, ...] if kernels use smaller
-    blocks.
+    """Return `(layer, tensor)` for each of `layers`. If the kernels' blocks are smaller than vLLM's blocks, reshape the
+    tensor to [num_blocks, ...].
     """
     found = []
     for layer in layers:
@@ -413,7 +413,7 @@ def tensors_by_layer(kv_caches: Mapping[str, Any], layers: Iterable[str], num_bl
 def hit_sources(tokens_by_tier: Mapping[str, int], total: int) -> dict[Any, int]:
     """Convert hit tokens by tier to hit tokens by `CacheHitSource` (vLLM 0.32 and later).
 
-    If the numbers of `tokens_by_tier` do not add up to `total`, the source is unspecified.
+    If the numbers of `tokens_by_tier` do not add up to `total`, return all tokens as `EXTERNAL_UNSPECIFIED`.
     """
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 

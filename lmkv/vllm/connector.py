@@ -76,7 +76,9 @@ class LMKVWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class Sides(NamedTuple):
-    """The side of a connector in this process, scheduler or worker (the other field is None), and the served model."""
+    """The scheduler side, the worker side and the served model of a connector. A connector has at most one of the two
+    sides; the other is None.
+    """
 
     scheduler: Scheduler | None
     worker: Worker | None
@@ -86,8 +88,8 @@ class Sides(NamedTuple):
 _CONNECTORS: WeakValueDictionary[tuple[KVConnectorRole, int], LMKVConnector] = WeakValueDictionary()
 """The connectors in this process, by role and by the `id` of the model's configuration.
 
-An engine may have only one: a second one in a MultiConnector would also return a report for `lmkv.report`, and vLLM
-would fail.
+An engine may have only one of them: a second one in a MultiConnector would also return a report for `lmkv.report`, and
+vLLM would fail.
 """
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -187,7 +189,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def sides(self) -> Sides:
-        """The scheduler side or the worker side of this connector, None for the other side, and the served model."""
+        """The side of this connector (the other side is None), and the served model."""
         return Sides(self._scheduler, self._worker, self._model)
 
     # -- before there is an instance ----------------------------------------------------------------------
@@ -198,15 +200,15 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return whether vLLM must split CUDA graphs at each layer. True with `use_layerwise`, because a whole graph
-        skips the calls to the connector between layers.
+        """Return whether vLLM must split CUDA graphs at each layer. True with `use_layerwise`, because a graph of the
+        whole model makes no calls to the connector between layers.
         """
         return Config.load(extra=extra_config).use_layerwise
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the KV layout that vLLM must use: "BLHNC", in which all layers of a block are adjacent. Return None to
-        let vLLM choose.
+        """Return "BLHNC", a KV layout in which all layers of a block are adjacent, if `block_major` is set and vLLM can
+        use this layout. Otherwise, return None to let vLLM choose.
         """
         config = assemble.config_of(vllm_config)
         wanted = config.block_major and not config.use_layerwise and compat.may_be_block_major(vllm_config)
@@ -271,8 +273,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.fail_load(request.request_id, tables, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """Return the number of loaded tokens by vLLM's `CacheHitSource`, so that vLLM's metrics distinguish the
-        tiers.
+        """Return the number of loaded tokens by vLLM's `CacheHitSource` (host memory, disk or other), for vLLM's
+        metrics.
         """
         counts = {} if self._scheduler is None else self._scheduler.hit_sources(request.request_id)
         return compat.hit_sources(counts, num_external_tokens)
@@ -394,8 +396,8 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
         return compat.transfer_results(*self._finished())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return the ids of requests whose loads have ended, for vLLM 0.29. vLLM 0.29 learns of failed loads in other
-        ways.
+        """Return two sets for vLLM 0.29: an empty set, and the ids of requests with ended loads, including failed
+        loads.
         """
         finished, _ = self._finished()
         return set(), finished

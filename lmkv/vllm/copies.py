@@ -30,15 +30,16 @@ released.
 
 
 class NotReadyError(UsageError):
-    """The worker cannot make copies now, or at all. The worker warns of this error only once, but of other errors each
-    time.
+    """The worker cannot make copies: it has no KV tensors or host memory yet, the engine sleeps, or copies have been
+    refused for good.
     """
 
 
 class LayerwiseTransfer:
     """Copies a step's loads or stores layer by layer while the model computes the other layers.
 
-    The constructor begins the first copies. The copies of all `tasks` succeed or fail together. No method raises.
+    `tasks`: the loads or the stores, which succeed or fail together. The constructor begins the first copies. No method
+    raises.
     """
 
     def __init__(self, tasks: Sequence[CopyTask], copier: Callable[[], Copier], *, loads: bool) -> None:
@@ -53,7 +54,9 @@ class LayerwiseTransfer:
         self._pipeline = LayerReader(copier, copies) if loads else LayerWriter(copier, copies)
 
     def step(self, layer: int) -> None:
-        """Note that the model is about to read this layer (for loads), or has written this layer (for stores)."""
+        """For loads, wait until this layer is loaded, because the model is about to read it. For stores, begin to store
+        this layer, which the model has just written.
+        """
         pipeline = self._pipeline
         if isinstance(pipeline, LayerReader):
             self._attempt(lambda: pipeline.wait(layer))
@@ -75,8 +78,8 @@ class LayerwiseTransfer:
                 pipeline.last.wait()
 
     def finish(self) -> Event | None:
-        """Finish all copies. Return an event for their end, or None if the copies have failed and no copy is
-        running.
+        """Finish all copies. Return an event for their end, or None if the copies have failed. After a failure, no copy
+        is running.
         """
         pipeline, events = self._pipeline, list[Event]()
         if pipeline is None:
@@ -107,8 +110,8 @@ def _number(digests: Digests) -> int:
 
 @frozen
 class Comparing:
-    """The event of a comparison. If the comparison has raised an exception, all methods except `wait` raise it as
-    well.
+    """A comparison in the background, as an event. If the comparison fails, `query` and `differences` raise its
+    exception, but `wait` does not.
     """
 
     _future: Future[list[Difference]]
@@ -129,10 +132,10 @@ class Comparing:
 
 
 class Comparer:
-    """Compares copied chunks for one rank, in one background thread, one copy task after the other. A copy task is a
-    list of copies that succeed or fail together.
+    """Compares copied chunks for audits on one rank, in one background thread, one copy task after the other. A copy
+    task is a list of copies that succeed or fail together.
 
-    Until the `Comparing` of a task has ended, callers must not change the task's slots.
+    Until the comparison of a task has ended, callers must not change the task's slots in host memory.
     """
 
     def __init__(self, rank: int) -> None:
@@ -146,7 +149,9 @@ class Comparer:
     def register(
         self, memory: PagedMemory, layout: KVLayout | None, parts: Sequence[Part], staging: Staging | None
     ) -> None:
-        """Set the paged memory whose blocks `read` reads. `parts`: for each layer, the content of its pages."""
+        """Set the paged memory (vLLM's KV tensors) from which `read` reads blocks. `parts`: for each layer, the content
+        of its pages.
+        """
         self._parts, self._layout = parts, layout
         self._back = None if layout is None else ReadBack(memory, layout, parts, self._rank, staging)
         self.forget()
@@ -156,7 +161,9 @@ class Comparer:
         self._loaded: LRUCache[int, Digests] = LRUCache(_REMEMBERED, _number)
 
     def begin(self, task: CopyTask, slab: SlabMap | None) -> Comparing:
-        """Compare the slots that a store has filled with the slots in `task.compares`. The store must have ended."""
+        """Compare the slots that a store has filled with the slots in `task.compares`. The store must have ended.
+        `slab`: the host memory with all slots.
+        """
         assert self._layout is not None
         assert slab is not None
         comparison = Comparison(self._layout, slab, self._rank, self._parts)
@@ -168,8 +175,8 @@ class Comparer:
         return self._back.begin(task.copies)
 
     def compare_load(self, task: CopyTask, reading: PendingDigests, slab: SlabMap | None) -> Comparing:
-        """Compare the digests of a load's blocks with the load's slots. If all are equal, keep the digests for
-        `compare_again`.
+        """Compare loaded blocks with the slots from which they were loaded. `reading`: the result of `read` for this
+        load. If all blocks are equal, keep their digests for `compare_again`.
         """
         back, loaded = self._back, self._loaded
         assert back is not None
@@ -185,8 +192,8 @@ class Comparer:
         return self._submit(differences)
 
     def compare_again(self, task: ReadTask, reading: PendingDigests) -> Comparing:
-        """Compare the digests of a load's blocks with the digests that `compare_load` has kept, and forget the kept
-        digests.
+        """Compare a second read of a load's blocks with the first. `reading`: the result of the second `read`. If
+        `compare_load` has kept no digests of this load, nothing is compared.
         """
         back, loaded = self._back, self._loaded
         assert back is not None

@@ -1,7 +1,7 @@
 """Computes the identity of the model in the workers, from weights, constants of layers, configuration and code.
 
-vLLM's engine core asks its workers for this identity, and notes calls that may have changed it. lmkv does not read the
-weight files, because their content may have changed since vLLM loaded the weights.
+The process of vLLM's engine core asks the workers for this identity, at the start and after calls that may change the
+model. lmkv does not read the weight files, because their content may have changed since vLLM loaded the weights.
 """
 
 from __future__ import annotations
@@ -59,9 +59,11 @@ KEEPS_WEIGHTS = frozenset({
 
 @functools.cache
 def watch_packing() -> None:
-    """Patch `torch.nn.Module`: a module records the digest of a parameter before the parameter is emptied or deleted.
+    """Patch `torch.nn.Module` to record the digest of each parameter that is about to be emptied or deleted.
+    Idempotent.
 
-    vLLM's CPU build empties the weights of a linear layer when it passes these weights to oneDNN. Idempotent.
+    The model's identity needs these digests: vLLM's CPU build empties the weights of a linear layer when it passes them
+    to oneDNN.
     """
     from torch import nn
     from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -145,10 +147,11 @@ def _changeable(layer: nn.Module) -> dict[str, str]:
 
 
 def adapter(worker: Any, lora: Any) -> Adapter | None:
-    """Return the digest and files of a LoRA adapter as the worker has loaded it, or would load it now. Return None if
-    lmkv cannot identify the adapter. Never raises.
+    """Return the digest and files of a LoRA adapter as the worker has loaded it. Return None if lmkv cannot identify
+    the adapter. Never raises.
 
-    The adapter is not loaded into vLLM, because vLLM might evict the adapter of a running request.
+    If the worker has not loaded the adapter, read its files without loading it into vLLM. Loading might evict the
+    adapter of a running request.
     """
     try:
         manager = worker.model_runner.lora_manager
@@ -210,9 +213,7 @@ def _adapter_digest(found: Any) -> str:
 
 
 def draft_model(runner: Any) -> Any | None:
-    """Return the draft model if the runner has one with separate layers, else None. From vLLM 0.32 on, a wrapper may
-    hold the model.
-    """
+    """Return the draft model if the runner has one with separate layers, else None."""
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(drafter, "model", None)
     return getattr(model, "unwrap", lambda: model)()
@@ -406,9 +407,9 @@ _BLOCK = 1 << 20
 def digest_on_device(data: torch.Tensor) -> str:
     """Return the digest of a flat tensor, computed on the tensor's device.
 
-    Each 32-bit word is multiplied by an odd 64-bit factor that depends on its place. The products of each block of 4
-    MiB are added up, modulo 2**64, for two rows of factors. Different tensors have equal sums with a probability of
-    about 2**-32 for each row. The digest is the SHA-256 of all sums.
+    Each 32-bit word is multiplied by an odd 64-bit factor for its position, and the products of every 4 MiB are added
+    up. This is done twice, with different factors. Each time, different tensors have equal sums with a probability of
+    about 2**-32. The digest is the SHA-256 of all sums.
     """
     import torch
 
@@ -464,7 +465,7 @@ class LoadedModel:
         return " ".join(sorted({digest for digest, _ in known})), known[0][1]
 
     def watch(self, changes: WeightChanges) -> None:
-        """Patch the engine core, so that `changes` is notified of every call that may change the model's results."""
+        """Patch the engine core to notify `changes` of every call that may change weights, adapters or images."""
         core = self._core()
         if core is None:
             return

@@ -83,11 +83,10 @@ class Ranks:
         return divmod((stage * self.tensor + tensor) * self.context + context, self.replicas)
 
     def widest_stage(self, layers: Sequence[LayerPages], stage: int) -> tuple[LayerPages, ...]:
-        """Return the layers of the pipeline stage with the most layers. Every other stage has the first layers of this
-        list.
+        """Return the layers of the largest pipeline stage. Every smaller stage has the first layers of this list.
 
-        `layers`: the layers of stage number `stage`. The scheduler side knows only stage 0, so all hidden layers must
-        have the same pattern of pages. Otherwise, raises ValueError.
+        `layers`: the layers of stage number `stage`, from which the result is derived. Raises ValueError unless all
+        hidden layers have equal pages.
         """
         if len(self.stages) == 1:
             return tuple(layers)
@@ -120,8 +119,8 @@ class ServedModel:
     the stage with the most layers. `layers`: names of the layers that `layout` describes. `fused`: whether all layers
     of a block are adjacent in memory, so that `layout` treats them as one layer.
 
-    `num_blocks`: number of vLLM's blocks. `numbers`: for each layer, the numbers in its pages; empty if a page also has
-    other data. `experts`: whether the model is a mixture of experts.
+    `num_blocks`: number of vLLM's blocks. `numbers`: for each layer, the sections of its pages; empty if a page has
+    data other than numbers, such as scales. `experts`: whether the model is a mixture of experts.
     """
 
     block_map: BlockMap
@@ -143,8 +142,8 @@ class ServedModel:
         return self._make_namespace()
 
     def paged_memory(self, rows: Sequence[torch.Tensor]) -> PagedMemory:
-        """Return paged memory over `rows`. `rows`: the KV tensor of each layer, in the order of `layers`, as
-        `block_rows` returns it.
+        """Return paged memory over `rows`: the KV tensor of each layer, with one row for each block, in the order of
+        `layers`.
 
         Raises ValueError if the pages of `rows` do not match the layout.
         """
@@ -164,7 +163,9 @@ class ServedModel:
         return memory
 
     def parts(self, rows: Sequence[torch.Tensor]) -> list[Part]:
-        """Describe the content of the pages in `rows`: numbers, or plain bytes if a page also has other data."""
+        """Describe the content of the pages in `rows` for audits: numbers, or plain bytes if a page also has other
+        data.
+        """
         import torch
 
         base = min(int(row.storage_offset()) for row in rows) if self.fused else 0
@@ -182,7 +183,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, chunk_size: int, stage: int
     """Describe the model of vLLM's configuration. `chunk_size`: number of tokens in a chunk, which is rounded up to
     whole blocks; with recurrent layers, a chunk is a block.
 
-    `stage`: the pipeline stage that computes the layers in `kv_cache_config`. Raises ValueError with the reason if lmkv
+    `stage`: index of the pipeline stage to which `kv_cache_config` belongs. Raises ValueError with the reason if lmkv
     does not cache the model or the parallel configuration.
     """
     check_model(vllm_config)
@@ -284,9 +285,7 @@ def _layout_name(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def source_of(model_config: Any) -> str:
-    """Return the source of the weights. If vLLM reads weights from object storage, its `model` is only a temporary
-    folder.
-    """
+    """Return the name, path or URL from which vLLM loads the weights."""
     return str(getattr(model_config, "model_weights", None) or model_config.model)
 
 
@@ -301,8 +300,8 @@ def config_digest(model_config: Any) -> str:
 
 
 def _device(vllm_config: Any) -> str:
-    """Describe the device type and what else affects results: the form of 8-bit floats on GPUs, the instruction set on
-    CPUs.
+    """Describe the device type, and the form of 8-bit floats on GPUs or the instruction set on CPUs, because these
+    affect results.
     """
     from vllm.platforms import current_platform
 

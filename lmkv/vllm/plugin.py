@@ -23,8 +23,8 @@ MODULE = "lmkv.vllm.connector"
 def register() -> None:
     """Register `LMKVConnector` with vLLM. vLLM calls this function in each of its processes, perhaps several times.
 
-    If lmkv's settings are invalid, the function ends a server's process, or raises ConfigError in a program. The
-    function raises nothing else, because any exception would end vLLM.
+    If lmkv's settings are invalid, end the process of a server, or raise ConfigError if a Python program starts the
+    engine. All other errors are only logged, because an exception would end vLLM.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -54,7 +54,7 @@ def register() -> None:
 def obstacles(transfer: Mapping[str, Any], *, offloads: bool) -> Iterator[str]:
     """Yield the reasons why vLLM will not use lmkv although `transfer` (the `kv_transfer_config`) names lmkv.
 
-    `offloads`: whether `kv_offloading_size` is set as well.
+    `offloads`: whether `kv_offloading_size` is set, which makes vLLM use another connector.
     """
     if NAME not in repr(transfer):
         return

@@ -25,7 +25,9 @@ _LOGGED = ("lmkv_hit_tokens", "lmkv_missed_tokens", "lmkv_stored_tokens", "lmkv_
 
 
 class LMKVStats(KVConnectorStats):
-    """The metrics of an interval in vLLM's form. `data`: the values by metric, of type `telemetry.Values`."""
+    """lmkv's metrics since the last report, in the class that vLLM expects. `data`: the values by metric, of type
+    `telemetry.Values`.
+    """
 
     def reset(self) -> None:
         self.data: Values = {}
@@ -142,9 +144,9 @@ def wants_kv_events(vllm_config: Any) -> bool:
 class BlockDescriber:
     """Describes a request's blocks by vLLM's hashes, and makes vLLM's KV events about these blocks.
 
-    Each sequence has one element per block table that lmkv caches. `block_sizes`: number of tokens in a block. `kinds`:
-    vLLM's name for the kind of attention. `groups`: the index of the KV cache group. `block_pool`: vLLM's block pool;
-    None until vLLM has made it.
+    `block_sizes`, `kinds` and `groups` have one element for each block table that lmkv caches. `block_sizes`: number of
+    tokens in a block. `kinds`: vLLM's name for the kind of attention. `groups`: the index of the KV cache group.
+    `block_pool`: vLLM's block pool; None until vLLM has made the pool.
     """
 
     block_sizes: Sequence[int]
@@ -163,7 +165,7 @@ class BlockDescriber:
 
     @property
     def all_cleared(self) -> bool:
-        """Whether vLLM is about to publish the event that all blocks are removed."""
+        """Whether vLLM's queue of KV events has an event that all blocks are removed."""
         from vllm.distributed.kv_events import AllBlocksCleared
 
         return any(isinstance(event, AllBlocksCleared) for event in self.block_pool.kv_event_queue)

@@ -1,8 +1,8 @@
 """`build_pd_openai_app`: builds a Ray Serve application with separate servers for prefill and decode, which accepts
 lmkv's request options.
 
-Ray's own builder refuses `kv_transfer_params` from clients. This module needs Ray 2.60, because it uses Ray's
-internals.
+Ray's own application rejects requests in which the client sets `kv_transfer_params`. This module needs Ray 2.60,
+because it uses Ray's internals.
 """
 
 from __future__ import annotations

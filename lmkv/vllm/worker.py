@@ -1,5 +1,5 @@
-"""The worker side of the connector: maps the slab (lmkv's host memory), makes the copies that the scheduler side
-tasks, and reports their results.
+"""The worker side of the connector: maps the slab (lmkv's host memory), makes the copies that the scheduler side plans,
+and reports their results.
 
 No method raises: an error becomes a failed job. After a failed store the chunks are not stored, and after a failed load
 vLLM recomputes the blocks.
@@ -53,14 +53,14 @@ class _Running:
 
 
 class Worker:
-    """Executes the copy tasks of each `StepPlan` for one rank. A copy task is a list of chunks to copy. All calls
-    come from the thread that runs the model.
+    """Executes the copy tasks of each `StepPlan` for one rank. A copy task is a list of chunks to copy. All calls come
+    from the thread that runs the model.
 
     `rank`: the index of this worker's part in each slot (the space for one chunk in host memory). `layout`: the layout
     of a chunk; None if this rank cannot cache the model, so that every task fails.
 
-    `share`: (index, count) of this rank among the ranks with the same KV; only the first one stores.
-    `block_level_failures`: whether to report failed loads by block ids instead of request ids (see
+    `share`: `(index, count)`: this rank's index among the ranks with the same KV, and their number. Only the rank with
+    index 0 stores. `block_level_failures`: whether to report failed loads by block ids instead of request ids (see
     `BlockMap.one_full_table`). `layerwise`: whether to copy layer by layer while the model computes. The model must
     then call `wait_for_layer` and `save_layer`.
 
@@ -101,8 +101,8 @@ class Worker:
         self._failed_attaches = 0
         self._suspended = False
         self._launched: Event | None = None
-        """An event that is reached when the work before this step is done. Later work uses no block that a load is
-        filling.
+        """The end of all device work before this step. Asynchronous loads begin then, because later work does not use
+        their blocks.
         """
         self._due_loads: list[CopyTask] = []
         self._due_stores: list[CopyTask] = []
@@ -185,7 +185,7 @@ class Worker:
             self.refuse(f"after the engine's sleep the device has no memory for copies: {error}")
 
     def begin(self, plan: StepPlan) -> None:
-        """Accept the copy tasks of a step. Each is executed once, even if the model does not run in that step."""
+        """Accept the copy tasks of a step. Each task is executed once, even if the model does not run in that step."""
         self._due_loads, self._due_stores = plan.loads, plan.stores
         self._step += 1
         for task in plan.reads:
@@ -386,8 +386,8 @@ class Worker:
         return self._copier
 
     def wrap_copier(self, wrap: Callable[[Copier], C]) -> C:
-        """Replace the copier by `wrap(copier)` and return the new one, for tests of faults. Raises NotReadyError
-        without a copier.
+        """Replace the copier by `wrap(copier)` and return the new one. Tests inject faults in this way. Raises
+        NotReadyError without a copier.
         """
         self._copier = copier = wrap(self._ready_copier())
         return copier
@@ -445,8 +445,7 @@ class Worker:
     def poll(self) -> None:
         """Report the copies that have ended, without waiting for the others.
 
-        A layer-by-layer load ends in this method, because vLLM asks for failed loads right after it. With drafts,
-        `save` would be too late.
+        Also end the step's layer-by-layer load, because vLLM asks for failed loads right after this call.
         """
         reading, self._reading = self._reading, None
         self._end(reading)
@@ -455,8 +454,8 @@ class Worker:
             self._follow(item)
 
     def take_report(self) -> WorkerReport | None:
-        """Return a report of the jobs that have ended and of the adapters that were loaded since the last call. Return
-        None if there are none.
+        """Return a report of the jobs and timed steps that have ended, and of the adapters that were loaded, since the
+        last call. Return None if there are none.
         """
         report, self._report = self._report, WorkerReport()
         report.adapters = take_loads()
@@ -468,16 +467,16 @@ class Worker:
         return failed
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return `(finished, failed)`: ids of the requests whose asynchronous load has ended, and of the requests
-        whose load has failed.
+        """Return `(finished, failed)`: the ids of requests with an ended asynchronous load, and those of them with a
+        failed load.
         """
         finished, self._finished_requests = self._finished_requests, set()
         failed, self._failed_requests = self._failed_requests, set()
         return finished, failed
 
     def close(self, *, process_ends: bool = False) -> None:
-        """Wait for the running copies, and unmap the slab. If the process ends, the kernel unmaps the slab.
-        Idempotent.
+        """Wait for the running copies, and unmap the slab. `process_ends`: whether the process is about to end, so that
+        the kernel unmaps the slab. Idempotent.
         """
         self._closing.set()
         if self._search is not None:

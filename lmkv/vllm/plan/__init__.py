@@ -1,6 +1,6 @@
 """The messages between the scheduler side and the workers: copy tasks, which tell workers what to copy, and reports.
 
-Both sides of the connector import this package, which also has `Request`. The package uses no types of vLLM.
+Both sides of the connector import this package, which uses no types of vLLM.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from lmkv.memory.slab import SlabRef
 
 @frozen
 class CopyTask:
-    """A command to the workers to copy chunks. All `copies` of a task succeed or fail together. `job`: the task's
-    number.
+    """A command to the workers to copy chunks between vLLM's blocks and lmkv's slots. All `copies` of a task succeed or
+    fail together. `job`: the task's number.
 
-    `stores`: True to copy from blocks into slots, False to copy from slots into blocks. `failed_blocks`: blocks that no
-    copy will fill, and that the workers report as failed. `between_steps`: whether the load is asynchronous, so that no
-    computation of this step uses its blocks.
+    `stores`: True to copy from blocks into slots (a store), False to copy from slots into blocks (a load).
+    `failed_blocks`: blocks that a load cannot fill, because chunks were lost; workers report them as failed.
+    `between_steps`: whether the load is asynchronous. Then this step's computation does not use the load's blocks.
 
-    `finishes`: id of the request whose asynchronous load ends with this task. `compares`: for each copy, a slot to
-    compare with the slot that the copy has filled. `audited`: whether to read back the blocks of a load, and compare
-    them with the slots.
+    `finishes`: if the task ends a request's asynchronous load, the request's id. `compares`: for an audit, one slot for
+    each copy, to compare with the slot that the copy fills. `audited`: whether to read back the blocks of a load, and
+    compare them with the slots.
     """
 
     job: int
@@ -40,8 +40,8 @@ class CopyTask:
 
 @frozen
 class ReadTask:
-    """A command to the workers to read the blocks of an audited load again, and compare the result with the first read.
-    `load`: the job number of that load.
+    """A command to the workers to read the blocks of an audited load a second time, and compare them with the first
+    read. `load`: the job number of that load.
     """
 
     job: int

@@ -23,8 +23,9 @@ class Group:
     """One block table. `block_size`: number of tokens in a block. `window`: number of tokens that a query attends to
     with a sliding window; None for full attention.
 
-    `table`: the table's index among vLLM's tables; None if lmkv caches all tables. `state`: for recurrent layers the
-    number of their state entry, from 1 on, else 0. A block of recurrent layers holds a state, not the KV of tokens.
+    `table`: the table's index among vLLM's tables; None if lmkv caches all tables. `state`: for recurrent layers,
+    number (from 1 on) of the state entry that holds their states; 0 for other layers. A block of recurrent layers holds
+    a state, not the KV of tokens.
     """
 
     block_size: int
@@ -37,8 +38,8 @@ class Group:
 class BlockMap:
     """Maps chunks of `chunk_size` tokens to block tables. `groups`: the tables that lmkv caches.
 
-    `scratch`: whether vLLM has further tables that cannot be cached. vLLM fills their blocks again from the end of a
-    hit on, so a hit must end at the end of a block.
+    `scratch`: whether vLLM has further tables, which cannot be cached. vLLM fills their blocks anew after every hit, so
+    hits must end at the end of a block.
     """
 
     chunk_size: int
@@ -46,7 +47,7 @@ class BlockMap:
     scratch: bool = False
 
     def select(self, tables: Sequence[list[int]]) -> Sequence[list[int]]:
-        """Return those of vLLM's block tables that lmkv caches."""
+        """Return the block tables that lmkv caches. `tables`: all block tables of a request."""
         return [tables[group.table or 0] for group in self.groups] if self.scratch else tables
 
     def index(self, table: int) -> int:
@@ -55,31 +56,34 @@ class BlockMap:
 
     @cached_property
     def windowed(self) -> bool:
-        """Whether some layers have a sliding window. A stored chunk may then lack pages, so a hit must end at the end
-        of a chunk.
+        """Whether some layers have a sliding window. A hit must then end at the end of a chunk, because a stored chunk
+        may have only its last pages.
         """
         return any(group.window is not None for group in self.groups)
 
     @cached_property
     def states(self) -> int:
-        """Number of state entries after each chunk; 0 if the model has no recurrent layers."""
+        """Number of state entries (slots with states of recurrent layers) after each chunk; 0 if the model has no
+        recurrent layers.
+        """
         return max((group.state for group in self.groups), default=0)
 
     @cached_property
     def one_full_table(self) -> bool:
-        """Whether vLLM can continue a request at the first block that a load has not filled.
+        """Whether vLLM has only one block table, with full attention, so that failed loads are reported by block ids.
 
-        If so, failed loads are reported by block ids. With several block tables, block ids are ambiguous. With a
-        window, earlier blocks may be null. vLLM reads a state before the loads of the step begin.
+        vLLM can then continue a request at the first block that a load has not filled. With several tables, windows or
+        recurrent layers vLLM cannot do so, and failed asynchronous loads are reported by request ids.
         """
         return len(self.groups) == 1 and not (self.windowed or self.states or self.scratch)
 
     def store_copy(
         self, slot: int, block_ids: Sequence[list[int]], chunk: int, tokens: int | None = None
     ) -> ChunkCopy | None:
-        """Return a copy of chunk number `chunk`, or of the chunk's first `tokens` tokens, into `slot`.
+        """Return a `ChunkCopy` from the blocks of chunk number `chunk` into `slot`. Return None if blocks are missing.
 
-        Returns None if blocks are missing. With a sliding window, only the pages that a later hit reads must be there.
+        With a sliding window, blocks that no later hit reads may be missing. `tokens`: number of the chunk's first
+        tokens to copy; None for all.
         """
         runs, tokens = [], tokens or self.chunk_size
         for group, table in zip(self.groups, block_ids, strict=True):
@@ -95,8 +99,8 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def compared_copy(self, slot: int, block_ids: Sequence[list[int]], chunk: int) -> ChunkCopy | None:
-        """Return a copy of a whole chunk as `store_copy` does. With a sliding window, leave out pages that the same
-        chunk of another request may lack.
+        """Return a `ChunkCopy` of a whole chunk as `store_copy` does, for a comparison with a stored chunk. With a
+        sliding window, leave out pages that the stored chunk may lack.
         """
         copy = self.store_copy(slot, block_ids, chunk)
         if copy is None or not self.windowed:
@@ -119,10 +123,10 @@ class BlockMap:
     def load_copies(
         self, slots: Sequence[int], block_ids: Sequence[list[int]], start: int, end: int
     ) -> list[ChunkCopy]:
-        """Return the copies that fill the blocks of tokens `start` to `end - 1`.
+        """Return the copies that fill the blocks of tokens `start` to `end - 1`. Earlier blocks are not written,
+        because other requests may use them.
 
-        `slots`: the slots of the chunks, beginning with the chunk that contains token `start`. No copy writes blocks
-        before token `start`, because their KV is valid and other requests may use these blocks.
+        `slots`: the slots of the chunks, beginning with the chunk that contains token `start`.
         """
         if start >= end:
             return []
@@ -149,9 +153,10 @@ class BlockMap:
         return runs
 
     def state_copy(self, slot: int, number: int, blocks: Mapping[int, int]) -> ChunkCopy | None:
-        """Return a copy between `slot` and the blocks of state entry `number`. Return None if a block is missing.
+        """Return a `ChunkCopy` between `slot` and the blocks of state entry `number`, for a load or a store. Return
+        None if a block is missing.
 
-        `blocks`: the block of each state, by the index of its group in `groups`.
+        `blocks`: block ids by the index of their group in `groups`, as `state_blocks` returns them.
         """
         wanted = [index for index, group in enumerate(self.groups) if group.state == number]
         if any(blocks.get(index, NULL_BLOCK) == NULL_BLOCK for index in wanted):
@@ -160,10 +165,10 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def state_blocks(self, block_ids: Sequence[list[int]], tokens: int) -> dict[int, int]:
-        """Return, by group index, the block with the state after `tokens` tokens, which vLLM has just allocated or
-        filled.
+        """Return, by group index, the block with the state of recurrent layers after `tokens` tokens.
 
-        `tokens`: number of tokens at the end of a load, or at the end of a step without drafts.
+        `tokens`: number of tokens at the end of a load, or at the end of a step without drafts. vLLM may have no other
+        states.
         """
         return {
             index: table[tokens // group.block_size - 1]
@@ -172,7 +177,7 @@ class BlockMap:
         }
 
     def most_blocks(self, tokens: int) -> int:
-        """Return the largest number of blocks that a request of `tokens` tokens needs until the end of its next
+        """Return an upper limit of the number of blocks that a request of `tokens` tokens has until the end of its next
         step.
         """
         return sum((0 if group.state else tokens // group.block_size) + 2 for group in self.groups)
@@ -182,8 +187,8 @@ class BlockMap:
         return len(copies) == -(-end // self.chunk_size) - start // self.chunk_size
 
     def blocks_between(self, block_ids: Sequence[list[int]], start: int, end: int) -> list[int]:
-        """Return the blocks to report if a load of tokens `start` to `end - 1` fails: those in the first table without
-        states, and the states' blocks.
+        """Return the blocks to report if a load of tokens `start` to `end - 1` fails. These are the blocks of the first
+        table that has KV of tokens, and the blocks of recurrent layers' states.
         """
         for group, table in zip(self.groups, block_ids, strict=True):
             if not group.state:

@@ -1,7 +1,7 @@
 """Identifies everything except tokens that decides KV: salt, adapter, tags, weights, images, sounds and videos.
 
 vLLM names an image, sound or video by an `identifier`: a hash of its content, a name from the client, or a counter.
-These kinds look alike, so an identifier proves nothing about the content. lmkv therefore hashes the tensors that vLLM's
+lmkv cannot tell a hash from a client's name, so lmkv does not trust identifiers. lmkv hashes the tensors that vLLM's
 processor makes, because the model sees only these tensors.
 """
 
@@ -28,8 +28,8 @@ def request_root(
 ) -> bytes:
     """Return the root of a request's chunk keys: a digest of namespace, cache salt, LoRA adapter, tags and weights.
 
-    `tags`: pairs of name and value. `loaded`: the identity of the workers' model. `adapter`: the identity of the
-    request's adapter (see `Adapters`).
+    `tags`: pairs of name and value. `loaded`: the identity of the model that the workers have loaded. `adapter`: the
+    identity of the request's adapter (see `Adapters`).
     """
     lora = getattr(request, "lora_request", None)
     extra = {"lora": adapter} if lora is not None else {}
@@ -63,8 +63,8 @@ def stamps(folder: Path) -> Stamps:
 
 
 def folder_of(path: str, file: str = _CONFIG) -> Path:
-    """Return the local folder that vLLM uses for `path`: the path itself, or the snapshot in the Hub's cache that has
-    `file`.
+    """Return the local folder that vLLM uses for `path`: the path itself, or a snapshot in the Hugging Face cache that
+    contains `file`.
     """
     folder = Path(path).expanduser()
     if folder.exists() or folder.is_absolute():
@@ -86,9 +86,9 @@ Adapter = tuple[str, Stamps]
 class Adapters:
     """Identifies the LoRA adapters that one engine serves. Only the scheduling thread calls its methods.
 
-    `load(lora)`: a function that returns an adapter as the workers have loaded it, or None if unknown. vLLM may read an
-    adapter's files again without notice. So an adapter whose files have changed since its load is not cached until the
-    client loads it under another name.
+    `load(lora)`: a function that returns an adapter as the workers have loaded it, or None if unknown. If an adapter's
+    files change after its load, requests with this adapter are not cached, because vLLM may have read the new files.
+    Clients must then load the adapter under another name.
     """
 
     _load: Callable[[Any], Adapter | None]
@@ -147,7 +147,7 @@ class Media:
 
     vLLM's caches use only identifiers. If two different items have the same identifier, vLLM may use either item for
     both. Therefore lmkv remembers the first digest of an identifier, and rejects any other digest. `by_name`: whether
-    identifiers serve as digests, because the operator guarantees that they are unique.
+    to use identifiers instead of digests, because the operator guarantees that identifiers are unique.
     """
 
     by_name: bool = False
@@ -158,8 +158,7 @@ class Media:
     _warned: set[str] = field(factory=set, init=False, repr=False)
 
     def extras(self, request: Any, chunk_size: int, weights: str = "", adapter: str = "") -> Mapping[int, bytes]:
-        """Return, by chunk index, a digest of the items that overlap the chunk, because tokens do not distinguish
-        items.
+        """Return a digest of the items that overlap each chunk, by chunk index. Tokens alone do not distinguish items.
 
         The digest covers kind, content and position of each item. `weights`, `adapter`: identities of the weights and
         the adapter that encode the items. Raises UnnamedMediaError for an item that cannot be identified.

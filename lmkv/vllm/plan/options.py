@@ -87,13 +87,15 @@ def check_model(vllm_config: Any) -> None:
 
 
 def returns_routed_experts(vllm_config: Any) -> bool:
-    """Return whether responses include the experts of each prompt token. Loaded tokens have no known experts."""
+    """Return whether responses include the experts of each prompt token. lmkv does not cache such a model, because lmkv
+    does not store experts.
+    """
     places = (vllm_config.model_config, getattr(vllm_config, "aux_output_config", None))
     return any(getattr(place, "enable_return_routed_experts", False) for place in places)
 
 
 def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ValueError with the reason if lmkv cannot tell which part of a chunk each worker has."""
+    """Raise ValueError with the reason if lmkv does not support the numbers of ranks, or where ranks run."""
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ValueError(
@@ -117,25 +119,27 @@ def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def has_draft_layers(speculative: Any) -> bool:
-    """Return whether draft tokens come from layers with their own KV, instead of from earlier tokens alone."""
+    """Return whether draft tokens come from layers with separate KV. False if they come from earlier tokens alone, as
+    with ngram.
+    """
     return speculative.method not in ("ngram", "ngram_gpu", "suffix")
 
 
 def is_scratch(group: Any) -> bool:
-    """Return whether a KV cache group cannot be cached, because vLLM fills its blocks again for each request, even
-    after a hit.
+    """Return whether a KV cache group cannot be cached, because vLLM computes the content of its blocks anew after
+    every hit.
     """
     return not getattr(group.kv_cache_spec, "prefix_cacheable", True)
 
 
 def is_replayed(group: Any) -> bool:
-    """Return whether vLLM recomputes the last tokens of each hit to fill the blocks of a KV cache group."""
+    """Return whether a KV cache group makes vLLM recompute the last tokens of each hit."""
     return getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) > 0
 
 
 def check_group(group: Any) -> None:
-    """Raise ValueError with the layers' names if vLLM keeps a KV cache group's blocks outside the device's block
-    tables.
+    """Raise ValueError with the layers' names if lmkv cannot copy the blocks of a KV cache group, because vLLM keeps
+    them in host memory or excludes them from transfers.
     """
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         raise ValueError(f"vLLM keeps the blocks of {', '.join(group.layer_names)} outside its block tables")
@@ -149,15 +153,15 @@ def is_state(spec: Any) -> bool:
 
 
 def has_runner_v2(vllm_config: Any) -> bool:
-    """Return whether vLLM uses its Model Runner V2. vLLM does so if Triton is installed."""
+    """Return whether vLLM uses its Model Runner V2."""
     return getattr(vllm_config, "use_v2_model_runner", False)
 
 
 def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool) -> None:
     """Raise ValueError with the reason if lmkv cannot store and load the states of recurrent layers.
 
-    `recurrent`: for each cached KV cache group, whether its layers are recurrent. `replayed`: whether `is_replayed` is
-    true for any group.
+    `recurrent`: for each cached KV cache group, whether its layers are recurrent. `replayed`: whether vLLM recomputes
+    the last tokens of each hit (see `is_replayed`).
     """
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
@@ -189,7 +193,9 @@ def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool)
 
 
 def check_spec(spec: Any) -> None:
-    """Raise ValueError with the reason if the KV of these layers depends on more than the tokens of a prefix."""
+    """Raise ValueError with the reason if lmkv cannot cache layers with this KV cache specification, because their KV
+    depends on more than the tokens of a prefix.
+    """
     kind = type(spec).__name__
     if (kind not in _KINDS and not is_state(spec)) or not getattr(spec, "prefix_cacheable", True):
         raise ValueError(f"the KV of {kind} layers depends on more than a prefix's tokens")
@@ -198,7 +204,7 @@ def check_spec(spec: Any) -> None:
 
 
 def has_tokens(request: Any) -> bool:
-    """Return whether token ids identify the request's prompt. A prompt of embeddings has none."""
+    """Return whether the request's prompt has token ids. False for a prompt of embeddings."""
     return getattr(request, "prompt_embeds", None) is None
 
 
@@ -212,10 +218,10 @@ class AgentHint:
     """The fields of an `agent_hint` that lmkv supports.
 
     `ttl`: seconds after the request's end during which its chunks are evicted last. `prefetch`: whether to promote the
-    prompt's chunks. `session`: the session's id. `ended`: whether the session, or a branch of it (an edit of type
-    `evict`), ends with this request. Chunks that no other session shares are then evicted first. `priority`: if above
-    0, the request's chunks are evicted last. `waits`: seconds until the session probably continues, after a tool or a
-    person; until then, the request's chunks are evicted last.
+    prompt's chunks. `session`: the session's id. `ended`: whether the session, or a branch of the session (an edit of
+    type `evict`), ends with this request. Chunks that no other session shares are then evicted first. `priority`: if
+    above 0, the request's chunks are evicted last. `waits`: expected seconds until the session's next request, for
+    example while a tool runs; until then, the request's chunks are evicted last.
 
     lmkv ignores all other fields, lists of more than 64 edits, and session ids of more than 1,024 characters.
     """
@@ -266,13 +272,13 @@ class RequestOptions:
     is storing their KV.
 
     A request is not cached if a tag has another type, tags are too many or too long, or there are more than 256 keys.
-    Without all tags, lmkv does not know with which other requests this request may share KV. A request with
-    `lmcache.token_drop` is not cached either.
+    If lmkv ignored a tag, requests with different tags could share KV. A request with `lmcache.token_drop` is not
+    cached either.
 
     lmkv also reads four options without a prefix, which vLLM defines. `max_load_tokens`: largest number of tokens to
     load after vLLM's own hit. `max_offload_tokens`: how many of the first tokens may be stored. `agent_hint` (RFC
-    52113): see `AgentHint`. `do_remote_decode`: whether another server will decode; a `kv_producer` then returns the
-    `wait_for` for that server.
+    52113): see `AgentHint`. `do_remote_decode`: whether another server will decode. A prefill server (`kv_producer`)
+    then returns the value of `wait_for` for that server.
     """
 
     skip_save: bool = False

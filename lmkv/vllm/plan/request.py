@@ -54,7 +54,7 @@ class WaitLimit:
         chunks that have arrived so far.
 
         `limit`: a function that returns how many seconds this wait may last. The function is called once, when the wait
-        begins. If the result is None, the wait continues while at least one chunk arrives every `STALL` seconds.
+        begins. If the result is None, the wait continues while at least one chunk arrives every 0.8 seconds (`STALL`).
         """
         if self.late:
             return False
@@ -88,7 +88,8 @@ class WaitLimit:
 class Miss:
     """How many tokens of a request were not loaded, and why. `reason`: one of `lmkv.vllm.scheduler.telemetry.REASONS`.
 
-    `tier`: the tier that has the tokens' chunks, or that has evicted them. `seconds_ago`: seconds since the eviction.
+    `tier`: the tier that has, or has evicted, the first chunk or state that was not loaded. `seconds_ago`: seconds
+    since the eviction.
     """
 
     reason: str
@@ -98,12 +99,14 @@ class Miss:
 
     @property
     def looked_up(self) -> int:
-        """Number of tokens that a lookup did not find: `tokens`, or 0 for a request that may not load."""
+        """Number of tokens that lmkv looked up and did not find: `tokens`, or 0 for a request that may not load."""
         return 0 if self.reason in ("skip_load", "unidentified") else self.tokens
 
     @property
     def public_reason(self) -> str:
-        """The reason without information about requests with other salts: "not_stored" instead of "other_salt"."""
+        """The reason as clients may see it: "not_stored" instead of "other_salt", which reveals that a request with
+        another salt has the same prompt.
+        """
         return "not_stored" if self.reason == "other_salt" else self.reason
 
     def __str__(self) -> str:
@@ -127,8 +130,8 @@ class Audit:
     The audit covers chunks `first` to `end - 1`, and the states after these chunks.
 
     `next`: index of the chunk to compare next. `tiers`: for each chunk, the tier from which it would have been loaded.
-    `computed`: number of tokens of vLLM's own hit before the chunks, which lmkv may have loaded earlier. `tail`: the
-    key of the prompt's tail, if the tail is part of the hit and has whole pages.
+    `computed`: number of tokens of vLLM's own hit, which precede the audited chunks and are not compared. `tail`: the
+    key of the prompt's tail, if the tail is compared as well.
     """
 
     first: int
@@ -154,19 +157,19 @@ class VLLMRequest(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens with known ids: the prompt and the generated tokens, without placeholders."""
+        """Number of tokens with known ids: the prompt, and the generated tokens except placeholders."""
         ...
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of tokens that are computed before the step that is being scheduled, if all drafts of running steps
-        are accepted.
+        """Number of tokens that vLLM has computed before the step that is being scheduled. All tokens and drafts of
+        running steps count.
         """
         ...
 
     @property
     def num_in_flight_tokens(self) -> int:
-        """How many of the `num_computed_tokens` tokens belong to steps that are still running. Drafts count."""
+        """How many of the `num_computed_tokens` tokens belong to steps that are still running, including drafts."""
         ...
 
     @property
@@ -182,8 +185,8 @@ class Waiting:
     is asynchronous. `shared_lookup`, `promotion`: the lookup in shared tiers and the promotion for which the request
     waits. `stored_elsewhere`: number of chunks for `wait_for` that were found so far. `look_at`: the time of the next
     lookup for `wait_for`. `worth_loading`: how many of the first chunks load faster than they compute; None until
-    decided. `longest_hit`: largest number of chunks of a hit; the states after more chunks would load too slowly.
-    `deferred_since`: the time when vLLM was first told to ask again.
+    decided. `longest_hit`: with recurrent layers, the largest number of chunks in a hit that is worth loading.
+    `deferred_since`: the time of the first lookup after which vLLM had to ask again; None if vLLM need not ask.
     """
 
     patience: WaitLimit
@@ -241,7 +244,7 @@ class Storing:
 
     `stored`: how many of the first chunks are stored or being stored. `tail_due`: whether the prompt's tail must still
     be stored. `kept`: number of chunks before the last states that stay stored. `last_states`: number of chunks before
-    the last states of the generated tokens, which later states replace. `copying`: number of running stores.
+    the last states that later states may replace; 0 if there are none. `copying`: number of running stores.
     """
 
     stored: int = 0
@@ -278,8 +281,8 @@ class Auditing:
     """The state of a request's audits. Only `HitAudits` and `LoadAudits` change this state.
 
     `decided`: whether lmkv has already decided if the hit is audited. `audit`: the audit of the hit, or None.
-    `reads_back`: whether the next load is audited in any case. `tenure`: how many times the request has released its
-    blocks.
+    `reads_back`: whether the next load is audited without a random choice. `tenure`: how many times the request has
+    released its blocks.
     """
 
     decided: bool = False
@@ -293,9 +296,9 @@ class Report:
     """The tokens of a request that lmkv promised, loaded and missed. Only `SchedulerObserver` changes this state.
 
     `sources`, `source_chunks`: number of tokens and of chunks from each tier in the last promise to vLLM. `promised`:
-    the keys of the promised chunks, and of the chunks before them in vLLM's own hit. `miss`: why the other tokens were
-    not promised. `counted`: whether the metrics have counted the hit and the miss, which happens when vLLM first
-    schedules the request.
+    the keys of the chunks in vLLM's own hit, and then of the promised chunks. `miss`: why the other tokens were not
+    promised. `counted`: whether the metrics have counted the hit and the miss, which happens when vLLM first schedules
+    the request.
     """
 
     sources: dict[str, int] = field(factory=dict)
@@ -363,8 +366,8 @@ class Request:
     def of(cls, vllm: VLLMRequest, naming: KeyMaker, identity: str | None, patience: WaitLimit) -> Self:
         """Make a request with the keys of its prompt.
 
-        `identity`: the identity of the weights that the workers have loaded; None if unknown. Then the request is not
-        cached.
+        `naming`: the data from which keys are made. `identity`: the identity of the model that the workers have loaded;
+        if None, the request is not cached. `patience`: the limit of the request's waits.
         """
         options, weights = RequestOptions.of(vllm, naming.longest), identity or ""
         lora = getattr(vllm, "lora_request", None)
@@ -379,9 +382,9 @@ class Request:
         return request
 
     def follow(self) -> None:
-        """Hash the prompt, if it has grown: a streamed session's prompt grows with each input.
+        """Hash the prompt again if it has grown: a streamed session's prompt grows with each input.
 
-        Earlier generated tokens, except the last one, then become part of the prompt.
+        vLLM then counts earlier generated tokens, except the last one, as part of the prompt.
         """
         prompt_tokens: int = getattr(self.vllm, "num_prompt_tokens", 0)
         if prompt_tokens == self.hashed_tokens:
@@ -397,14 +400,14 @@ class Request:
         self.tail_chunk, self.storing.tail_due = len(self.chain.keys), True
 
     def leave_out(self) -> None:
-        """Store and load nothing for this request from now on, because its weights or inputs are not known for
-        certain.
+        """Store and load nothing for this request from now on, because its weights, adapter or images are unknown or
+        have changed.
         """
         self.unidentified = self.options.skip_save = self.options.skip_load = True
 
     @property
     def lora_name(self) -> str | None:
-        """The adapter's name in vLLM's prefix cache; None without an adapter."""
+        """The name of the request's LoRA adapter; None without an adapter."""
         lora = getattr(self.vllm, "lora_request", None)
         return None if lora is None else str(lora.lora_name)
 
@@ -425,12 +428,12 @@ class Request:
 
     @property
     def last_token(self) -> int:
-        """Index of the last token, which vLLM always computes, because it needs this token's logits."""
+        """Index of the last token. vLLM always computes this token, because it needs the token's logits."""
         return self.vllm.num_tokens - 1
 
     @property
     def loadable(self) -> int:
-        """How many of the first tokens may be loaded at most."""
+        """Largest number of the request's first tokens that a hit may cover, including vLLM's own hit."""
         limit = self.options.max_load_tokens
         return self.last_token if limit is None else min(self.last_token, self.waiting.computed + limit)
 
@@ -454,13 +457,15 @@ class Request:
         }
 
     def keys(self, count: int) -> list[ChunkKey]:
-        """Return the first `count` chunk keys. Hash the tokens that have become known since the last call first."""
+        """Return the first `count` chunk keys, or fewer if later token ids are not known yet."""
         if count > len(self.chain.keys):
             self.chain.extend(self.known_tokens)
         return self.chain.keys[:count]
 
     def keys_with_tail(self, count: int) -> list[ChunkKey]:
-        """Return the first `count` chunk keys, and the key of the prompt's tail if the tail follows directly."""
+        """Return the first `count` chunk keys, and the key of the prompt's tail if the tail comes right after these
+        chunks.
+        """
         keys = self.keys(count)
         return [*keys, self.tail] if self.tail is not None and count == self.tail_chunk else keys
 

@@ -48,9 +48,9 @@ class Scheduler:
     `plan_step`, `take_plan`, and later `on_report` with the workers' results.
 
     `block_map`: decides which blocks belong to which chunk. `events`: records KV events; None if vLLM publishes none.
-    `identify()`: a function that returns the identity of the workers' model, or None to cache nothing. This function is
-    called at the start and when the weights may have changed. `load_adapter(lora)`: a function that returns an adapter
-    as the workers have loaded it.
+    `identify()`: a function that returns the identity of the workers' model. If the result is None, nothing is cached.
+    This function is called at the start and when the weights may have changed. `load_adapter(lora)`: a function that
+    returns an adapter as the workers have loaded it.
     """
 
     def __init__(
@@ -117,17 +117,19 @@ class Scheduler:
         return MappingProxyType(self._requests)
 
     def keys_of(self, tokens: Sequence[int], cache_salt: str | None, tags: Mapping[str, str]) -> list[ChunkKey]:
-        """Return the chunk keys of a prompt without images and adapters; none if the weights are unknown. Thread-safe.
+        """Return the chunk keys of a prompt without images and adapters. Return no keys if the workers' weights are
+        unknown. Thread-safe.
 
-        The keys are for the weights that the workers had at the last lookup.
+        The keys are for the weights at the last lookup, even if the weights have changed since then.
         """
         root = self.root_of(cache_salt, tags)
         return [] if root is None else self._keys(root, tokens)
 
     def root_of(self, cache_salt: str | None, tags: Mapping[str, str]) -> bytes | None:
-        """Return the root of the chunk keys of prompts with this salt and these tags. Thread-safe.
+        """Return the root of the chunk keys of prompts with this salt and these tags. Return None if the workers'
+        weights are unknown. Thread-safe.
 
-        The root is for the weights that the workers had at the last lookup; None if these weights are unknown.
+        The root is for the weights at the last lookup, even if the weights have changed since then.
         """
         identity = self.changes.identity
         return None if identity is None else tagged_root(self._naming.namespace, tags.items(), identity, cache_salt)
@@ -136,7 +138,7 @@ class Scheduler:
         """Set two functions of vLLM: `free()` returns the number of free blocks, and `evict(blocks)` removes blocks
         from vLLM's prefix cache.
 
-        `count`: the number of vLLM's blocks.
+        `count`: the number of all of vLLM's blocks, free or not.
         """
         self.loads.admission.free_blocks = free
         self.loads.evict_blocks = evict
@@ -147,8 +149,8 @@ class Scheduler:
     def on_new_request(self, vllm_request: VLLMRequest) -> None:
         """Hash the prompt of a new request, and begin to promote its chunks before vLLM schedules the request.
 
-        If the weights may have changed, this happens at the request's first lookup instead, because until then the
-        engine may sleep.
+        If the weights may have changed, lmkv must ask the workers first. The request is then hashed at its first
+        lookup, because a sleeping engine cannot ask its workers.
         """
         if self.changes.puts_off(vllm_request.request_id):
             return
@@ -197,9 +199,10 @@ class Scheduler:
         return request
 
     def request_finished(self, vllm_request: VLLMRequest) -> dict[str, Any] | None:
-        """Forget an ended request. Return the request's report if the request has the option for a report.
+        """Forget an ended request. Return the `kv_transfer_params` of its response: a report or a value of `wait_for`,
+        if asked for, else None.
 
-        After the request's last store, its chunks count as used.
+        After the request's last store, its chunks count as recently used, and its pins and priorities begin.
         """
         request = self._forget(vllm_request.request_id)
         return None if request is None else self._endings.finished(request)
@@ -261,20 +264,20 @@ class Scheduler:
     def update_state_after_alloc(
         self, vllm_request: VLLMRequest, block_ids: BlockTables, num_external_tokens: int
     ) -> None:
-        """Plan the promised load into the blocks that vLLM has allocated. If vLLM does not want the load, release the
-        promised chunks.
+        """Plan the promised load of `num_external_tokens` tokens into the blocks that vLLM has allocated. If the number
+        is 0, release the promised chunks.
         """
         request = self._request_of(vllm_request)
         self.matcher.allocated(request, self._block_map.select(block_ids), num_external_tokens)
         self._observer.recent.scheduled(request)
 
     def hit_sources(self, request_id: str) -> dict[str, int]:
-        """Return the number of tokens from each tier that the last lookup has promised for a request."""
+        """Return the number of tokens that the last lookup has promised for a request, by tier."""
         request = self._requests.get(request_id)
         return dict(request.report.sources) if request is not None else {}
 
     def fail_load(self, request_id: str, block_ids: BlockTables, num_external_tokens: int) -> None:
-        """Report the blocks of a promised load as failed, because planning the load has failed."""
+        """Report the blocks of a promised load as failed. Call this if `update_state_after_alloc` raises."""
         request, tables = self._requests.get(request_id), self._block_map.select(block_ids)
         if request is None:
             self.loads.fail_unknown(tables)
@@ -295,8 +298,8 @@ class Scheduler:
         `progress`: for each request of the step, how many tokens have valid KV after the step, without drafts.
         `blocks_of(request_id)`: a function that returns a request's block tables, or None. `scheduled_tokens`: number
         of tokens of the step. `offers`: the states of recurrent layers that vLLM retains for lmkv, by request.
-        `preempted`: requests that have lost their blocks. `overwritten`: blocks that vLLM writes into before the
-        workers get the plan.
+        `preempted`: ids of requests that have lost their blocks. `overwritten`: blocks that may have new content before
+        the workers get the plan.
         """
         for request_id in preempted:
             if request_id in self._requests:
@@ -347,7 +350,7 @@ class Scheduler:
     # -- answers ------------------------------------------------------------------------------------------
 
     def on_report(self, report: WorkerReport) -> None:
-        """Process a report of some workers. A job ends when every rank has reported its result."""
+        """Process a report, which may be from only some workers. A job ends when every rank has reported its result."""
         ends = report.jobs
         try:
             self._note(report)
@@ -399,15 +402,15 @@ class Scheduler:
         return [] if self._observer.events is None else self._observer.events.take()
 
     def republish(self) -> None:
-        """Publish all chunks again, because vLLM has announced that all blocks are removed, but lmkv still has its
-        chunks.
+        """Publish all chunks again. Call this before vLLM announces that all its blocks are removed, because routers
+        would then forget lmkv's chunks too.
         """
         if self._observer.events is not None:
             self._observer.events.republish()
 
     @property
     def busy(self) -> bool:
-        """Whether some planned copy has not ended on all workers."""
+        """Whether any planned copy is still missing the report of a worker."""
         return len(self._jobs) > 0 or bool(self.loads.between_steps)
 
     def reset(self) -> None:

@@ -1,9 +1,8 @@
 """Audits a sample of hits: `HitAudits` compares stored chunks with computed KV, and `LoadAudits` reads loaded blocks
 back.
 
-Checksums prove that loaded bytes are the bytes that were written. Only an audit proves that these bytes are the right
-KV. For `HitAudits`, workers copy freshly computed pages into free slots, and compare these slots with the stored
-chunks.
+Checksums prove only that loaded bytes are the bytes that were written, not that they are the right KV. For `HitAudits`,
+workers copy freshly computed pages into free slots, and compare these slots with the stored chunks.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ are missing.
 
 
 def named(names: Sequence[str]) -> str:
-    """Join up to `_NAMED` of these names to one text for a log line."""
+    """Join the first three names to one text for a log line."""
     return ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
 
 
@@ -73,8 +72,8 @@ class _Comparison(Job):
 class WrongChunks:
     """Deletes wrong chunks and all chunks after them in a prompt, and remembers which chunks were wrong.
 
-    KV that was computed after a wrong chunk is wrong as well, and may be in any tier. Therefore `purge` must be called
-    with the chunks of every request before a load.
+    Other requests may have computed and stored KV after a wrong chunk. Therefore call `purge` with the chunks of every
+    request before the request loads.
     """
 
     def __init__(self, delete: Callable[[Sequence[ChunkKey]], object], states: int) -> None:
@@ -85,8 +84,8 @@ class WrongChunks:
         self._deleted: LRUCache[ChunkKey, bool] = LRUCache(_REMEMBERED)
 
     def add(self, keys: Sequence[ChunkKey], found: str) -> None:
-        """Delete a wrong chunk (`keys[0]`) and the chunks after it (the other keys). `found`: the audit's result as
-        text.
+        """Delete the wrong chunk `keys[0]`, and the chunks after it, which depend on it (the other keys). `found`: the
+        audit's result as text.
         """
         for key in keys[:1]:
             self._keys.setdefault(key, found)
@@ -105,7 +104,9 @@ class WrongChunks:
         return next((self._keys[key] for key in keys if key in self._keys), None) if self._keys else None
 
     def purge(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete the chunks of a prompt from the first known wrong chunk on, unless they were deleted before."""
+        """Delete the chunks of a prompt from the first known wrong chunk on. Chunks that were deleted before are
+        skipped, because they may have been stored anew.
+        """
         if not self._keys:
             return
         first = next((number for number, key in enumerate(keys) if key in self._keys), len(keys))
@@ -120,8 +121,8 @@ class HitAudits(Planner):
     wrong chunks.
 
     `on_wrong(request, chunk, own_kv_is_right)`: a function that is called after the deletion of a wrong chunk. `chunk`:
-    the chunk's index in the prompt. `own_kv_is_right`: whether the request's blocks are right, because vLLM has
-    computed all of them.
+    the chunk's index in the prompt. `own_kv_is_right`: whether the KV in the request's blocks is right. True if vLLM
+    has computed all of this KV, without a hit.
     """
 
     def __init__(self, context: PlanContext) -> None:
@@ -148,11 +149,11 @@ class HitAudits(Planner):
     def takes(
         self, request: Request, keys: Sequence[ChunkKey], sources: Mapping[str, int], tokens: int, seconds: float
     ) -> bool:
-        """Decide once per request, at random, whether to audit its hit: vLLM then computes the hit. Return the
-        decision.
+        """Return whether to audit the hit of a request. If so, vLLM must compute the hit. The decision is random, and
+        made only once for each request.
 
-        `keys`: the keys of the hit. `sources`: number of chunks to load, by tier. `tokens`, `seconds`: number of tokens
-        that an audit computes, and the estimated time.
+        `keys`: the keys of the hit. `sources`: number of chunks to load, by tier. `tokens`: number of tokens that vLLM
+        must compute for the audit. `seconds`: estimated time to compute them.
         """
         if request.auditing.audit is None and not request.auditing.decided:
             request.auditing.decided = True
@@ -187,13 +188,13 @@ class HitAudits(Planner):
         return tail.tokens // size * size
 
     def takes_load(self, request: Request) -> bool:
-        """Decide at random whether to read back the blocks of a load for this request."""
+        """Return whether to read back the blocks of a load for this request. The decision is random."""
         drawn, request.auditing.reads_back = request.auditing.reads_back, False
         return drawn or self.sampler()
 
     def stored(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request has computed these chunks after a load. If these chunks are wrong, the load may be the
-        cause.
+        """Note that a request has computed these chunks after a load. If an audit finds one of them wrong, the log
+        names this load as a possible cause.
         """
         if self.on and request.report.hit_tokens:
             text = f"computed by request {request.name} after {request.report.hit_tokens} loaded tokens"
@@ -222,7 +223,7 @@ class HitAudits(Planner):
             self.end(request)
 
     def compare_states(self, request: Request, chunks: int, blocks: Mapping[int, int]) -> None:
-        """Plan the comparison of the states after `chunks` chunks, if the hit would have ended there."""
+        """Plan the comparison of the states after `chunks` chunks, if the audited hit ends there."""
         audit = request.auditing.audit
         if audit is None or chunks != audit.end:
             return
@@ -278,8 +279,8 @@ class HitAudits(Planner):
             self.on_wrong(job.request, first, not job.audit.computed)
 
     def accuse(self, text: str, *then: str) -> None:
-        """Log a wrong chunk or load and the consequences `then`, and switch loads off if `audit_action` is
-        "disable".
+        """Log a wrong chunk or load (`text`) and the consequences (`then`). If `audit_action` is "disable", switch
+        loads off.
         """
         self._telemetry.loads_off |= self._disables
         off = "; lmkv loads nothing from now on" if self._disables else ""
@@ -314,8 +315,8 @@ class _ReadAgain(Job):
 class AuditedLoad:
     """A load whose blocks are read back, and compared with the stored chunks.
 
-    `copies`: the copies of the chunks from index `first` on, and of the states. `end`: number of the request's tokens
-    up to the load's end. `tenure`: the request's `Auditing.tenure` when the load was planned.
+    `copies`: the load's copies: of the chunks from index `first` on, and of states. `end`: number of the request's
+    tokens up to the load's end. `tenure`: how many times the request had released its blocks when the load was planned.
     """
 
     request: Request
@@ -330,7 +331,7 @@ class LoadAudits(Planner):
     """Decides which loads to audit. Workers read the blocks of such a load back, after the load and again when the
     request releases them.
 
-    Wrong blocks are reported to `audit`, as wrong chunks of the hit.
+    `audit`: logs wrong blocks and deletes the chunks that depend on them.
     """
 
     def __init__(self, context: PlanContext, audit: HitAudits) -> None:
@@ -348,8 +349,9 @@ class LoadAudits(Planner):
     def take(
         self, request: Request, copies: list[ChunkCopy], first: int, end: int, *, between_steps: bool
     ) -> AuditedLoad | None:
-        """Return an `AuditedLoad` if this load is chosen for an audit, else None. `end`: number of the request's tokens
-        up to the load's end.
+        """Return an `AuditedLoad` if this load is chosen for an audit, else None. `first`: index of the load's first
+        chunk. `end`: number of the request's tokens up to the load's end. `between_steps`: whether the load is
+        asynchronous.
         """
         if not copies or not self._audit.takes_load(request):
             return None
@@ -403,9 +405,9 @@ class LoadAudits(Planner):
             self._given_up[job] = self._held.pop(job)
 
     def plan(self, overwritten: Collection[int]) -> None:
-        """Plan a second read of released blocks, before this step overwrites them.
+        """Plan a second read of the blocks that requests have released, before this step overwrites the blocks.
 
-        `overwritten`: blocks that vLLM writes into before the workers get the plan.
+        `overwritten`: blocks that cannot be read, because they may have new content before the workers get the plan.
         """
         for job, load in self._given_up.items():
             copies = self._settled(load, overwritten)
@@ -434,8 +436,8 @@ class LoadAudits(Planner):
         return copies
 
     def forget(self, request: Request | None = None) -> None:
-        """Forget the audited loads of a request, or of all requests if `request` is None, because their blocks are
-        recomputed or lost.
+        """Forget the audited loads of a request, because its blocks are recomputed. If `request` is None, forget all
+        audited loads.
         """
         if request is None:
             self._held.clear()

@@ -33,8 +33,8 @@ class WeightChanges(Planner):
     its blocks.
 
     `requests`: the scheduler's requests, by id. `identify()`: a function that returns the identity of the workers'
-    model, or None to cache nothing. This function is called at the start and after calls of `suspect`. `evict()`: a
-    function that empties vLLM's prefix cache.
+    model. If the result is None, nothing is cached. This function is called at the start and after calls of `suspect`.
+    `evict()`: a function that empties vLLM's prefix cache.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WeightChanges(Planner):
         self._suspicions = 0
         """Number of calls of `suspect` since the workers were last asked."""
         self.put_off: set[str] = set()
-        """Ids of the requests that have arrived since then, and are not hashed yet."""
+        """Ids of the requests that have arrived since the weights may have changed, and are not hashed yet."""
         self._across: dict[str, set[int]] = {}
         """Ids of the excluded requests, each with the blocks that no other request may share."""
         self._loading_across: set[str] = set()
@@ -69,7 +69,7 @@ class WeightChanges(Planner):
     def puts_off(self, request_id: str) -> bool:
         """Return whether to hash a new request only at its first lookup, because the weights may have changed.
 
-        The workers are asked at that lookup, because until then the engine may sleep.
+        lmkv asks the workers at that lookup. Until then, the engine may sleep.
         """
         if self._suspicions:
             self.put_off.add(request_id)
@@ -78,8 +78,8 @@ class WeightChanges(Planner):
         return bool(self._suspicions)
 
     def follow_adapter(self, request: Request) -> None:
-        """If another adapter had the same name before, empty vLLM's prefix cache, because vLLM knows adapters only by
-        name.
+        """If an earlier adapter had the same name, exclude the requests of the earlier adapter and empty vLLM's prefix
+        cache. vLLM distinguishes adapters only by name.
         """
         name, identity = request.lora_name, request.adapter[1]
         if name is None or self._served.setdefault(name, identity) == identity:
@@ -96,23 +96,24 @@ class WeightChanges(Planner):
         self.evict()
 
     def loads_across(self, request_id: str) -> bool:
-        """Return whether other requests are loading KV of earlier weights. vLLM may share the blocks of such loads
-        later.
+        """Return whether another request is still loading KV of earlier weights. vLLM's prefix cache shares the loaded
+        blocks when that request continues.
         """
         return bool(self._loading_across - {request_id})
 
     def forget(self, request_id: str) -> None:
-        """Forget an ended request. If it was excluded, remove its blocks from vLLM's prefix cache."""
+        """Forget an ended request. If the request was excluded, remove its blocks from vLLM's prefix cache."""
         self.put_off.discard(request_id)
         self._loading_across.discard(request_id)
         if request_id in self._across:
             self._loads.evict_blocks(self._across.pop(request_id))
 
     def keep_apart(self, progress: Iterable[str], blocks_of: Callable[[str], BlockTables | None]) -> None:
-        """Prevent other requests from sharing blocks of excluded requests.
+        """Prevent other requests from sharing blocks of excluded requests, and exclude requests that already share such
+        blocks.
 
-        Requests that already share such blocks are excluded too. `progress`: ids of the requests in the step.
-        `blocks_of(request_id)`: a function that returns a request's block tables, or None.
+        `progress`: ids of the requests in the step. `blocks_of(request_id)`: a function that returns a request's block
+        tables, or None.
         """
         if not self._across:
             return
@@ -131,8 +132,8 @@ class WeightChanges(Planner):
     def suspect(self) -> None:
         """Note that the weights may have changed. The next lookup asks the workers for the identity.
 
-        Running requests are excluded, because the earlier weights have computed at least a part of their KV. Running
-        stores continue under their keys, because the earlier weights have computed the KV that is being stored.
+        Running requests are excluded, because part of their KV comes from the earlier weights. Running stores continue,
+        because their keys and their KV both belong to the earlier weights.
         """
         self._suspicions += 1
         self._load_audits.forget()
@@ -175,8 +176,8 @@ class WeightChanges(Planner):
         self._leave_out_adapter(number, digest)
 
     def forget_adapter(self, number: int) -> None:
-        """Note that adapter number `number` may have changed. Exclude its requests, and ask the workers at the next
-        request.
+        """Note that adapter number `number` may have changed. Exclude the requests with this adapter. The next request
+        with it asks the workers for the adapter's identity.
         """
         self._naming.adapters.forget(number)
         self._leave_out_adapter(number)

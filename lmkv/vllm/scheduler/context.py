@@ -1,4 +1,4 @@
-"""The objects that all planners share: options, store, block map, jobs, the step's plan, and observer."""
+"""The objects that all planners of the scheduler side share, such as options, store, block map and jobs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class SchedulerOptions:
 
     `ranks`: number of workers that report on each job. `loads`: whether to load, False in a `kv_producer`. `stores`:
     whether to store, False in a `kv_consumer`. `save_decode`: whether to store generated tokens as well.
-    `save_unfull_chunk`: whether to store and find tails (the tokens after a prompt's last whole chunk), and chunks that
-    begin like a tail. `whole_blocks`: whether a hit must end at the end of a block. Otherwise, with layer-by-layer
-    loads, the step would write the rest of the last block before the load.
+    `save_unfull_chunk`: whether to store tails (the tokens after a prompt's last whole chunk), and whether hits may end
+    within a chunk. `whole_blocks`: whether hits must end at the end of a block, as with layer-by-layer loads. Such a
+    load could overwrite tokens that the step computes in the same block.
 
     `min_retrieve_tokens`: number of tokens of the smallest hit to load. `load_or_recompute`: whether to compute chunks
     for which loading is slower than computing, by measured times. `load_mode`: whether loads are synchronous, within
@@ -35,11 +35,11 @@ class SchedulerOptions:
     that a request waits for lower tiers. `lookahead`: on how many later tokens the KV of draft layers depends; a hit
     omits this number of tokens at its end.
 
-    `state_interval`: number of chunks from one stored state of a long prompt to the next; with 0, states and chunks get
-    equal space. `pin_ttl`: seconds for which prefetches and priorities last. `audit_rate`: share of loads that are
-    audited and, if `audits_computed`, of hits. `audit_action`: whether an audit only deletes a wrong chunk, or switches
-    loads off as well. `media_by_name`: whether equal names of images mean equal content. `longest`: number of tokens of
-    the longest prompt. `clock`: a function that returns seconds.
+    `state_interval`: number of chunks from one stored state of a long prompt to the next; with 0, states get as much
+    space as chunks. `pin_ttl`: seconds for which prefetches and priorities last. `audit_rate`: share of loads to audit.
+    `audits_computed`: whether to audit the same share of hits. `audit_action`: whether an audit only deletes a wrong
+    chunk, or switches loads off as well. `media_by_name`: whether equal names of images mean equal content. `longest`:
+    number of tokens of the longest prompt. `clock`: a function that returns seconds.
     """
 
     ranks: int = 1
@@ -65,8 +65,8 @@ class SchedulerOptions:
 
     @classmethod
     def of(cls, config: object, **given: Any) -> Self:
-        """Make options from the attributes of `config` that have the same names. Arguments in `given` take
-        precedence.
+        """Make options from the attributes of `config` that have the same names. `given`: options that replace those of
+        `config`.
         """
         found = {each.name: getattr(config, each.name) for each in fields(cls) if hasattr(config, each.name)}
         return cls(**{**found, **given})
@@ -76,8 +76,8 @@ class SchedulerOptions:
 class Job:
     """A job that the workers do for a request: one copy task or read task. Each planner has its own subclass.
 
-    `distrusted`: whether to discard the result, because the job was planned before a load was known to have failed, or
-    before a reset. The job may copy KV that was computed from unfilled blocks.
+    `distrusted`: whether to discard the result, for example because the copied KV may depend on blocks that a failed
+    load has not filled.
     """
 
     planner: Planner = field(repr=False)
@@ -103,7 +103,7 @@ class Jobs:
         return len(self._jobs)
 
     def begin(self, number: int, job: Job) -> None:
-        """Add a job. `number`: the number of its copy task in the step's plan."""
+        """Add a job. `number`: the job number of its task in the step's plan."""
         self._jobs[number] = job
 
     def get(self, number: int) -> Job | None:
@@ -116,8 +116,8 @@ class Jobs:
     def distrust(self) -> None:
         """Mark all current jobs as distrusted, so that their results are discarded.
 
-        After a failed load, any KV may depend on unfilled blocks, which vLLM's prefix cache shares with other requests.
-        After a reset, no request looks for KV that was stored earlier.
+        After a failed load, requests may have computed KV from the unfilled blocks, which vLLM's prefix cache shares.
+        After a reset, nobody looks for KV that was stored earlier.
         """
         for job in self._jobs.values():
             job.distrusted = True

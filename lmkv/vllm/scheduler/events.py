@@ -3,9 +3,8 @@
 Only chunks that this engine has stored or found have events, because the block hashes of other chunks are unknown. The
 store's threads record changes, and the scheduling thread makes events from these changes.
 
-A block may be in several chunks: a prompt's tail and the chunk that the tail became, or chunks with different tags.
-Routers may see several tiers as one place (medium and locality). A block is in a place while any chunk with this block
-is in a tier of the place.
+Several tiers may have the same place (medium and locality), and several chunks may have the same block, for example
+with different tags. A block leaves a place when no tier there has a chunk with this block.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _BATCH_CHANGES = 1024
 
 
 class Place(NamedTuple):
-    """The place of a tier, in the terms of vLLM's KV events."""
+    """The place of a tier in vLLM's KV events: its storage medium, and whether it is on this machine."""
 
     medium: str
     locality: str
@@ -99,10 +98,11 @@ class _Chunk:
 
 
 class EventRecorder:
-    """Observes the store's tiers, and records an event when a tier gains or loses a chunk. Never raises into vLLM.
+    """Observes the store's tiers, and records an event when a tier gains or loses a chunk. After an error, the recorder
+    publishes nothing more.
 
-    Only the scheduling thread calls `track`, `take` and `reset`. When no tier has a chunk any more, the recorder
-    forgets the chunk.
+    Other threads may only call `stored` and `removed`. When no tier has a chunk any more, the recorder forgets the
+    chunk.
     """
 
     def __init__(self, store: TieredStore, block_map: BlockMap, describe: Describe) -> None:
@@ -141,10 +141,9 @@ class EventRecorder:
     # -- the scheduling thread ----------------------------------------------------------------------------
 
     def track(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Publish from now on which tiers have these chunks and states. `keys`: keys of a request's first chunks, and
-        of states.
+        """Publish from now on which tiers have these chunks and states. Tracked chunks are skipped.
 
-        Chunks that are tracked already are skipped.
+        `keys`: keys of a request's first chunks, followed by keys of states, if any.
         """
         try:
             self._track({key: _Chunk(blocks) for key, blocks in self._unknown(request, keys) if blocks})
@@ -188,7 +187,9 @@ class EventRecorder:
                 del self._chunks[key]
 
     def take(self) -> list[Event]:
-        """Return the events of recorded changes, at most 1,024 changes per call."""
+        """Return the events of recorded changes: at most 1,024 changes per call. Later calls return the events of the
+        other changes.
+        """
         events, self._events = self._events, []
         touched = set()
         for _ in range(min(len(self._changes), _BATCH_CHANGES)):

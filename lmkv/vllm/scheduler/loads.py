@@ -1,8 +1,7 @@
 """`Loads`: plans loads, within a step (synchronous) and between steps (asynchronous), and follows them to their end.
 
-As soon as vLLM allocates the blocks of a synchronous load, vLLM's prefix cache shares these blocks. Until the load has
-succeeded, lmkv prevents other requests from using the blocks. If the load fails, lmkv evicts the blocks from vLLM's
-prefix cache.
+vLLM's prefix cache shares the blocks of a synchronous load before the load has ended. Until then, lmkv makes other
+requests with these blocks wait. If the load fails, lmkv evicts the blocks from vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ class LoadWindow:
     """A part of an asynchronous load: the `copies` of `tokens` tokens, which the workers make in one step.
 
     `lease`: keeps the chunks to copy in host memory. `failed_blocks`: blocks that nothing will fill, and that workers
-    report as failed. `last`: whether the load ends with this window. `first`: index of the first chunk.
+    report as failed. `last`: whether the load ends with this window. `first`: index of the window's first chunk in the
+    prompt.
     """
 
     copies: list[ChunkCopy]
@@ -50,9 +50,10 @@ class AsyncLoad:
     """An asynchronous load: loads tokens `start` to `end - 1` of one request, while vLLM does not schedule the request.
 
     `keys`: the keys of the chunks, beginning with the chunk that contains token `start`, and of the states after the
-    last chunk. While up to `window` chunks are copied, the next ones are promoted into host memory, so a load uses at
-    most 2 * `window` slots. The load ends early, and reports the unfilled blocks, in three cases: a chunk is lost, a
-    wait for chunks exceeds `timeout` seconds, or all waits together exceed `limit` seconds.
+    last chunk. The load copies windows of up to `window` chunks. While one window is copied, the next is promoted into
+    host memory, so a load uses at most 2 * `window` slots. The load ends early, and reports the unfilled blocks, in
+    three cases: a chunk is lost, a wait for chunks exceeds `timeout` seconds, or all waits together exceed `limit`
+    seconds.
     """
 
     store: TieredStore = field(repr=False)
@@ -82,7 +83,7 @@ class AsyncLoad:
 
     @property
     def first_chunk(self) -> int:
-        """Index of the first chunk that the load fills, at least in part."""
+        """Index in the prompt of the first chunk that the load reads."""
         return self.start // self.block_map.chunk_size
 
     def advance(self) -> LoadWindow | None:
@@ -163,7 +164,7 @@ class AsyncLoad:
     def stop(self) -> None:
         """Stop the load after the current window, and then report the unfilled blocks.
 
-        vLLM frees the request's blocks only when the next window reports the end of the load.
+        Until that report, vLLM keeps the request's blocks.
         """
         self.stopped = True
         self._drop_promotion()
@@ -177,10 +178,10 @@ class AsyncLoad:
 class AsyncLoadAdmission:
     """Decides whether another request may begin an asynchronous load.
 
-    vLLM cannot preempt a loading request, so it reserves the blocks that such a request still needs. For layers with a
-    sliding window, vLLM 0.32 reserves too few, and two loading requests can wait for each other's blocks forever. For
-    such models, another load may begin only if the free blocks suffice for all loading requests. `free_blocks()`: a
-    function that returns the number of vLLM's free blocks.
+    vLLM cannot preempt a loading request. For layers with a sliding window, vLLM 0.32 reserves too few blocks for
+    loading requests, so two of them can wait for each other's blocks forever. For such models, another load may begin
+    only if the free blocks suffice for all loading requests. `free_blocks()`: a function that returns the number of
+    vLLM's free blocks.
     """
 
     def __init__(self, block_map: BlockMap) -> None:
@@ -263,16 +264,16 @@ class Loads(Planner):
     def is_unconfirmed(self, request: Request, num_computed_tokens: int) -> bool:
         """Return whether vLLM's own hit may include blocks of a load that has not succeeded yet.
 
-        `num_computed_tokens`: number of tokens of vLLM's own hit. Only the load's first block is compared, because
-        waiting one step without need does no harm.
+        `num_computed_tokens`: number of tokens of vLLM's own hit. May be True without need, because only the load's
+        first block is compared. The request then waits one step.
         """
         size = self._block_map.groups[0].block_size
         jobs = [job for job in self._jobs.of(_LoadJob) if job.unconfirmed and job.start < num_computed_tokens]
         return any(job.request.tokens(job.start, size) == request.tokens(job.start, size) for job in jobs)
 
     def may_have_been_read(self, number: int) -> bool:
-        """Return whether a step may have read the blocks of load number `number` before its end: True for a synchronous
-        load.
+        """Return whether a step may have read the loaded blocks before load number `number` ended. True for synchronous
+        loads.
         """
         job = self._jobs.get(number)
         return isinstance(job, _LoadJob) and not job.between_steps
@@ -328,8 +329,8 @@ class Loads(Planner):
         self._jobs.begin(job, made)
 
     def begin(self, request: Request, keys: Sequence[ChunkKey], tables: BlockTables, end: int) -> None:
-        """Begin an asynchronous load of the chunks of `keys`, up to token `end`. The first chunk contains the first
-        token to load.
+        """Begin an asynchronous load of the chunks of `keys`, up to token `end`. The first of these chunks contains the
+        first token to load.
         """
         here = self._store.catalog.count_prefix(keys)[0]
         limit = self._timing.limit(keys, here, len(keys)) if here < len(keys) else None
@@ -345,8 +346,8 @@ class Loads(Planner):
         self._async_loads[request.request_id] = (request, load)
 
     def end_step(self, scheduled_tokens: int, requests: int) -> None:
-        """Plan the windows that are ready, after vLLM has scheduled a step with `scheduled_tokens` tokens of `requests`
-        requests.
+        """Plan the windows of asynchronous loads that are ready. `scheduled_tokens`, `requests`: number of tokens and
+        of requests in the step that vLLM has just scheduled.
         """
         if scheduled_tokens >= MIN_STEP_TOKENS:
             self._last_step += 1
@@ -397,8 +398,8 @@ class Loads(Planner):
     # -- ends ---------------------------------------------------------------------------------------------
 
     def step_ended(self, step: int) -> None:
-        """Measure the time of a step that has ended. Steps can overlap: vLLM may schedule a step before the previous
-        one ends.
+        """Measure the time of a step from its scheduling to its end. If the previous step ended after the scheduling,
+        measure from that end.
         """
         tokens, scheduled = self._steps.pop(step, (0, 0.0))
         now = self._clock()
@@ -408,7 +409,9 @@ class Loads(Planner):
         self._steps = {number: timed for number, timed in self._steps.items() if number > step}
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """Process the result of a load. After a failure, delete its chunks, and load nothing more for the request."""
+        """Process the result of a load. After a failure, delete the chunks of the load, and load nothing more for the
+        request.
+        """
         assert isinstance(job, _LoadJob)
         # The end of a stopped load is no separate failure.
         counts = job.tokens or job.load is None or not job.load.stopped
@@ -444,7 +447,9 @@ class Loads(Planner):
         self._store.drop(keys)
 
     def stop(self, request: Request) -> set[int]:
-        """Stop a request's asynchronous load, so that vLLM computes the remaining tokens. Return the load's blocks."""
+        """Stop a request's asynchronous load, so that vLLM computes the remaining tokens. Return the load's blocks, or
+        an empty set without a load.
+        """
         owner, load = self._async_loads.get(request.request_id, (None, None))
         if load is None or owner is not request:
             return set()

@@ -1,8 +1,8 @@
 """`Matcher`: decides how many tokens lmkv promises to load when vLLM looks up a request, and how to load them.
 
-Chunks in host memory are loaded synchronously, within the step that needs them, if vLLM can recompute a load that fails
-there. Chunks in lower tiers are promoted while the request waits in vLLM's queue, so that the batch does not wait. A
-hit that does not fit into host memory is loaded asynchronously, in windows, between steps.
+Chunks in host memory are loaded synchronously (within a step) if vLLM can recompute a failed synchronous load. Chunks
+in lower tiers are promoted while the request waits in vLLM's queue, so that the batch does not wait. A hit that does
+not fit into host memory is loaded asynchronously, in windows, between steps.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class _Lookup:
 
 
 class Matcher(Planner):
-    """Decides the results of vLLM's lookups, and leases the promised chunks, which keeps them in host memory.
+    """Decides the results of vLLM's lookups. Leases the chunks of a promised synchronous load, so that they stay in
+    host memory.
 
     `stop_at(request, tokens)`: a function that makes vLLM end a step after `tokens` tokens of the request, and retain
     the states of recurrent layers there.
@@ -98,7 +99,7 @@ class Matcher(Planner):
         self.stop_at: Callable[[VLLMRequest, int], None] = lambda request, tokens: None
 
     def new_patience(self) -> WaitLimit:
-        """Return the limits on waiting for a request that has not waited yet."""
+        """Return the limits on the waits of a new request."""
         return WaitLimit(self._options.prefetch_deadline)
 
     # -- arrival ------------------------------------------------------------------------------------------
@@ -129,7 +130,9 @@ class Matcher(Planner):
     # -- lookup -------------------------------------------------------------------------------------------
 
     def match(self, request: Request, num_computed_tokens: int) -> Match:
-        """Return how many tokens to load after the computed tokens, the reason to load nothing, or `Wait`."""
+        """Return how many tokens to load after the `num_computed_tokens` tokens of vLLM's own hit, the reason to load
+        nothing, or `Wait`.
+        """
         self._loads.admission.end(request)
         waiting = request.waiting
         waiting.computed, waiting.between_steps = num_computed_tokens, False
@@ -176,7 +179,9 @@ class Matcher(Planner):
         return Hit(need, between_steps)
 
     def refuse(self, request: Request, num_computed_tokens: int, reason: str) -> Miss:
-        """Return a miss of all remaining tokens, because of `reason`."""
+        """Load nothing for a request: return a miss of all tokens after the first `num_computed_tokens`, because of
+        `reason`.
+        """
         request.waiting.computed = num_computed_tokens
         miss = Miss(reason, max(0, request.last_token - num_computed_tokens))
         self._observer.missed(request, miss)
@@ -283,7 +288,7 @@ class Matcher(Planner):
     def _worth_loading(self, request: Request, keys: Sequence[ChunkKey]) -> tuple[int, int]:
         """Return `(ready, found)`: how many of the first chunks are in host memory, and how many are worth loading.
 
-        What is worth loading is decided once per request, and again after a lookup in shared tiers.
+        The second number is decided once per request, and again after a lookup in shared tiers.
         """
         ready, found = self._store.catalog.count_prefix(keys)
         waiting = request.waiting

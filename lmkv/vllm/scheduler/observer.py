@@ -43,7 +43,9 @@ _PRESENT = {Presence.READY: "too_short", Presence.PENDING: "not_ready", Presence
 
 
 class EvictionLog:
-    """A `StoreObserver` that remembers the last `size` chunks that each tier has removed, with the time of removal."""
+    """Remembers the last `size` chunks that each tier has removed, with the time of removal. Observes the store's
+    tiers.
+    """
 
     def __init__(self, clock: Clock, size: int = _REMEMBERED) -> None:
         self._clock = clock
@@ -77,8 +79,8 @@ class EvictionLog:
         return None if found is None else (found[1], self._clock() - found[0])
 
     def forget(self, keys: Sequence[ChunkKey] | None = None) -> None:
-        """Forget the removals of `keys` (None: all removals), because these chunks were deleted on request, not
-        evicted. Thread-safe.
+        """Forget the removals of `keys`, or all removals if `keys` is None. Call this for chunks that were deleted on
+        request, not evicted. Thread-safe.
         """
         if keys is None:
             self._removed = {}
@@ -101,7 +103,7 @@ class Explainer:
         """
 
     def clear(self) -> None:
-        """Forget all removals and first chunks, because every chunk was deleted."""
+        """Forget all evictions and stored prompts, because every chunk was deleted."""
         self.evictions.forget()
         self._roots.clear()
 
@@ -109,7 +111,7 @@ class Explainer:
         return hash(token_bytes(request.tokens(0, self._chunk_size)))
 
     def first_stored(self, request: Request) -> None:
-        """Note that a prompt's first chunk was stored."""
+        """Note that a prompt's first chunk was stored, and with which salt and tags."""
         self._roots[self._first_chunk(request)] = hash(request.root)
 
     def explain(
@@ -118,7 +120,7 @@ class Explainer:
         """Return the miss of the tokens from index `end` on, with its reason. Return None if there are no such tokens.
 
         `keys`: the keys of all chunks that may be loaded. `covered`: number of tokens in the found chunks. `few`:
-        whether too few tokens were found for a load. `late`: whether a wait has reached its limit.
+        whether the hit is smaller than `min_retrieve_tokens`. `late`: whether a wait has reached its limit.
         """
         missing = request.last_token - end
         if missing <= 0:
@@ -190,9 +192,10 @@ class RecentRequests:
         self._lookup_tokens = self._hit_tokens = 0
 
     def scheduled(self, request: Request) -> None:
-        """Add the report of a request when its blocks are allocated, because the hit is known then.
+        """Add the report of a request. Call this when vLLM has allocated the request's blocks, because the hit is known
+        then.
 
-        After a preemption, this method is called again and replaces the report.
+        After a preemption, another call replaces the report.
         """
         key = _key(request.request_id)
         report = {
@@ -245,7 +248,8 @@ def _report(request: Request) -> dict[str, Any]:
 
 
 class TraceRecorder:
-    """Records which chunks requests use, while a client reads such records. Any thread may read them.
+    """Records which chunks requests use. Records only while clients read the records (until 60 seconds after the last
+    read). Any thread may read.
 
     A record has a keyed hash instead of each chunk key. Equal keys have equal hashes only within one process.
     """
@@ -285,8 +289,8 @@ class TraceRecorder:
         return hashlib.blake2b(key, key=self._secret, digest_size=_NAME_BYTES).hexdigest()
 
     def since(self, number: int) -> dict[str, Any]:
-        """Return the records from number `number` on, as many as fit into one response. Requests are recorded from now
-        on.
+        """Return the records from number `number` on, as many as fit into one response. Each call makes lmkv record for
+        the next 60 seconds.
 
         In the result, `next` is the `number` for the next call, and `left` is the number of records that remain.
         """
@@ -315,8 +319,8 @@ class SchedulerObserver:
     wait.
 
     `telemetry` counts for vLLM's `/metrics`. `explainer` finds the reasons of misses. `recent` keeps the last reports
-    for the agent API. `recorder` records used chunks for `lmkv record`. `value` estimates hits with more memory.
-    `events` makes KV events; None if vLLM publishes none.
+    for the agent API. `recorder` records used chunks for `lmkv record`. `value` estimates how many hits larger or
+    smaller tiers would give. `events` makes KV events; None if vLLM publishes none.
     """
 
     def __init__(self, store: TieredStore, chunk_size: int, clock: Clock, events: EventRecorder | None) -> None:
@@ -334,7 +338,9 @@ class SchedulerObserver:
     # -- a request's report -----------------------------------------------------------------------------------
 
     def looked_up(self, request: Request, miss: Miss | None, hit: int, need: int) -> None:
-        """Note a lookup that found `hit` tokens, of which `need` are to be loaded. `miss`: the other tokens."""
+        """Note a lookup that found `hit` tokens, including vLLM's own hit. `need`: number of these tokens to load.
+        `miss`: the tokens that will not be loaded.
+        """
         report = request.report
         report.miss = miss
         # vLLM asks about a waiting request in every step: only changes are logged.
@@ -351,8 +357,8 @@ class SchedulerObserver:
     def promised(
         self, request: Request, keys: Sequence[ChunkKey], chunks: dict[str, int], tokens: dict[str, int]
     ) -> None:
-        """Note a promised load. `keys`: the keys of its chunks and of vLLM's own hit. `chunks`, `tokens`: promised
-        numbers by tier.
+        """Note a promised load. `keys`: the keys of the chunks in vLLM's own hit, and then of the promised chunks.
+        `chunks`, `tokens`: number of promised chunks and tokens, by tier.
         """
         report = request.report
         report.promised, report.source_chunks, report.sources = keys, chunks, tokens
@@ -361,8 +367,8 @@ class SchedulerObserver:
     def scheduled(self, request: Request, tokens: int, *, refused: bool) -> None:
         """Note that vLLM has allocated a request's blocks, and that lmkv loads `tokens` tokens into them.
 
-        `refused`: whether vLLM did not use the promise. The request's hit and miss are counted only the first time, not
-        after preemptions.
+        `refused`: whether lmkv had promised a load, but vLLM did not use it. The request's hit and miss are counted
+        only the first time, not after preemptions.
         """
         report = request.report
         if not report.counted:
@@ -385,7 +391,9 @@ class SchedulerObserver:
     # -- steps and ends -------------------------------------------------------------------------------------
 
     def finished(self, request: Request, chain: Sequence[ChunkKey]) -> None:
-        """Note that a request has ended. `chain`: the keys of its chunks and of its tail."""
+        """Note that a request has ended. `chain`: the keys of its chunks, and of its prompt's tail if the tail comes
+        right after them.
+        """
         self.recent.finished(request)
         keys = request.chain.keys
         self.recorder.finished(request, keys)
@@ -401,7 +409,7 @@ class SchedulerObserver:
             self.events.track(request, keys)
 
     def reset(self) -> None:
-        """Publish that all chunks were deleted, and forget all removals."""
+        """Publish that all chunks were deleted, and forget all evictions."""
         self.explainer.clear()
         if self.events is not None:
             self.events.reset()

@@ -1,4 +1,5 @@
-"""Plans copies of chunks, and of recurrent layers' states, into host memory, in the step that completes them.
+"""Plans copies of chunks, and of recurrent layers' states, into host memory. A chunk or state is copied in the step
+that computes its last token.
 
 `FinishedRequests` applies the options of a request after the request and its last store have ended.
 """
@@ -49,8 +50,8 @@ class ChunkStores(Planner):
         self._by_prefix = context.options.save_unfull_chunk and not context.block_map.windowed
 
     def completes(self, request: Request, computed: int) -> int:
-        """Return how many of the first chunks are complete after `computed` tokens. Return 0 if all of them are
-        stored.
+        """Return how many of the first chunks are complete after `computed` tokens. Return 0 if none of them must still
+        be stored.
         """
         if computed < (request.storing.stored + 1) * self._chunk_size:
             # The usual case.
@@ -90,7 +91,7 @@ class ChunkStores(Planner):
             request.storing.copying += 1
 
     def completes_tail(self, request: Request, computed: int) -> bool:
-        """Return whether to store the prompt's tail after `computed` tokens: it is computed, but not stored."""
+        """Return whether the prompt's tail is complete after `computed` tokens and must still be stored."""
         if request.tail is None or not request.storing.tail_due or request.options.skip_save:
             return False
         end = request.tail_chunk * self._chunk_size + request.tail.tokens
@@ -199,8 +200,8 @@ class StateStores(Planner):
     def take(self, request: Request, computed: int, tables: BlockTables, offers: Sequence[RetainedState] = ()) -> None:
         """Plan copies of the states that this step completes, if all chunks before these states are stored.
 
-        `computed`: number of the request's tokens after the step, without drafts. `tables`: the block tables after the
-        step. `offers`: the states that vLLM retains for lmkv.
+        `computed`: number of the request's tokens with valid KV after the step, without drafts. `tables`: the block
+        tables after the step. `offers`: the states that vLLM retains for lmkv.
         """
         saves = self._options.stores and not request.options.skip_save
         if not saves and request.auditing.audit is None:
@@ -308,8 +309,8 @@ class StateStores(Planner):
 
 
 class FinishedRequests(Planner):
-    """Applies the pins and priorities of ended requests, after each request's last store. `stores`: finds running
-    stores.
+    """Applies the pins and priorities of ended requests, after each request's last store. `stores`: knows which stores
+    are running.
     """
 
     def __init__(self, context: PlanContext, stores: ChunkStores) -> None:
@@ -317,8 +318,8 @@ class FinishedRequests(Planner):
         self._stores = stores
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Apply the request's options as soon as its last store has ended. Return the values for vLLM's response, or
-        None for no values.
+        """Apply the request's options as soon as its last store has ended. Return the `kv_transfer_params` of the
+        response, or None if there are none.
         """
         keys = request.keys_with_tail(len(request.chain.keys))
         self._observer.finished(request, keys)

@@ -55,7 +55,9 @@ _PREFETCH = (
 
 @frozen
 class Metric:
-    """A metric. `known`: values of its only label that are known before the first count; their series begin at 0."""
+    """A metric. `known`: for a metric with one label, the label's values. Their series begin at 0, even if nothing was
+    counted.
+    """
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
@@ -169,8 +171,8 @@ class Samples:
 
 
 def merge(into: Values, other: Values) -> None:
-    """Add later values, or the values of another rank, to `into`. Counters and histograms add up; gauges are
-    replaced.
+    """Add the values `other` to `into`. `other` comes from a later time or another rank. Counters and histograms add
+    up; gauges are replaced.
     """
     for name, series in other.items():
         merged, gauge = into.setdefault(name, {}), METRICS[name].kind == "gauge"
@@ -205,7 +207,9 @@ class Telemetry:
     # -- events -------------------------------------------------------------------------------------------
 
     def looked_up(self, tokens: Mapping[str, int], chunks: Mapping[str, int], miss: Miss | None) -> None:
-        """Count a scheduled request's hit and miss. `tokens`, `chunks`: the hit's numbers by tier."""
+        """Count a scheduled request's hit and miss. `tokens`, `chunks`: number of tokens and chunks in the hit, by
+        tier.
+        """
         add = self._samples.add
         for tier, count in tokens.items():
             add("lmkv_hit_tokens", count, tier)
@@ -236,8 +240,8 @@ class Telemetry:
             self._samples.add("lmkv_failed_loads")
 
     def stored(self, counts: Mapping[str, int], report: JobReport, *, kept: bool) -> None:
-        """Count a store. `counts`: numbers of stored tokens and chunks, or of states. `kept`: whether the copies were
-        kept.
+        """Count a store. `counts`: numbers of stored tokens and chunks, or of states. `kept`: False if the store failed
+        or was discarded.
         """
         if kept:
             for kind, count in counts.items():
@@ -253,8 +257,8 @@ class Telemetry:
         self._samples.add("lmkv_audit_seconds", seconds)
 
     def compared(self, tiers: Sequence[str], wrong: Sequence[str], *, states: bool) -> None:
-        """Count compared chunks or states. `tiers`: the tier of each compared one. `wrong`: the tier of each wrong
-        one.
+        """Count the compared chunks or states of an audit. `tiers`: for each of them, the tier that has it. `wrong`:
+        the same, only for wrong ones.
         """
         for tier in tiers:
             self._samples.add("lmkv_audited_states" if states else "lmkv_audited_chunks", 1, tier)
@@ -262,7 +266,9 @@ class Telemetry:
             self._samples.add("lmkv_wrong_chunks", 1, tier)
 
     def audited_load(self, *, wrong: bool, again: bool = False) -> None:
-        """Count a load whose blocks were read back. `again`: whether this was the load's second read."""
+        """Count a load with blocks that were read back and compared. `again`: whether this is the second read of the
+        same load.
+        """
         if not again:
             self._samples.add("lmkv_audited_loads")
         if wrong:

@@ -65,9 +65,9 @@ class LoadTime:
 class LoadCost:
     """Measures how fast prefill and the lower tiers are, and decides whether loading is worth its time.
 
-    A step's time includes all waits of the engine, so a step can make the model look slower, but never faster.
-    Therefore the fastest recent step counts. `prefill_speed`: tokens per second. `loads`: measured times of loads, by
-    tier. `skipped`: number of loads that were not worth their time, by tier.
+    The fastest recent step determines the prefill speed, because the time of a step may include waits of the engine.
+    `prefill_speed`: tokens per second. `loads`: measured times of loads, by tier. `skipped`: number of loads that were
+    not worth their time, by tier.
     """
 
     enabled: bool = True
@@ -106,16 +106,17 @@ class LoadCost:
         return False
 
     def wants_probe(self, tier: str) -> bool:
-        """Return whether to run the load of this tier that was just skipped, while its request computes, to measure the
-        tier.
+        """Return whether to measure this tier with the load that was just skipped. The load then runs while its request
+        computes.
         """
         return self.skipped[tier] % _PROBE_EVERY == 0
 
     def patience(self, tier: str | None, tokens: int, nbytes: int) -> float | None:
-        """Return how many seconds to wait for a load of `tokens` tokens before computing them instead.
+        """Return how many seconds to wait for a load of `tokens` tokens before computing them instead: at most the time
+        to compute them.
 
-        The result is at most the time to compute the tokens, and may be less for a tier with measurements. Return
-        infinity if loads are always preferred, and None until a prefill was measured.
+        Return infinity if `load_or_recompute` is off, and None until a prefill was measured. `tier`: the tier to load
+        from; None if unknown.
         """
         if not self.enabled:
             return math.inf
@@ -134,7 +135,7 @@ MAX_STALL = 0.005
 class LoadMode:
     """Decides whether a load is synchronous (within a step) or asynchronous (between steps).
 
-    `concurrent`: whether the device can copy while it computes. A CPU cannot, so asynchronous loads gain nothing there.
+    `concurrent`: whether the device can copy while it computes, as GPUs can. Otherwise asynchronous loads gain nothing.
     `computing`: number of requests in the last step, which a synchronous load in the next step would delay.
     """
 
@@ -177,8 +178,8 @@ class Timing(Planner):
         """Return how many of the first chunks are worth loading: those before the first chunk in a tier that is too
         slow.
 
-        Return infinity if all are worth loading. Chunks `ready` to `found - 1` of `keys` are in lower tiers, and vLLM
-        already has the first `computed` chunks.
+        Return infinity if no tier is too slow. `ready`: how many of the first chunks are in host memory. `found`: how
+        many are in any tier. `computed`: how many vLLM already has.
         """
         for tier, (count, nbytes) in self._store.catalog.by_tier(keys[ready:found]).items():
             tokens = self._tokens(count, found, computed)
@@ -229,8 +230,8 @@ class Timing(Planner):
         return promotion
 
     def late(self, keys: Sequence[ChunkKey], seconds: float) -> None:
-        """Record that the tiers of these chunks have not delivered them within `seconds` seconds. Assume that these
-        tiers take twice as long.
+        """Record that the tiers of these chunks have not delivered them within `seconds` seconds. The load counts as
+        one that took twice this time.
         """
         presences = self._store.catalog.lookup(keys)
         missing = [key for key, presence in zip(keys, presences, strict=True) if presence is not Presence.READY]
@@ -239,10 +240,10 @@ class Timing(Planner):
                 self.cost.note_load(tier, nbytes, 2 * seconds)
 
     def limit(self, keys: Sequence[ChunkKey], ready: int, found: int, computed: int = 0) -> float | None:
-        """Return how many seconds a request may wait for chunks `ready` to `found - 1` of `keys`. Return None if no
-        speed is known.
+        """Return how many seconds a request may wait for its chunks in lower tiers. Return None if no speed is known.
 
-        `computed`: how many of the first chunks vLLM already has.
+        `ready`: how many of the first chunks are in host memory. `found`: how many the request waits for, including
+        these. `computed`: how many vLLM already has.
         """
         tokens = self._tokens(found - ready, found, computed)
         tiers = self._store.catalog.by_tier(keys[ready:found])

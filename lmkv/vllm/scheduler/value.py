@@ -52,8 +52,8 @@ class MemoryValue:
     """Replays finished requests in shadows (simulated tiers), and reports the estimated hits. Never waits.
 
     Only the scheduling thread calls the methods, except `report`. In each step, one shadow replays one finished
-    request, or a few if many wait, so that no call takes long. Conversations with a common beginning are all in the
-    sample or all outside it, so the sample has all chunks of a hit or none.
+    request, or a few if many wait, so that no call takes long. A sample of requests is replayed. Conversations with a
+    common beginning are in the sample together or not at all, because they share hits.
     """
 
     def __init__(self, store: TieredStore, chunk_tokens: int, clock: Clock = time.perf_counter) -> None:
@@ -90,8 +90,8 @@ class MemoryValue:
         self._spend(started)
 
     def step(self) -> bool:
-        """Replay one request in one shadow. Return whether there is more to replay. If a policy raises, its request is
-        dropped.
+        """Replay one request in one shadow, or a few if many wait. Return whether there is more to replay. If a policy
+        raises, drop the replayed request.
         """
         if self._replays:
             started = self._clock()
