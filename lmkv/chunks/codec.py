@@ -104,8 +104,8 @@ def segment_checksums(payload: memoryview, segment_bytes: int) -> tuple[int, ...
 
 
 def pack_header(header: Header, into: memoryview, authenticator: Authenticator | None = None) -> None:
-    """Write the header over the `header.header_bytes` bytes of `into`. A header with tags needs an `authenticator`.
-    Raises FormatError.
+    """Write the header into the first `header.header_bytes` bytes of `into`. A header with tags needs an
+    `authenticator`. Raises FormatError if the header is inconsistent or does not fit.
     """
     counts = len(header.checksums), len(header.tokens) // 4
     at_tokens = _FIXED.size + 4 * counts[0]
@@ -212,8 +212,8 @@ def _decode(data: memoryview, nbytes: int) -> Header:
 def verify_segments(
     header: Header, payload: memoryview, first: int = 0, authenticator: Authenticator | None = None
 ) -> None:
-    """Verify consecutive segments of a payload. `payload`: the segments from number `first` on. Raises
-    `FormatError`.
+    """Compare segments of a payload with the checksums in `header`, or with its authentication tags if there is an
+    `authenticator`. `payload`: the segments from number `first` on. Raises `FormatError`.
     """
     if authenticator:
         _authenticate_segments(header, payload, first, authenticator)
@@ -256,8 +256,8 @@ class ChunkFormat:
         return header_bytes(payload_bytes, self.segment_bytes, self.max_tokens, authenticated=authenticated)
 
     def pack(self, into: memoryview, digests: SegmentDigests, payload_bytes: int, parent: bytes, ids: bytes) -> None:
-        """Write a header over all of `into`. `ids`: the token ids; if there are more than `max_tokens`, the header
-        records none.
+        """Write a header that fills `into`. `ids`: the token ids as little-endian uint32; if there are more than
+        `max_tokens`, the header records none.
         """
         header = Header(
             namespace=self.namespace,
@@ -283,16 +283,16 @@ class ChunkFormat:
         return header
 
     def verify(self, header: Header, payload: memoryview, first: int = 0) -> None:
-        """Verify consecutive segments of a payload. `payload`: the segments from number `first` on. Raises
-        `FormatError`.
+        """Compare segments of a payload with the checksums or tags in `header`. `payload`: the segments from number
+        `first` on. Raises `FormatError`.
         """
         verify_segments(header, payload, first, self.authenticator)
 
 
 @define
 class SegmentDigests:
-    """Computes the checksums and authentication tags of one payload that is being written. Call `add` with its segments
-    in order.
+    """Computes the checksums and authentication tags of one payload that is being written. Call `add` with the
+    payload's segments in order.
     """
 
     key: bytes

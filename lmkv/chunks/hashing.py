@@ -49,9 +49,9 @@ class TailKey(bytes):
 
 
 class StateKey(bytes):
-    """The key of a state entry: the state of a recurrent layer at the end of a chunk.
+    """The key of a state entry: states of recurrent layers at the end of a chunk.
 
-    `number`: which state entry at the end of this chunk, from 1 on; see `LayerPages.state`.
+    `number`: the number of the state entry, from 1 on, because a chunk may have several; see `LayerPages.state`.
     """
 
     number: int
@@ -93,9 +93,8 @@ class KeyChain:
     def extend(self, tokens: Tokens) -> None:
         """Add the keys of the chunks that are now complete. `tokens`: ALL tokens of the sequence so far.
 
-        Reads each token once. Does not read the tokens after the last whole chunk. Raises UsageError with the position
-        of a token that is not a uint32; the chain is then unchanged. A bool inside a list counts as 0 or 1; arrays of
-        bools or floats raise UsageError.
+        Ignores the tokens after the last whole chunk. Raises UsageError with the position of a token that is not a
+        uint32; the chain is then unchanged.
         """
         done = len(self.keys)
         complete = _length(tokens) // self._chunk_size

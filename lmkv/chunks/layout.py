@@ -1,11 +1,10 @@
 """The layout of a chunk: the place of each byte in the chunk. The layout is the same in workers, host memory and files.
 
-A chunk consists of whole pages of vLLM's paged memory, in the order `[rank][layer][page]`. The format inside a page
-does not matter, so the pages of any attention backend work.
+A chunk consists of whole pages of vLLM's paged memory, in the order `[rank][layer][page]`. lmkv copies pages without
+knowing the format inside them, so any attention backend works.
 
-A recurrent layer (such as Mamba) has no pages, but a state at the end of a chunk. States are separate entries, in slots
-of the same size as chunks. Most chunks need no states, and a chunk that contained states would be several times as
-large.
+A recurrent layer (such as Mamba) has no pages, but a state at the end of a chunk. Each state entry has a separate slot,
+because most chunks need no states, and states would make a chunk several times as large.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class LayerPages:
     group
         Index of the block table (vLLM: KV cache group) that addresses the layer.
     state
-        0 for keys and values, which are part of every chunk. For a recurrent layer, the number of its state entry,
-        from 1 on.
+        0 for keys and values, which are part of every chunk. For a recurrent layer, the number of the state entry that
+        contains the layer's states: 1 or more.
 
     Raises
     ------

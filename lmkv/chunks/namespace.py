@@ -39,7 +39,7 @@ def canonical(value: object) -> bytes:
     Each value becomes a type tag, a 64-bit length and the content.
 
     The encoding is injective: values that differ in type or content differ in their bytes. The items of a mapping are
-    sorted by their encoding. Raises UsageError for any other type.
+    sorted by their encoding. Raises UsageError for any other type, such as a bool.
     """
     match value:
         case None:
@@ -83,8 +83,8 @@ def _sorted_items(extra: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple
 
 
 def tenants_of(cache_salt: str | None, tags: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the names of a request's tenants in quotas: the label of the request's `cache_salt`, and its tags as
-    `name:value`.
+    """Return the names under which a request's tenants may have quotas: the label of the request's `cache_salt`, and
+    `name:value` for each of the request's `tags`.
 
     A tag with a colon in its name is left out: tag `a:b` with value `c` would give the same tenant as tag `a` with
     value `b:c`.
@@ -96,7 +96,7 @@ def tenants_of(cache_salt: str | None, tags: Iterable[tuple[str, str]]) -> list[
 
 
 def salt_label(salt: str) -> str:
-    """Return the label of a `cache_salt`. The label stands for the salt, which is secret, in quotas, metrics and pages.
+    """Return the label that stands for a `cache_salt` in quotas and metrics, because the salt is secret.
 
     >>> salt_label("alice")
     'salt-2bd806c97f0e00af'
@@ -119,11 +119,11 @@ class Namespace:
     chunk_size, block_size
         Tokens per chunk and per block.
     layout
-        The format of pages: attention backends, and the instruction set if it affects pages.
+        The memory layout of the KV cache, such as vLLM's name for the layout.
     ranks
         How ranks divide the model.
     extra
-        Anything else on which KV depends, as a mapping of str to str, which becomes sorted pairs.
+        Anything else on which KV depends, as a mapping of str to str. The attribute contains sorted pairs.
 
     Raises
     ------

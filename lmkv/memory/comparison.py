@@ -41,11 +41,10 @@ class Part:
     """Describes where the numbers of one layer are in the pages of a plane (an array with one page for each block).
 
     `plane`: the index of the plane. `offset`, `nbytes`: the range of bytes in each page. `dtype`: the type of the
-    numbers.
+    numbers. `strides`: how many numbers apart the same channel of two neighbouring tokens may be in a page.
 
-    `strides`: possible distances in a page between the same channel of two neighbouring tokens, counted in numbers.
-    `loose`: the share of a page that may differ, because a rounding error may choose another expert for a token.
-    `source`: the model's dtype, which decides the rounding errors.
+    `loose`: the fraction of a page that may differ, because a rounding error may choose another expert of the model for
+    a token. `source`: the model's dtype, which decides the rounding errors.
     """
 
     layer: str
@@ -61,10 +60,10 @@ class Part:
 @frozen
 class Difference:
     """A chunk that differs from its stored copy on one rank. `layers`: names of the layers that differ. `copy`: the
-    chunk's index in the list of compared copies.
+    chunk's index in the list that was compared.
 
     `first`, `end`: the range of tokens that differ, in whole pages. `deviation`: the largest deviation of any page (see
-    `deviation`). `blocks`: the differing blocks, if blocks that a load has filled were compared.
+    `deviation`). `blocks`: the blocks that differ; empty after a comparison of slots.
     """
 
     copy: int
@@ -86,13 +85,13 @@ def deviation(
     """Return how far the computed and the stored numbers of each page differ: shape [page], from arguments [page,
     number].
 
-    The result of a page is the difference of the run (16 numbers) that differs most. `loose`: the share of runs, 0 to
-    1, to ignore; the runs that differ most are ignored.
+    The result of a page is the difference of the run (16 consecutive numbers) that differs most. `loose`: the share of
+    runs, 0 to 1, to ignore; the runs that differ most are ignored.
 
     A run's difference is divided by the run's spread: how much its computed numbers change from token to token. So
-    neither a large mean nor other runs of the page hide a difference. `strides`: see `Part`; of the spreads that these
-    strides give, the smallest counts. `rounding`: the relative rounding error of the numbers. The result is 0 for equal
-    pages and about 1 for unrelated pages. If only one of two numbers is finite, the result is infinite.
+    neither a large mean nor other runs of the page hide a difference. `strides`: see `Part`; the smallest spread of all
+    strides counts. `rounding`: the relative rounding error of the numbers. The result is 0 for equal pages and about 1
+    for unrelated pages. If only one of two numbers is finite, the result is infinite.
 
     >>> page = torch.randn((1, 64), generator=torch.Generator().manual_seed(1))
     >>> other = page.clone()
@@ -128,7 +127,7 @@ def _steps(numbers: torch.Tensor, stride: int) -> torch.Tensor:
 
 @frozen
 class Comparison:
-    """Compares one rank's part of chunks in host memory. Thread-safe.
+    """Compares computed chunks with stored chunks, both in slots of host memory, for one rank. Thread-safe.
 
     `tolerances`: see `TOLERANCE`.
     """
@@ -240,9 +239,7 @@ def page_digests(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 @frozen
 class PendingDigests:
-    """The digests of the pages of one read, in the order of the pages. The digests are valid once `event` is
-    reached.
-    """
+    """The digests that `ReadBack.begin` is computing. The digests are valid once `event` is reached."""
 
     event: Event
     found: torch.Tensor
@@ -256,8 +253,8 @@ class PendingDigests:
 
 @define(eq=False)
 class ReadBack:
-    """Computes digests of one rank's paged memory. `parts`: the content of the pages, by layer. `staging`: the staging
-    memory of the rank's device; None for a CPU.
+    """Computes digests of blocks in one rank's paged memory. `parts`: where the numbers of each layer are. `staging`:
+    the staging memory of the rank's device; None for a CPU.
     """
 
     _memory: PagedMemory
@@ -267,8 +264,8 @@ class ReadBack:
     _staging: Staging | None
 
     def begin(self, copies: Sequence[ChunkCopy]) -> PendingDigests:
-        """Begin to compute digests of the blocks of `copies`. The reads come after all computation launched so far, and
-        after the loads for which this computation waits.
+        """Begin to compute digests of the blocks of `copies`, after all work that is now queued on the stream of the
+        model's computation.
         """
         pages = [(part, self._blocks(part, copies)) for part in self._parts]
         on_device = self._memory.device.type == "cuda"
@@ -292,7 +289,7 @@ class ReadBack:
         return blocks.pin_memory() if self._memory.device.type == "cuda" else blocks
 
     def digests(self, reading: PendingDigests, copies: Sequence[ChunkCopy]) -> Digests:
-        """Split the digests of a finished read: return a tensor for each part and each copy."""
+        """Split the digests that `begin` has computed: return a tensor for each part and each copy."""
         groups = [self._layout.layers[part.plane].group for part in self._parts]
         sizes = [len(copy.runs[group].blocks) for group in groups for copy in copies]
         found = list(reading.found.split(sizes))
@@ -309,8 +306,8 @@ class ReadBack:
         return page_digests(pages, torch.arange(len(pages)))
 
     def differences(self, copies: Sequence[ChunkCopy], found: Digests, known: Digests) -> list[Difference]:
-        """Compare two sets of digests of the same copies, and return the chunks that differ. `known` may have more
-        pages than `found`.
+        """Compare two sets of digests of the same copies, and return the chunks that differ. Extra pages at the end of
+        a copy in `known` are ignored.
         """
         differ = []
         for number, copy in enumerate(copies):

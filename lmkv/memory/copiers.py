@@ -140,7 +140,7 @@ def check_device(kind: str) -> None:
 
 
 def make_staging(memory: PagedMemory, nbytes: int = STAGING_BYTES) -> Staging | None:
-    """Make the streams and the staging memory of a copier on the device of `memory`. A slab is not needed yet.
+    """Make the streams and the staging memory of a copier on the device of `memory`.
 
     Returns None for a CPU, which needs neither streams nor staging memory.
 
@@ -165,8 +165,8 @@ def make_copier(
 ) -> Copier:
     """Make a copier for the device of `memory`, and begin to map the rank's part of the slab in the background.
 
-    `turn`: (index, count) of this rank among the ranks that map the same part of the slots; each begins at another
-    place. Raises UsageError if memory, layout and slab do not fit together, and torch's exceptions for the device.
+    `turn`: see `SlabMap.spans`. Raises UsageError if memory, layout and slab do not fit together, and torch's
+    exceptions for the device.
     """
     staging = staging or make_staging(memory)
     if staging is not None:

@@ -55,8 +55,8 @@ class Spans:
 class Transfers:
     """Copies between host and device, all in one direction. The device may make the copies in any order.
 
-    `pinned`: whether all host addresses are in registered memory; if not, all are in other memory. `stable`: whether
-    the sources do not change until all copies are done, so that the device may read the sources early.
+    `pinned`: True if all host addresses are in registered memory, False if none is. `stable`: whether the sources do
+    not change until all copies are done, so that the device may read the sources early.
     """
 
     sources: Addresses
@@ -108,7 +108,7 @@ class Device(Protocol):
         ...
 
     def move(self, spans: Spans, stream: Stream) -> None:
-        """Copy any number of runs of equal length from device to device in one call."""
+        """Copy any number of runs of equal length between places in the device's memory, in one call."""
         ...
 
     def transfer(self, transfers: Transfers, stream: Stream) -> None:
@@ -149,12 +149,12 @@ class Ring:
         return self._address + start
 
     def used_until(self, address: int, event: Event) -> None:
-        """Allow reuse of the latest `borrow` after `event`. `address`: the result of this `borrow`."""
+        """Keep the memory of the latest `borrow` in use until `event`. `address`: the result of this `borrow`."""
         self._uses.append((address - self._address, self._next, event))
 
 
 class Staging:
-    """The streams, staging memory and compiled kernels of one rank, which need no slab.
+    """The streams, staging memory and compiled kernels of one rank. They can be made before the slab exists.
 
     `nbytes`: size of the staging memory for stores (`ring`). The staging memory for loads (`loading`) has a quarter of
     this size. `free` deletes `ring` and `loading`, and `allocate` makes them again. Raises the device's exceptions.
@@ -201,10 +201,9 @@ MiB.
 class PinnedSlab:
     """Maps one rank's part of a slab, and registers (pins) this part with the device, piece by piece.
 
-    Copies of unregistered memory are correct too, but slower, and block the calling thread. `part`: offset and size in
-    bytes of the rank's part in each slot. `turn`: (index, count) of this rank among the ranks with the same part, each
-    of which begins at another place. `threads`: the number of threads that register memory; with 0, only calls of
-    `pin_next` register memory.
+    Copies of a piece that is not registered yet are slower, and block the calling thread. `part`: offset and size in
+    bytes of the rank's part in each slot. `turn`: see `SlabMap.spans`. `threads`: the number of threads that register
+    memory; with 0, only calls of `pin_next` register memory.
     """
 
     def __init__(
@@ -286,7 +285,7 @@ class PinnedSlab:
 
 def pinning_threads(ranks: int) -> int:
     """Return how many threads each of `ranks` ranks uses to map and register memory: at least one. All ranks together
-    use at most a quarter of the cores, unless there are more ranks.
+    use at most a quarter of the cores, or one thread each.
     """
     return max(1, min(4, (os.cpu_count() or 1) // 4 // ranks))
 
@@ -367,10 +366,11 @@ class LoadEvent:
 class DeviceCopier:
     """The copier for paged memory on a device, with staging memory on the same device.
 
-    On the compute stream, a store gathers pages in staging memory, so their blocks may be overwritten as soon as the
-    call returns. On a separate stream, the store then transfers the gathered pages to the slots. A load does the
-    reverse. So a chunk crosses the bus as one run of bytes, and one call transfers many chunks. If all staging memory
-    is in use, the device waits for earlier transfers, but the calling thread does not wait.
+    A store first gathers pages in staging memory, on the compute stream. So the blocks of these pages may be
+    overwritten as soon as the call returns. On a separate stream, the store then transfers the gathered pages to the
+    slots. A load does the reverse, but large pages go directly to their blocks. So a chunk crosses the bus as one run
+    of bytes, and one call transfers many chunks. If all staging memory is in use, the device waits for earlier
+    transfers, but the calling thread does not wait.
     """
 
     def __init__(

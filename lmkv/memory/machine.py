@@ -54,9 +54,9 @@ class ControlGroup:
 
 
 def control_groups(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[ControlGroup]:
-    """Yield the control groups that limit this process: its own group, and all parent groups inside `root`.
+    """Yield the control groups that may limit this process: the group in the file `own`, and its parents, up to `root`.
 
-    In a container, `root` is usually the container's own group, although the path in the file `own` is longer.
+    In a container, `root` is usually the process's group, and the folders of the other groups do not exist.
     """
     lines = []
     with contextlib.suppress(OSError):
@@ -107,8 +107,8 @@ def clamp_capacity(wanted: int, slot_bytes: int, *, engines: int = 1) -> int:
     return fewer bytes and log a warning.
 
     `engines`: the number of engines that start on this host; each of them gets at most an equal share of the available
-    memory. The full size of other slabs of this user counts as used, unless `wanted` is less than 1/256 of the
-    available memory. Raises ConfigError if not even one slot fits.
+    memory. The full size of this user's other slabs counts as used, unless `wanted` is small, as in a test. Raises
+    ConfigError if not even one slot fits.
     """
     promised, taken = slab.promised_and_taken()
     room = int((available_ram() + taken) * RAM_SHARE)

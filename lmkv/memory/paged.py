@@ -17,7 +17,8 @@ from lmkv.errors import UsageError, short_repr
 
 
 def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
-    """Return a view of `plane`, a tensor of shape [block, ...], as uint8 [block, page_bytes].
+    """Return a view of `plane`, a tensor of shape [block, ...], as uint8 [block, page_bytes]. `name`: the tensor's name
+    in error messages.
 
     Raises UsageError if a block is not contiguous in memory, or if blocks overlap.
     """
@@ -40,8 +41,8 @@ def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
 
 
 def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
-    """Return a view of `row` whose pages include the padding up to `page_bytes` bytes. Return `row` itself if there is
-    too little padding between its pages.
+    """Return a view of `row` with pages of `page_bytes` bytes: each page and the unused bytes after it. Return `row`
+    itself if there are too few unused bytes.
     """
     blocks, stride = row.shape[0], row.stride(0)
     end = row.storage_offset() + (blocks - 1) * stride + page_bytes
@@ -51,8 +52,8 @@ def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
 
 
 def planes(tensor: Any, block_axis: int) -> list[torch.Tensor]:
-    """Return the planes of a layer's tensor, each of shape [block, ...]. A tensor of shape [2, block, ...] has two
-    planes.
+    """Return the planes of a layer's tensor, each of shape [block, ...]. `block_axis`: the axis of blocks. With 1, as
+    in the shape [2, block, ...], each index of axis 0 gives a plane.
     """
     if block_axis not in (0, 1):
         raise UsageError(f"block_axis must be 0 or 1, not {short_repr(block_axis)}")

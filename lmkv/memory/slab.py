@@ -1,10 +1,9 @@
 """The slab: one region of host memory, divided into slots of equal size. A slot has space for one chunk.
 
-The slab is the first tier. Lower tiers are written from the slab, and their chunks are read into the slab. A shared
-slab is an anonymous memory file, which other processes map through the owner's file descriptor. The size of /dev/shm
-does not limit the slab. The kernel frees the memory when the last process that maps the slab ends. The file's name
-contains the engine's name and a random part. So lmkv notices if the path of a descriptor leads to another file, in
-another container or after the owner has ended.
+The slab is the first tier: chunks are copied between the slab and lower tiers. A shared slab is an anonymous memory
+file, which other processes map through the owner's file descriptor. The size of /dev/shm does not limit the slab. The
+kernel frees the memory when the last process that maps the slab ends. lmkv recognizes the file by its name, which
+contains the engine's name and a random part.
 """
 
 from __future__ import annotations
@@ -68,7 +67,9 @@ def _prefix(engine: str) -> str:
 
 
 def name_of(path: str) -> str:
-    """Return the name of the slab file behind a path in /proc, or "" if the path leads to no slab of this user."""
+    """Return the name of a slab's memory file. `path`: the path of a file descriptor in /proc. Return "" if the path
+    leads to no slab of this user.
+    """
     try:
         found = _MEMFD.fullmatch(os.readlink(path))
         return found[1] if found and os.stat(path).st_uid == os.geteuid() else ""
@@ -100,10 +101,9 @@ def find_file(engine: str) -> tuple[str, str, int] | None:
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
     """Hold a lock during a `with` block that makes a slab. All processes of this user on this host use the same lock,
-    so that each process counts the memory of all earlier slabs.
+    so that two slabs do not claim the same memory.
 
-    A process that does not get the lock within `_PATIENCE` seconds continues with a warning. Two slabs may then claim
-    the same memory.
+    A process that does not get the lock within `_PATIENCE` seconds continues with a warning.
     """
     deadline = time.monotonic() + _PATIENCE
     with contextlib.ExitStack() as stack:
@@ -219,12 +219,11 @@ class SlabMap:
             self._stop.wait(time.monotonic() - started)
 
     def spans(self, part: tuple[int, int], piece: int, turn: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int]]:
-        """Yield `(offset, size)` in bytes of each span of the slab that contains `part` of a slot. If the part is the
-        whole slot, spans of up to `piece` bytes contain several slots.
+        """Yield `(offset, size)` in bytes of the memory to map, piece by piece: `part` of each slot. If the part is the
+        whole slot, a piece contains several slots, up to `piece` bytes.
 
         `part`: the offset and size in bytes of the part in each slot. `turn`: (index, count) of this process among the
-        processes that map the part. Each process begins at another place, and later finds pages that other processes
-        have mapped.
+        processes that map the part. Each process begins at another place, so that the processes share the work.
         """
         offset, nbytes = part
         together = max(1, piece // self.slot_bytes) if nbytes == self.slot_bytes else 1

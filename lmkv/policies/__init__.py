@@ -83,7 +83,7 @@ def _positive(_: object, attribute: Attribute[int], number: int) -> None:
 
 @define(eq=False, repr=False)
 class SecondTouch:
-    """An admission filter that admits a chunk when it is offered for the second time.
+    """An admission filter that admits a chunk when the store offers it to the tier for the second time.
 
     Chunks that are used only once are not written, and so do not wear out the disk.
 
@@ -143,7 +143,7 @@ class MinTokens:
     Notes
     -----
     Not thread-safe: the store calls its filters while it holds its lock. If a short prompt grows into a long prompt,
-    the filter gets the prompt's first chunks again when host memory evicts these chunks.
+    its first chunks stay refused until the store offers them to the tier again.
 
     Examples
     --------

@@ -122,9 +122,9 @@ class ADAPTIVE(WeightedAge):
     Parameters
     ----------
     position_cost : float
-        How much more a hit counts for each chunk before the hit in the prompt. With 0, the policy maximizes the number
-        of hit tokens. With 1e-3, a hit at chunk 1,000 counts twice as much as a hit at the first chunk. A hit at a
-        later chunk saves more time, because its attention takes longer to compute.
+        How much more a chunk that is found counts for each earlier chunk of its prompt. With 0, the policy maximizes
+        the number of hit tokens. With 1e-3, a hit at chunk 1,000 counts twice as much as a hit at the first chunk. A
+        hit at a later chunk saves more time, because its attention takes longer to compute.
 
     Notes
     -----

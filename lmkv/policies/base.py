@@ -67,8 +67,8 @@ class PolicyBase(ABC):
 
     The base class knows the size of each key, its parent (the chunk before it in the prompt) and its number of
     children. A request finds a chunk only together with the chunk's parent, so children are evicted first: `evict`
-    skips a key that is held or has children. Once a skipped key is neither held nor a parent, it is evicted next. A
-    parent of held or protected keys is evicted only if no other key is left.
+    skips a key that has children or that `hold` holds. A skipped parent is evicted next once its last child is gone. If
+    all remaining children are held or protected, `evict` removes a parent nevertheless.
 
     Raises
     ------
@@ -79,8 +79,8 @@ class PolicyBase(ABC):
     -----
     Not thread-safe: the store calls its policies while it holds its lock. `evict` takes time proportional to the number
     of evicted and protected keys. Other methods take constant time per key. All policies accept hints; see
-    `lmkv.protocols.TakesHints`. Keys with a priority keep at most half of the tier. Beyond this half, the keys with the
-    lowest priority are evicted, the oldest first.
+    `lmkv.protocols.TakesHints`. Keys with a priority above 0 are spared, but only up to half of the tier: beyond this
+    half, the keys with the lowest priority are evicted.
 
     Examples
     --------
@@ -154,7 +154,7 @@ class PolicyBase(ABC):
     def use(self, keys: Sequence[ChunkKey]) -> None:
         """Change the eviction order after a request has used the keys of a prompt, given first to last.
 
-        The request that stored a chunk also uses the chunk once, so the first use is not a reuse. Unknown keys are
+        The first use of a key comes from the request that stored the chunk, and is not a reuse. Unknown keys are
         ignored.
         """
 
@@ -173,7 +173,7 @@ class PolicyBase(ABC):
         """Remove a key from the eviction order. The subclass keeps its other records of the key until `forget`."""
 
     def rejoin(self, key: ChunkKey) -> None:
-        """Add a key to the eviction order again, after a release or a use while the key was not in this order."""
+        """Put a key back into the eviction order, after a release or a use. By default, the key is evicted next."""
         self.put_back(key)
 
     def evicted(self, key: ChunkKey, size: int) -> None:
@@ -194,10 +194,10 @@ class PolicyBase(ABC):
         self.insert_chain((key,), size, (parent,))
 
     def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
-        """Add a prompt's evictable keys, of `size` bytes each, the last key first.
+        """Add a prompt's evictable keys, of `size` bytes each. The last key is added first, so that it is evicted
+        first.
 
-        `parents`: for each key, the key of the previous chunk. Raises UsageError for a known key; the keys after the
-        known key are then already added.
+        `parents`: for each key, the key of the previous chunk. Raises UsageError for a known key.
         """
         if size > self._largest:
             self._largest = size
@@ -332,9 +332,9 @@ class PolicyBase(ABC):
     def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
         """Set the eviction priority of a prompt's keys, given first to last. Unknown keys are ignored.
 
-        `priority`: below 0, the keys are evicted before all others; 0 is the usual order; above 0, they are evicted
-        after others. Below 0, only keys after the point where another prompt branches off are affected, until their
-        next use.
+        `priority`: above 0, the keys are evicted after others; 0 is the usual order. Below 0, keys at the end of the
+        prompt are evicted before all others, until their next use. Keys that other prompts share stay in the usual
+        order.
         """
         if priority < 0:
             self._give_up(keys)

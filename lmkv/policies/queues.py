@@ -67,7 +67,7 @@ class FIFO(QueuePolicy):
 
     Notes
     -----
-    A held key keeps its place in the queue. If a held key comes to the front, it is evicted first after its release.
+    A held key at the front is skipped. It is the next key to evict once it is released.
 
     Examples
     --------
@@ -424,8 +424,8 @@ class S3FIFO(CountsUses):
     """S3-FIFO (Yang et al., SOSP 2023), with sizes in bytes: two queues, each first in, first out.
 
     A new chunk joins the small queue, which is a tenth of the tier. A chunk that is used in the small queue, or comes
-    back after its eviction, joins the main queue. Each use, up to three, moves a chunk once from the front of the main
-    queue back to the end.
+    back after its eviction from this queue, joins the main queue. A chunk at the front of the main queue moves back to
+    the end once for each use, at most three times.
 
     Examples
     --------

@@ -78,7 +78,8 @@ class Quotas:
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
         """Return a chunk's tenant and the tenant's share of the tier, 0 to 1.
 
-        A chunk without a tenant has its parent's tenant. If neither has a tenant, the share is what the quotas leave.
+        A chunk without a tenant has its parent's tenant. If neither has a tenant, the tenant is "", and the share is
+        the rest of the tier.
         """
         tenant = self._tenants.get(key, self._tenants.get(parent, NOBODY))
         return tenant, self.quotas.get(tenant, max(0.0, 1.0 - sum(self.quotas.values())))
@@ -86,7 +87,7 @@ class Quotas:
     def label(self, keys: Sequence[ChunkKey], names: Sequence[str]) -> None:
         """Assign a prompt's chunks, given first to last, to the first tenant in `names` that has a quota.
 
-        Chunks in the tier that have another tenant keep this tenant. All other chunks are assigned.
+        Chunks in the tier that belong to a tenant already are not reassigned.
         """
         tenant = next((name for name in names if name in self.quotas), NOBODY)
         if tenant == NOBODY:
@@ -129,9 +130,8 @@ class Quotas:
             self.insert(key, size, parent)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note a use of a prompt's keys, given first to last, in the policies of all their tenants.
-
-        If tags are tenants, prompts of several tenants can share their first chunks.
+        """Note that a request has used a prompt's keys, given first to last. Each tenant's policy learns of the use,
+        because tenants may share the first chunks of their prompts.
         """
         for tenant in {self._tenants[key] for key in keys if key in self._sizes}:
             self._policies[tenant].touch(keys)

@@ -144,7 +144,8 @@ def _admitted(keys: Sequence[ChunkKey], disk: Shadow, admission: Admission) -> S
 def sessions_of(trace: Trace) -> list[bytes]:
     """Return the name of each request's session.
 
-    Without a session in the trace, the name is the key of the first chunk after which few different prompts continue.
+    If the trace has no sessions, requests form a session if they share a chunk that few different chunks follow. The
+    name is the key of the first such chunk.
     """
     branches: Counter[ChunkKey] = Counter()
     seen: set[ChunkKey] = set()

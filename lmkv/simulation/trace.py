@@ -73,7 +73,7 @@ class MemoryLimit:
     chunks: int = 0
 
     def count(self, blocks: int, chunks: int = 0) -> None:
-        """Count the memory of `blocks` blocks and `chunks` new chunks before it is allocated.
+        """Count the memory of `blocks` blocks of the trace and `chunks` new chunks, before this memory is allocated.
 
         Raises ValueError if the total exceeds the limit.
         """
@@ -90,7 +90,8 @@ class MemoryLimit:
 class KeyTable:
     """Creates the keys of chunks. A key depends on its chunk and all chunks before it, as in lmkv.
 
-    Equal keys are the same object, which saves memory. Keys are hashes, so a sample of keys is random.
+    Equal keys are the same object, which saves memory. Keys are hashes, because some policies sample chunks by their
+    keys.
     """
 
     name: str
@@ -106,7 +107,9 @@ class KeyTable:
         return key
 
     def chain(self, root: object, parts: Iterable[object]) -> list[ChunkKey]:
-        """Return the keys of a prompt's chunks, first to last. `parts`: the content of each chunk."""
+        """Return the keys of a prompt's chunks, first to last. `root`: a value on which all keys depend. `parts`: the
+        content of each chunk.
+        """
         known, keys, parent = self._keys, [], root
         for part in parts:
             parent = known.get((parent, part)) or self.key((parent, part))
@@ -324,7 +327,7 @@ def parsed_lines(path: Path) -> Iterator[Iterator[Any]]:
     """Yield, for a `with` block, an iterator over the JSON values of a file's non-blank lines. Decompresses `.zst`
     files.
 
-    Raises UsageError with the file and the line, also for a ValueError that the block raises about the last line.
+    Raises UsageError with the file and the line, also for errors that the `with` block raises about the latest line.
     """
     at = 0
 

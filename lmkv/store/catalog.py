@@ -2,8 +2,8 @@
 
 The scanner lists a tier at the start. Meanwhile the store already serves the indexed chunks. If other processes change
 a tier, the scanner lists the tier repeatedly, to find new chunks and to forget deleted ones. If a shared backend cannot
-list its chunks, the index forgets each chunk after one or two intervals. A request that needs a forgotten chunk looks
-the chunk up again.
+list its chunks, the index forgets each chunk after a while. A request that needs a forgotten chunk looks the chunk up
+again.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Catalog(StoreComponent):
     def count_found(self, keys: Sequence[ChunkKey], found: int = 0) -> int:
         """Return how many chunks from `keys[0]` on are in some tier. The count ends before the first missing chunk.
 
-        `found`: the number of chunks from `keys[0]` on that the caller knows to be in some tier. A chunk in host memory
-        whose load hangs counts as missing, because the chunk may never arrive.
+        `found`: the number of chunks from `keys[0]` on that the caller knows to be in some tier. A chunk counts as
+        missing if its load into host memory hangs, because the chunk may never arrive.
         """
         entries, hangs = self._primary.entries, self._promoter.is_stuck
         indexes = [tier.index for tier in self._tiers if tier.usable]
@@ -91,11 +91,11 @@ class Catalog(StoreComponent):
 
     @locked
     def unknown(self, keys: Sequence[ChunkKey], states: int) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
-        """Return `(chunks, states)`: the keys for which shared tiers should be asked.
+        """Return `(chunk keys, state keys)` that no index has, so that shared tiers should be asked for them.
 
-        `chunks`: the keys from the first unindexed chunk on. `states`: the unindexed ones of the `states` state entries
-        after each chunk. A hit needs only the states after its last chunk, so entries up to a chunk with all states are
-        left out.
+        The chunk keys begin with the first chunk that no index has. `states`: the number of state entries after each
+        chunk. A hit needs only the states after its last chunk. So the state keys begin after the last chunk with all
+        its states.
         """
         behind: list[ChunkKey] = []
         for key in reversed(keys):
@@ -106,8 +106,8 @@ class Catalog(StoreComponent):
         return keys[self.count_found(keys) :], behind
 
     def count_stored(self, keys: Sequence[ChunkKey]) -> int:
-        """Return how many chunks from `keys[0]` on are complete in some tier, up to the first incomplete or missing
-        chunk.
+        """Return how many chunks from `keys[0]` on are stored in some tier. The count ends before the first chunk that
+        is missing, or that is still being stored or loaded.
         """
         with self._lock:
             entries = self._primary.entries
@@ -200,9 +200,9 @@ class Catalog(StoreComponent):
 class HitFinder:
     """Finds hits in the indexes of the tiers. A hit consists of the stored chunks at the start of a prompt.
 
-    In a model with recurrent layers, a hit can end only at a boundary: after a chunk whose states are stored. `states`:
-    the number of state entries at each boundary; with 0, a hit may end after any chunk. In the methods, `chain` means
-    the keys of a prompt's chunks. Hits of at most `first` chunks do not count. Thread-safe.
+    In a model with recurrent layers, a hit can end only at a boundary: after a chunk with stored states. `states`: the
+    number of state entries at each boundary; with 0, a hit may end after any chunk. In the methods, `chain` means the
+    keys of a prompt's chunks. With recurrent layers, hits of at most `first` chunks are ignored. Thread-safe.
     """
 
     _catalog: Catalog
@@ -219,9 +219,9 @@ class HitFinder:
         return max(0, entries - self.states)
 
     def last_with_states(self, chain: Sequence[ChunkKey], first: int = 0, *, ready: bool = False) -> int:
-        """Return how many chunks come before the last boundary whose states are all stored, or 0.
+        """Return how many chunks come before the last boundary with all its states stored, or 0.
 
-        `ready`: whether the states must be in host memory. HitFinder after at most `first` chunks do not count.
+        `ready`: whether the states must be in host memory. Boundaries after at most `first` chunks are ignored.
         """
         for end in range(len(chain), first, -1):
             counts = self._catalog.count_prefix(state_keys(chain[end - 1], self.states))
@@ -240,8 +240,8 @@ class HitFinder:
         return self.with_states(here[: self.last_with_states(here, first, ready=True)] if self.states else here)
 
     def keys_to_promote(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return the keys to promote for a prompt: its longest hit if the model has recurrent layers, else all of
-        `chain`.
+        """Return the keys to promote for a prompt: all of `chain`. With recurrent layers, only the longest hit, because
+        chunks without states at their end are useless.
         """
         return self.stored_hit(chain) if self.states else list(chain)
 

@@ -23,10 +23,7 @@ STEP: Final = 1024
 
 @define(eq=False)
 class Ranked(Generic[K]):
-    """Keys sorted by a number, smallest number first. Keys with equal numbers stay in insertion order.
-
-    The data structure is a binary heap that records the place of each key.
-    """
+    """Keys sorted by a number, smallest number first. Keys with equal numbers stay in insertion order."""
 
     _heap: list[tuple[float, int, K]] = field(init=False, factory=list)
     _places: dict[K, int] = field(init=False, factory=dict)
@@ -68,7 +65,8 @@ class Ranked(Generic[K]):
 
 @define(eq=False)
 class Owners:
-    """Sums the sizes of each owner's pins, prefetches or priorities, and finds the owner with the largest sum.
+    """Sums the sizes of each owner's pins, prefetches or priorities, and finds the owner with the largest sum. An owner
+    is a client.
 
     `total`: the sum of all sizes. `owned`: the sum for each owner.
     """
@@ -103,9 +101,9 @@ class Claim(NamedTuple, Generic[V]):
 class Claims(Generic[K, V]):
     """Pins, prefetches or priorities (items) by key. Not thread-safe: the caller holds the store's lock.
 
-    Each item has an owner, a size in chunks, and an end (its expiry time, by the store's clock). If the sum of all
-    sizes exceeds a limit, the owner with the largest sum loses its oldest item. So an owner never loses an item to an
-    owner with a larger sum. `total`: the sum of all sizes. Each call takes O(log n) time for n items.
+    Each item has an owner (a client), a size in chunks, and an end (its expiry time, by the store's clock). If the sum
+    of all sizes exceeds a limit, the owner with the largest sum loses its oldest item. So an owner with many items
+    cannot displace the items of an owner with few. `total`: the sum of all sizes.
 
     Examples
     --------
@@ -214,7 +212,8 @@ _Pins = Claims[ChunkKey, Entry]
 
 @define(eq=False, repr=False)
 class Pins:
-    """The pinned chunks. Each tenant may pin the fraction `share` of its part of host memory.
+    """The pinned chunks. Each tenant may pin the fraction `share` of the slots in its quota, or of all slots without
+    quotas.
 
     The caller holds the store's lock.
     """
@@ -235,9 +234,9 @@ class Pins:
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes) -> int:
         """Pin chunks for `ttl` seconds, from `keys[0]` up to the first chunk that is not in host memory.
 
-        Returns the number of pinned chunks. An earlier pin of a chunk keeps its end if this end is later. If pins
-        exceed their share, the oldest pins of the owner with the most pins end. Within a prompt, the pin of the last
-        chunk ends first.
+        Returns the number of pinned chunks. If a chunk is pinned already, the later end counts. If there are too many
+        pins, the oldest pins of the owner with the most pins end. Within a prompt, the pin of the last chunk ends
+        first.
         """
         entries, end = self._primary.leading_ready(keys), self._clock() + ttl
         for kind, group in groupby(entries, lambda entry: type(entry.key)):

@@ -84,11 +84,11 @@ class LimitedEntries:
 
     @property
     def full(self) -> bool:
-        """Whether the limit is reached. A new entry then replaces another entry of the share."""
+        """Whether the limit is reached. A new entry then replaces an entry of the same kind."""
         return len(self._entries) >= self.limit
 
     def add(self, entry: Entry, tenant: str = "", part: float = 1.0) -> None:
-        """Add an entry of a tenant. `part`: the tenant's fraction of all slots, 0 to 1."""
+        """Add an entry of a tenant. `part`: the fraction of `limit` that the tenant may use, 0 to 1."""
         self._entries[entry.key], self._tenants[entry.key] = entry, tenant
         self._counts[tenant] += 1
         self._parts[tenant] = part
@@ -110,7 +110,7 @@ class LimitedEntries:
         self._idle[self._tenants[key]][key] = self._entries[key]
 
     def touch(self, key: ChunkKey) -> None:
-        """Note a use of the entry, if it belongs to the share."""
+        """Note a use of the entry with this key, if there is one."""
         if key in self._entries and key in (idle := self._idle[self._tenants[key]]):
             idle.move_to_end(key)
 
@@ -123,8 +123,7 @@ class LimitedEntries:
     def oldest_unused(self, tenant: str = "") -> Entry | None:
         """Return the entry that a new entry of `tenant` replaces, or None if all entries have references.
 
-        The tenant that exceeds its fraction of the slots the most loses its least recently used entry without
-        references.
+        The tenant that exceeds its part of `limit` the most loses its least recently used entry without references.
         """
         over = {each: self._counts[each] - self._parts[each] * self.limit for each in self._idle}
         over[tenant] = over.get(tenant, 0.0) + 1
@@ -144,8 +143,8 @@ def shares(num_slots: int) -> dict[type, LimitedEntries]:
 
 @frozen
 class Payloads:
-    """Finds the payload in a slot, the bytes that lower tiers store: a chunk, a state, or the filled byte ranges of a
-    tail.
+    """Finds the payload in a slot. A payload has the bytes that lower tiers store: a chunk, a state, or the filled byte
+    ranges of a tail.
 
     `spans(tokens)`: a function that returns the byte ranges which a tail of `tokens` tokens fills in a slot. `sizes`:
     the bytes of a chunk, then of each state entry. An empty `sizes` means that chunks and states fill their slots.
@@ -224,8 +223,8 @@ class PrefixIndex:
         return best, most
 
     def shorter(self, origin: bytes, tokens: bytes) -> Iterator[ChunkKey]:
-        """Yield the key of each chunk with fewer tokens than `tokens` whose tokens are a prefix of `tokens`, longest
-        first.
+        """Yield the keys of chunks of `origin` with tokens that are a shorter prefix of `tokens`, longest first. Short
+        prefixes may be missed, because the first other chunk in sorted order ends the search.
         """
         chunks = self._chunks.get(origin, [])
         for found, key in reversed(chunks[: bisect_left(chunks, (tokens, b""))]):

@@ -74,8 +74,8 @@ class Waker:
     Thread-safe.
 
     `threading.Condition` and `Event` are unsafe here. After a KeyboardInterrupt in a waiting thread, they may keep
-    their lock, or release the lock of another thread. In a bell, each wait has its own lock, which is released at most
-    once.
+    their lock, or release the lock of another thread. In a `Waker`, each wait has a separate lock, which is released at
+    most once.
     """
 
     _waiters: list[threading.Lock] = field(init=False, factory=list)
@@ -140,8 +140,8 @@ class ChangeGuard:
 
 
 def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
-    """Close pairs of tier name and backend, within `PATIENCE` seconds. The daemon thread of a backend that hangs
-    stays.
+    """Close backends, each given with the name of its tier, within `PATIENCE` seconds. A backend that hangs is left to
+    a daemon thread.
     """
     deadline = time.monotonic() + PATIENCE
     closing = [(name, _begin(partial(_close, name, backend), name)) for name, backend in backends]
@@ -247,8 +247,8 @@ class StoreObserver(Protocol):
     """An object that the store notifies when a tier starts or stops serving a chunk.
 
     A tier stops serving a chunk that is evicted, deleted or lost. The store calls the methods on any thread, with its
-    lock held. The methods must not wait, call the store or raise an exception. A key of more than 32 bytes belongs to
-    another namespace.
+    lock held. The methods must not wait, call the store or raise an exception. Chunks of other namespaces in a shared
+    tier have keys of more than 32 bytes.
     """
 
     def stored(self, tier: str, key: ChunkKey) -> None: ...
@@ -322,11 +322,11 @@ class Content:
 class GuardedPolicy:
     """Calls a tier's eviction policy. If the policy raises, a `FallbackLRU` policy replaces it.
 
-    The policy gets clients' hints about a chunk (a priority, or that its session has ended) when the chunk arrives.
-    `prioritized`: the chunks with a priority. `priority_of`: a function that returns the priority of a chunk.
-    `content`: a function that returns the tier's content. `freed`: a function that returns the total bytes of some
-    chunks, or 0 if any of these chunks is in use or absent. `has`: a function that returns whether the tier has a
-    chunk. The caller holds the store's lock.
+    The policy gets clients' hints about a missing chunk (a priority, or that its session has ended) when the chunk
+    arrives. `prioritized`: the chunks with a priority. `priority_of`: a function that returns the priority of a chunk.
+    `content`: a function that returns the tier's content. `freed`: a function that checks an eviction: it returns the
+    total bytes of the chunks, or 0 if a chunk must not be evicted. `has`: a function that returns whether the tier has
+    a chunk. The caller holds the store's lock.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The health of tiers: counters, circuit breakers, log lines about failures, and what a backend's result says."""
+"""The health of tiers: counters, circuit breakers, log lines about failures, and the meaning of a backend's results."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ class Snapshot:
     """The complete content of a `TieredStore` at one moment.
 
     `held`: the chunks in host memory. `tiers`: the index contents of the lower tiers. `prefetched`: the keys of the
-    slots that prefetches keep, including slots of removed chunks. `prioritized`: the number of slots that pins and
-    prefetches keep, by the type of the keys (chunk, tail or state). `promotions`: the number of promotions that are not
-    released.
+    chunks that prefetches keep in slots, even after the chunks were removed. `prioritized`: the number of slots that
+    pins and prefetches keep, by the type of the keys (chunk, tail or state). `promotions`: the number of promotions
+    that are not released.
     """
 
     held: Mapping[ChunkKey, Entry]
@@ -260,8 +260,8 @@ class FailureLog:
         self._say(topic, lambda: f"{_with_names(str(error), 1)}{then and f'; {then}'}")
 
     def wrote(self, result: Written, until_deleted: str) -> None:
-        """Log a failed or refused write. `until_deleted`: the consequence to log if the write failed because of a
-        deletion.
+        """Log a failed or refused write. `until_deleted`: the consequence to log if the write failed because old bytes
+        could not be deleted first.
         """
         if result.status is WriteStatus.REJECTED:
             reason = _with_names(result.reason, 1)
@@ -305,14 +305,14 @@ def _with_names(text: str, most: int) -> str:
 
 
 def read_works(result: Read) -> bool | None:
-    """Return whether the result of a read shows that reads of the tier work; None if the result shows neither."""
+    """Return whether reads of the tier work, judging by the result of a read. None if the result does not tell."""
     if result.status is ReadStatus.MISS:
         return None
     return result.status is ReadStatus.HIT or isinstance(result.error, CorruptChunkError)
 
 
 def write_works(result: Written) -> bool | None:
-    """Return whether the result of a write shows that writes to the tier work; None if the result shows neither."""
+    """Return whether writes to the tier work, judging by the result of a write. None if the result does not tell."""
     return {WriteStatus.STORED: True, WriteStatus.FAILED: False}.get(result.status)
 
 

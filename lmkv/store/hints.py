@@ -54,7 +54,8 @@ class _Priority:
 class _Prioritized:
     """A chunk with a priority.
 
-    `levels`: how many client requests each priority level has. `owner`: the client to whom the chunk is counted.
+    `levels`: how many client requests each priority level has. `owner`: the client that gave the chunk a priority
+    first.
     """
 
     owner: bytes
@@ -115,9 +116,9 @@ class Hints:
     ) -> None:
         """Set the priority of a prompt's chunks; see `TakesHints.hint`.
 
-        `seconds`: how long a priority above 0 lasts. A `priority` of 0 removes the session's priority for this prompt.
-        A priority also ends with its `session`. If an earlier priority of the same chunks is higher or lasts longer,
-        the earlier priority stays as well.
+        A priority above 0 lasts for `seconds` seconds, or until its `session` ends. A `priority` of 0 removes the
+        session's priority for this prompt. The session's earlier priorities for this prompt are replaced, except higher
+        or longer ones.
         """
         with self._lock, self._changes:
             if priority < 0:
@@ -271,7 +272,8 @@ class Hints:
             return {name: dict(policy.used_bytes()) for name, policy in tiers if isinstance(policy, LabelsKeys)}
 
     def session(self, owner: bytes, name: str, keys: Chain, *, ended: bool = False) -> None:
-        """Note that a request of the session `name` has ended. Policies then first evict chunks that no session needs.
+        """Note that a request of the session `name` has ended. Policies then first evict chunks of its earlier requests
+        that the session no longer needs.
 
         `ended`: whether the session ends as well. If so, all its chunks are evicted first, except chunks that another
         session or a priority needs.
@@ -346,15 +348,15 @@ class Hints:
         return counts
 
     def owned(self, tenant: str = "") -> Counter[bytes]:
-        """Return, for each owner, how many keys of a tenant have a priority that is counted to this owner; see
-        `Hints`.
+        """Return, for each owner, how many chunks of a tenant with a priority count for this owner. A chunk counts for
+        the owner that gave it a priority first.
         """
         return self._tenants[tenant].owned
 
     @locked
     def recount(self) -> None:
-        """Count the known priorities again after an exception. Passes the priorities to the policies, which are new
-        objects.
+        """Count the known priorities again after an exception, and pass them to the policies, which have been made
+        anew.
         """
         self._priorities, self._sessions = self._priorities.rebuilt(), self._sessions.rebuilt()
         self._prioritized.clear()

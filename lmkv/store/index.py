@@ -25,7 +25,7 @@ from lmkv.store.health import Stored
 class Victims(dict[ChunkKey, int]):
     """Chunks to delete from the backend, and their sizes in bytes. Only one thread may delete these chunks.
 
-    `room`: the number of bytes that no other write may use until the chunks are deleted.
+    `room`: the number of these bytes that still count as used until the chunks are deleted.
     """
 
     room = 0
@@ -103,7 +103,7 @@ class TierIndex:
         return len(self._sizes) + len(self._unseen)
 
     def first(self) -> ChunkKey | None:
-        """Return the key of any stored chunk, or None if no chunk is stored."""
+        """Return the key of any stored chunk, or None. During a listing, only chunks found so far count."""
         return next(iter(self._sizes), None)
 
     def sizes(self) -> dict[ChunkKey, int]:
@@ -179,9 +179,10 @@ class TierIndex:
     def end_write(
         self, key: ChunkKey, nbytes: int, *, stored: bool, wanted: bool = True, parent: ChunkKey = b""
     ) -> None:
-        """Note the result of a write. A chunk that is `stored` and still `wanted` is indexed.
+        """Note the result of a write. A chunk that is `stored` and `wanted` is indexed.
 
-        If no longer wanted, a stored chunk becomes a tombstone, so that its bytes are deleted.
+        `wanted`: False if the chunk was removed meanwhile. A stored chunk then becomes a tombstone, so that its bytes
+        are deleted.
         """
         self._writing.pop(key, None)
         self._note(key)
@@ -285,7 +286,7 @@ class TierIndex:
         """Mark all chunks as deleted, even unindexed ones, except the chunks of other namespaces. Returns the indexed
         keys.
 
-        A running listing ends.
+        Also ends a running listing.
         """
         stored = {key: nbytes for key, nbytes in self.sizes().items() if not _is_other_namespace(key)}
         self.mark_deleted(stored)
@@ -300,7 +301,7 @@ class TierIndex:
     def take_tombstones(self, replaced_by: int = 0) -> Victims:
         """Return all tombstones (deleted keys). The caller must delete their bytes.
 
-        `replaced_by`: the number of bytes that the caller will write afterwards.
+        `replaced_by`: the size in bytes of the following write, which already counts as used.
         """
         victims, self._tombstones = Victims(self._tombstones), {}
         self._reclaiming.update(victims)
@@ -430,7 +431,7 @@ class TierIndex:
         """Remove from the index up to `most` chunks that the listing has not found, because other processes have
         deleted them.
 
-        Only chunks that were stored before the listing began count. Returns True while there may be more such chunks.
+        Chunks that were stored after the listing began stay. Returns True while there may be more chunks to forget.
         """
         for _ in range(min(most, len(self._unseen))):
             key, self._sizes[key] = self._unseen.popitem()

@@ -60,10 +60,10 @@ class Deferred:
     callbacks: deque[Callable[[Deferred], None]] = field(factory=deque)
 
     def run(self, submit: Callable[[Sequence[Job]], list[Job]]) -> None:
-        """Run all plans, including plans that are added meanwhile. The caller holds no lock.
+        """Queue all jobs and run all callbacks, including those that are added meanwhile. The caller holds no lock.
 
-        `submit`: `IOPool.submit`, which queues jobs and returns the refused jobs. If one plan raises, the other plans
-        still run; the exception is raised at the end. A plan that Ctrl-C interrupted runs again, which is harmless.
+        `submit`: `IOPool.submit`, which queues jobs and returns the refused jobs. If one callback raises, the others
+        still run; the exception is raised at the end. A callback that Ctrl-C interrupted runs again, which is harmless.
         """
         raised: BaseException | None = None
         tries = _TRIES
@@ -88,7 +88,7 @@ class Deferred:
             self.callbacks.popleft()
 
     def _give_up(self) -> None:
-        """Skip the plan that has just failed."""
+        """Skip the jobs or the callback that have just failed."""
         if self.jobs:
             self.callbacks.extendleft(job.refused for job in self.jobs)
             self.jobs = []
@@ -138,8 +138,8 @@ class IOPool:
     """Runs jobs on daemon threads, most urgent priority first. Thread-safe.
 
     Each tier has a lane: its own queues and up to `threads` threads (at least two). So a tier that hangs delays no
-    other tier. A quarter of a lane's threads, at least one, runs only loads and prefetches, so that they never wait for
-    a write. A closed pool refuses jobs.
+    other tier. A quarter of a lane's threads, at least one, runs only loads and prefetches. So loads never wait for a
+    write to end. A closed pool refuses jobs.
     """
 
     def __init__(self, threads: int = 16, name: str = "lmkv-io") -> None:

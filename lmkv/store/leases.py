@@ -53,9 +53,9 @@ class Lease(AbstractContextManager["Lease"]):
 class Reservation(AbstractContextManager["Reservation"]):
     """Slots of host memory for chunks that a caller is about to store. Not thread-safe.
 
-    Fill `slots`, then call `commit`. `accepted`: how many of the wanted keys, from the first one on, are reserved here,
-    stored already, or being stored by another caller. If a wanted key gets no slot, this key and all later keys do not
-    count. The end of the `with` block frees slots that were not committed.
+    Fill `slots`, then call `commit`. The end of the `with` block frees slots that were not committed. `accepted`: the
+    number of wanted keys before the first key that got no slot. Accepted keys are reserved here, stored already, or
+    being stored by another caller.
     """
 
     def __init__(self, entries: dict[ChunkKey, Entry], accepted: int, commit: _End, abort: _End) -> None:
@@ -166,7 +166,9 @@ class Holders(StoreComponent):
     def reserve(
         self, keys: Chain, parent: ChunkKey, tokens: bytes, origins: Sequence[bytes], chain: Chain, after: Deferred
     ) -> Reservation:
-        """Create a reservation; see `TieredStore.reserve`, where `chain` is called `protect`."""
+        """Create a reservation; see `TieredStore.reserve`. `chain`: the argument `protect` there, all keys of the
+        prompt.
+        """
         entries: dict[ChunkKey, Entry] = {}
         accepted = 0
         width = len(tokens) // len(keys) if keys else 0

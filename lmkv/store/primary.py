@@ -86,7 +86,7 @@ class PrimaryTier:
     def slots_for_claims(self, kind: type) -> int:
         """Return how many more slots pins and prefetches may keep for keys of type `kind`: chunks, tails or states.
 
-        Pins and prefetches leave an eighth of these slots to loads and stores.
+        An eighth of the slots for each kind of key is left to loads and stores.
         """
         slots: int = self.slab.num_slots
         left = slots - max(1, slots // 8) - self.prioritized.total()
@@ -206,7 +206,9 @@ class PrimaryTier:
         return entry
 
     def mark_chain_ready(self, entries: Sequence[Entry]) -> None:
-        """Mark a prompt's entries as READY. Removes each unused tail whose tokens are a prefix of an entry's tokens."""
+        """Mark a prompt's entries as READY. Removes unused tails that an entry continues, because the entry replaces
+        them.
+        """
         written = 0
         for entry in entries:
             if entry.origin or entry.removed or entry.state is not _WRITING:
@@ -341,7 +343,7 @@ class PrimaryTier:
         """Recount references, shares and free slots after an interrupted change.
 
         `refs`: the number of references to each entry. `filled`: entries that a writer or load is still filling. If an
-        exception interrupts the recount, another call does the same work, because counts change last.
+        exception interrupts the recount, call `recount` again.
         """
         entries = {}
         for key, entry in self.entries.items():

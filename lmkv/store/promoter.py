@@ -185,8 +185,8 @@ class Promoter(StoreComponent):
     def _finds_room(self, work: _Work, key: ChunkKey, after: Deferred) -> bool:
         """Return whether a prefetch may use one more slot.
 
-        If prefetches use all their slots, the owner with the most prefetched chunks loses its oldest prefetch. However,
-        an owner loses nothing to another owner with as many chunks.
+        If prefetches use all their slots, the client with the most prefetched chunks loses its oldest prefetch, unless
+        this prefetch's client has about as many.
         """
         if self._primary.entries.get(key) in self._tenants:
             return True
@@ -370,7 +370,8 @@ class Promoter(StoreComponent):
     def end_prefetches(self, after: Deferred, removed: Collection[ChunkKey] | None = None) -> None:
         """Release prefetches that have lost a chunk, because a prefetch is useless after its first missing chunk.
 
-        `removed`: the keys of the lost chunks. If None, all promotions with a time to live are released.
+        `removed`: the keys of the lost chunks. If None, all chunks are lost, and all promotions with a time to live are
+        released.
         """
         for work in list(self._unreleased.values()):
             if work.end < math.inf and (work.prefetch or removed is None):

@@ -134,12 +134,12 @@ class Promotion(Handle):
 class SharedLookup(Handle):
     """A search for chunks in shared tiers, which `TieredStore.look_up_shared` starts.
 
-    The search asks one tier after the other, fastest first, for the chunks that no earlier tier has. The search ends
-    when all tiers have answered or failed. Without `states`, the search also ends as soon as all chunks are found.
-    Thread-safe.
+    The search asks one tier after the other, fastest first, for the chunks that no earlier tier has, and for all
+    `states`. The search ends when all tiers have answered or failed. Without `states`, the search also ends as soon as
+    all chunks are found. Thread-safe.
 
-    `states`: keys of the saved states of recurrent layers, for which every tier is asked. `on_done`: a function that is
-    called once, without the store's lock. `seconds`: how long the search took, measured with `clock`.
+    `states`: keys of the saved states of recurrent layers. `on_done`: a function that is called once, without the
+    store's lock. `seconds`: how long the search took, measured with `clock`.
     """
 
     _keys: Sequence[ChunkKey]

@@ -113,7 +113,9 @@ class LowerTier:
 
     @property
     def hangs(self) -> Priority | None:
-        """If a call of the backend hangs: the most urgent priority of jobs that must not be queued. Otherwise None."""
+        """The most urgent priority of jobs that must not be queued, because a call of the backend hangs. None if no
+        call hangs.
+        """
         if self._reads.hangs or self._lookups.hangs:
             return Priority.LOAD
         return Priority.DELETION if any(each.hangs for each in (self._writes, self._others, self._clears)) else None

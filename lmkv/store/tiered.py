@@ -74,7 +74,7 @@ class TieredStore(StoreComponent):
     Raises
     ------
     UsageError
-        The backend of `primary` is no `CPUPinnedBackend` with free slots, or `primary` has an admission filter.
+        The backend of `primary` is not an empty, unused `CPUPinnedBackend`, or `primary` has an admission filter.
 
     Notes
     -----
@@ -223,7 +223,7 @@ class TieredStore(StoreComponent):
     def write_lost(self, keys: Sequence[ChunkKey]) -> None:
         """Write chunks from host memory to lower tiers that have lost these chunks.
 
-        Only tiers without a capacity count, because other tiers lose chunks by eviction.
+        Ignores tiers with a capacity, because these tiers evict chunks themselves.
         """
         self._change(partial(self._writes.write_lost, () if self._closed else keys))
 
@@ -233,8 +233,7 @@ class TieredStore(StoreComponent):
         """Keep chunks in host memory for `ttl` seconds, from `keys[0]` on, and return the number of pinned chunks.
 
         The first chunk that is not in host memory, and all later chunks, are not pinned. `owner`: an id of the client
-        who pins the chunks. If pins exceed their share of the slots, the oldest pins of the owner with the most pins
-        end.
+        who pins the chunks. If there are too many pins, the oldest pins of the owner with the most pins end.
         """
         with self._lock, self._changes:
             return self._pins.pin(keys, ttl, owner)
@@ -278,8 +277,8 @@ class TieredStore(StoreComponent):
 
         `prefetch`: whether to read after all other promotions, and only within the share of the slots for prefetches.
         `owner`: an id of the client who prefetches. If the share is full, the owner with the most prefetched chunks
-        loses its oldest prefetch, unless `owner` has as many chunks. `look_up_shared`: whether shared tiers are first
-        asked for chunks that no index has.
+        loses its oldest prefetch. If `owner` has about as many, the new prefetch stops instead. `look_up_shared`:
+        whether shared tiers are first asked for chunks that no index has.
         """
 
         def plan(after: Deferred) -> Promotion:
@@ -410,7 +409,7 @@ class TieredStore(StoreComponent):
         return self._primary.policy, *(tier.index.policy for tier in self._tiers)
 
     def wait_for_room(self, timeout: float) -> bool:
-        """Wait until lower tiers accept `max_pending_stores` more chunks, for at most `timeout` seconds.
+        """Wait until each lower tier accepts `self.max_pending_stores` more chunks, for at most `timeout` seconds.
 
         Returns whether all lower tiers accept this number of chunks. Ignores tiers that hang.
         """
@@ -423,9 +422,8 @@ class TieredStore(StoreComponent):
     def close(self, timeout: float = 5.0) -> None:
         """Finish queued and running I/O, for at most `timeout` seconds, and close every backend. Idempotent.
 
-        If a read or write hangs, its daemon thread keeps running, and promotions that wait for this read or write fail.
-        After `timeout`, backends have some more seconds to close. If a policy hangs, host memory is not freed. After a
-        Ctrl-C, call `close` again.
+        Backends have some more seconds to close. If a read or write hangs, promotions that wait for it fail. If Ctrl-C
+        interrupts `close`, call `close` again.
         """
         deadline = time.monotonic() + timeout
         # Without the lock, which a policy of another package may hold forever.

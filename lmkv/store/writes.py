@@ -83,9 +83,9 @@ class _Flush:
 class Writes(StoreComponent):
     """Copies chunks from host memory to lower tiers.
 
-    `on_slots_freed`: a function that is called without the lock after ended copies may have freed slots. `most`:
-    largest number of queued and running copies to one tier. Only these copies keep slots of host memory, so that loads
-    find slots.
+    `on_slots_freed`: a function that is called, without the lock, when copies have ended and may have freed slots.
+    `most`: largest number of queued and running copies to one tier. Further copies wait without keeping slots of host
+    memory, so that loads find slots.
     """
 
     _on_slots_freed: Callable[[Deferred], None]
@@ -102,7 +102,9 @@ class Writes(StoreComponent):
 
     @locked
     def write_through(self, entries: Sequence[Entry], chain: Sequence[ChunkKey], after: Deferred) -> None:
-        """Plan copies of entries that were just stored, to the write-through tiers that want these chunks."""
+        """Plan copies of entries that were just stored, to the write-through tiers that want these chunks. `chain`: the
+        keys of the prompt.
+        """
         for tier in self._tiers:
             self._write_through(tier, entries, chain, after)
 
@@ -305,8 +307,8 @@ class SlotAllocator:
         self._max_flushing = min(max(4, self._free_target), max_flushing)
 
     def allocate(self, key: ChunkKey, after: Deferred, protect: set[ChunkKey] | None = None) -> int | None:
-        """Return a free slot, after an eviction if necessary, but not of a chunk in `protect`. None if no slot can be
-        freed now.
+        """Return a free slot, or None if no slot can be freed now. May evict another chunk, but no chunk in `protect`.
+        A new tail or state may replace any unused tail or state.
         """
         share = None if type(key) is bytes else self._primary.shares.get(type(key))
         if share is not None and share.full:
@@ -324,7 +326,7 @@ class SlotAllocator:
     def free_up(self, count: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> None:
         """Evict chunks until `count` slots are free. One call takes half the time of separate evictions.
 
-        With write-back, does nothing, because only `allocate` limits the number of evicted chunks being written.
+        With write-back, does nothing; `allocate` then evicts one chunk at a time.
         """
         missing = count - self._primary.slab.free_slots
         if missing > 1 and not self._write_back:
