@@ -282,7 +282,9 @@ class TierScanner:
                 self._end_listing()
                 if not self._tier.shared:
                     return
-            before, took = took, time.monotonic() - started
+            # Without a listing, `_list` has only waited.
+            lists = isinstance(self._tier.backend, ListsKeys)
+            before, took = took, time.monotonic() - started if lists else 0.0
             # The shorter of two: a single slow listing, often the first, must not delay the next for minutes.
             self._wait(max(self._interval * random.uniform(0.8, 1.2), min(before, took) / _SHARE))
 

@@ -13,6 +13,7 @@ from lmkv.backends.adapters import WrapperBackend
 from lmkv.backends.cpu import CPUPinnedBackend
 from lmkv.policies import LRU
 from lmkv.protocols import Chunk, ChunkKey, Tier
+from lmkv.store.catalog import TierScanner
 from lmkv.store.promotion import Promotion, SharedLookup
 from lmkv.store.tiered import TieredStore
 from tests.kit import (
@@ -232,7 +233,9 @@ class Unlisted(WrapperBackend):
     def close(self) -> None: ...
 
 
-def test_what_cannot_be_listed_is_forgotten_after_a_while_and_asked_for_again() -> None:
+def test_what_cannot_be_listed_is_forgotten_after_a_while_and_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, wait = list[float](), TierScanner._wait
+    monkeypatch.setattr(TierScanner, "_wait", lambda scanner, seconds: (waits.append(seconds), wait(scanner, seconds)))
     medium = memory(64, "remote")
     others_store(medium, KEYS[:8])
     with listing_every(0.02):
@@ -243,7 +246,9 @@ def test_what_cannot_be_listed_is_forgotten_after_a_while_and_asked_for_again() 
     medium.delete(KEYS[4:5])
     eventually(lambda: found_in_all(store, KEYS[:8]) == 4, "the one that was deleted is promised no more")
     eventually(lambda: found_in_all(store, KEYS[:4]) == 4 and get(store, KEYS[:4]) == [0] * 4, "found again")
+    eventually(lambda: len(waits) > 9, "forgotten again and again")
     store.close()
+    assert max(waits) <= 0.02 * 1.2, "a wait is no work, after which to wait a hundred times as long"
 
 
 def test_a_first_listing_that_was_slow_does_not_put_off_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
