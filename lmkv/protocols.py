@@ -255,14 +255,14 @@ class Policy(Protocol):
     def insert_chain(self, keys: Sequence[ChunkKey], size: int, parents: Sequence[ChunkKey]) -> None:
         """Add evictable keys, for chunks of `size` bytes each. `keys`: consecutive chunks of one prompt, first to last.
 
-        The policy adds the last of `keys` first. `parents`: for each key the key of the previous chunk; empty for the
-        first chunk of a prompt, or if the previous chunk is unknown. Raises UsageError for a key that was already
-        inserted.
+        The policy adds the last of `keys` first, because the last chunk of a prompt is evicted first. `parents`: for
+        each key the key of the previous chunk; empty for the first chunk of a prompt, or if the previous chunk is
+        unknown. Raises UsageError for a key that was already inserted.
         """
         ...
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request has used these chunks of a prompt, first to last. Some keys may not be inserted.
+        """Note that a request has used these chunks of a prompt, first to last. Unknown keys are possible.
 
         The request that stored a chunk also touches this chunk, so the first touch of a chunk is not a reuse.
         """
@@ -298,8 +298,8 @@ class TakesHints(Protocol):
         below 0 are evicted before all others.
 
         Keys with the priority 0 are evicted when the policy chooses them. Keys with a priority above 0 are evicted
-        after all others, the lowest priority first. The policy may not know a key yet, because its chunk is still being
-        written.
+        after all others, the lowest priority first. A key may be unknown to the policy, because its chunk is still
+        being written.
         """
         ...
 

@@ -125,7 +125,7 @@ class _Calls(ABC, Generic[Answer]):
     def explain(self, request: str) -> Answer:
         """Return the report of one request, with an `explanation` of its misses. `request`: the id in vLLM's response.
 
-        If the request has several prompts, `parts` has a report for each prompt.
+        If the request has several prompts or outputs, `parts` has a report for each of them.
         """
         return self.send("GET", f"/v1/explain/{quote(request, safe='')}")
 
@@ -168,8 +168,8 @@ class Client(_Calls[dict[str, Any]]):
 
     Notes
     -----
-    Thread-safe. A prompt is a text, the messages of a chat, or a list of token ids. Pass the `cache_salt` and `tags` of
-    the prompt's requests as keywords (`scope`). In `url`, `localhost` means 127.0.0.1.
+    Thread-safe. A prompt is a text, the messages of a chat, or a list of token ids. Each call for a prompt takes the
+    `cache_salt` and `tags` of the prompt's requests as keywords. In `url`, `localhost` means 127.0.0.1.
 
     Examples
     --------

@@ -288,7 +288,7 @@ def _bounded(receive: Receive, most: int) -> Receive:
 
 
 def as_json(detail: str, status: int) -> Response:
-    """Return an error response with the reason `detail`. The body is ASCII, because UTF-8 cannot encode every text."""
+    """Return an error response with the reason `detail`. The body is ASCII, because UTF-8 cannot encode surrogates."""
     return Response(json.dumps({"detail": detail}), status, media_type="application/json")
 
 
@@ -376,7 +376,7 @@ class PinBody(PromptBody):
 class ClearBody(PromptBody):
     """The chunks to delete: those of a prompt, `everything`, or those of a `namespace`.
 
-    `namespace`: its first digits, which `lmkv inspect` shows.
+    `namespace`: the first digits of the namespace's digest, as `lmkv inspect` shows them.
     """
 
     everything: bool = Field(default=False, description="delete all chunks")
@@ -394,9 +394,9 @@ def application(
 ) -> FastAPI:
     """Return the HTTP application of the agent API for a service.
 
-    `token`: the text that each request must send as `Authorization: Bearer ...`; None to accept all requests. The HTML
-    page itself needs no token. `peers`: the other engines of the server. `longest`: number of tokens of the longest
-    prompt, from which the largest body size follows. `about`: names and versions of the model, vLLM and lmkv.
+    `token`: the text that requests below `/v1/` must send as `Authorization: Bearer ...`; None to accept all requests.
+    `peers`: the other engines of the server. `longest`: number of tokens of the longest prompt; this number limits the
+    size of a request's body. `about`: names and versions of the model, vLLM and lmkv.
     """
     started = time.time()
     peers = peers or Peers()

@@ -169,8 +169,8 @@ class Peers:
     repeatedly.
 
     `number`: the number of this engine. `url`: a function from an engine's number to the URL of the engine's service.
-    The function may raise OSError. The socket must belong to this user, because `Peers` sends the token. All methods
-    are called on the service's event loop.
+    The function may raise OSError. The URL must lead to a socket of this user, because `Peers` sends the token there.
+    All methods are called on the service's event loop.
     """
 
     number: int = 0
@@ -183,7 +183,7 @@ class Peers:
         return f"<Peers: {self.number} and {len(self._others)} others>"
 
     def announced(self, number: int) -> None:
-        """Note that engine `number` runs, so that `ask` asks this engine. An impossible number is ignored.
+        """Note that engine `number` runs, so that `ask` includes this number. An impossible number is ignored.
 
         Raises PeerError if there is no private folder for the engines' sockets.
         """
@@ -218,12 +218,11 @@ class Peers:
             await asyncio.sleep(pause)
 
     async def ask(self, call: Call, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[int, Answer]:
-        """Return the response of each engine, by engine number. `call`: a function that returns the response of this
-        engine.
+        """Return the response of each engine, by engine number. An engine that responds with status 404 is left out.
 
-        Engines with status 404 are left out. If an engine cannot be reached, its response has the reason in
-        `unavailable`. If `body` has the field `engine`, only the engine with this number is asked. Raises PeerError if
-        that engine does not respond.
+        `call`: a function that returns the response of this process's engine. If another engine cannot be reached, its
+        response has the reason in `unavailable`. If `body` has the field `engine`, only the engine with this number is
+        asked. Raises PeerError if that engine does not respond.
         """
         await self._forget()
         body = dict(body or {})

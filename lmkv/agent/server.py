@@ -68,8 +68,9 @@ class Address:
         return not self.text.endswith(":0")
 
     def of_engine(self, number: int) -> Address:
-        """Return the address of engine `number`: the port plus `number`, or another unix socket. Engine 0 has this
-        address.
+        """Return the address of engine `number`: this port plus `number`, or this unix socket's path plus `.number`.
+
+        For engine 0, return this address unchanged.
         """
         if not number:
             return self
@@ -420,8 +421,8 @@ def _config(app: FastAPI, *, first: bool) -> Config:
 class AgentServer:
     """Serves an application at `url`, in a separate thread, until `close` is called.
 
-    `inside`: a function that returns a second address, for the other engines of the server. Clients of the first
-    address cannot use up its connections. If the function raises OSError, the engine works alone.
+    `inside`: a function that returns a second address, for the other engines of the server. Clients of `url` cannot
+    use up the connections of the second address. If `inside` raises OSError, the API serves only this engine.
     """
 
     def __init__(

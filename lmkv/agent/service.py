@@ -172,8 +172,8 @@ class CacheService:
     longest : int, optional
         Number of tokens of the longest prompt that the engine accepts.
     trace, value : callable, optional
-        `trace(number)` returns the recorded requests from a number on. `value()` returns estimates of the hits with
-        more or less memory.
+        `trace(number)` returns the recorded requests from request `number` on. `value()` returns estimates of the hits
+        with more or less memory.
     loads_off : callable, optional
         Returns whether an audit (a check of loaded KV) has switched loads off.
     states : int
@@ -250,8 +250,9 @@ class CacheService:
     def prefetch(self, prompt: Prompt, name: str) -> tuple[Callable[[], dict[str, Any]], Future[None]]:
         """Start to load a prompt's chunks into host memory, where the chunks stay for `pin_ttl` seconds.
 
-        Returns `(progress, ended)`: a function that returns the progress, and a future that is cancelled when all reads
-        have ended. A later prefetch with the same `name` replaces this prefetch.
+        Returns `(progress, ended)`. `progress`: a function that returns the progress. `ended`: a future without a
+        result, which is cancelled when all reads have ended. A later prefetch with the same `name` replaces this
+        prefetch.
         """
         tokens, keys = self._read(prompt)
         keys = self._found(keys, len(tokens)) if self._boundaries.states else keys
@@ -324,7 +325,7 @@ class CacheService:
         return {"deleted_chunks": count}
 
     def clear_namespace(self, beginning: str) -> dict[str, Any]:
-        """Delete the chunks of one namespace. `beginning`: its first digits, as `lmkv inspect` shows them."""
+        """Delete the chunks of one namespace. `beginning`: the first digits of its digest, see `lmkv inspect`."""
         if self._clear_namespace is None:
             raise UsageError("this engine cannot clear other namespaces")
         return {"deleted_chunks": self._clear_namespace(beginning)}
@@ -346,8 +347,8 @@ class CacheService:
     def explain(self, request: str) -> dict[str, Any] | None:
         """Return a request's report with an explanation, or None if the request is not among the last requests.
 
-        `request`: the id in vLLM's response. A call with several prompts or outputs consists of several requests. The
-        result is then the report of the first one, with all reports in `parts`.
+        `request`: the id in vLLM's response. vLLM splits a client's call with several prompts or outputs into several
+        requests. The result is then the report of the first one, with all reports in `parts`.
         """
         ids = re.compile(_OF_A_CALL.format(re.escape(request)))
         parts: dict[tuple[int, int], dict[str, Any]] = {}

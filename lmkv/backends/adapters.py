@@ -377,7 +377,7 @@ class AsyncFileBackend:
 
 
 class WrapperBackend:
-    """Forwards all calls to another backend, and has its optional methods. A base class for your own wrappers.
+    """Forwards all calls to another backend, and has that backend's optional methods. A base class for your wrappers.
 
     Parameters
     ----------

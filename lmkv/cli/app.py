@@ -75,7 +75,7 @@ EXAMPLES = (
 
 
 class Commands(TyperGroup):
-    """The subcommands by name. The help shows one line for each, for which no module is imported."""
+    """The subcommands by name. The help shows one line for each subcommand, and imports none of their modules."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

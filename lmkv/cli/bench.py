@@ -318,9 +318,7 @@ def hit_specs(folder: Path, tokens: int, model: str | None, host_gib: float) -> 
 
 
 def hit_in(name: str, answer: Answer, tokens: int) -> None:
-    """Raise RuntimeError unless a repeated prompt was mostly found, and all its hit tokens came from the tier
-    `name`.
-    """
+    """Raise RuntimeError unless a repeated prompt hit more than half of its `tokens` tokens, all in the tier `name`."""
     below = sum(count for tier, count in answer.sources.items() if tier != "cpu")
     mixed = below and answer.sources.get("cpu")
     if answer.hit_tokens <= tokens // 2 or (name == DISK) != bool(below) or mixed:

@@ -1,7 +1,7 @@
 """`lmkv config`: shows settings with their sources, checks a file, and converts LMCache's file.
 
-`lmkv doctor` and a starting server report a setting in the same words. The exit status is 2 if a setting is refused, 1
-if a remark concerns what is cached, and 0 otherwise.
+`lmkv doctor` and a starting server report settings in the same words. The exit status is 2 if a setting is refused, 1
+if there is a warning or an unknown setting, and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def read_settings(
 ) -> SettingsResult:
     """Read all settings of the user, and return the result.
 
-    `file`: a file of lmkv counts together with `env` and `extra`. Any other file (of LMCache, of variables, or of a
-    command) counts alone.
+    `file`: a file with lmkv's settings is read together with `env` and `extra`. A file with LMCache's settings, with
+    variables or with a command is read alone.
     """
     # A pipe can be read only once.
     if file is not None and file.is_file():
@@ -170,9 +170,7 @@ def odd_folder(setting: str, folder: str) -> str:
 
 
 def with_problems_here(answer: SettingsResult) -> SettingsResult:
-    """Check folders, secret files and addresses on this machine. Returns the answer with the problems that were
-    found.
-    """
+    """Check folders, secret files and addresses on this machine. Returns a copy of `answer` with the new problems."""
     config = answer.config
     if config is None:
         return answer
@@ -206,7 +204,7 @@ def error_of(call: Callable[[], object]) -> list[str]:
 
 
 def check_address(config: Config, url: RemoteURL) -> None:
-    """Raise ConfigError if a server would refuse the address at its start. Does not connect to the store."""
+    """Raise ConfigError if a server with the address `url` would not start. Does not connect to the store."""
     module = {"redis": "redis", "s3": "obstore"}.get(url.scheme if url.store_kind == "objects" else url.store_kind)
     if module is None or find_spec(module) is None:
         return
@@ -223,10 +221,10 @@ def check_address(config: Config, url: RemoteURL) -> None:
 
 
 def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) -> tuple[SettingsResult, Command | None]:
-    """Read the settings in a file or a command line. Returns the result, and the translated command or None.
+    """Read the settings in a file or a command line. Returns `(result, command)`.
 
-    `words`: the path of a file, or a command line. `ranks`: number of ranks of the engine. `migrate`: whether the
-    settings must be LMCache's.
+    `command`: replaces the given command line; None for a file of settings. `words`: the path of a file, or a command
+    line. `ranks`: number of ranks of the engine. `migrate`: whether the settings must be LMCache's.
     """
     if len(words) == 1 and re.match(r"[A-Za-z_]\w*=", words[0]):
         raise ConfigError(f"{words[0].partition('=')[0]} is a variable without a command: {command_lines.GIVE_COMMAND}")
@@ -245,8 +243,9 @@ def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) ->
 
 
 def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[SettingsResult, Command | None]:
-    """Read the settings in a file. Returns the result, and the translated command if the file describes a command.
+    """Read the settings in a file. Returns `(result, command)`.
 
+    `command`: replaces the command line that the file has; None for a file of settings.
     `ranks`: number of ranks of the engine. `migrate`: whether the settings must be LMCache's.
     """
     if is_of_variables(file):

@@ -94,7 +94,7 @@ def demo(
 
 @frozen(kw_only=True)
 class Plan:
-    """The plan of the demo: prompts of `tokens` tokens, in engines of `model`.
+    """The plan of the demo: prompts of `tokens` tokens, for engines with the model `model`.
 
     vLLM's KV cache has space for little more than one prompt, so each prompt evicts the previous one.
     """
@@ -227,7 +227,8 @@ def started(
 ) -> Iterator[EngineProcess]:
     """Start an engine for a `with` block, and stop the engine at the end of the block.
 
-    The engine has already computed prompt `number`, because the first long prompt also waits for buffers and kernels.
+    The engine has already computed a prompt (with the seed `number`), because the first long prompt also waits for
+    buffers and kernels.
     """
     echo(title)
     with closing(EngineProcess(plan.spec(settings), folder)) as engine:

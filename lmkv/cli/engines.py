@@ -96,7 +96,7 @@ def same_code() -> dict[str, str]:
 
 
 class ChildProcess:
-    """A child process in a separate process group, which runs `command`, a program that uses `Questions`.
+    """A child process in a separate process group. `command`: its program, which reads requests with `Questions`.
 
     The log of the child goes to `folder`/vllm.log. The child imports the lmkv of this process. `env`: environment
     variables that override those of this process.
@@ -163,7 +163,7 @@ class ChildProcess:
 def end(child: subprocess.Popen[str], timeout: float) -> None:
     """Wait until a child's process group has exited, for at most `timeout` seconds. Then kill the remaining processes.
 
-    The last process of the group removes vLLM's shared memory.
+    Waits for the whole group, because vLLM's shared memory is removed by the group's last process.
     """
     deadline = time.monotonic() + timeout
     try:
@@ -207,8 +207,8 @@ class EngineProcess(ChildProcess):
     """A running vLLM engine in a separate process.
 
     `folder`: the folder for the engine's log and sockets, and for a small model. `python`: the interpreter of an
-    environment with vLLM. `module`: the program of the child, which calls `serve`. Raises ChildFailedError if the
-    engine does not start.
+    environment with vLLM. `module`: the module that the child runs and that calls `serve`. Raises ChildFailedError if
+    the engine does not start.
     """
 
     module = "lmkv.cli.engines"
@@ -281,7 +281,7 @@ class Questions:
 def serve(answer: Callable[[LLM, Any], object], prepare: Callable[[], object] = lambda: None) -> NoReturn:
     """Start the engine that the parent's first message describes. Then respond to each request.
 
-    `answer(llm, request)`: a function that returns the response.
+    `answer(llm, request)`: a function that returns the response. `prepare`: a function to call before vLLM starts.
     """
     questions = Questions()  # before vLLM prints anything
     spec = EngineSpec(**next(iter(questions)))

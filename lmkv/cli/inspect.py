@@ -138,7 +138,7 @@ def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[
 def least_recently_used(found: list[Content], before: float, max_bytes: float) -> dict[bytes, list[Listed]]:
     """Return the chunks to delete, by namespace digest: all chunks last used before the time `before`.
 
-    More chunks follow, least recently used first, until at most `max_bytes` remain.
+    If more than `max_bytes` bytes would remain, also return further chunks, least recently used first.
     """
     excess = sum(content.nbytes for content in found) - max_bytes
     chosen: dict[bytes, list[Listed]] = {}
@@ -270,7 +270,7 @@ def ask(question: str) -> None:
 
 
 def found_in(path: Path, namespace: str) -> list[Content]:
-    """Return the content of a folder. Exits with an error if the folder has only other files or cannot be read."""
+    """Return the content of a folder. Exits with an error if the folder has files but no chunks, or is unreadable."""
     try:
         found = list(contents(path, namespace))
         empty = not any(path.iterdir())

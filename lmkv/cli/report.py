@@ -59,10 +59,10 @@ def compared(
     *,
     surely: bool = False,
 ) -> Iterator[Row]:
-    """Yield a row for each case in `rounds`, with the median of its values, and of its ratios to the case `of`.
+    """Yield a row for each case in `rounds`: the median of its values, and the median of its ratios to the case `of`.
 
     `targets`: for each case, the target of its ratio: an upper limit if `unit` is in `LESS_IS_BETTER`, else a lower
-    limit. `surely`: whether the whole confidence interval must reach the target, so that noise does not hide a cost.
+    limit. `surely`: whether the whole confidence interval of the ratio must reach the target, not only the median.
     """
     others = rounds[of]
     for name, values in rounds.items():
@@ -77,7 +77,10 @@ def compared(
 
 
 def reached(ratios: Sequence[float], target: float, *, less: bool, surely: bool = False) -> bool | None:
-    """Return whether the median of `ratios` reaches the target, or None if the rounds are too few to decide."""
+    """Return whether the median of `ratios` reaches the target, or None if the rounds are too few to decide.
+
+    `less`: whether the target is an upper limit. `surely`: whether the whole confidence interval must reach the target.
+    """
     low, high = interval(ratios)
     if len(ratios) < SURE and (len(ratios) < 2 or low <= target <= high):
         return None

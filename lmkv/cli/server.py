@@ -76,8 +76,9 @@ def _common(
 
 
 def about_a_prompt(command: Callable[..., tuple[Answer, Words]]) -> Callable[..., None]:
-    """Turn the function `command(client, prompt, scope, **own)` into a subcommand, which also has the options of
-    `_common`.
+    """Turn a function into a subcommand with the options of `_common`.
+
+    `command(client, prompt, scope, **options)`: the function. Its `options` become options of the subcommand, too.
     """
 
     @functools.wraps(command)
@@ -218,8 +219,9 @@ def refusal(url: str, status: int, text: str) -> str:
 
 
 def clean(answer: Any) -> Any:
-    """Return a server's response with control characters removed from its texts. Raises ValueError for numbers too
-    large.
+    """Return a server's response with control characters removed from its texts, and with long lists cut.
+
+    Raises ValueError for a number of 2**63 or more.
     """
     match answer:
         case str():

@@ -155,7 +155,7 @@ class Layer:
 
 @frozen
 class KVSize:
-    """The size of the KV of one token. `rank_bytes`: bytes of the KV in the KV cache of each rank.
+    """The size of the KV of one token. `rank_bytes`: bytes of a token's KV on each rank.
 
     `parts`: number of ranks with different parts of the KV. `states`: the size of the states of recurrent layers; None
     without such layers.

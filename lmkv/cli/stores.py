@@ -159,7 +159,7 @@ def remedy(verb: str, reason: str) -> str:
 
 
 def likeliest(refused: Mapping[str, str]) -> str:
-    """Return the key of `refused` whose error text says most about the cause."""
+    """Return the call in `refused` with the error text that most likely names the cause. `refused`: texts by call."""
     patterns = list(_REMEDIES)
 
     def rank(verb: str) -> int:

@@ -25,7 +25,7 @@ of these.
 
 
 def written_instead(unit: str, value: object) -> str:
-    """Return advice for an invalid value: the setting's unit, and the number to write if another unit was used."""
+    """Return advice for an invalid value: the setting's unit and, if the value has another unit, the right number."""
     text = short_repr(value).strip("' ").lower()
     told = f", in {'seconds' if unit == 's' else unit}" if unit.isalpha() else ""
     if text in ("none", "", "auto", "default") or (unit == "GiB" and text in ("0", "0.0")):

@@ -1,4 +1,4 @@
-"""`Command`: the command of an engine with lmkv, as the translation of another command line builds it."""
+"""`Command`: a command that starts an engine with lmkv, translated from another command line."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Env = Mapping[str, str]
 
 @define
 class Command(lmcache.Translation):
-    """The command of an engine with lmkv, translated from another command line.
+    """A command that starts an engine with lmkv, translated from another command line.
 
     `before`: the words before the command's options. `kept`: options that remain unchanged. `role`: the `kv_role` of
-    the connector. `ranks`: the number of ranks of an engine.
+    the connector. `ranks`: the number of ranks of the engine.
     """
 
     before: list[str] = field(factory=lambda: ["vllm", "serve"])
@@ -38,7 +38,10 @@ class Command(lmcache.Translation):
     """Whether lmkv replaces several connectors."""
 
     def number(self, *names: str, default: int | None = None) -> int | None:
-        """Return the number that one of these options of vLLM has, None if it is not a number, or else `default`."""
+        """Return the number in the first of vLLM's options `names` that is set, or `default` if none is set.
+
+        Returns None if the option's value is not a whole number.
+        """
         given = next((self.options[name] for name in names if name in self.options), None)
         return default if given is None else int(given) if given.isdecimal() else None
 
@@ -47,9 +50,9 @@ class Command(lmcache.Translation):
         self.add(given, _SOURCE, "used", here=name)
 
     def use_folder(self, given: str, folder: object, capacity: object = None) -> None:
-        """Make `folder` the disk tier. Refuses the option if the command already has another disk tier.
+        """Make `folder` the disk tier, with the size `capacity`. Refuses a second disk tier.
 
-        `given`: the option as the user wrote it.
+        `given`: the option as the user wrote it. `capacity`: the setting `max_local_disk_size`, if given.
         """
         if any(name == "local_disk" for name, _, _ in self.settings):
             self.refuse(
@@ -72,8 +75,8 @@ class Command(lmcache.Translation):
     def unused(self, group: str, name: str, value: object = True, given: str = "") -> None:
         """Record that an option cannot be used: it has no effect, is refused, or is unknown.
 
-        `group`: the group of options in commands.toml. `given`: the option as the user wrote it, if it differs from
-        `name`.
+        `group`: the section of commands.toml that lists the option. `value`: the option's value. `given`: the option as
+        the user wrote it, if it differs from `name`.
         """
         known, given = lmcache.commands()[group], given or name
         entry = known.get(name)
@@ -101,8 +104,9 @@ class Command(lmcache.Translation):
 
 
 def use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
-    """Translate the option `prefix` of a lower tier of LMCache. Record every other option, so that none is dropped
-    silently.
+    """Translate the key `prefix` of `tier`, a lower tier of LMCache. Record each key that lmkv cannot use.
+
+    `given`: the option that describes the tier, as the user wrote it.
     """
     if tier.get("prefix"):
         command.use(f"{given}: prefix", "remote_prefix", tier["prefix"])
@@ -113,9 +117,9 @@ def use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
 
 
 def use_store(command: Command, given: str, described: Callable[[], tuple[str, Mapping[str, Any]]]) -> None:
-    """Translate a remote store.
+    """Translate a remote store. `given`: the option that describes the store, as the user wrote it.
 
-    `described`: a function that returns the store's address in LMCache's form, and the keys related to the address.
+    `described`: a function that returns the arguments of `addresses.translated`.
     """
     try:
         found = addresses.translated(*described())

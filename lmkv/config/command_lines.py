@@ -17,7 +17,7 @@ from lmkv.errors import ConfigError, short_repr
 
 
 def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
-    """Return the command of an engine with lmkv for another command. Raises ConfigError for a command unknown to lmkv.
+    """Translate a command line into one that starts an engine with lmkv. Raises ConfigError for an unknown program.
 
     `ranks`: the number of ranks of the engine, if the command's options do not set it.
     """

@@ -49,7 +49,10 @@ def _bytes(size: str) -> int:
 
 
 def with_files(words: Sequence[str]) -> list[str]:
-    """Return a command with the variables of lmkv and LMCache in docker's `--env-file` as words of the command."""
+    """Add to a docker command an option `-e` for each variable of lmkv or LMCache in the command's `--env-file`.
+
+    Other commands are returned unchanged.
+    """
     if not words or words[0] not in PROGRAMS or "run" not in words:
         return list(words)
     at = words.index("run") + 1

@@ -110,7 +110,7 @@ class Translation:
     """Further remarks, each with its log level."""
 
     def add(self, key: str, source: str, kind: Kind, *, here: str = "", why: str = "") -> None:
-        """Add a reading. The arguments are the fields of `Reading`."""
+        """Add a `Reading`, the meaning of one setting. The arguments are the fields of `Reading`."""
         self.readings.append(Reading(key, source, kind, here, why))
 
     def warn(self, text: str) -> None:
@@ -171,9 +171,9 @@ def named(env: Mapping[str, str], extra: Mapping[Any, object]) -> list[str]:
 
 
 def is_service_link(name: str, value: str) -> bool:
-    """Return whether Kubernetes has set this variable for a service.
+    """Return whether Kubernetes has set the variable `name` for a service.
 
-    A `..._PORT` variable counts only if its value contains `://`, because a user may also set a port.
+    A user may also set a variable `NAME_PORT`, to a number. Kubernetes sets this variable to a URL with `://`.
     """
     plain = name.endswith("_PORT") and not name.endswith("_SERVICE_PORT")
     return bool(SERVICE_LINK.fullmatch(name)) and (not plain or "://" in value)
@@ -186,7 +186,7 @@ def not_read(names: Sequence[str], own: Sequence[str]) -> str:
 
 
 def files_of(settings: Iterable[tuple[Any, object, str]], ours: Container[str]) -> list[str]:
-    """Return the files among the sources of settings that have a key of LMCache, and no key of lmkv alone.
+    """Return the files that have a key that only LMCache knows, but no key that only lmkv knows.
 
     `settings`: each as `(key, value, source)`. `ours`: the names of lmkv's settings.
     """

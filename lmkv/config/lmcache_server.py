@@ -16,7 +16,7 @@ _OWN_MEMORY: Final = (
 
 
 def of_server(words: Sequence[str], env: Env) -> Command:
-    """Return the command of an engine with lmkv for a command of LMCache's server, with the same memory and tiers.
+    """Translate a command of LMCache's server into one that starts an engine with lmkv, with the same memory and tiers.
 
     `words`: the options of the server. `env`: the environment of the server.
     """

@@ -128,7 +128,7 @@ def one_of(*names: str) -> Parse:
 def plugin_name(names: Callable[[], Iterable[str]], *, numbered: str = "") -> Parse:
     """Return a parser of names: one of `names()`, or `package.module:Class`.
 
-    `names` is called at each parse. `numbered`: a name that must have a number as suffix, such as `:5`.
+    `names` is called at each parse. `numbered`: one more name, which needs a number after a colon, as in `NAME:5`.
     """
 
     def parse(value: object) -> str:
@@ -197,7 +197,7 @@ kept and shown.
 
 @frozen
 class Quota:
-    """A tenant's quota, in percent of each tier. `tenant`: a tag as `name:value`, or the label of a salt."""
+    """A tenant's quota, in percent of each tier. `tenant`: a tag as `name:value`, or the `salt_label` of a salt."""
 
     tenant: str
     percent: float

@@ -72,10 +72,11 @@ class Config(Options):
     ) -> Config:
         """Return the configuration from keywords, a file, the environment and vLLM's extra configuration.
 
-        A later source in this list overrides an earlier source. `file`: a YAML file; by default the file that
-        LMKV_CONFIG_FILE names. `env`: variables such as LMKV_CHUNK_SIZE. `extra`: vLLM's `kv_connector_extra_config`,
-        with keys such as `chunk_size` or `lmkv.chunk_size`. `overrides`: settings as keywords. Raises ConfigError for
-        an unknown key or an invalid value in any source, even if another source overrides the key.
+        A later source in this list overrides an earlier source, so keywords are only defaults. `file`: a YAML file; by
+        default the file that LMKV_CONFIG_FILE names. `env`: variables such as LMKV_CHUNK_SIZE. `extra`: vLLM's
+        `kv_connector_extra_config`, with keys such as `chunk_size` or `lmkv.chunk_size`. `overrides`: settings as
+        keywords. Raises ConfigError for an unknown key or an invalid value in any source, even if another source
+        overrides the key.
 
         If no source has a setting of lmkv, LMCache's settings are read: LMCACHE_CONFIG_FILE, LMCACHE_CHUNK_SIZE,
         `lmcache.chunk_size`. `ranks`: the number of ranks of the engine, by which LMCache's sizes are multiplied.
@@ -177,10 +178,10 @@ class SettingsResult:
         read: Callable[[Path], Mapping[Any, object]] = read_yaml,
         ranks: int | None = None,
     ) -> Self:
-        """Read all settings and return the result. The arguments are those of `Config.load`; `overrides` has its
-        keywords.
+        """Read all settings and return the result. The arguments are those of `Config.load`.
 
-        `read`: a function that returns the content of a YAML file. Raises ConfigError for a source that cannot be read.
+        `overrides`: settings that `Config.load` takes as keywords. `read`: a function that returns the content of a
+        YAML file. Raises ConfigError for a source that cannot be read.
         """
         for name, given, kind, form in (
             ("file", file, str | os.PathLike | None, "a path (settings are keywords)"),
@@ -205,7 +206,7 @@ class SettingsResult:
 
     @classmethod
     def to_command(cls, words: Sequence[str], ranks: int | None = 1) -> tuple[Self, Command]:
-        """Read a command line of LMCache's server or of `vllm serve`. Returns the result, and the translated command.
+        """Read a command line of LMCache's server or of `vllm serve`. Returns the result, and a `Command` with lmkv.
 
         `ranks`: the number of ranks of the engine, if the command's options do not set it. Raises ConfigError for any
         other command line.
@@ -293,7 +294,7 @@ class SettingsResult:
 
     @property
     def status(self) -> int:
-        """Exit status of a command: 2 if a setting is refused, 1 if a remark concerns what is cached, else 0."""
+        """Exit status of a command: 2 if a setting is refused, 1 for a warning or an unknown setting, else 0."""
         matters = any(level >= logging.WARNING for level, _ in self.notes)
         return 2 if self.problems else int(matters or any(each.kind == "unknown" for each in self.readings))
 

@@ -10,9 +10,9 @@ from lmkv.errors import ConfigError, short_repr
 
 
 def without_shell(words: list[str]) -> tuple[list[str], bool]:
-    """Return the command inside `sh -c SCRIPT`, and whether the script has other commands. Other words are unchanged.
+    """Return the command inside `sh -c SCRIPT`, and whether the script has other commands, too.
 
-    Variables that the script sets come before the command.
+    The command begins with the variables that the script sets. Words without `sh -c` are returned unchanged.
     """
     flag = next((at for at in range(1, len(words) - 1) if _SHELL.fullmatch(" ".join(words[at - 1 : at + 1]))), None)
     if flag is None:

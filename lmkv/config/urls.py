@@ -46,7 +46,7 @@ def split_urls(text: str) -> list[str]:
 
 
 def schemes() -> list[str]:
-    """Return the allowed schemes of URLs: those of lmkv, and those of installed packages."""
+    """Return the allowed schemes of URLs: those of lmkv's backends, and those of backends in installed packages."""
     return [*SCHEMES, *(name for name in plugins.installed(plugins.BACKENDS) if name not in SCHEMES)]
 
 

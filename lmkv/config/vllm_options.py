@@ -24,8 +24,9 @@ SIZE: Final = "--kv-offloading-size"
 
 
 def of_vllm(words: Sequence[str], env: Env, own: Env, ranks: int | None) -> Command:
-    """Return the command with lmkv in place of the connectors that lmkv replaces. `env`: LMCache's variables. `own`:
-    lmkv's variables. `ranks`: see `command_lines.translated`.
+    """Translate vLLM's options `words`, so that lmkv replaces LMCache and vLLM's own offloading.
+
+    `env`: LMCache's variables. `own`: lmkv's variables. `ranks`: see `command_lines.translated`.
     """
     command = Command(ranks=ranks, variables=dict(own))
     options, command.kept = _options(_with_file(command, words))

@@ -96,7 +96,7 @@ def _check(given: object) -> None:
 
 class Request:
     """The tokens and `blocks` of one call of an engine. `keys`: the keys of the whole chunks that `blocks` covers.
-    `chunk_size`: tokens per chunk. `pages`: blocks per chunk.
+    `chunk_size`: tokens per chunk. `pages`: number of blocks per chunk.
     """
 
     def __init__(self, chain: KeyChain, blocks: object, chunk_size: int, pages: int) -> None:
@@ -120,8 +120,9 @@ class Request:
         return store.reserve(keys, parent=self._chain.parent(first), tokens=ids, protect=self.keys)
 
     def copies_to_slots(self, slots: Mapping[ChunkKey, int], first: int, end: int) -> list[ChunkCopy]:
-        """Return the copies from blocks to slots for those of chunks `first` to `end - 1` that `slots` contains.
-        `slots`: slots by chunk key.
+        """Return the copies from blocks to slots. Chunks that have no slot in `slots` are left out.
+
+        `slots`: slots by chunk key. `first`, `end`: copy the chunks `first` to `end - 1`.
         """
         keys = enumerate(self.keys[first:end], first)
         return [self._copy(slots[key], index) for index, key in keys if key in slots]

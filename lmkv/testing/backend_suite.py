@@ -22,7 +22,7 @@ LIMIT = 30.0
 
 
 class Persistent(Backend, ListsKeys, Protocol):
-    """A backend that lists its chunks, so that a new backend can find them."""
+    """A backend that lists its chunks, so that a backend that is opened later can find these chunks."""
 
 
 def new_key() -> ChunkKey:

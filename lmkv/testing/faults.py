@@ -48,11 +48,11 @@ class FaultyBackend(WrapperBackend):
     error_rate
         Probability that a call fails.
     latency
-        Seconds before each call.
+        Seconds to wait before each call.
     verbs
         The names of the methods with faults.
     max_hold
-        Seconds after which a call fails that `black_hole` lets wait.
+        Longest time in seconds that a call waits after `black_hole`; then the call fails.
     sleep
         The function that waits for `latency` seconds.
 
@@ -100,11 +100,11 @@ class FaultyBackend(WrapperBackend):
             self._failing[self._counted() + nth] = errno
 
     def black_hole(self) -> None:
-        """Make all calls wait until `release`. A call that waits longer than `max_hold` seconds fails."""
+        """Make all calls of `verbs` wait until `release`. A call that waits longer than `max_hold` seconds fails."""
         self._released.clear()
 
     def release(self) -> None:
-        """Let the calls continue that wait because of `black_hole`, and let later calls run without waiting."""
+        """End the effect of `black_hole`: waiting calls continue, and later calls do not wait."""
         self._released.set()
 
     def around(self, verb: str, call: Callable[[], T]) -> T:

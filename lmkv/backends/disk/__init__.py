@@ -70,7 +70,7 @@ class LocalDiskBackend:
         Bytes of the file system to leave free. If fewer bytes would remain free after a write, the write returns
         REJECTED.
     segment_bytes
-        Bytes of payload for each checksum: 1 to 4096 times 4096 bytes.
+        Bytes of payload for each checksum: a multiple of 4096, at most 16 MiB.
     chunk_tokens
         Largest number of token ids that a file records in its header; a longer list is not recorded.
     shared
@@ -92,10 +92,10 @@ class LocalDiskBackend:
 
     Notes
     -----
-    Thread-safe. If the medium fails, `read` and `write` return the failure and do not raise. If a key fails,
-    `contains`, `delete`, `reclaim` and the listings first try all other keys, and then raise a `BackendError`. Each
-    call tries the medium again, even after failures. Only a file with wrong bytes is removed. A file that cannot be
-    read is replaced when the same chunk is written again.
+    Thread-safe. If the medium fails, `read` and `write` return the failure. `contains`, `delete`, `reclaim` and the
+    listings raise a `BackendError`; `delete` and `reclaim` try all keys first. Each call tries the medium again, even
+    after failures. Only a file with wrong bytes is removed. A file that cannot be read is replaced when the same chunk
+    is written again.
 
     Examples
     --------
@@ -237,8 +237,8 @@ class LocalDiskBackend:
         return nbytes
 
     def reserve_bytes(self, nbytes: int) -> int:
-        """Count `nbytes` bytes that the caller is about to write. Returns the bytes of all processes below the root
-        folder.
+        """Count `nbytes` bytes that the caller is about to write. Returns the bytes that all processes use below the
+        root folder, including `nbytes`.
         """
         return self._usage.reserve_bytes(nbytes)
 
@@ -258,7 +258,8 @@ class LocalDiskBackend:
     def list_all(self) -> Iterator[list[Listed]]:
         """Yield the chunks of all namespaces below the root, as `list_keys` does. Raises `BackendError`.
 
-        At the end, the byte count that `reserve_bytes` returns is corrected to the sum of the listed sizes.
+        At the end, the byte count of `reserve_bytes` is set to the sum of the listed sizes, plus the bytes that the
+        listing may have missed.
         """
         self._check_open()
         return self._listing(self._count_all())

@@ -52,7 +52,7 @@ def has_huge_pages() -> bool:
 
 
 class Scratch(threading.local):
-    """Scratch buffers: one for each thread and purpose, such as headers or pieces. Large buffers use huge pages."""
+    """Scratch buffers: one for each thread and each `kind` of content. Large buffers use huge pages."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, memoryview] = {}
@@ -132,7 +132,10 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 @contextlib.contextmanager
 def closed_in_children(*names: str) -> Iterator[None]:
-    """Close the files and folders `names`, which are open during a `with` block, in every child forked in the block."""
+    """Close files and folders in each child that is forked during a `with` block.
+
+    `names`: the paths or names of files and folders that the block may open.
+    """
     this = object()
     _open[this] = names
     try:
@@ -154,9 +157,9 @@ class Folder:
 
     @property
     def for_group(self) -> bool:
-        """Whether the folder's group may use new entries.
+        """Whether the folder's group may use the files that lmkv creates here.
 
-        This is so if the folder is setgid and only its owner and group may write.
+        True if the folder is setgid, its group may write, and other users may not.
         """
         wanted = stat.S_ISGID | stat.S_IWGRP
         return self.status.st_mode & (wanted | stat.S_IWOTH) == wanted
@@ -258,7 +261,7 @@ class OwnFile:
 
     @property
     def is_there(self) -> bool:
-        """Whether the file still has a name. Raises `OSError`."""
+        """Whether the file still exists: False after any process has removed the file. Raises `OSError`."""
         return os.fstat(self._fd).st_nlink > 0
 
     def write(self, data: bytes) -> None:
@@ -278,7 +281,7 @@ class OwnFile:
 
 
 def is_abandoned(folder: Folder, name: str) -> bool:
-    """Return whether the writer of a locked file has ended. Returns False if this cannot be found out."""
+    """Return whether the process that locked a file has ended. Returns False if this cannot be found out."""
     try:
         # NFS locks only files that are open for writing.
         with folder.opened(name, os.O_RDWR) as fd:

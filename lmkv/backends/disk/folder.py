@@ -41,7 +41,7 @@ class ChunkFolder:
 
     Names consist of digests, which can neither collide nor point outside the folder. The operator owns the root: if
     somebody removes the root, lmkv does not create it again. lmkv owns everything below the root. Only the user of the
-    process may access these files, or also the root's group (`Folder.for_group`).
+    process may access these files, and the root's group if `Folder.for_group` is true.
     """
 
     root: Root
@@ -265,15 +265,15 @@ _PAUSE = 0.001
 
 @define(eq=False)
 class Usage:
-    """Counts the bytes that all processes use below a root folder, and all bytes reserved so far, in a file in this
-    folder.
+    """A file in a root folder that counts the bytes that all processes use below this folder.
 
     Any number of threads and processes may use the count: each change locks the file for about 10 us. If a process is
     killed before it writes, the count is too high until the next listing of the root. If the file cannot be read or
     changed, the count is 0, without an error.
 
-    A listing misses a file that is written after the listing has passed its folder. Therefore each process keeps the
-    number of its reserved but unwritten bytes in a small locked file. A listing adds these numbers.
+    A listing misses a file that is written to a folder after the listing has left this folder. Therefore the file also
+    counts all bytes that were ever reserved. Each process keeps the number of its reserved but unwritten bytes in a
+    small locked file. After a listing, `set` adds the bytes that the listing may have missed.
     """
 
     root: Root
@@ -303,8 +303,9 @@ class Usage:
         self._change(0, -nbytes)
 
     def listed_from(self) -> tuple[int, int]:
-        """Return the start values of a listing for a later `set`: all bytes reserved so far, and those not yet
-        written.
+        """Return two numbers for a later `set`: the bytes that were ever reserved, and those that are not yet written.
+
+        A listing calls this before it begins.
         """
         # In this order: bytes that stop pending in between are in a file, which the listing finds.
         reserved = 0

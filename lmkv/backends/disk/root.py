@@ -212,5 +212,5 @@ def _make_folders(path: str) -> None:
 
 @cache
 def warn_once(message: str, *about: str | None) -> None:
-    """Log a warning, unless the same warning was logged before."""
+    """Log a warning, unless the same warning was logged before. `about`: the values for `message`."""
     logger.warning(message, *about)

@@ -251,8 +251,8 @@ class InfiniStoreBackend(HostPortBackend):
     Notes
     -----
     Thread-safe. The backend connects at the first call, and concurrent calls use separate connections. InfiniStore
-    replaces existing values, so a write first checks whether its name has a value. If two engines store a chunk at the
-    same moment, both write the same bytes.
+    replaces existing values, so a write first checks whether its name has a value. If two engines write a chunk at the
+    same moment, one replaces the other's equal copy.
 
     Examples
     --------

@@ -198,7 +198,7 @@ class StoreClient:
         return "stored"
 
     def remove(self, names: Sequence[str]) -> int:
-        """Delete values, even while other processes read them. Returns the number of names.
+        """Delete values, even while other processes read them. Returns how many names are done: all of them.
 
         Readers detect a deletion during a read, because they verify every byte.
         """
@@ -236,8 +236,8 @@ _LIMIT = 1.0
 def drop_inbound() -> None:
     """Make the kernel drop all packets to the ports on which this process listens. Linux only.
 
-    Connections that this process opens continue to work. Raises ConnectionError if another program stays connected but
-    not accepted, because such a connection cannot be filtered.
+    Connections that this process opens continue to work. Raises ConnectionError if another program's connection waits
+    too long to be accepted, because a waiting connection cannot be filtered.
     """
     deadline = time.monotonic() + _LIMIT
     while _drop_once():

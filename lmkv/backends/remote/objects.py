@@ -290,7 +290,7 @@ class StoreClient:
         return "stored"
 
     def remove(self, names: Sequence[str]) -> int:
-        """Delete the objects `names`, first to last, until the timeout. Returns how many of the names are done."""
+        """Delete the objects `names`, first to last, until the timeout. Returns how many were deleted or absent."""
         until = time.monotonic() + self._timeout
         if self._deletes_many:
             try:
@@ -383,7 +383,7 @@ def _certificates(path: str) -> bytes:
 def check(root: str, *place: Any) -> None:
     """Raise ValueError or OSError if `place` or `root` is invalid.
 
-    `place`: the arguments of `opened`. `root`: the beginning of all names.
+    `place`: the arguments of `opened`. `root`: the common beginning of the names of lmkv's objects.
     """
     try:
         obstore.list(opened(*place, makes_folder=True), root)
@@ -429,7 +429,11 @@ def opened(
     deletes_each: bool = False,
     makes_folder: bool = False,
 ) -> Any:
-    """Return obstore's client of the store at `url`, without connecting."""
+    """Return obstore's client of the store at `url`, without connecting.
+
+    `timeout`: seconds for one request. `deletes_each`: whether S3 gets a separate request for each deletion.
+    `makes_folder`: whether to create a missing folder of a `file:` URL.
+    """
     parts = split_url(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     bucket = parts.netloc.rpartition("@")[2]

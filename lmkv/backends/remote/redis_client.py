@@ -72,7 +72,10 @@ _limit = _Limit()
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit the answers that this thread reads in a `with` block: `seconds` for all, and a total of bytes and items."""
+    """Limit the answers that this thread reads in a `with` block.
+
+    All answers together must arrive within `seconds`, and must not have too many bytes or items.
+    """
     before, _limit.budget = _limit.budget, _Budget(time.monotonic() + seconds)
     try:
         yield
@@ -242,7 +245,8 @@ class OneSentinel(Redis):
 class NodeAnswers(Answers):
     """A parser for the answers of a cluster's node.
 
-    The parser checks slot ranges, because redis-py creates a client for each node that an answer names.
+    The parser rejects impossible slot ranges and too many nodes, because redis-py creates a client for each node in an
+    answer.
     """
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:

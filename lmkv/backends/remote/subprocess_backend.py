@@ -42,8 +42,8 @@ class SubprocessBackend(RemoteBackend):
     """Base class of backends whose client runs in child processes. The URL may have the options `clients` and
     `zero_copy`.
 
-    All calls for a name go to one process, one after the other. So no other call of this backend comes between the
-    lookup of a name and the write of its value.
+    All calls for one value go to the same process, one after the other. So no other call of this backend comes between
+    the lookup and the write of a value.
     """
 
     module: ClassVar[str]
