@@ -154,6 +154,8 @@ def check(
                 typer.echo(f"  {reading.in_words}")
         for remark in remarks(answer):
             typer.echo(remark)
+        if command is not None and command.replaces:
+            typer.echo(f"the command starts {command.replaces}: lmkv config migrate prints it with LMKVConnector")
     end(answer, as_json=as_json)
 
 

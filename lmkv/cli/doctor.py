@@ -43,8 +43,8 @@ def doctor(
         KVDtype, typer.Option(help="vLLM's option of the same name, to compute sizes for --model.")
     ] = KVDtype.AUTO,
     tensor_parallel_size: Annotated[
-        int, typer.Option(min=1, help="vLLM's option of the same name, to compute sizes for --model.")
-    ] = 1,
+        int | None, typer.Option(min=1, help="vLLM's option of the same name, to compute sizes for --model.")
+    ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Also show settings that have their defaults.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings as well.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
@@ -55,7 +55,7 @@ def doctor(
     The exit status is 2 if a setting is refused, 1 for any other error and for a warning about what lmkv caches.
     """
     logging.getLogger("lmkv").setLevel(logging.ERROR)
-    size = size_of(model, kv_cache_dtype, tensor_parallel_size) if model else None
+    size = size_of(model, kv_cache_dtype, tensor_parallel_size or 1) if model else None
     examined = examine(os.environ, json_object(extra), size, tensor_parallel_size, file)
     findings = list(examined) if as_json else show(examined, show_all=show_all)
     problems = [found.problem for found in findings if found.problem]

@@ -88,6 +88,10 @@ def hint(key: object, value: object, names: Collection[str]) -> str:
         return f"; this key is an option of vLLM's own offloading: {here}"
     if plain.startswith("config") or plain.endswith("config_file"):
         return f"; name a file of settings in {ENV_FILE}, or to Config.load as file="
+    if isinstance(value, Mapping):
+        words = [plain if each in ("path", "folder", "dir") else f"{plain}_{each}" for each in list(value)[:9]]
+        if found := [meant for word in words if (meant := _meant(word, names))]:
+            return f"; lmkv has no sections: write {' and '.join(found)}"
     if isinstance(value, Mapping) or plain == "lmkv":
         return f"; lmkv has no sections: write the settings of the section without {short_repr(key)} above them"
     close = lmcache.nearest(plain, names)

@@ -34,6 +34,8 @@ class Command(lmcache.Translation):
     """lmkv's variables before the program. They stay there."""
     several: dict[str, Any] = field(factory=dict)
     """A MultiConnector with the connectors that remain. The place of lmkv has None."""
+    replaces: str = ""
+    """The connector that LMKVConnector replaces."""
     merged: bool = False
     """Whether lmkv replaces several connectors."""
 

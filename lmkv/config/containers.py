@@ -19,16 +19,26 @@ _UNITS: Final = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 def warnings(words: Sequence[str], options: Options) -> Iterator[str]:
     """Yield the reasons why these settings do not fit the options of docker in a command."""
-    if not words or words[0] not in PROGRAMS:
+    if (at := docker_at(words)) is None:
         return
+    before, words = words[:at], words[at:]
+    passed = _values(words, "-e", "--env")
+    for name in (word.partition("=")[0] for word in before if word.startswith("LMKV_")):
+        if name not in passed:
+            yield f"{name} before {words[0]} does not reach the container: write -e {name}=VALUE after {words[0]} run"
     volumes = [value.split(":")[1] for value in _values(words, "-v", "--volume") if ":" in value]
+    volumes += re.findall(r"(?:target|dst|destination)=([^,]+)", " ".join(_values(words, "--mount")))
     for file in (file for file in _values(words, "--env-file") if not os.path.exists(file)):
         yield f"--env-file {file} is not on this machine, so its variables are not checked: check it where it is"
     folder, shared = options.local_disk, options.shared_memory or ""
-    if folder and volumes and not any(f"{folder}/".startswith(f"{volume.rstrip('/')}/") for volume in volumes):
-        told = f"is in no volume of the container, and is lost with the container: name a folder in {volumes[0]}"
-        yield f"local_disk {folder} {told}"
+    if folder and not any(f"{folder}/".startswith(f"{volume.rstrip('/')}/") for volume in volumes):
+        told = f"name a folder in {volumes[0]}" if volumes else f"add -v /FOLDER/OF/THE/HOST:{folder}"
+        yield f"local_disk {folder} is in no volume of the container, and is lost with the container: {told}"
     if "host" not in _values(words, "--network", "--net"):
+        port = (options.agent_listen or "").rpartition(":")[2]
+        if any(port in value.split(":") for value in _values(words, "-p", "--publish")):
+            told = "means the container itself: use unix:/PATH in a volume, or add --network host"
+            yield f"agent_listen {options.agent_listen} {told}"
         for url in (url for url in options.remotes if urlsplit(url.text).hostname in _LOCAL):
             yield f"remote_url {url} means the container itself: write the machine's name, or add --network host"
     for limit in _values(words, "--memory", "-m"):
@@ -53,7 +63,7 @@ def with_files(words: Sequence[str]) -> list[str]:
 
     Other commands are returned unchanged.
     """
-    if not words or words[0] not in PROGRAMS or "run" not in words:
+    if docker_at(words) is None:
         return list(words)
     at = words.index("run") + 1
     given = [variables_in(read_named(file).decode()) for file in _values(words, "--env-file") if os.path.exists(file)]
@@ -61,9 +71,18 @@ def with_files(words: Sequence[str]) -> list[str]:
     return [*words[:at], *found, *words[at:]]
 
 
+def docker_at(words: Sequence[str]) -> int | None:
+    """Return the index of docker in a command that runs a container, after variables and `sudo`, or else None."""
+    at = next((at for at, word in enumerate(words) if word.rpartition("/")[2] in PROGRAMS), len(words))
+    return at if "run" in words[at:] and all("=" in word or word in _FIRST for word in words[:at]) else None
+
+
+_FIRST: Final = ("sudo", "-E", "env", "exec")
+
+
 def image_at(words: Sequence[str]) -> int | None:
     """Return the index of the image in the words of a docker command, or None for another command."""
-    if not words or words[0] not in PROGRAMS or "run" not in words:
+    if docker_at(words) is None:
         return None
     at = words.index("run") + 1
     while at < len(words) and words[at].startswith("-"):

@@ -24,7 +24,6 @@ SCHEMES: Final = {
     "infinistore": "infinistore",
 }
 """For each scheme of a URL, the module of `lmkv.backends.remote` with the class that opens the URL."""
-_NO_PLACE: Final = "needs a valid host and port; in a password write / as %2F, ? as %3F, # as %23"
 _SERVICE_VARIABLE: Final = "REDIS_SERVICE_NAME"
 """The variable in which LMCache has the name of the service that Redis Sentinel watches. LMCache's URLs do not have
 this name.
@@ -80,12 +79,16 @@ class RemoteURL:
         place = re.split("[/?#]", rest, maxsplit=1)[0]
         after = re.split("[?&][a-z_]+=", rest.removeprefix(place), maxsplit=1)[0]
         path = re.split("[?#]", after, maxsplit=1)[0]
+        if "@" in after and self.store_kind == "redis" and self.scheme != "unix":
+            raise ValueError("has /, ? or # in its password: write / as %2F, ? as %3F and # as %23")
+        if self.scheme == "s3" and re.search(r":[0-9]+$|^localhost$|amazonaws\.com", place):
+            raise ValueError("names a server, not a bucket: write s3://BUCKET?endpoint=https://HOST:PORT&region=REGION")
         try:
             hosts = [f"//{host}" for host in place.rpartition("@")[2].split(",")]
             for text in hosts if self.may_have_hosts else [self.text]:
                 _ = urlsplit(text).port
         except ValueError:  # it may quote a part of a password
-            raise ValueError(_NO_PLACE) from None
+            raise ValueError("needs a valid host and port") from None
         options = parse_qs(urlsplit(self.text).query)
         endpoints = [*options.get("endpoint", ()), *options.get("endpoint_url", ())]
         if self.scheme == "s3" and not all(re.match("https?://", each, re.IGNORECASE) for each in endpoints):
@@ -93,8 +96,6 @@ class RemoteURL:
         if self.scheme in ("s3", "gs", "az") and "&" in self.text.partition("?")[0]:
             raise ValueError(f"has & where its options begin: write {self.scheme}://NAME?endpoint=URL&region=REGION")
         is_redis = self.store_kind == "redis" and self.scheme != "unix" and not self.scheme.endswith("sentinel")
-        if is_redis and "@" in after:
-            raise ValueError(_NO_PLACE)
         if is_redis and not re.fullmatch("/?[0-9]*/?", path):
             raise ValueError("must have a number as the database, such as /0; use remote_prefix for a name")
 
@@ -108,6 +109,8 @@ class RemoteURL:
         endpoints = parse_qs(parts.query).get("endpoint", []) if self.scheme == "s3" else []
         if any(urlsplit(each).path.strip("/") == parts.netloc for each in endpoints):
             return "has the bucket in the endpoint, too: remove the path of the endpoint"
+        if self.scheme == "s3" and "." in parts.netloc and "endpoint" not in parts.query:
+            return "names a bucket with a dot: if it is a server, write s3://BUCKET?endpoint=https://HOST&region=REGION"
         return ""
 
     @property

@@ -59,7 +59,8 @@ def of_vllm(words: Sequence[str], env: Env, own: Env, ranks: int | None) -> Comm
             "Dynamo loads KV from the prefill worker with NixlConnector: put it and LMKVConnector in a MultiConnector"
         )
     elif bare:
-        command.inform("the command has no KV offloading: lmkv is added, by default with 5 GiB of host memory")
+        note = command.warn if command.variables else command.inform
+        note("the command does not start lmkv: lmkv config migrate prints it with --kv-transfer-config for lmkv")
     if size is not None and any("LMKVConnector" in value for name, value in options if name.startswith(TRANSFER)):
         told = "vLLM uses its own connector instead of LMKVConnector: remove the option, and set max_local_cpu_size"
         command.refuse(SIZE, told)
@@ -217,6 +218,10 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
         close = lmcache.nearest(str(connector).lower(), ("lmkvconnector",), 0.85)
         command.refuse(f"{TRANSFER} {connector}", "did you mean LMKVConnector?" if close else _OTHER)
         return
+    if connector not in (None, "LMKVConnector"):
+        command.replaces = str(connector)
+        if command.variables:
+            command.warn(f"{connector} reads no LMKV_ variables: write LMKVConnector instead")
     if connector == "LMKVConnector" and "kv_role" not in transfer:
         command.refuse("kv_connector without kv_role", 'vLLM needs a role: add "kv_role": "kv_both"')
     if command.role not in _ROLES:

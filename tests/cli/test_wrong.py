@@ -44,9 +44,9 @@ FILES = {
     "remote_url: 'redis://a:1,b:2'\n": "write redis+cluster://HOST:PORT,HOST:PORT",
     "remote_url: redis://u:hunter2@h/lmkv\n": "must have a number as the database, such as /0",
     "local_disk: s3://bucket\nmax_local_disk_size: 1\n": "write the address of a store as remote_url",
-    "remote_url: redis://:hunter2/x@h\n": "in a password write / as %2F",
-    "remote_url: redis://u:p@ss/hunter2@h\n": "in a password write / as %2F",
-    "remote_url: redis://u:p@ss/hunter2#x@h\n": "in a password write / as %2F",
+    "remote_url: redis://:hunter2/x@h\n": "in its password: write / as %2F, ? as %3F and # as %23",
+    "remote_url: redis://u:p@ss/hunter2@h\n": "in its password: write / as %2F, ? as %3F and # as %23",
+    "remote_url: redis://u:p@ss/hunter2#x@h\n": "in its password: write / as %2F, ? as %3F and # as %23",
     "max_local_cpu_size: 8589934592\n": "must be at most 1000000000, in GiB: if these are bytes, write 8",
     "remote_url: s3://b?endpoint=minio:9000\n": "must have a whole endpoint, such as endpoint=http://HOST:PORT",
     "remote_url: redis://h\nremote_password: #x\n": "remote_password has no value: put the value into quotes",
@@ -77,7 +77,10 @@ FILES = {
     "local_disk: 500\n": "not a switch or a number",
     "shared_memory: 16GB\n": "write ./NAME for a folder NAME; write the size as max_shared_memory_size",
     "local_cpu: 40\n": "off; write the size as max_local_cpu_size",
-    "disk: {size: 100}\n": "lmkv has no sections",
+    "disk: {path: /kv, size: 100}\n": "lmkv has no sections: write local_disk and max_local_disk_size",
+    "cpu: {size: 4}\n": "lmkv has no sections: write max_local_cpu_size",
+    "remote_url: s3://127.0.0.1:9000/cache\n": "names a server, not a bucket: write s3://BUCKET?endpoint=",
+    "chunk_size: 64\nremote_url: s3://minio.example/kv\n": "names a bucket with a dot: if it is a server, write",
     "password_file: /x\n": "did you mean 'remote_password_file'?",
     "disk: /kv\n": "did you mean 'local_disk'?",
     "cpu_size: 10\n": "did you mean 'max_local_cpu_size'?",
@@ -354,6 +357,7 @@ def test_servers_that_would_never_hit() -> None:
     assert run("config", "check", "--", "vllm", "serve", "m", "--kv-transfer-config", json.dumps(shared)).exit_code == 0
 
 
+AGENT = "-e LMKV_AGENT_LISTEN=127.0.0.1:7000 -e LMKV_AGENT_TOKEN=t"
 SHARED = "-e LMKV_SHARED_MEMORY=/dev/shm/lmkv -e LMKV_MAX_SHARED_MEMORY_SIZE=8"
 CONTAINERS: list[tuple[str, str, int]] = [
     ("docker run -v /var:/cache -e LMKV_LOCAL_DISK=/var -e LMKV_MAX_LOCAL_DISK_SIZE=4 image", "is in no volume of", 1),
@@ -365,6 +369,21 @@ CONTAINERS: list[tuple[str, str, int]] = [
     (f"docker run --shm-size 4g {SHARED} image", "is more than the container's /dev/shm (4g)", 1),
     (f"docker run --shm-size=9gb {SHARED} image", "settings", 0),
     (f"docker run --ipc=host {SHARED} image", "settings", 0),
+    ("LMKV_CHUNK_SIZE=64 docker run image", "LMKV_CHUNK_SIZE before docker does not reach the container: write -e", 1),
+    ("LMKV_CHUNK_SIZE=64 docker run -e LMKV_CHUNK_SIZE image", "settings", 0),
+    ("sudo -E docker run -e LMKV_REMOTE_URL=redis://localhost:6379 image", "means the container itself", 1),
+    (
+        "HF_TOKEN=x podman run -e LMKV_LOCAL_DISK=/c -e LMKV_MAX_LOCAL_DISK_SIZE=4 image",
+        "add -v /FOLDER/OF/THE/HOST:/c",
+        1,
+    ),
+    (
+        "docker run --mount type=bind,src=/x,dst=/c -e LMKV_LOCAL_DISK=/c/kv -e LMKV_MAX_LOCAL_DISK_SIZE=4 image",
+        "settings",
+        0,
+    ),
+    (f"docker run -p 7000:7000 {AGENT} image", "agent_listen 127.0.0.1:7000 means the container itself: use unix:", 1),
+    (f"docker run -p 7000:7000 --network host {AGENT} image", "settings", 0),
     ("docker run --env-file /not/there.env image", "--env-file /not/there.env is not on this machine", 1),
     ("LMKV_CONFIG_FILE=/not/there.yaml vllm serve", "LMKV_CONFIG_FILE /not/there.yaml is not on this machine", 0),
     ("LMCACHE_CHUNK_SIZE=64 LMKV_LOCAL_CPU=1 vllm serve", "does not read LMCache's settings LMCACHE_CHUNK_SIZE", 1),
@@ -414,6 +433,13 @@ def test_a_command_line_is_checked_as_a_file_is() -> None:
     for transfer, says in rows:
         done = run("config", "check", "--", "vllm", "serve", "m", "--kv-transfer-config", json.dumps(transfer))
         assert (done.exit_code, says in done.output) == (2, True), done.output
+    none = run("config", "check", "--", "LMKV_CHUNK_SIZE=64", "vllm", "serve", "m")
+    assert (none.exit_code, "the command does not start lmkv" in none.output) == (1, True)
+    theirs = json.dumps({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"})
+    command = ("vllm", "serve", "m", "--kv-transfer-config", theirs)
+    assert "prints it with LMKVConnector" in run("config", "check", "--", *command).output
+    mixed = run("config", "check", "--", "LMKV_CHUNK_SIZE=64", *command)
+    assert (mixed.exit_code, "LMCacheConnectorV1 reads no LMKV_ variables" in mixed.output) == (1, True)
     bare = ("vllm", "serve", "m", "--kv-transfer-config", '{"kv_connector": "LMKVConnector", "kv_role": "kv_both"}')
     option = run("config", "check", "--", *bare, "--max-local-cpu-size", "4")
     assert (option.exit_code, "write LMKV_MAX_LOCAL_CPU_SIZE=VALUE before" in option.output) == (2, True)
