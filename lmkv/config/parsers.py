@@ -238,7 +238,9 @@ def secret(value: object) -> Secret | None:
         # YAML has read yes or no as a boolean.
         raise ValueError("must be text: put it in quotes in YAML")
     if re.fullmatch(r"\$\([A-Z0-9_]+\)|\$\{?[A-Z_]{2,}\}?|\{\{.*\}\}", value):
-        raise ValueError("is a variable that nothing has replaced: define the variable before it, or use a file")
+        raise ValueError(
+            "is the name of a variable, which nothing has replaced by its value: write the secret, or name a file that has it"
+        )
     try:
         value.encode()
     except UnicodeEncodeError:

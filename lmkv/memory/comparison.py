@@ -253,8 +253,8 @@ class PendingDigests:
 
 @define(eq=False)
 class ReadBack:
-    """Computes digests of blocks in one rank's paged memory. `parts`: where the numbers of each layer are. `staging`:
-    the staging memory of the rank's device; None for a CPU.
+    """Computes digests of blocks in one rank's paged memory. `parts`: where the KV values of each layer lie in a
+    block. `staging`: the staging memory of the rank's device; None for a CPU.
     """
 
     _memory: PagedMemory

@@ -2,9 +2,9 @@
 
 A key is absent, being written, or stored. A stored key whose chunk could not be read is *distrusted*: its bytes still
 count, but requests do not find the chunk. Distrust ends when the chunk is written again, or when a listing or lookup
-finds it. A *tombstone* is a key that is never served again, although its bytes are still on the medium. While these
-bytes are being deleted, the tombstone is *reclaimed*. Only an absent key, a distrusted key or a tombstone can be
-written, so that old bytes are never taken for new ones.
+of the medium finds the chunk. A *tombstone* is a key that is never served again, although its bytes are still on the
+medium. While these bytes are being deleted, the tombstone is *reclaimed*. Only an absent key, a distrusted key or a
+tombstone can be written, so that old bytes are never taken for new ones.
 """
 
 from __future__ import annotations

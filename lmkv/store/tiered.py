@@ -233,7 +233,7 @@ class TieredStore(StoreComponent):
         """Keep chunks in host memory for `ttl` seconds, from `keys[0]` on, and return the number of pinned chunks.
 
         The first chunk that is not in host memory, and all later chunks, are not pinned. `owner`: an id of the client
-        who pins the chunks. If there are too many pins, the oldest pins of the owner with the most pins end.
+        who pins the chunks. If there are too many pins, lmkv ends the oldest pins of that owner who has most of them.
         """
         with self._lock, self._changes:
             return self._pins.pin(keys, ttl, owner)

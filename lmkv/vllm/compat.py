@@ -136,8 +136,8 @@ def _group(number: int, group: Any, places: Mapping[str, tuple[int, int]], padde
 
 
 def block_sizes(kv_cache_config: Any, context: int) -> list[int]:
-    """Return the number of tokens in a block of each KV cache group, on all `context` ranks that share the block
-    together.
+    """Return, for each KV cache group, how many tokens a block holds in total over the `context` ranks of context
+    parallelism, which split the block's tokens among them.
     """
     return [_block_size(group.kv_cache_spec, context) for group in kv_cache_config.kv_cache_groups]
 

@@ -83,7 +83,7 @@ class Ranks:
         return divmod((stage * self.tensor + tensor) * self.context + context, self.replicas)
 
     def widest_stage(self, layers: Sequence[LayerPages], stage: int) -> tuple[LayerPages, ...]:
-        """Return the layers of the largest pipeline stage. Every smaller stage has the first layers of this list.
+        """Return the pages of the pipeline stage with the most layers. A stage of n layers has pages like the first n.
 
         `layers`: the layers of stage number `stage`, from which the result is derived. Raises ValueError unless all
         hidden layers have equal pages.

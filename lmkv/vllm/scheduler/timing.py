@@ -106,8 +106,8 @@ class LoadCost:
         return False
 
     def wants_probe(self, tier: str) -> bool:
-        """Return whether to measure this tier with the load that was just skipped. The load then runs while its request
-        computes.
+        """Return whether to measure the tier with the load that was just rejected as too slow. If so, the load runs
+        only as a measurement, while the model computes the request.
         """
         return self.skipped[tier] % _PROBE_EVERY == 0
 
