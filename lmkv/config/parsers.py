@@ -238,9 +238,8 @@ def secret(value: object) -> Secret | None:
         # YAML has read yes or no as a boolean.
         raise ValueError("must be text: put it in quotes in YAML")
     if re.fullmatch(r"\$\([A-Z0-9_]+\)|\$\{?[A-Z_]{2,}\}?|\{\{.*\}\}", value):
-        raise ValueError(
-            "is the name of a variable, which nothing has replaced by its value: write the secret, or name a file that has it"
-        )
+        told = "write the secret, or name a file that has it"
+        raise ValueError(f"is the name of a variable, which nothing has replaced by its value: {told}")
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -50,7 +50,7 @@ FILES = {
     "max_local_cpu_size: 8589934592\n": "must be at most 1000000000, in GiB: if these are bytes, write 8",
     "remote_url: s3://b?endpoint=minio:9000\n": "must have a whole endpoint, such as endpoint=http://HOST:PORT",
     "remote_url: redis://h\nremote_password: #x\n": "remote_password has no value: put the value into quotes",
-    "remote_url: redis://h\nremote_password: $(PASSWORD)\n": "is the name of a variable, which nothing has replaced by its value",
+    "remote_url: redis://h\nremote_password: $(PASSWORD)\n": "is the name of a variable, which nothing has replaced",
     "local_cpu: on\n  chunk_size: 64\n": "is indented more than the line above: begin each setting at the start",
     "local_disk: file://kv\nmax_local_disk_size: 1\n": "must be a path or file:///path, with three slashes",
     "local_disk: {path: /kv, size: 9}\n": "write the size as max_local_disk_size",
