@@ -91,11 +91,11 @@ class Catalog(StoreComponent):
 
     @locked
     def unknown(self, keys: Sequence[ChunkKey], states: int) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
-        """Return `(chunk keys, state keys)` that no index has, so that shared tiers should be asked for them.
+        """Return `(chunk keys, state keys)`: the chunks and states to look for in shared tiers.
 
-        The chunk keys begin with the first chunk that no index has. `states`: the number of state entries after each
-        chunk. A hit needs only the states after its last chunk. So the state keys begin after the last chunk with all
-        its states.
+        The chunk keys are those of the first chunk that no index has, and of all later chunks. The state keys are those
+        of missing states, from the end of the prompt back to a chunk with all its states, because a hit can end there.
+        `states`: the number of state entries after each chunk.
         """
         behind: list[ChunkKey] = []
         for key in reversed(keys):
@@ -143,7 +143,7 @@ class Catalog(StoreComponent):
         """Return, by the name of each lower tier, how many chunks and how many bytes a read of `keys` would take from
         the tier.
 
-        Chunks that no lower tier stores count under None. The tiers are in the order in which `keys` first needs them.
+        Chunks that no lower tier stores count under None. The tiers are in the order of their first chunks in `keys`.
         """
         found: dict[str | None, tuple[int, int]] = {}
         with self._lock:

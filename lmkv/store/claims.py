@@ -234,9 +234,8 @@ class Pins:
     def pin(self, keys: Sequence[ChunkKey], ttl: float, owner: bytes) -> int:
         """Pin chunks for `ttl` seconds, from `keys[0]` up to the first chunk that is not in host memory.
 
-        Returns the number of pinned chunks. If a chunk is pinned already, the later end counts. If there are too many
-        pins, the oldest pins of the owner with the most pins end. Within a prompt, the pin of the last chunk ends
-        first.
+        Returns the number of pinned chunks. An earlier pin of a chunk is not shortened. If there are too many pins, the
+        owner with the most pins loses its oldest pins. Within a prompt, the last chunk loses its pin first.
         """
         entries, end = self._primary.leading_ready(keys), self._clock() + ttl
         for kind, group in groupby(entries, lambda entry: type(entry.key)):

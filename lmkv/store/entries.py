@@ -223,8 +223,8 @@ class PrefixIndex:
         return best, most
 
     def shorter(self, origin: bytes, tokens: bytes) -> Iterator[ChunkKey]:
-        """Yield the keys of chunks of `origin` with tokens that are a shorter prefix of `tokens`, longest first. Short
-        prefixes may be missed, because the first other chunk in sorted order ends the search.
+        """Yield the keys of chunks of `origin` with tokens that are a shorter prefix of `tokens`, longest first. The
+        search ends at the first chunk that is not a prefix, so it may miss shorter prefixes.
         """
         chunks = self._chunks.get(origin, [])
         for found, key in reversed(chunks[: bisect_left(chunks, (tokens, b""))]):

@@ -108,8 +108,7 @@ class ChangeGuard:
     """Detects interrupted changes of a store, and repairs the store. Usage: `with self._lock, self._changes`.
 
     Ctrl-C or a MemoryError may interrupt a change between any two lines. Therefore a mark is set before the first line
-    and cleared after the last line. If the next change finds the mark set, `repair` first recounts everything. Python
-    cannot interrupt between the lock and the mark, because the lock is written in C.
+    and cleared after the last line. If the next change finds the mark set, `repair` first recounts everything.
     """
 
     repair: Callable[[], None] = field(default=lambda: None)

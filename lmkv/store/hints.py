@@ -69,8 +69,8 @@ class Hints:
 
     An `owner` is the root of a request's key chain. Sessions with the same name but different owners are different
     sessions. At most `most` chunks have a priority. Each tenant may use its part of this number; `part_of` returns this
-    part, see `DividesTier`. Beyond these limits, the oldest priorities of the owner with the most chunks are removed.
-    If a chunk has several priorities, the highest one counts.
+    part, see `DividesTier`. Beyond these limits, the owner with the most chunks loses its oldest priorities. If a chunk
+    has several priorities, the highest one counts.
 
     Examples
     --------
@@ -116,9 +116,9 @@ class Hints:
     ) -> None:
         """Set the priority of a prompt's chunks; see `TakesHints.hint`.
 
-        A priority above 0 lasts for `seconds` seconds, or until its `session` ends. A `priority` of 0 removes the
-        session's priority for this prompt. The session's earlier priorities for this prompt are replaced, except higher
-        or longer ones.
+        A priority above 0 lasts for `seconds` seconds, or until its `session` ends. It replaces the session's earlier
+        priorities for this prompt, except those that are higher or last longer. A `priority` of 0 removes the session's
+        priorities for this prompt.
         """
         with self._lock, self._changes:
             if priority < 0:
@@ -348,8 +348,8 @@ class Hints:
         return counts
 
     def owned(self, tenant: str = "") -> Counter[bytes]:
-        """Return, for each owner, how many chunks of a tenant with a priority count for this owner. A chunk counts for
-        the owner that gave it a priority first.
+        """Return, for each owner, how many chunks of one tenant have a priority from this owner. A chunk with several
+        owners counts for the first.
         """
         return self._tenants[tenant].owned
 

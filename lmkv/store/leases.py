@@ -115,8 +115,8 @@ _End: TypeAlias = Callable[[Reservation, Sequence[ChunkKey] | None], None]
 class Holders(StoreComponent):
     """Creates leases and reservations (together: holders), and knows all holders that have not ended.
 
-    After an exception, a holder may be garbage-collected without being ended. A recount of the store then frees its
-    slots.
+    After an exception, a holder may be garbage-collected without being ended. The store's next recount then frees the
+    slots that this holder has kept.
     """
 
     _allocator: SlotAllocator
@@ -166,8 +166,8 @@ class Holders(StoreComponent):
     def reserve(
         self, keys: Chain, parent: ChunkKey, tokens: bytes, origins: Sequence[bytes], chain: Chain, after: Deferred
     ) -> Reservation:
-        """Create a reservation; see `TieredStore.reserve`. `chain`: the argument `protect` there, all keys of the
-        prompt.
+        """Create a reservation; see `TieredStore.reserve`. `chain`: all keys of the prompt, which `TieredStore.reserve`
+        calls `protect`.
         """
         entries: dict[ChunkKey, Entry] = {}
         accepted = 0

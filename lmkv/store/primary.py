@@ -206,8 +206,8 @@ class PrimaryTier:
         return entry
 
     def mark_chain_ready(self, entries: Sequence[Entry]) -> None:
-        """Mark a prompt's entries as READY. Removes unused tails that an entry continues, because the entry replaces
-        them.
+        """Mark a prompt's entries as READY. Removes each unused tail with tokens that are a prefix of an entry's
+        tokens, because the entry replaces the tail.
         """
         written = 0
         for entry in entries:
@@ -241,7 +241,7 @@ class PrimaryTier:
         entry.state = _READY
 
     def remove(self, entry: Entry) -> None:
-        """Remove an entry from the index, even an unfilled one. Its slot is freed with its last reference.
+        """Remove an entry from the index, even an unfilled one. Its slot is freed when it has no references.
         Idempotent.
         """
         if entry.removed:

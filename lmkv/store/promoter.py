@@ -296,7 +296,7 @@ class Promoter(StoreComponent):
 
     @locked
     def abandon(self, entry: Entry, after: Deferred) -> None:
-        """Remove an unfilled entry. Promotions no longer wait for the entry. Its last reference frees the slot."""
+        """Remove an unfilled entry. Promotions no longer wait for it. Its slot is freed when it has no references."""
         self._primary.remove(entry)
         self.settle(entry, after)
 

@@ -24,7 +24,7 @@ _CALLBACK_FAILED = "lmkv: the callback %r of a promotion failed: %r; lmkv contin
 
 @define(eq=False, repr=False)
 class Handle:
-    """A handle of work that other threads do. Callers can wait for the end of the work. Thread-safe."""
+    """Lets callers wait for the end of work that other threads do. Thread-safe."""
 
     done: bool = field(init=False, default=False)
     """Whether the work is finished."""

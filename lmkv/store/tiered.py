@@ -233,7 +233,7 @@ class TieredStore(StoreComponent):
         """Keep chunks in host memory for `ttl` seconds, from `keys[0]` on, and return the number of pinned chunks.
 
         The first chunk that is not in host memory, and all later chunks, are not pinned. `owner`: an id of the client
-        who pins the chunks. If there are too many pins, lmkv ends the oldest pins of that owner who has most of them.
+        who pins the chunks. If there are too many pins, the owner with the most pins loses its oldest pins.
         """
         with self._lock, self._changes:
             return self._pins.pin(keys, ttl, owner)
@@ -277,8 +277,8 @@ class TieredStore(StoreComponent):
 
         `prefetch`: whether to read after all other promotions, and only within the share of the slots for prefetches.
         `owner`: an id of the client who prefetches. If the share is full, the owner with the most prefetched chunks
-        loses its oldest prefetch. If `owner` has about as many, the new prefetch stops instead. `look_up_shared`:
-        whether shared tiers are first asked for chunks that no index has.
+        loses its oldest prefetch. If that owner has at most one chunk more than `owner`, the new prefetch stops
+        instead. `look_up_shared`: whether shared tiers are first asked for chunks that no index has.
         """
 
         def plan(after: Deferred) -> Promotion:

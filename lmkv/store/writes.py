@@ -308,7 +308,7 @@ class SlotAllocator:
 
     def allocate(self, key: ChunkKey, after: Deferred, protect: set[ChunkKey] | None = None) -> int | None:
         """Return a free slot, or None if no slot can be freed now. May evict another chunk, but no chunk in `protect`.
-        A new tail or state may replace any unused tail or state.
+        A new tail may replace any unused tail, and a new state any unused state.
         """
         share = None if type(key) is bytes else self._primary.shares.get(type(key))
         if share is not None and share.full:
@@ -347,7 +347,7 @@ class SlotAllocator:
             self._primary.remove(victim)
 
     def keep_free(self, after: Deferred) -> None:
-        """With write-back, write the next chunks to evict to lower tiers, before their slots are needed."""
+        """With write-back, evict chunks before their slots are needed, because writes to lower tiers take time."""
         if not self._write_back:
             return
         primary = self._primary

@@ -149,11 +149,11 @@ def packages_of_plug_ins() -> frozenset[str]:
 
 
 def foreign_methods(kind: type) -> set[str]:
-    """Return the packages, other than the class's own, that have replaced or added methods of the class `kind`.
+    """Return the packages that have replaced or added methods of the class `kind`, without the package that defines it.
 
-    Leave out plug-ins and packages with a known version. Raises ValueError for a method from `__main__`, or with values
-    that no source file has, such as bound arguments. If the class's own package has a known version, its methods are
-    not checked.
+    Leave out plug-ins and packages with a known version. Raises ValueError if a method comes from `__main__`, or uses
+    values that are in no source file, such as bound arguments. If the package that defines `kind` has a known version,
+    methods from this package are not checked.
     """
     package = package_of(kind)
     calls = [(package_of(call), call) for method in vars(kind).values() for call in _calls_of(method)]
@@ -165,15 +165,14 @@ def foreign_methods(kind: type) -> set[str]:
 
 
 def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping[int, str]) -> list[str]:
-    """Return the methods of other layers that are attached to a layer as hooks or attributes, each with the name of the
-    other layer.
+    """Return the methods of other layers that are hooks or attributes of a layer, as texts with the other layer's name.
 
-    Raises ValueError for other functions, except functions of vLLM, torch and the layer's packages. A new attribute,
-    which replaces no method, may also be a function of any package with a known version. Outside vLLM and torch, no
-    function may use values that its source code does not show.
+    Raises ValueError unless each hook or attribute is data, or a function of vLLM, torch or a package that defines one
+    of `parts`. An attribute that replaces no method may also be a function of any package with a known version. Raises
+    ValueError also for functions outside vLLM and torch with values that no source code shows, such as bound arguments.
 
     `place`: the layer's name in the model. `parts`: the layer, its backend and other objects that compute for the
-    layer. `places`: the names of all layers, by the `id` of the layer.
+    layer. `places`: the name of each layer in the model, by Python's `id(layer)`.
     """
     everywhere = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
     hooks: list[Mapping[int, Any]] = [layer._forward_hooks, layer._forward_pre_hooks, *everywhere]

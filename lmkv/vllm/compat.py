@@ -169,8 +169,8 @@ class Numbers(NamedTuple):
 
 
 def numbers(spec: Any, cache_dtype: str) -> list[Numbers]:
-    """Describe the sections of a layer's page; each section has numbers of one type. Return an empty list if the page
-    also has other data, such as scales.
+    """Describe the sections of a layer's page; each section has numbers of one type. Return an empty list if the types
+    are unknown, for example for quantized numbers with scales between them.
     """
     if is_state(spec):
         sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
@@ -253,8 +253,8 @@ def _calls_hooks(module: Any) -> bool:
 def yield_gil() -> None:
     """Let lmkv's I/O threads run for a moment, after a step that computes nothing and only waits for I/O.
 
-    Does nothing if the engine core has a separate process, because vLLM pauses there anyway. In the caller's process,
-    vLLM does not pause, and the I/O threads would rarely get Python's GIL.
+    Does nothing if the engine core has a separate process, because vLLM pauses there anyway. If the engine core runs in
+    the process of the user's program, vLLM never pauses, and the I/O threads would rarely get Python's GIL.
     """
     from vllm import envs
 
@@ -263,7 +263,7 @@ def yield_gil() -> None:
 
 
 def draft_lookahead(vllm_config: Any) -> int:
-    """Return on how many later tokens the KV of a draft layer depends: 1 with EAGLE or one MTP module.
+    """Return the number of later tokens on which a draft layer's KV depends: 1 with EAGLE or one MTP module.
 
     Return 0 if the KV depends on no later token, or if `disable_eagle_block_drop` makes vLLM reuse this KV anyway.
     """
@@ -279,8 +279,8 @@ def draft_modules(vllm_config: Any) -> str:
     """Return a text about the MTP modules (draft layers) that vLLM's model runner fills with KV. Return "" for fewer
     than two MTP modules.
 
-    The text differs if the runner fills other modules: with another number of drafted tokens, or another version of the
-    runner.
+    The text has the number of drafted tokens and the version of the runner, which decide which modules the runner
+    fills.
     """
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     if not getattr(speculative, "use_multi_module_mtp", lambda: False)():

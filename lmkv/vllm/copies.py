@@ -78,8 +78,8 @@ class LayerwiseTransfer:
                 pipeline.last.wait()
 
     def finish(self) -> Event | None:
-        """Finish all copies. Return an event for their end, or None if the copies have failed. After a failure, no copy
-        is running.
+        """Copy the remaining layers. Return an event with which callers wait for the last copy, or None if a copy has
+        failed. After a failure, no copy is running.
         """
         pipeline, events = self._pipeline, list[Event]()
         if pipeline is None:
@@ -161,8 +161,8 @@ class Comparer:
         self._loaded: LRUCache[int, Digests] = LRUCache(_REMEMBERED, _number)
 
     def begin(self, task: CopyTask, slab: SlabMap | None) -> Comparing:
-        """Compare the slots that a store has filled with the slots in `task.compares`. The store must have ended.
-        `slab`: the host memory with all slots.
+        """For each copy of a store, compare the filled slot with the copy's slot in `task.compares`. The store must
+        have ended. `slab`: the host memory with all slots.
         """
         assert self._layout is not None
         assert slab is not None

@@ -465,7 +465,9 @@ class LoadedModel:
         return " ".join(sorted({digest for digest, _ in known})), known[0][1]
 
     def watch(self, changes: WeightChanges) -> None:
-        """Patch the engine core to notify `changes` of every call that may change weights, adapters or images."""
+        """Patch the engine core to notify `changes` of every call that may change weights or adapters, or that clears
+        vLLM's encoder cache.
+        """
         core = self._core()
         if core is None:
             return

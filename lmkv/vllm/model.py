@@ -83,10 +83,10 @@ class Ranks:
         return divmod((stage * self.tensor + tensor) * self.context + context, self.replicas)
 
     def widest_stage(self, layers: Sequence[LayerPages], stage: int) -> tuple[LayerPages, ...]:
-        """Return the pages of the pipeline stage with the most layers. A stage of n layers has pages like the first n.
+        """Return the pages of the pipeline stage with the most layers, derived from the pages of one stage.
 
-        `layers`: the layers of stage number `stage`, from which the result is derived. Raises ValueError unless all
-        hidden layers have equal pages.
+        `layers`: the pages of stage number `stage`. All hidden layers must have equal pages, so the pages of each stage
+        equal the first pages of the result. Raises ValueError if they do not, or if the stage has no layers.
         """
         if len(self.stages) == 1:
             return tuple(layers)
@@ -119,8 +119,8 @@ class ServedModel:
     the stage with the most layers. `layers`: names of the layers that `layout` describes. `fused`: whether all layers
     of a block are adjacent in memory, so that `layout` treats them as one layer.
 
-    `num_blocks`: number of vLLM's blocks. `numbers`: for each layer, the sections of its pages; empty if a page has
-    data other than numbers, such as scales. `experts`: whether the model is a mixture of experts.
+    `num_blocks`: number of vLLM's blocks. `numbers`: for each layer, the sections of its pages; empty if the types of
+    its numbers are unknown. `experts`: whether the model is a mixture of experts.
     """
 
     block_map: BlockMap
@@ -163,8 +163,8 @@ class ServedModel:
         return memory
 
     def parts(self, rows: Sequence[torch.Tensor]) -> list[Part]:
-        """Describe the content of the pages in `rows` for audits: numbers, or plain bytes if a page also has other
-        data.
+        """Describe the content of the pages in `rows` for audits: numbers, or plain bytes if the types of the numbers
+        are unknown.
         """
         import torch
 

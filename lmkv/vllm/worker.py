@@ -475,8 +475,8 @@ class Worker:
         return finished, failed
 
     def close(self, *, process_ends: bool = False) -> None:
-        """Wait for the running copies, and unmap the slab. `process_ends`: whether the process is about to end, so that
-        the kernel unmaps the slab. Idempotent.
+        """Wait for the running copies, and unmap the slab. If `process_ends`, do not unmap the slab, because the kernel
+        does so when the process ends. Idempotent.
         """
         self._closing.set()
         if self._search is not None:

@@ -95,7 +95,9 @@ def returns_routed_experts(vllm_config: Any) -> bool:
 
 
 def check_parallel(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ValueError with the reason if lmkv does not support the numbers of ranks, or where ranks run."""
+    """Raise ValueError with the reason if lmkv does not support the parallel configuration, such as ranks on several
+    machines.
+    """
     parallel, speculative = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ValueError(
@@ -218,10 +220,10 @@ class AgentHint:
     """The fields of an `agent_hint` that lmkv supports.
 
     `ttl`: seconds after the request's end during which its chunks are evicted last. `prefetch`: whether to promote the
-    prompt's chunks. `session`: the session's id. `ended`: whether the session, or a branch of the session (an edit of
-    type `evict`), ends with this request. Chunks that no other session shares are then evicted first. `priority`: if
-    above 0, the request's chunks are evicted last. `waits`: expected seconds until the session's next request, for
-    example while a tool runs; until then, the request's chunks are evicted last.
+    prompt's chunks. `session`: the session's id. `ended`: whether the session ends with this request (`session_ended`,
+    or an edit of type `evict`). Chunks that no other session shares are then evicted first. `priority`: if above 0, the
+    request's chunks are evicted last. `waits`: expected seconds until the session's next request, for example while a
+    tool runs; until then, the request's chunks are evicted last.
 
     lmkv ignores all other fields, lists of more than 64 edits, and session ids of more than 1,024 characters.
     """

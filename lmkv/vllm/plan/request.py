@@ -180,13 +180,13 @@ class VLLMRequest(Protocol):
 class Waiting:
     """The state of a request's lookup and of its waits for chunks. Only `Matcher` changes this state.
 
-    `computed`: number of tokens of vLLM's own hit at the last lookup. `lease`: keeps the chunks that the lookup has
-    promised to vLLM in host memory, until they are loaded or the step ends. `between_steps`: whether the promised load
-    is asynchronous. `shared_lookup`, `promotion`: the lookup in shared tiers and the promotion for which the request
+    `computed`: number of tokens of vLLM's own hit at the last lookup. `lease`: the lease of the chunks that the lookup
+    has promised to vLLM, until these chunks are loaded or the step ends. `between_steps`: whether the promised load is
+    asynchronous. `shared_lookup`, `promotion`: the lookup in shared tiers and the promotion for which the request
     waits. `stored_elsewhere`: number of chunks for `wait_for` that were found so far. `look_at`: the time of the next
-    lookup for `wait_for`. `worth_loading`: how many of the first chunks load faster than they compute; None until
+    lookup for `wait_for`. `worth_loading`: how many of the first chunks are faster to load than to compute; None until
     decided. `longest_hit`: with recurrent layers, the largest number of chunks in a hit that is worth loading.
-    `deferred_since`: the time of the first lookup after which vLLM had to ask again; None if vLLM need not ask.
+    `deferred_since`: the time of the first lookup with the result `Wait`; None after another result.
     """
 
     patience: WaitLimit
@@ -243,8 +243,8 @@ class Storing:
     """The state of a request's stores. Only `ChunkStores` and `StateStores` change this state.
 
     `stored`: how many of the first chunks are stored or being stored. `tail_due`: whether the prompt's tail must still
-    be stored. `kept`: number of chunks before the last states that stay stored. `last_states`: number of chunks before
-    the last states that later states may replace; 0 if there are none. `copying`: number of running stores.
+    be stored. `last_states`: number of chunks before the states that the next states may replace; 0 if there are none.
+    `kept`: number of chunks before the latest of the other stored states. `copying`: number of running stores.
     """
 
     stored: int = 0
@@ -281,8 +281,8 @@ class Auditing:
     """The state of a request's audits. Only `HitAudits` and `LoadAudits` change this state.
 
     `decided`: whether lmkv has already decided if the hit is audited. `audit`: the audit of the hit, or None.
-    `reads_back`: whether the next load is audited without a random choice. `tenure`: how many times the request has
-    released its blocks.
+    `reads_back`: whether the next load must be audited; otherwise a random number decides. `tenure`: how many times the
+    request has released its blocks.
     """
 
     decided: bool = False

@@ -402,8 +402,8 @@ class Scheduler:
         return [] if self._observer.events is None else self._observer.events.take()
 
     def republish(self) -> None:
-        """Publish all chunks again. Call this before vLLM announces that all its blocks are removed, because routers
-        would then forget lmkv's chunks too.
+        """Publish all chunks again. Call this when vLLM is about to publish that all its blocks are removed: routers
+        then forget lmkv's chunks, until lmkv's events follow.
         """
         if self._observer.events is not None:
             self._observer.events.republish()

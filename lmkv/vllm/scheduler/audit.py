@@ -328,8 +328,8 @@ class AuditedLoad:
 
 
 class LoadAudits(Planner):
-    """Decides which loads to audit. Workers read the blocks of such a load back, after the load and again when the
-    request releases them.
+    """Decides which loads to audit. Workers read the blocks of an audited load twice: after the load, and when the
+    request releases the blocks.
 
     `audit`: logs wrong blocks and deletes the chunks that depend on them.
     """

@@ -69,7 +69,7 @@ class WeightChanges(Planner):
     def puts_off(self, request_id: str) -> bool:
         """Return whether to hash a new request only at its first lookup, because the weights may have changed.
 
-        lmkv asks the workers at that lookup. Until then, the engine may sleep.
+        lmkv asks the workers at that lookup, because the engine may be asleep until then.
         """
         if self._suspicions:
             self.put_off.add(request_id)
@@ -169,8 +169,8 @@ class WeightChanges(Planner):
             self._loading_across.add(request.request_id)
 
     def adapter_loaded(self, number: int, digest: str) -> None:
-        """Note that the workers have loaded an adapter with this digest as number `number`. Exclude requests with
-        another digest.
+        """Note that the workers have loaded an adapter with this digest as number `number`. Exclude requests with this
+        number and another digest.
         """
         self._naming.adapters.loaded(number, digest)
         self._leave_out_adapter(number, digest)

@@ -116,8 +116,8 @@ class Jobs:
     def distrust(self) -> None:
         """Mark all current jobs as distrusted, so that their results are discarded.
 
-        After a failed load, requests may have computed KV from the unfilled blocks, which vLLM's prefix cache shares.
-        After a reset, nobody looks for KV that was stored earlier.
+        After a failed load, for example, requests may have computed KV from the unfilled blocks, which vLLM's prefix
+        cache shares.
         """
         for job in self._jobs.values():
             job.distrusted = True

@@ -101,8 +101,8 @@ class EventRecorder:
     """Observes the store's tiers, and records an event when a tier gains or loses a chunk. After an error, the recorder
     publishes nothing more.
 
-    Other threads may only call `stored` and `removed`. When no tier has a chunk any more, the recorder forgets the
-    chunk.
+    The store calls `stored` and `removed` on any thread; only the scheduling thread calls the other methods. When no
+    tier has a chunk any more, the recorder forgets the chunk.
     """
 
     def __init__(self, store: TieredStore, block_map: BlockMap, describe: Describe) -> None:
@@ -141,7 +141,7 @@ class EventRecorder:
     # -- the scheduling thread ----------------------------------------------------------------------------
 
     def track(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """Publish from now on which tiers have these chunks and states. Tracked chunks are skipped.
+        """Publish from now on which tiers have these chunks and states. Those that are tracked already are skipped.
 
         `keys`: keys of a request's first chunks, followed by keys of states, if any.
         """

@@ -32,9 +32,8 @@ logger = logging.getLogger("lmkv.vllm")
 class LoadWindow:
     """A part of an asynchronous load: the `copies` of `tokens` tokens, which the workers make in one step.
 
-    `lease`: keeps the chunks to copy in host memory. `failed_blocks`: blocks that nothing will fill, and that workers
-    report as failed. `last`: whether the load ends with this window. `first`: index of the window's first chunk in the
-    prompt.
+    `lease`: the lease of the chunks to copy. `failed_blocks`: blocks that nothing will fill, and that workers report as
+    failed. `last`: whether the load ends with this window. `first`: index of the window's first chunk in the prompt.
     """
 
     copies: list[ChunkCopy]
@@ -258,14 +257,14 @@ class Loads(Planner):
 
     @property
     def timed_steps(self) -> int:
-        """Number of timed steps that are running."""
+        """Number of running steps of which the workers must report the end."""
         return len(self._steps)
 
     def is_unconfirmed(self, request: Request, num_computed_tokens: int) -> bool:
         """Return whether vLLM's own hit may include blocks of a load that has not succeeded yet.
 
-        `num_computed_tokens`: number of tokens of vLLM's own hit. May be True without need, because only the load's
-        first block is compared. The request then waits one step.
+        `num_computed_tokens`: number of tokens of vLLM's own hit. The result is sometimes True without need, because
+        only the first block of each load is compared.
         """
         size = self._block_map.groups[0].block_size
         jobs = [job for job in self._jobs.of(_LoadJob) if job.unconfirmed and job.start < num_computed_tokens]
@@ -448,7 +447,7 @@ class Loads(Planner):
 
     def stop(self, request: Request) -> set[int]:
         """Stop a request's asynchronous load, so that vLLM computes the remaining tokens. Return the load's blocks, or
-        an empty set without a load.
+        an empty set if the request has no such load.
         """
         owner, load = self._async_loads.get(request.request_id, (None, None))
         if load is None or owner is not request:
