@@ -124,7 +124,7 @@ class Backend(Protocol):
     """Storage of immutable chunks by key. The methods may block, and several threads call them at the same time.
 
     `read` and `write` transfer one chunk, and return failures as values. `contains` and `delete` take several keys, and
-    raise `BackendError`. A backend neither counts bytes nor evicts chunks: the `Tier` that has the backend does both.
+    raise `BackendError`. A backend neither counts bytes nor evicts chunks: the store does both.
     After `close`, every call except `close` raises `ClosedError`.
     """
 
@@ -160,7 +160,7 @@ class Backend(Protocol):
 @frozen
 class Listed:
     """One chunk in the result of `ListsKeys.list_keys`. `nbytes`: how many bytes of the tier's capacity the chunk
-    takes. `last_used`: time of the last use in seconds; 0.0 if unknown.
+    takes. `last_used`: time of the last use, in seconds since 1970; 0.0 if unknown.
     """
 
     key: ChunkKey

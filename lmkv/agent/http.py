@@ -157,7 +157,7 @@ _OF_TIER = ("name", "used_bytes", "chunks", "hits", "evictions")
 
 @define(eq=False, slots=False)
 class History:
-    """Takes a sample of `stats` every `interval` seconds, and keeps the last `size` samples."""
+    """Samples the statistics of all engines every `interval` seconds, and keeps the last `size` samples."""
 
     _stats: Callable[[], Awaitable[dict[str, Any]]]
     _interval: float = 10.0
@@ -352,7 +352,7 @@ class PromptBody(BaseModel):
 
 
 class SessionBody(BaseModel):
-    """The salt and tags of a session. Requests with another salt or other tags have other sessions."""
+    """The salt and tags of a session. Another salt or other tags mean a different session."""
 
     model_config = ConfigDict(extra="forbid")
 

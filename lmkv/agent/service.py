@@ -177,7 +177,7 @@ class CacheService:
     loads_off : callable, optional
         Returns whether an audit (a check of loaded KV) has switched loads off.
     states : int
-        Number of state entries after each chunk; 0 without recurrent layers.
+        Number of entries with states of recurrent layers at the end of each chunk; 0 for a model without such layers.
 
     Raises
     ------
@@ -250,9 +250,9 @@ class CacheService:
     def prefetch(self, prompt: Prompt, name: str) -> tuple[Callable[[], dict[str, Any]], Future[None]]:
         """Start to load a prompt's chunks into host memory, where the chunks stay for `pin_ttl` seconds.
 
-        Returns `(progress, ended)`. `progress`: a function that returns the progress. `ended`: a future without a
-        result, which is cancelled when all reads have ended. A later prefetch with the same `name` replaces this
-        prefetch.
+        Returns `(progress, ended)`. `progress`: a function that returns the progress. `ended`: a future that never
+        has a result. lmkv cancels this future when the prefetch is done or stopped. A later prefetch with the same
+        `name` replaces this prefetch.
         """
         tokens, keys = self._read(prompt)
         keys = self._found(keys, len(tokens)) if self._boundaries.states else keys
@@ -348,7 +348,7 @@ class CacheService:
         """Return a request's report with an explanation, or None if the request is not among the last requests.
 
         `request`: the id in vLLM's response. vLLM splits a client's call with several prompts or outputs into several
-        requests. The result is then the report of the first one, with all reports in `parts`.
+        requests. The result is then the report of the first of these requests, with all their reports in `parts`.
         """
         ids = re.compile(_OF_A_CALL.format(re.escape(request)))
         parts: dict[tuple[int, int], dict[str, Any]] = {}

@@ -240,7 +240,7 @@ def plausible_file_bytes(nbytes: int) -> bool:
 
 @frozen
 class ChunkFormat:
-    """Writes headers for the chunks of a namespace, and verifies headers and payloads, on any medium.
+    """Writes headers for the chunks of a namespace, and verifies headers and payloads.
 
     `max_tokens`: largest number of token ids that a header records. `authenticator`: None if there is no authentication
     key; then only checksums verify the bytes.

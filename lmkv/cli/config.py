@@ -206,7 +206,7 @@ def error_of(call: Callable[[], object]) -> list[str]:
 
 
 def check_address(config: Config, url: RemoteURL) -> None:
-    """Raise ConfigError if a server with the address `url` would not start. Does not connect to the store."""
+    """Raise ConfigError if lmkv would refuse `url`, the address of a remote store. Does not connect to the store."""
     module = {"redis": "redis", "s3": "obstore"}.get(url.scheme if url.store_kind == "objects" else url.store_kind)
     if module is None or find_spec(module) is None:
         return

@@ -443,7 +443,7 @@ def plugin_finding(env: Mapping[str, str]) -> Finding:
 def examine_servers() -> Iterator[Finding]:
     """Report running vLLM servers of this user that name lmkv in their options, but use another connector instead.
 
-    Servers of other users are skipped, because their options may name any number of files.
+    Servers of other users are skipped, because the check reads every file that a server's options name.
     """
     others, late, until = 0, 0, time.monotonic() + SERVERS_TIMEOUT
     for process in sorted(PROCESSES.glob("[0-9]*")):

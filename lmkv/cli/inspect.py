@@ -136,9 +136,10 @@ def delete(root: Path, chunks: Mapping[bytes, list[Listed]], advance: Callable[[
 
 
 def least_recently_used(found: list[Content], before: float, max_bytes: float) -> dict[bytes, list[Listed]]:
-    """Return the chunks to delete, by namespace digest: all chunks last used before the time `before`.
+    """Return the chunks to delete, by namespace digest: all chunks that were last used earlier than `before`.
 
-    If more than `max_bytes` bytes would remain, also return further chunks, least recently used first.
+    `before`: a time, in seconds since 1970. If more than `max_bytes` bytes would remain, also return further
+    chunks, least recently used first.
     """
     excess = sum(content.nbytes for content in found) - max_bytes
     chosen: dict[bytes, list[Listed]] = {}

@@ -72,7 +72,10 @@ def with_files(words: Sequence[str]) -> list[str]:
 
 
 def docker_at(words: Sequence[str]) -> int | None:
-    """Return the index of docker in a command that runs a container, after variables and `sudo`, or else None."""
+    """Return the index of the word docker (or podman or nerdctl) in a command that runs a container, else None.
+
+    Variables and `sudo` may come before docker.
+    """
     at = next((at for at, word in enumerate(words) if word.rpartition("/")[2] in PROGRAMS), len(words))
     return at if "run" in words[at:] and all("=" in word or word in _FIRST for word in words[:at]) else None
 

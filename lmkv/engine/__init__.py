@@ -239,8 +239,8 @@ class Engine:
 
         Without `wait`, the call copies into host memory and returns; lower tiers get the chunks in the background. If a
         lower tier is slow, some chunks may never be written to this tier. With `wait`, the call waits for slow lower
-        tiers, for up to `wait` seconds in total, so that these tiers get all chunks. The prompt may then need more
-        space than host memory has. Calls with `wait` run one at a time.
+        tiers, for up to `wait` seconds in total, so that these tiers get all chunks. In this way, a
+        prompt larger than host memory can be stored. Calls with `wait` run one at a time.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys
@@ -293,9 +293,9 @@ class Engine:
         """Fill `blocks` with the stored KV of a prompt. Return how many of the prompt's first tokens are loaded.
 
         `blocks`: the indexes of the prompt's blocks, in order. Tokens before `skip_tokens` (rounded down to whole
-        chunks) are not loaded, but count in the result. Chunks in lower tiers are first read into host memory, as many
-        at a time as fit. So the prompt may need more space than host memory has. If one such group of chunks takes more
-        than `timeout` seconds, loading stops before this group.
+        chunks) are not loaded, but count in the result. Chunks in lower tiers are first read into host memory, in
+        groups that fit, so a prompt may be larger than host memory. Loading stops before a chunk that does not arrive
+        within `timeout` seconds.
         """
         request = self._request(tokens, blocks, variant)
         keys = request.keys

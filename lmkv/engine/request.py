@@ -32,8 +32,8 @@ def whole(value: Any, name: str, least: int) -> int:
 
 
 def seconds(value: Any, name: str) -> float:
-    """Return `value`, limited to plus or minus thirty years, so that every clock can add the result to its time. Raises
-    UsageError, with the argument's `name`, if `value` is no number.
+    """Return a number of seconds, limited to plus or minus thirty years, so that the time of a clock plus the result
+    does not overflow. Raises UsageError, with the argument's `name`, if `value` is no number.
     """
     if isinstance(value, bool) or not isinstance(value, (float, Real)) or value != value:
         raise UsageError(f"{name} must be a number of seconds, not {short_repr(value)}")

@@ -41,7 +41,8 @@ class Part:
     """Describes where the numbers of one layer are in the pages of a plane (an array with one page for each block).
 
     `plane`: the index of the plane. `offset`, `nbytes`: the range of bytes in each page. `dtype`: the type of the
-    numbers. `strides`: how many numbers apart the same channel of two neighbouring tokens may be in a page.
+    numbers. `strides`: the possible distances, in numbers, from a channel of one token to the same channel of the next
+    token in a page.
 
     `loose`: the fraction of a page that may differ, because a rounding error may choose another expert of the model for
     a token. `source`: the model's dtype, which decides the rounding errors.
@@ -62,8 +63,8 @@ class Difference:
     """A chunk that differs from its stored copy on one rank. `layers`: names of the layers that differ. `copy`: the
     chunk's index in the list that was compared.
 
-    `first`, `end`: the range of tokens that differ, in whole pages. `deviation`: the largest deviation of any page (see
-    `deviation`). `blocks`: the blocks that differ; empty after a comparison of slots.
+    `first`, `end`: the tokens of the chunk from the first to the last page that differs. `deviation`: the largest
+    deviation of any page (see `deviation`). `blocks`: the blocks that differ; empty after a comparison of slots.
     """
 
     copy: int
@@ -82,15 +83,15 @@ def deviation(
     rounding: float = 0.0,
     loose: float = 0.0,
 ) -> torch.Tensor:
-    """Return how far the computed and the stored numbers of each page differ: shape [page], from arguments [page,
-    number].
+    """Return how far the computed and the stored numbers of each page differ: one number per page.
 
-    The result of a page is the difference of the run (16 consecutive numbers) that differs most. `loose`: the share of
-    runs, 0 to 1, to ignore; the runs that differ most are ignored.
+    `computed`, `stored`: tensors of shape [page, number]. The result of a page is the difference of the run (16
+    consecutive numbers) that differs most. `loose`: the share of runs, 0 to 1, to ignore; the runs that differ most are
+    ignored.
 
-    A run's difference is divided by the run's spread: how much its computed numbers change from token to token. So
-    neither a large mean nor other runs of the page hide a difference. `strides`: see `Part`; the smallest spread of all
-    strides counts. `rounding`: the relative rounding error of the numbers. The result is 0 for equal pages and about 1
+    The difference of a run is divided by the spread of the run: how much its computed numbers change from token to
+    token. So a large mean of the numbers hides no difference. `strides`: see `Part`; with several strides, the smallest
+    spread counts. `rounding`: the relative rounding error of the numbers. The result is 0 for equal pages and about 1
     for unrelated pages. If only one of two numbers is finite, the result is infinite.
 
     >>> page = torch.randn((1, 64), generator=torch.Generator().manual_seed(1))

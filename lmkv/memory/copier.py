@@ -58,8 +58,9 @@ DONE: Event = Done()
 class Copier(Protocol):
     """Copies between one rank's paged memory and the rank's part of each slot. Not thread-safe.
 
-    All calls come from the thread that launches the model's computation. A store sees the results of all computation
-    that was launched before the store. Computation that is launched after a load sees the loaded blocks.
+    All calls come from the thread that launches the model's computation. A call of `store` copies the results of all
+    computation launched before the call. Computation launched after a call of `load` without `overlap` reads the loaded
+    blocks.
     """
 
     @property

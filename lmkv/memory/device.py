@@ -366,10 +366,10 @@ class LoadEvent:
 class DeviceCopier:
     """The copier for paged memory on a device, with staging memory on the same device.
 
-    A store first gathers pages in staging memory, on the compute stream. So the blocks of these pages may be
-    overwritten as soon as the call returns. On a separate stream, the store then transfers the gathered pages to the
-    slots. A load does the reverse, but large pages go directly to their blocks. So a chunk crosses the bus as one run
-    of bytes, and one call transfers many chunks. If all staging memory is in use, the device waits for earlier
+    `store` first gathers pages in staging memory, on the compute stream. So the blocks of these pages may be
+    overwritten as soon as the call returns. On a separate stream, `store` then transfers the gathered pages to the
+    slots. So a chunk crosses the bus as one run of bytes, and one call transfers many chunks. `load` does the reverse,
+    but transfers large pages directly to their blocks. If all staging memory is in use, the device waits for earlier
     transfers, but the calling thread does not wait.
     """
 

@@ -41,8 +41,9 @@ def block_rows(plane: torch.Tensor, name: str = "tensor") -> torch.Tensor:
 
 
 def padded(row: torch.Tensor, page_bytes: int) -> torch.Tensor:
-    """Return a view of `row` with pages of `page_bytes` bytes: each page and the unused bytes after it. Return `row`
-    itself if there are too few unused bytes.
+    """Return a view of a plane with longer pages: `page_bytes` bytes, including unused bytes after each page.
+
+    `row`: the plane, uint8 [block, byte], which is returned unchanged if there are too few unused bytes.
     """
     blocks, stride = row.shape[0], row.stride(0)
     end = row.storage_offset() + (blocks - 1) * stride + page_bytes

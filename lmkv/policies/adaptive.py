@@ -116,15 +116,15 @@ class ADAPTIVE(WeightedAge):
 
     For each weight there is a *shadow*: a simulated tier, with keys but without bytes, which replays a sample of the
     requests. Prompts with a common prefix are all in the sample, or none is. The policy uses the weight of the shadow
-    with the most recent hits. A change of the weight costs nothing, because the order of the queues does not depend on
-    the weight.
+    with the most hits; older hits count less. A change of the weight costs nothing, because the order of the queues
+    does not depend on the weight.
 
     Parameters
     ----------
     position_cost : float
-        How much more a chunk that is found counts for each earlier chunk of its prompt. With 0, the policy maximizes
-        the number of hit tokens. With 1e-3, a hit at chunk 1,000 counts twice as much as a hit at the first chunk. A
-        hit at a later chunk saves more time, because its attention takes longer to compute.
+        The additional value of a hit for each chunk before it in the prompt. With 0, the policy maximizes the number
+        of hit tokens. With 1e-3, a hit at chunk 1,000 counts twice as much as a hit at the first chunk. A hit at a
+        later chunk saves more time, because its attention takes longer to compute.
 
     Notes
     -----

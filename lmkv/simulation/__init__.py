@@ -48,8 +48,8 @@ class TierResult:
 class Router:
     """Chooses the engine for each request, by `kind`.
 
-    "prefix": the engine that has served the longest prefix of the prompt. "round-robin": one engine after the other.
-    "least-loaded": the engine with the fewest recent requests, also for "prefix" if no engine has served a prefix.
+    "round-robin": one engine after the other. "least-loaded": the engine with the fewest recent requests. "prefix": the
+    engine that last served the longest prefix of the prompt; if no engine has served a prefix, the least loaded engine.
     """
 
     kind: str
@@ -144,8 +144,8 @@ def _admitted(keys: Sequence[ChunkKey], disk: Shadow, admission: Admission) -> S
 def sessions_of(trace: Trace) -> list[bytes]:
     """Return the name of each request's session.
 
-    If the trace has no sessions, requests form a session if they share a chunk that few different chunks follow. The
-    name is the key of the first such chunk.
+    If the trace has no sessions, the name is the key of a chunk: the first chunk of the prompt that fewer than
+    `BRANCHES` different chunks follow in the trace. So requests that share this chunk form a session.
     """
     branches: Counter[ChunkKey] = Counter()
     seen: set[ChunkKey] = set()

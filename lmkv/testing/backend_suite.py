@@ -22,7 +22,7 @@ LIMIT = 30.0
 
 
 class Persistent(Backend, ListsKeys, Protocol):
-    """A backend that lists its chunks, so that a backend that is opened later can find these chunks."""
+    """A backend that can list its chunks, including the chunks that an earlier backend has stored."""
 
 
 def new_key() -> ChunkKey:

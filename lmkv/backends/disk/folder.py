@@ -40,8 +40,8 @@ class ChunkFolder:
     """The files of a namespace: `<root>/<namespace>/<first byte of the key>/<key>.kv1`, in lower-case hexadecimal.
 
     Names consist of digests, which can neither collide nor point outside the folder. The operator owns the root: if
-    somebody removes the root, lmkv does not create it again. lmkv owns everything below the root. Only the user of the
-    process may access these files, and the root's group if `Folder.for_group` is true.
+    somebody removes the root, lmkv does not create it again. lmkv owns everything below the root. The files are open
+    only to the process's user and, if `Folder.for_group` is true, to the root's group.
     """
 
     root: Root
@@ -271,9 +271,9 @@ class Usage:
     killed before it writes, the count is too high until the next listing of the root. If the file cannot be read or
     changed, the count is 0, without an error.
 
-    A listing misses a file that is written to a folder after the listing has left this folder. Therefore the file also
-    counts all bytes that were ever reserved. Each process keeps the number of its reserved but unwritten bytes in a
-    small locked file. After a listing, `set` adds the bytes that the listing may have missed.
+    A listing of the root misses a chunk that is written to an already listed folder. Therefore `set` later adds the
+    bytes that the listing may have missed. For this purpose, the counting file also has the total of all bytes that
+    were ever reserved. Each process keeps the number of its reserved but unwritten bytes in a small locked file.
     """
 
     root: Root
@@ -325,7 +325,7 @@ class Usage:
             _write(fd, found + pending + max(0, reservations - reserved), reservations)
 
     def close(self) -> None:
-        """Remove this process's file with the number of unwritten bytes."""
+        """Remove the small file in which this process keeps the number of its unwritten bytes."""
         with self._lock, contextlib.suppress(OSError):
             own, self._own = self._own, None
             if own is not None and self._pid == os.getpid():

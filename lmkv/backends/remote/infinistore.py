@@ -4,9 +4,9 @@ This module implements the server's protocol itself, because InfiniStore's clien
 crashes together with its server. Bytes are copied directly between the caller's memory and the socket.
 
 A chunk becomes two values. First the payload is stored under a random name. Then an entry with the header and the
-random name is stored under the chunk's name. The reason: the server reports a value after its first byte, but crashes
-if the value is read or deleted before its last byte. Other clients learn the random name only when the payload is
-complete.
+random name is stored under the chunk's name. The reason: the server offers a value as soon as the first byte
+has arrived, but crashes if a client reads or deletes the value before the last byte has arrived. Other clients learn
+the random name only when the payload is complete.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ _SKIPPED = 1 << 20
 
 
 class Connection:
-    """A connection to an InfiniStore server, for one thread at a time. All answers must arrive before `deadline`.
+    """A connection to an InfiniStore server, for one thread at a time.
 
-    Methods raise OSError if an answer is late or invalid.
+    `deadline`: the time, in seconds of `time.monotonic`, by which all answers must arrive. Methods raise OSError if an
+    answer is late or invalid.
     """
 
     def __init__(self, address: tuple[str, int], deadline: float) -> None:

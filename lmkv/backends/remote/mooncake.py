@@ -198,7 +198,7 @@ class StoreClient:
         return "stored"
 
     def remove(self, names: Sequence[str]) -> int:
-        """Delete values, even while other processes read them. Returns how many names are done: all of them.
+        """Delete values, even while other processes read them. Returns the number of names.
 
         Readers detect a deletion during a read, because they verify every byte.
         """

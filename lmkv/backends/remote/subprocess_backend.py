@@ -1,8 +1,8 @@
 """`SubprocessBackend`: the base class for stores with a client in C++ or Rust, which may hang, crash or hold the GIL.
 
 The client runs in child processes (module `child`). Parent and child share memory: a buffer, and the slab of host
-memory if it is registered. After a late call or a failed read, the parent kills the child, so that no late bytes reach
-the memory. The next call starts another child.
+memory if it is registered. If a call takes too long or a read fails, the parent kills the child, so that no late bytes
+reach the memory. The next call starts another child.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class ClientProcess:
     def register(self, descriptor: int, address: int, nbytes: int, seconds: float) -> None:
         """Register memory with the client, so that payloads in this memory are transferred without a copy.
 
-        `seconds`: how much longer the first call may take because of the registration. Raises UsageError after the
-        first call.
+        `seconds`: how much longer the client's first call may take because of the registration. Raises UsageError if
+        the child process has already started, or if memory is already registered.
         """
         with self._lock:
             if self._process is not None or self._slab[0] >= 0:
@@ -255,7 +255,9 @@ class ClientProcess:
         return self._connected and process is not None and process.poll() is None
 
     def leave_to_parent(self) -> None:
-        """Close the connection in a forked child. The client's process then notices when the original parent ends."""
+        """Close the connection in a forked copy of this process. So only the original process holds the connection, and
+        the client's process notices when the original process ends.
+        """
         self._lock = threading.Lock()
         if self._process is not None:
             self._connection.close()
