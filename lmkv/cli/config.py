@@ -28,7 +28,7 @@ from lmkv.cli.server import fail, json_object
 from lmkv.config import Config, Setting, SettingsResult, command_lines, lmcache, read_named, read_yaml
 from lmkv.config.command import TRANSFER, Command
 from lmkv.config.parsers import Secret
-from lmkv.config.shell import quoted, without_shell
+from lmkv.config.shell import quoted, without_shell, words_of_unit
 from lmkv.config.sources import given_settings, variables_in
 from lmkv.config.urls import RemoteURL
 from lmkv.errors import ConfigError, mask_secrets
@@ -228,7 +228,7 @@ def read_words(words: list[str], ranks: int | None, *, migrate: bool = False) ->
     `command`: replaces the given command line; None for a file of settings. `words`: the path of a file, or a command
     line. `ranks`: number of ranks of the engine. `migrate`: whether the settings must be LMCache's.
     """
-    if len(words) == 1 and re.match(r"[A-Za-z_]\w*=", words[0]):
+    if len(words) == 1 and re.fullmatch(r"[A-Za-z_]\w*=\S*", words[0]):
         raise ConfigError(f"{words[0].partition('=')[0]} is a variable without a command: {command_lines.GIVE_COMMAND}")
     if len(words) == 1 and (" " not in words[0] or os.path.exists(words[0])):
         return read_file(Path(words[0]), ranks, migrate=migrate)
@@ -250,9 +250,11 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     `command`: replaces the command line that the file has; None for a file of settings.
     `ranks`: number of ranks of the engine. `migrate`: whether the settings must be LMCache's.
     """
-    if is_of_variables(file):
+    if is_of_variables(file) or file.suffix == ".service":
         try:
             text = read_named(file).decode()
+            if file.suffix == ".service":
+                return read_words(words_of_unit(text), ranks, migrate=migrate)
             env = variables_in(text)
         except ConfigError as error:
             if file.suffix != ".sh":

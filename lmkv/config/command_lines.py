@@ -46,6 +46,9 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
     own = {found[1]: found[2] for found in map(_OWN.fullmatch, words[:start]) if found}
     command = of_vllm(words[at:], env, own, ranks)
     command.before, command.start, command.notes = list(words[:at]), list(words[:start]), command.notes + warnings
+    for variable, stray in pairwise(words[:start]):
+        if (named := _OWN.fullmatch(variable)) and re.search("=|://", stray) and not re.match(r"-|\w+=", stray):
+            command.warn(f"{stray} is no part of the value of {named[1]}: put the whole value into quotes")
     for late in filter(None, map(_OWN.fullmatch, words[start:])):
         told = "stands among vLLM's options, so lmkv does not get it: write it before the program or the image"
         command.warn(f"{late[1]} {told}")

@@ -182,8 +182,8 @@ def check_template(text: object) -> None:
     """Raise ValueError if a text still has a variable that a shell or a template should have replaced."""
     if isinstance(text, str) and (found := _VARIABLE.search(text)):
         if re.fullmatch(r"\$\([A-Z0-9_]+\)", found[0]):
-            told = "replaces only if the container's env defines that variable in an earlier entry"
-            raise ValueError(f"has {found[0]}, which Kubernetes {told}; elsewhere write the value itself")
+            told = "replaces only if an earlier entry of the container's env defines the variable"
+            raise ValueError(f"has {found[0]}, which Kubernetes {told}: add this entry, or write the value itself")
         raise ValueError(f"has a placeholder that nothing replaces: write the value of {found[0]}")
     if isinstance(text, str) and len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         raise ValueError("has quotes inside the value: leave out these quotes")

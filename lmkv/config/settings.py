@@ -268,7 +268,7 @@ class SettingsResult:
             own.append(Reading(key, source, "used", f"{key} = {in_words(readable(parsed.value))}"))
         if theirs := lmcache.files_of(settings, OPTIONS):
             told = f"name it in {lmcache.ENV_FILE}, or convert it with lmkv config migrate"
-            problems.append(f"{theirs[0]} has settings of LMCache: {told}")
+            problems.insert(0, f"{theirs[0]} has settings of LMCache: {told}")
         if unknown > lmcache.MAX_NAMES:
             problems.append(f"{unknown - lmcache.MAX_NAMES} more keys are unknown")
         config = None

@@ -64,6 +64,21 @@ def commands_in(script: str) -> list[list[str]]:
     return found
 
 
+def words_of_unit(text: str) -> list[str]:
+    """Return the variables and the command of a systemd unit as the words of one command."""
+    lines = [line.strip().partition("=") for line in text.replace("\\\n", " ").splitlines()]
+    try:
+        given = {name: shlex.split(" ".join(value for key, _, value in lines if key == name)) for name in _OF_UNIT}
+    except ValueError as error:
+        raise ConfigError(f"a quote is missing: {str(error).lower()}") from None
+    if not given["ExecStart"]:
+        raise ConfigError("the unit has no ExecStart: add the command of vLLM")
+    return [*given["Environment"], given["ExecStart"][0].lstrip("@-:+!"), *given["ExecStart"][1:]]
+
+
+_OF_UNIT = ("Environment", "ExecStart")
+
+
 def quoted(word: str) -> str:
     """Quote a word for a shell. Variables in the word, such as `$HOME`, stay variables."""
     return f'"{word}"' if _WITH_VARIABLE.fullmatch(word) else shlex.quote(word)

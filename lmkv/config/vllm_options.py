@@ -205,11 +205,11 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
     connector, items = transfer.get("kv_connector"), flat(transfer.get("kv_connector_extra_config") or {})
     if isinstance(connectors := items.get("connectors"), list) and connector not in _CONNECTORS:
         if connector != "MultiConnector":
-            told = "which may be unable to combine these connectors: lmkv writes vLLM's MultiConnector instead"
-            command.warn(f"{TRANSFER} names {short_repr(connector)}, {told}")
+            told = "may be unable to combine LMKVConnector with others: write MultiConnector, as config migrate does"
+            command.warn(f"{short_repr(connector)} {told}")
             transfer = {key: value for key, value in transfer.items() if key != "kv_connector_module_path"}
         if outside := sorted(map(str, items.keys() - {"connectors"})):
-            told = "in a MultiConnector, each setting belongs into the kv_connector_extra_config of its own connector"
+            told = "in a MultiConnector, each setting belongs in the kv_connector_extra_config of its own connector"
             command.warn(f"vLLM ignores {', '.join(outside)}: {told}")
         _use_several(command, {**transfer, "kv_connector": "MultiConnector"}, connectors, env)
         return

@@ -497,7 +497,7 @@ class SIEVE(CountsUses):
     """SIEVE (Zhang et al., NSDI 2024): a pointer, the hand, moves through a queue and selects the chunk to evict.
 
     The hand moves from old to new chunks, and stops at a chunk that was not used since the last pass. Chunks never
-    change their places in the queue.
+    change their places in the queue. The first `touch` after an insertion is not a use.
 
     Examples
     --------

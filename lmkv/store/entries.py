@@ -162,7 +162,9 @@ class Payloads:
         return sum(span.stop - span.start for span in self.spans(key.tokens))
 
     def gather(self, key: ChunkKey, slot: memoryview) -> memoryview:
-        """Return the payload in a slot: a view of the slot, or for a tail a copy of its filled byte ranges."""
+        """Return the payload that `slot` holds, as a view of the slot. A tail fills only some byte ranges of its slot,
+        so its payload is a copy of these ranges, joined.
+        """
         if type(key) is not TailKey:
             return self._filled(key, slot)
         return memoryview(b"".join(slot[span] for span in self.spans(key.tokens)))

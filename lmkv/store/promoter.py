@@ -408,8 +408,8 @@ class Promoter(StoreComponent):
 
     @locked
     def plan_again(self, after: Deferred) -> None:
-        """After a recount, find again which entries each promotion waits for, and queue the loads that have not
-        begun.
+        """Find again which entries each promotion waits for, and queue the loads that have not begun. Called when the
+        store repairs itself after an interrupted change.
         """
         # Callers may also wait for a released promotion.
         works = dict.fromkeys(

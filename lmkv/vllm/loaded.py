@@ -490,7 +490,7 @@ class LoadedModel:
                 try:
                     told(*args, **kwargs)
                 except Exception:
-                    logger.exception("lmkv: vLLM called %s with unknown arguments; lmkv checks the weights", name)
+                    logger.exception("lmkv: vLLM called %s in an unknown way; lmkv hashes the weights again", name)
                     changes.suspect()
 
             setattr(core, name, call)

@@ -345,7 +345,7 @@ def test_servers_that_would_never_hit() -> None:
                 "kv_connector_extra_config": {**disk, "connectors": [both, {"kv_connector": "ExampleConnector"}]},
             },
             "",
-            "vLLM ignores local_disk, max_local_disk_size: in a MultiConnector, each setting belongs into",
+            "vLLM ignores local_disk, max_local_disk_size: in a MultiConnector, each setting belongs in",
         ),
         (both | {"kv_connector_extra_config": {"use_layerwise": True}}, "-pp 2", "use_layerwise = True has no effect"),
     ]
@@ -369,6 +369,9 @@ CONTAINERS: list[tuple[str, str, int]] = [
     (f"docker run --shm-size 4g {SHARED} image", "is more than the container's /dev/shm (4g)", 1),
     (f"docker run --shm-size=9gb {SHARED} image", "settings", 0),
     (f"docker run --ipc=host {SHARED} image", "settings", 0),
+    ("LMKV_QUOTAS=alice=40 team:red=20 vllm serve", "team:red=20 is no part of the value of LMKV_QUOTAS: put the", 1),
+    ("env LMKV_REMOTE_URL=redis://a redis://b vllm serve", "redis://b is no part of the value of LMKV_REMOTE_URL", 1),
+    ("docker run -e LMKV_CHUNK_SIZE=64 host:5000/image:tag", "settings", 0),
     ("LMKV_CHUNK_SIZE=64 docker run image", "LMKV_CHUNK_SIZE before docker does not reach the container: write -e", 1),
     ("LMKV_CHUNK_SIZE=64 docker run -e LMKV_CHUNK_SIZE image", "settings", 0),
     ("sudo -E docker run -e LMKV_REMOTE_URL=redis://localhost:6379 image", "means the container itself", 1),
@@ -459,11 +462,30 @@ def test_variables_that_are_only_exported_are_named() -> None:
 def test_a_command_may_be_one_text_or_a_script(tmp_path: Path) -> None:
     command = """vllm serve m --kv-transfer-config '{"kv_connector": "LMKVConnector", "kv_role": "kv_both"}'"""
     assert run("config", "check", command).exit_code == 0
+    assert "chunk_size = 64" in run("config", "check", f"LMKV_CHUNK_SIZE=64 {command}").output
     script = f"#!/bin/sh\nset -e\nexport LMKV_LOCAL_DISK=$HOME/kv\nLMKV_MAX_LOCAL_DISK_SIZE=1x exec {command}\n"
     (tmp_path / "start.sh").write_text(script)
     done = run("config", "check", str(tmp_path / "start.sh"))
     assert (done.exit_code, "max_local_disk_size = '1x' must be a number" in done.output) == (2, True), done.output
     assert f"local_disk = {Path.home()}/kv" in done.output
+
+
+def test_a_unit_of_systemd_is_read_as_systemd_reads_it(tmp_path: Path) -> None:
+    unit = (Path(__file__).parents[2] / "docs/deploy/lmkv-vllm.service").read_text()
+    file = tmp_path / "lmkv-vllm.service"
+    file.write_text(unit)
+    done = run("config", "check", str(file))
+    assert (done.exit_code, "local_disk = /var/cache/lmkv/chunks" in done.output) == (0, True), done.output
+    rows = {
+        "Environment=LMKV_QUOTAS=alice=40 team:red=20": "team:red=20 is no part of the value of LMKV_QUOTAS",
+        "Environment=LMKV_CHUNK_SIZE=1k": "chunk_size = '1k' must be a whole number",
+        'Environment="LMKV_CHUNK_SIZE=64': "a quote is missing",
+    }
+    for line, says in rows.items():
+        file.write_text(unit.replace("User=llm", line))
+        assert says in run("config", "check", str(file)).output
+    file.write_text("[Service]\nEnvironment=LMKV_CHUNK_SIZE=64\n")
+    assert "the unit has no ExecStart" in run("config", "check", str(file)).output
 
 
 def test_a_file_of_lmcache_in_the_variable_of_lmkv(tmp_path: Path) -> None:

@@ -303,9 +303,9 @@ class Usage:
         self._change(0, -nbytes)
 
     def listed_from(self) -> tuple[int, int]:
-        """Return two numbers for a later `set`: the bytes that were ever reserved, and those that are not yet written.
+        """Return two numbers: all bytes reserved so far, and how many of these are not yet written.
 
-        A listing calls this before it begins.
+        A listing calls this before it begins, and `set` when it has ended, to count the bytes reserved meanwhile.
         """
         # In this order: bytes that stop pending in between are in a file, which the listing finds.
         reserved = 0

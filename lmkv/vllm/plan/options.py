@@ -76,7 +76,7 @@ def check_model(vllm_config: Any) -> None:
     if getattr(envs, "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""):
         raise ValueError("VLLM_MOE_ROUTING_SIMULATION_STRATEGY routes tokens to experts at random: unset it")
     if getattr(model, "is_diffusion", False):
-        raise ValueError("vLLM computes the tokens of a diffusion model several times")
+        raise ValueError("KV of a diffusion model changes each time that vLLM computes a token again")
     if getattr(model, "is_mm_prefix_lm", False) and not vllm_config.scheduler_config.disable_chunked_mm_input:
         raise ValueError("the tokens of an image attend to each other: set --disable-chunked-mm-input")
     encoders = getattr(vllm_config, "ec_transfer_config", None)
