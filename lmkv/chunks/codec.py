@@ -65,7 +65,7 @@ class Header:
     `segment_bytes` bytes of the payload; the last segment may be shorter. `header_bytes`: the offset of the payload in
     bytes. `salt`: random bytes from which the tags are computed. `tags`: the joined authentication tags of all
     segments. `salt` and `tags` are empty unless the file is authenticated. `writer`: the version of lmkv that wrote the
-    file; zeros before 0.1.0.
+    file; (0, 0, 0) for versions before 0.1.0.
     """
 
     namespace: bytes = field(repr=bytes.hex)
@@ -87,8 +87,10 @@ class Header:
 
 @lru_cache(maxsize=1024)
 def header_bytes(payload_bytes: int, segment_bytes: int, max_tokens: int, *, authenticated: bool = False) -> int:
-    """Return the size of a header in bytes: with the checksums of a payload of `payload_bytes` bytes, and space for
+    """Return the size in bytes of the header of a file with `payload_bytes` bytes of payload. The header has space for
     `max_tokens` token ids.
+
+    `authenticated`: whether the header also contains authentication tags.
     """
     segments = -(-payload_bytes // segment_bytes)
     tags = SALT_BYTES + segments * TAG_BYTES + HEADER_TAG_BYTES if authenticated else 0

@@ -138,12 +138,14 @@ class KVLayout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The bytes of a chunk, and then of each state entry, for all ranks together."""
+        """Sizes in bytes, for all ranks together: of a chunk, and then of each state entry."""
         return tuple(nbytes * self.num_ranks for nbytes in self._rank_bytes)
 
     @property
     def slot_bytes(self) -> int:
-        """The size of a slot in bytes: the largest entry, rounded up to whole memory pages."""
+        """The size of a slot in bytes: the size of a chunk or of the largest state entry, rounded up to whole memory
+        pages.
+        """
         return align_up(max(self.sizes))
 
     def pages_per_chunk(self, group: int) -> int:

@@ -166,9 +166,9 @@ class Namespace:
     ) -> bytes:
         """Return the root of a request's chunk keys, 32 bytes. Without arguments, the root is the namespace's digest.
 
-        Requests share chunks only if their roots are equal. `cache_salt` separates tenants. `lora` is the adapter's
-        name and path (or fingerprint). `extra` has everything else that changes the KV of every token. For each
-        argument, None and "" give different roots. Raises UsageError for a value of another type.
+        Requests share chunks only if their roots are equal. `cache_salt` separates tenants; None and "" give different
+        roots. `lora` is the adapter's name and path (or fingerprint). `extra` has everything else that changes the KV
+        of every token. Raises UsageError for a value of another type.
         """
         if cache_salt is None and lora is None and not extra:
             return self.digest

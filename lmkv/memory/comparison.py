@@ -130,7 +130,8 @@ def _steps(numbers: torch.Tensor, stride: int) -> torch.Tensor:
 class Comparison:
     """Compares computed chunks with stored chunks, both in slots of host memory, for one rank. Thread-safe.
 
-    `tolerances`: see `TOLERANCE`.
+    `tolerances`: for each dtype, the largest `deviation` at which a page counts as equal. Other dtypes are not
+    compared.
     """
 
     _layout: KVLayout
@@ -307,8 +308,9 @@ class ReadBack:
         return page_digests(pages, torch.arange(len(pages)))
 
     def differences(self, copies: Sequence[ChunkCopy], found: Digests, known: Digests) -> list[Difference]:
-        """Compare two sets of digests of the same copies, and return the chunks that differ. Extra pages at the end of
-        a copy in `known` are ignored.
+        """Compare the digests `found` with the digests `known` of the same copies. Return the chunks that differ.
+
+        A copy may have fewer pages in `found` than in `known`. Then only the pages in `found` are compared.
         """
         differ = []
         for number, copy in enumerate(copies):

@@ -284,7 +284,10 @@ def slab_name(engine: str, layout: KVLayout) -> str:
 
 
 def wait_for_slab(engine: str, slot_bytes: int, stop: threading.Event) -> SlabRef | None:
-    """Wait until a slab of the engine exists, and return a reference to it. Return None if `stop` is set first."""
+    """Wait until a slab of the engine exists, and return a reference to it. Return None if `stop` is set first.
+
+    `slot_bytes`: the size of the slab's slots, for the reference.
+    """
     while not stop.is_set():
         found = find_file(engine)
         if found is not None:

@@ -20,11 +20,11 @@ _GHOST_SHARE = 4
 
 @define(eq=False, repr=False)
 class WeightedAge(PolicyBase):
-    """Evicts one of two chunks: the least recently used among the chunks used once, or among the chunks used again.
+    """Evicts the chunk with the longest time since its last use. For chunks that were used again, this time is first
+    divided by `weight`.
 
-    The policy evicts the chunk with the longer time since its last use. For the chunk used again, this time is first
-    divided by `weight`. With a weight of 1, the policy is LRU. With a larger weight, chunks that were used only once
-    are evicted sooner. A chunk that comes back after its eviction counts as used again.
+    With a weight of 1, the policy is LRU. With a larger weight, chunks that were used only once are evicted sooner. A
+    chunk that comes back after its eviction counts as used again.
 
     Parameters
     ----------

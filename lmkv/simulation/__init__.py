@@ -144,8 +144,8 @@ def _admitted(keys: Sequence[ChunkKey], disk: Shadow, admission: Admission) -> S
 def sessions_of(trace: Trace) -> list[bytes]:
     """Return the name of each request's session.
 
-    If the trace has no sessions, the name is the key of a chunk: the first chunk of the prompt that fewer than
-    `BRANCHES` different chunks follow in the trace. So requests that share this chunk form a session.
+    If the trace has no sessions, requests with the same beginning form a session. The name is then the key of a chunk:
+    the first chunk of the prompt with fewer than `BRANCHES` different successors in the trace.
     """
     branches: Counter[ChunkKey] = Counter()
     seen: set[ChunkKey] = set()

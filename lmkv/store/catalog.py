@@ -77,8 +77,8 @@ class Catalog(StoreComponent):
     def count_found(self, keys: Sequence[ChunkKey], found: int = 0) -> int:
         """Return how many chunks from `keys[0]` on are in some tier. The count ends before the first missing chunk.
 
-        `found`: the number of chunks from `keys[0]` on that the caller knows to be in some tier. A chunk counts as
-        missing if its load into host memory hangs, because the chunk may never arrive.
+        The first `found` chunks are not looked up, because the caller knows that they are in some tier. A chunk counts
+        as missing if its only tier cannot be read now, even if a load from this tier into host memory has begun.
         """
         entries, hangs = self._primary.entries, self._promoter.is_stuck
         indexes = [tier.index for tier in self._tiers if tier.usable]
@@ -94,8 +94,8 @@ class Catalog(StoreComponent):
         """Return `(chunk keys, state keys)`: the chunks and states to look for in shared tiers.
 
         The chunk keys are those of the first chunk that no index has, and of all later chunks. The state keys are those
-        of missing states, from the end of the prompt back to a chunk with all its states, because a hit can end there.
-        `states`: the number of state entries after each chunk.
+        of missing states after the last chunk that has all its states. `states`: the number of state entries after each
+        chunk.
         """
         behind: list[ChunkKey] = []
         for key in reversed(keys):

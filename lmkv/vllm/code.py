@@ -149,11 +149,11 @@ def packages_of_plug_ins() -> frozenset[str]:
 
 
 def foreign_methods(kind: type) -> set[str]:
-    """Return the packages that have replaced or added methods of the class `kind`, without the package that defines it.
+    """Return the packages that have replaced or added methods of the class `kind`.
 
-    Leave out plug-ins and packages with a known version. Raises ValueError if a method comes from `__main__`, or uses
-    values that are in no source file, such as bound arguments. If the package that defines `kind` has a known version,
-    methods from this package are not checked.
+    Leave out the package that defines `kind`, `KNOWN` packages, vLLM plug-ins, and packages with an installed version
+    that identifies their code. Raises ValueError if a replaced or added method comes from `__main__`, or has bound
+    arguments or other values that its source code does not show.
     """
     package = package_of(kind)
     calls = [(package_of(call), call) for method in vars(kind).values() for call in _calls_of(method)]
@@ -165,11 +165,13 @@ def foreign_methods(kind: type) -> set[str]:
 
 
 def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping[int, str]) -> list[str]:
-    """Return the methods of other layers that are hooks or attributes of a layer, as texts with the other layer's name.
+    """Check that a layer's hooks and attributes call only code that lmkv can identify. Return the calls of other
+    layers' methods, as texts with method and layer.
 
-    Raises ValueError unless each hook or attribute is data, or a function of vLLM, torch or a package that defines one
-    of `parts`. An attribute that replaces no method may also be a function of any package with a known version. Raises
-    ValueError also for functions outside vLLM and torch with values that no source code shows, such as bound arguments.
+    Functions of `KNOWN` packages and of packages that define one of `parts` are allowed. A function that replaces no
+    method may also come from a package with an installed version that identifies the code. Raises ValueError for any
+    other function. Also raises ValueError if a function outside `KNOWN` packages has values that its source code does
+    not show, such as bound arguments.
 
     `place`: the layer's name in the model. `parts`: the layer, its backend and other objects that compute for the
     layer. `places`: the name of each layer in the model, by Python's `id(layer)`.

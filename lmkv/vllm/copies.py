@@ -157,7 +157,7 @@ class Comparer:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all digests, because the content of the paged memory is about to be lost."""
+        """Forget the digests of all loaded blocks, because the content of the paged memory is about to be lost."""
         self._loaded: LRUCache[int, Digests] = LRUCache(_REMEMBERED, _number)
 
     def begin(self, task: CopyTask, slab: SlabMap | None) -> Comparing:

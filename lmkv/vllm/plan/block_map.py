@@ -165,10 +165,10 @@ class BlockMap:
         return ChunkCopy(slot, tuple(runs))
 
     def state_blocks(self, block_ids: Sequence[list[int]], tokens: int) -> dict[int, int]:
-        """Return, by group index, the block with the state of recurrent layers after `tokens` tokens.
+        """Return the block with the state of recurrent layers after `tokens` tokens, by index of the block table in
+        `groups`.
 
-        `tokens`: number of tokens at the end of a load, or at the end of a step without drafts. vLLM may have no other
-        states.
+        Call this only if vLLM keeps a state after `tokens` tokens, as at the end of a load or of a step.
         """
         return {
             index: table[tokens // group.block_size - 1]

@@ -219,11 +219,11 @@ def must_be_computed(request: Any) -> bool:
 class AgentHint:
     """The fields of an `agent_hint` that lmkv supports.
 
-    `ttl`: seconds after the request's end during which its chunks are evicted last. `prefetch`: whether to promote the
-    prompt's chunks. `session`: the session's id. `ended`: whether the session ends with this request (`session_ended`,
-    or an edit of type `evict`). Chunks that no other session shares are then evicted first. `priority`: if above 0, the
-    request's chunks are evicted last. `waits`: expected seconds until the session's next request, for example while a
-    tool runs; until then, the request's chunks are evicted last.
+    `ttl`: seconds after the request's end during which its chunks are evicted last. `prefetch`: whether to load the
+    prompt's chunks from lower tiers into host memory. `session`: the session's id. `ended`: whether the session ends
+    with this request (`session_ended`, or an edit of type `evict`). Chunks that no other session shares are then
+    evicted first. `priority`: if above 0, the request's chunks are evicted last. `waits`: expected seconds until the
+    session's next request, for example while a tool runs; until then, the request's chunks are evicted last.
 
     lmkv ignores all other fields, lists of more than 64 edits, and session ids of more than 1,024 characters.
     """

@@ -180,13 +180,15 @@ class VLLMRequest(Protocol):
 class Waiting:
     """The state of a request's lookup and of its waits for chunks. Only `Matcher` changes this state.
 
-    `computed`: number of tokens of vLLM's own hit at the last lookup. `lease`: the lease of the chunks that the lookup
-    has promised to vLLM, until these chunks are loaded or the step ends. `between_steps`: whether the promised load is
-    asynchronous. `shared_lookup`, `promotion`: the lookup in shared tiers and the promotion for which the request
-    waits. `stored_elsewhere`: number of chunks for `wait_for` that were found so far. `look_at`: the time of the next
-    lookup for `wait_for`. `worth_loading`: how many of the first chunks are faster to load than to compute; None until
-    decided. `longest_hit`: with recurrent layers, the largest number of chunks in a hit that is worth loading.
-    `deferred_since`: the time of the first lookup with the result `Wait`; None after another result.
+    `computed`: number of tokens of vLLM's own hit at the last lookup. `lease`: keeps the promised chunks in host
+    memory, until they are loaded or the step ends. `between_steps`: whether the promised load is asynchronous.
+    `shared_lookup`, `promotion`: the lookup in shared tiers and the promotion (load into host memory) for which the
+    request waits. `worth_loading`: how many of the first chunks are faster to load than to compute; None until decided.
+    `longest_hit`: with recurrent layers, the largest number of chunks in a hit that is worth loading. `deferred_since`:
+    since when lmkv has told vLLM to ask again; None if the last lookup had another result.
+
+    With the option `wait_for`, a request waits for chunks that another server is storing. `stored_elsewhere`: number of
+    these chunks that were found so far. `look_at`: the time of the next lookup for them.
     """
 
     patience: WaitLimit
@@ -204,7 +206,7 @@ class Waiting:
     deferred_since: float | None = None
 
     def release(self) -> None:
-        """Release the lease and cancel the promotion."""
+        """Release the lease of the promised chunks, and cancel the promotion for which the request waits."""
         self.release_lease()
         self.cancel()
 
@@ -243,8 +245,11 @@ class Storing:
     """The state of a request's stores. Only `ChunkStores` and `StateStores` change this state.
 
     `stored`: how many of the first chunks are stored or being stored. `tail_due`: whether the prompt's tail must still
-    be stored. `last_states`: number of chunks before the states that the next states may replace; 0 if there are none.
-    `kept`: number of chunks before the latest of the other stored states. `copying`: number of running stores.
+    be stored. `copying`: number of running stores.
+
+    With recurrent layers, `last_states` is the number of chunks before the latest states of generated tokens, which
+    newer states replace; 0 without such states. `kept` is the number of chunks before the latest states that nothing
+    replaces.
     """
 
     stored: int = 0
@@ -255,7 +260,7 @@ class Storing:
     _at_end: list[Callable[[], None]] = field(init=False, factory=list, repr=False)
 
     def begin_again(self, chunk: int) -> None:
-        """Store the tail, and the chunks from number `chunk` on, again."""
+        """Note that the tail, and the chunks from number `chunk` on, must be stored again."""
         self.stored, self.tail_due = min(self.stored, chunk), True
 
     def once_stored(self, call: Callable[[], None]) -> None:

@@ -199,8 +199,7 @@ class Scheduler:
         return request
 
     def request_finished(self, vllm_request: VLLMRequest) -> dict[str, Any] | None:
-        """Forget an ended request. Return the `kv_transfer_params` of its response: a report or a value of `wait_for`,
-        if asked for, else None.
+        """Forget an ended request. Return the `kv_transfer_params` of its response, or None if there are none.
 
         After the request's last store, its chunks count as recently used, and its pins and priorities begin.
         """

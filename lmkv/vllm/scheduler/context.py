@@ -36,10 +36,11 @@ class SchedulerOptions:
     omits this number of tokens at its end.
 
     `state_interval`: number of chunks from one stored state of a long prompt to the next; with 0, states get as much
-    space as chunks. `pin_ttl`: seconds for which prefetches and priorities last. `audit_rate`: share of loads to audit.
-    `audits_computed`: whether to audit the same share of hits. `audit_action`: whether an audit only deletes a wrong
-    chunk, or switches loads off as well. `media_by_name`: whether equal names of images mean equal content. `longest`:
-    number of tokens of the longest prompt. `clock`: a function that returns seconds.
+    space as chunks. `pin_ttl`: seconds for which prefetched chunks stay in host memory, and priorities without a time
+    last. `audit_rate`: share of loads to audit. `audits_computed`: whether to audit the same share of hits.
+    `audit_action`: whether an audit only deletes a wrong chunk, or switches loads off as well. `media_by_name`: whether
+    equal names of images mean equal content. `longest`: number of tokens of the longest prompt. `clock`: a function
+    that returns seconds.
     """
 
     ranks: int = 1

@@ -50,9 +50,10 @@ class AsyncLoad:
 
     `keys`: the keys of the chunks, beginning with the chunk that contains token `start`, and of the states after the
     last chunk. The load copies windows of up to `window` chunks. While one window is copied, the next is promoted into
-    host memory, so a load uses at most 2 * `window` slots. The load ends early, and reports the unfilled blocks, in
-    three cases: a chunk is lost, a wait for chunks exceeds `timeout` seconds, or all waits together exceed `limit`
-    seconds.
+    host memory, so a load uses at most 2 * `window` slots.
+
+    The load ends early, and reports the unfilled blocks, in three cases: a chunk is lost, no chunk of a window arrives
+    within `timeout` seconds, or all waits together exceed `limit` seconds.
     """
 
     store: TieredStore = field(repr=False)
@@ -408,8 +409,8 @@ class Loads(Planner):
         self._steps = {number: timed for number, timed in self._steps.items() if number > step}
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """Process the result of a load. After a failure, delete the chunks of the load, and load nothing more for the
-        request.
+        """Process the result of a load. After a failure, load nothing more for the request, and delete the load's
+        chunks. Keep the chunks if an audit has found that only the copy was wrong.
         """
         assert isinstance(job, _LoadJob)
         # The end of a stopped load is no separate failure.

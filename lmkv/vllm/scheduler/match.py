@@ -456,6 +456,6 @@ class Matcher(Planner):
         self._promised.clear()
 
     def forget(self, request: Request) -> None:
-        """Release the lease and the promotion of an ended request."""
+        """Release the lease of an ended request's promised chunks, and cancel its promotion."""
         self._promised.pop(request.request_id, None)
         request.waiting.release()

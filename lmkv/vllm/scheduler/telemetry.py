@@ -257,8 +257,8 @@ class Telemetry:
         self._samples.add("lmkv_audit_seconds", seconds)
 
     def compared(self, tiers: Sequence[str], wrong: Sequence[str], *, states: bool) -> None:
-        """Count the compared chunks or states of an audit. `tiers`: for each of them, the tier that has it. `wrong`:
-        the same, only for wrong ones.
+        """Count the compared chunks or states of an audit. `tiers`: the tier of each compared chunk or state. `wrong`:
+        the tier of each wrong one. `states`: whether states were compared.
         """
         for tier in tiers:
             self._samples.add("lmkv_audited_states" if states else "lmkv_audited_chunks", 1, tier)

@@ -178,8 +178,8 @@ class Timing(Planner):
         """Return how many of the first chunks are worth loading: those before the first chunk in a tier that is too
         slow.
 
-        Return infinity if no tier is too slow. `ready`: how many of the first chunks are in host memory. `found`: how
-        many are in any tier. `computed`: how many vLLM already has.
+        Return infinity if no tier is too slow. `ready`: number of chunks from `keys[0]` on in host memory. `found`:
+        number of chunks from `keys[0]` on in any tier. `computed`: number of chunks of vLLM's own hit.
         """
         for tier, (count, nbytes) in self._store.catalog.by_tier(keys[ready:found]).items():
             tokens = self._tokens(count, found, computed)
@@ -230,8 +230,8 @@ class Timing(Planner):
         return promotion
 
     def late(self, keys: Sequence[ChunkKey], seconds: float) -> None:
-        """Record that the tiers of these chunks have not delivered them within `seconds` seconds. The load counts as
-        one that took twice this time.
+        """Record that a wait of `seconds` seconds for these chunks was too short. For each tier with chunks that have
+        not arrived, this counts as a load that took twice as long.
         """
         presences = self._store.catalog.lookup(keys)
         missing = [key for key, presence in zip(keys, presences, strict=True) if presence is not Presence.READY]
@@ -240,10 +240,11 @@ class Timing(Planner):
                 self.cost.note_load(tier, nbytes, 2 * seconds)
 
     def limit(self, keys: Sequence[ChunkKey], ready: int, found: int, computed: int = 0) -> float | None:
-        """Return how many seconds a request may wait for its chunks in lower tiers. Return None if no speed is known.
+        """Return how many seconds a request may wait until its first `found` chunks are in host memory. Return None if
+        no speed is known.
 
-        `ready`: how many of the first chunks are in host memory. `found`: how many the request waits for, including
-        these. `computed`: how many vLLM already has.
+        `ready`: number of chunks from `keys[0]` on that are in host memory already. `computed`: number of chunks of
+        vLLM's own hit.
         """
         tokens = self._tokens(found - ready, found, computed)
         tiers = self._store.catalog.by_tier(keys[ready:found])
