@@ -71,8 +71,8 @@ def build_store(
 
 
 def io_threads(config: Config, tiers: Sequence[str]) -> int:
-    """Return the number of I/O threads of each tier in `tiers`: the setting, or by default the largest useful
-    number.
+    """Return how many I/O threads each tier gets: the setting, or by default the largest number that is useful for any
+    of `tiers`.
     """
     if config.source("disk_io_threads") != DEFAULT:
         return config.disk_io_threads

@@ -215,7 +215,7 @@ _SHOWN_ERRORS = 3
 
 @frozen
 class Guard:
-    """An ASGI application that calls `app` if a request's token and body size are valid.
+    """An ASGI application that forwards requests to `app`, but refuses wrong tokens and too large bodies.
 
     `token`: the text that requests below `/v1/` must send; None to accept all requests. `most`: largest number of bytes
     of a body.
@@ -288,7 +288,7 @@ def _bounded(receive: Receive, most: int) -> Receive:
 
 
 def as_json(detail: str, status: int) -> Response:
-    """Return an error response with the reason `detail`. The body is ASCII, because UTF-8 cannot encode surrogates."""
+    """Return an error response with the reason `detail`. The body is ASCII, because `detail` may have surrogates."""
     return Response(json.dumps({"detail": detail}), status, media_type="application/json")
 
 

@@ -111,7 +111,7 @@ class NoAnswerError(Exception):
 
 
 def checked(method: str, path: str, data: bytes) -> dict[str, Any]:
-    """Return the fields of an engine's response to a forwarded request. Raises NoAnswerError for any other bytes."""
+    """Return the fields of an engine's response to a forwarded request. Raises NoAnswerError for invalid `data`."""
     try:
         answer = _ANSWERS[method, path.split("/")[2]].model_validate_json(data)
     except ValidationError as error:
@@ -169,7 +169,7 @@ class Peers:
     repeatedly.
 
     `number`: the number of this engine. `url`: a function from an engine's number to the URL of the engine's service.
-    The function may raise OSError. The URL must lead to a socket of this user, because `Peers` sends the token there.
+    The function may raise OSError. The URL must lead to a socket of this user, because `Peers` sends a token to it.
     All methods are called on the service's event loop.
     """
 
@@ -311,9 +311,10 @@ def merged(answers: Mapping[int, Answer]) -> Answer:
 
 
 def merged_stats(answers: Mapping[int, Answer]) -> Answer:
-    """Return the counters of all engines. Host memory is summed.
+    """Return the counters of all engines, combined into one response.
 
-    Engines share the lower tiers, so the chunks and bytes of a lower tier count only once.
+    Counters of host memory are added. Engines share the lower tiers, so the chunks and bytes of a lower tier count only
+    once.
     """
     whole = merged(answers)
     if "engines" not in whole:

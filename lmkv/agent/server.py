@@ -421,8 +421,8 @@ def _config(app: FastAPI, *, first: bool) -> Config:
 class AgentServer:
     """Serves an application at `url`, in a separate thread, until `close` is called.
 
-    `inside`: a function that returns a second address, for the other engines of the server. Clients of `url` cannot
-    use up the connections of the second address. If `inside` raises OSError, the API serves only this engine.
+    `inside`: a function that returns a second address, for the other engines of the server. Each address has a
+    separate limit of connections. If `inside` raises OSError, the API serves only this engine.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class AsyncBackend(Protocol):
 
     Examples
     --------
-    >>> class Memory:  # the two verbs that this example calls; a backend has all of them
+    >>> class Memory:  # only the methods that this example calls; a real backend has more
     ...     name = "memory"
     ...     def __init__(self):
     ...         self.values = {}
@@ -111,7 +111,7 @@ class AsyncAdapter:
     Notes
     -----
     A coroutine may keep running after its deadline, because a thread in a system call cannot be cancelled. Such a
-    coroutine must not reach the caller's memory. Therefore each write copies the payload first, and each read fills a
+    coroutine must not use the caller's memory. Therefore each write copies the payload first, and each read fills a
     separate buffer. If this copy is too slow, write a blocking backend.
 
     Thread-safe. No lock is held while a call runs.

@@ -270,7 +270,7 @@ def summarize(
 ) -> Measurement:
     """Return the results of all runs. Times are the shortest ones, because disturbances only lengthen times.
 
-    All other values are the worst ones.
+    `hit_tokens` is the smallest number of any loaded prompt.
     """
     below = tier is not Medium.RAM
     cold_ttft_s, loaded_ttft_s = fastest(cold), fastest(loaded)

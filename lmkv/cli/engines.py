@@ -244,10 +244,9 @@ def wait_until_settled(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until no chunk has been written for a while, at most `timeout` seconds. Then writes do not disturb a
-    measurement.
+    """Wait until no chunk has been written for a while, so that writes do not disturb a measurement.
 
-    `count`: a function that returns the number of written chunks.
+    Waits at most `timeout` seconds. `count`: a function that returns the number of written chunks.
     """
     begun = since = clock()
     found = count()

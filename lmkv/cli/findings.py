@@ -231,7 +231,7 @@ def examine_memory(config: Config) -> Iterator[Finding]:
 def cut_down(setting: str, wanted: int, given: int) -> str:
     """Return a warning if a size exceeds the free space or probably has the wrong unit, else "".
 
-    `wanted`, `given`: the size of the setting, and the size that lmkv would use, in bytes.
+    `wanted`: the size in the setting, in bytes. `given`: the size that lmkv would use, in bytes.
     """
     if wanted < SMALL:
         return (

@@ -36,8 +36,8 @@ PACKAGES = (
 class Row:
     """One measured figure: `value`, in `unit`, for the case `name`.
 
-    `ratio`: the figure divided by that of the case `of`, in the same rounds. `within`: the confidence interval of
-    `ratio`. `met`: whether `ratio` reached `target`; None if the rounds do not decide this.
+    `of`: the name of a case to compare with. `ratio`: the figure divided by the figure of that case. `within`: the
+    confidence interval of `ratio`. `met`: whether `ratio` reached `target`; None if the rounds do not decide this.
     """
 
     name: str

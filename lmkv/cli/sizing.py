@@ -157,8 +157,8 @@ class Layer:
 class KVSize:
     """The size of the KV of one token. `rank_bytes`: bytes of a token's KV on each rank.
 
-    `parts`: number of ranks with different parts of the KV. `states`: the size of the states of recurrent layers; None
-    without such layers.
+    `parts`: how many ranks' KV lmkv stores: all ranks, or 1 for MLA, because all ranks then keep the same KV. `states`:
+    the size of the states of recurrent layers; None without such layers.
     """
 
     attention: str

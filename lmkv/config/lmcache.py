@@ -47,9 +47,9 @@ _Given = dict[Any, tuple[object, str]]
 class KnownSetting:
     """One setting of LMCache, from lmcache.toml.
 
-    `kind`: mapped, joined (part of lmkv's `remote_url`), refused or without_effect. `setting`: the name of lmkv's
-    setting. `off`: a value that switches the setting off. `needs`: another setting of LMCache; unless it is set, this
-    setting has no effect.
+    `kind`: mapped (to a setting of lmkv), joined (part of lmkv's `remote_url`), refused or without_effect. `setting`:
+    the name of lmkv's setting. `off`: a value that switches the setting off. `needs`: another setting of LMCache;
+    unless it is set, this setting has no effect.
     """
 
     key: str
@@ -173,7 +173,7 @@ def named(env: Mapping[str, str], extra: Mapping[Any, object]) -> list[str]:
 def is_service_link(name: str, value: str) -> bool:
     """Return whether Kubernetes has set the variable `name` for a service.
 
-    A user may also set a variable `NAME_PORT`, to a number. Kubernetes sets this variable to a URL with `://`.
+    A variable `NAME_PORT` is from Kubernetes only if its value has `://`, because a user may set it to a number.
     """
     plain = name.endswith("_PORT") and not name.endswith("_SERVICE_PORT")
     return bool(SERVICE_LINK.fullmatch(name)) and (not plain or "://" in value)

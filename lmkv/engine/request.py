@@ -32,8 +32,9 @@ def whole(value: Any, name: str, least: int) -> int:
 
 
 def seconds(value: Any, name: str) -> float:
-    """Return a number of seconds, limited to plus or minus thirty years, so that the time of a clock plus the result
-    does not overflow. Raises UsageError, with the argument's `name`, if `value` is no number.
+    """Return `value`, a number of seconds, limited to plus or minus thirty years, so that sums with it do not overflow.
+
+    Raises UsageError if `value` is no number. `name`: the name of the argument, for the message.
     """
     if isinstance(value, bool) or not isinstance(value, (float, Real)) or value != value:
         raise UsageError(f"{name} must be a number of seconds, not {short_repr(value)}")

@@ -140,8 +140,7 @@ class Catalog(StoreComponent):
             return tier.name if tier else None
 
     def by_tier(self, keys: Sequence[ChunkKey]) -> dict[str | None, tuple[int, int]]:
-        """Return, by the name of each lower tier, how many chunks and how many bytes a read of `keys` would take from
-        the tier.
+        """Return `{tier name: (chunks, bytes)}`: how much a read of `keys` would take from each lower tier.
 
         Chunks that no lower tier stores count under None. The tiers are in the order of their first chunks in `keys`.
         """
@@ -179,9 +178,9 @@ class Catalog(StoreComponent):
             self._observers.append(GuardedObserver(observer))
 
     def replay_to(self, observer: StoreObserver, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Call `observer.stored` for each chunk and each tier that has the chunk.
+        """Call `observer.stored` for each chunk in `keys` and each tier that has the chunk.
 
-        Returns one bool for each chunk: whether any tier has the chunk.
+        Returns one bool for each key: whether any tier has the chunk.
         """
         with self._lock:
             return [self._replay_to(observer, key) for key in keys]
@@ -202,16 +201,14 @@ class HitFinder:
 
     In a model with recurrent layers, a hit can end only at a boundary: after a chunk with stored states. `states`: the
     number of state entries at each boundary; with 0, a hit may end after any chunk. In the methods, `chain` means the
-    keys of a prompt's chunks. With recurrent layers, hits of at most `first` chunks are ignored. Thread-safe.
+    keys of a prompt's chunks. Thread-safe.
     """
 
     _catalog: Catalog
     states: int
 
     def with_states(self, chain: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return the keys of a hit that consists of the chunks in `chain`: these chunks, and the states after the last
-        chunk.
-        """
+        """Return `chain` and the keys of the states after its last chunk: together the keys of one hit."""
         return [*chain, *(state_keys(chain[-1], self.states) if chain and self.states else ())]
 
     def without_states(self, entries: int) -> int:
@@ -219,9 +216,9 @@ class HitFinder:
         return max(0, entries - self.states)
 
     def last_with_states(self, chain: Sequence[ChunkKey], first: int = 0, *, ready: bool = False) -> int:
-        """Return how many chunks come before the last boundary with all its states stored, or 0.
+        """Return the number of chunks up to the last chunk in `chain` with all its states stored, or 0.
 
-        `ready`: whether the states must be in host memory. Boundaries after at most `first` chunks are ignored.
+        `ready`: whether the states must be in host memory. A result of at most `first` chunks counts as 0.
         """
         for end in range(len(chain), first, -1):
             counts = self._catalog.count_prefix(state_keys(chain[end - 1], self.states))
@@ -230,12 +227,18 @@ class HitFinder:
         return 0
 
     def stored_hit(self, chain: Sequence[ChunkKey], first: int = 0) -> list[ChunkKey]:
-        """Return the keys of the longest hit, with chunks from any tier."""
+        """Return the keys of the longest hit, with chunks from any tier.
+
+        With recurrent layers, a hit must have more than `first` chunks.
+        """
         stored = chain[: self._catalog.count_prefix(chain)[1]]
         return self.with_states(stored[: self.last_with_states(stored, first)] if self.states else stored)
 
     def ready_hit(self, chain: Sequence[ChunkKey], first: int = 0) -> list[ChunkKey]:
-        """Return the keys of the longest hit that is completely in host memory."""
+        """Return the keys of the longest hit that is completely in host memory.
+
+        With recurrent layers, a hit must have more than `first` chunks.
+        """
         here = chain[: self._catalog.count_prefix(chain)[0]]
         return self.with_states(here[: self.last_with_states(here, first, ready=True)] if self.states else here)
 

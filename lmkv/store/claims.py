@@ -23,7 +23,7 @@ STEP: Final = 1024
 
 @define(eq=False)
 class Ranked(Generic[K]):
-    """Keys sorted by a number, smallest number first. Keys with equal numbers stay in insertion order."""
+    """Keys with numbers. `first` returns the key with the smallest number, or of several such keys the oldest one."""
 
     _heap: list[tuple[float, int, K]] = field(init=False, factory=list)
     _places: dict[K, int] = field(init=False, factory=dict)
@@ -65,10 +65,9 @@ class Ranked(Generic[K]):
 
 @define(eq=False)
 class Owners:
-    """Sums the sizes of each owner's pins, prefetches or priorities, and finds the owner with the largest sum. An owner
-    is a client.
+    """Sums the sizes of the pins, prefetches or priorities of each owner (client), and finds the largest sum.
 
-    `total`: the sum of all sizes. `owned`: the sum for each owner.
+    `total`: the sum for all owners. `owned`: the sum for each owner.
     """
 
     total: int = 0
@@ -132,9 +131,7 @@ class Claims(Generic[K, V]):
         return key in self._claims
 
     def add(self, key: K, owner: bytes, *, size: int, end: float, value: V) -> None:
-        """Add a pin, prefetch or priority, which replaces an earlier item with this key. An infinite `end` never
-        expires.
-        """
+        """Add an item, which replaces an earlier item with this key. An item with an infinite `end` never expires."""
         self.pop(key)
         self._claims[key] = Claim(owner, size, end, value)
         self._of.setdefault(owner, OrderedDict())[key] = None
@@ -165,8 +162,8 @@ class Claims(Generic[K, V]):
         return self._sizes.owned[owner]
 
     def due(self, now: float) -> Iterator[tuple[K, V]]:
-        """Remove expired items, and yield `(key, value)` for each. Stops after about `STEP` chunks, so that no call
-        takes long.
+        """Remove expired items, and yield `(key, value)` for each. One call removes about `STEP` chunks at most, and
+        leaves the rest to later calls.
         """
         size = 0
         while size < STEP and (found := self._ends.first()) is not None and found[0] <= now:
@@ -190,7 +187,7 @@ class Claims(Generic[K, V]):
         return key, self._ended(key)
 
     def rebuilt(self) -> Claims[K, V]:
-        """Return a copy with new sums. Needed after an exception, which may have left the sums wrong."""
+        """Return a copy with newly computed sums of sizes, because an exception may have left wrong sums."""
         made: Claims[K, V] = Claims()
         for key, claim in self._claims.items():
             made.add(key, claim.owner, size=claim.size, end=claim.end, value=claim.value)
@@ -280,7 +277,7 @@ class Pins:
             self._end(pins.clear())
 
     def recount(self) -> list[Entry]:
-        """Rebuild the pins after an exception. Returns the entries of the remaining pins."""
+        """Repair the records of pins after an exception in a change. Returns the entries of all pinned chunks."""
         self._of, self._of_key, entries = {group: pins.rebuilt() for group, pins in self._of.items()}, {}, []
         for pins in self._of.values():
             for key, entry in pins.items():

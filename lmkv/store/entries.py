@@ -64,8 +64,8 @@ class Entry:
 class LimitedEntries:
     """The tails in host memory, or the recurrent states in host memory, with a limit for their number.
 
-    A tail is a chunk with fewer tokens than others. A state belongs to recurrent layers. `limit`: the largest number of
-    slots for these entries. The caller holds the store's lock.
+    A tail has the tokens after a prompt's last whole chunk. `limit`: the largest number of slots for these entries. The
+    caller holds the store's lock.
     """
 
     limit: int
@@ -225,8 +225,8 @@ class PrefixIndex:
         return best, most
 
     def shorter(self, origin: bytes, tokens: bytes) -> Iterator[ChunkKey]:
-        """Yield the keys of chunks of `origin` with tokens that are a shorter prefix of `tokens`, longest first. The
-        search ends at the first chunk that is not a prefix, so it may miss shorter prefixes.
+        """Yield the keys of chunks of `origin` with tokens that are a shorter prefix of `tokens`, longest first. May
+        miss some of these chunks.
         """
         chunks = self._chunks.get(origin, [])
         for found, key in reversed(chunks[: bisect_left(chunks, (tokens, b""))]):

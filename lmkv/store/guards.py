@@ -108,7 +108,7 @@ class ChangeGuard:
     """Detects interrupted changes of a store, and repairs the store. Usage: `with self._lock, self._changes`.
 
     Ctrl-C or a MemoryError may interrupt a change between any two lines. Therefore a mark is set before the first line
-    and cleared after the last line. If the next change finds the mark set, `repair` first recounts everything.
+    and cleared after the last line. If the mark is still set when the next change begins, `repair` is called first.
     """
 
     repair: Callable[[], None] = field(default=lambda: None)
@@ -139,8 +139,8 @@ class ChangeGuard:
 
 
 def close_all(backends: Iterable[tuple[str, Backend]]) -> None:
-    """Close backends, each given with the name of its tier, within `PATIENCE` seconds. A backend that hangs is left to
-    a daemon thread.
+    """Close backends, each given with the name of its tier, within `PATIENCE` seconds. If a backend takes longer, a
+    daemon thread continues to close it.
     """
     deadline = time.monotonic() + PATIENCE
     closing = [(name, _begin(partial(_close, name, backend), name)) for name, backend in backends]
@@ -321,7 +321,7 @@ class Content:
 class GuardedPolicy:
     """Calls a tier's eviction policy. If the policy raises, a `FallbackLRU` policy replaces it.
 
-    The policy gets clients' hints about a missing chunk (a priority, or that its session has ended) when the chunk
+    If clients' hints are about a chunk that the tier does not have yet, the policy gets the hints when the chunk
     arrives. `prioritized`: the chunks with a priority. `priority_of`: a function that returns the priority of a chunk.
     `content`: a function that returns the tier's content. `freed`: a function that checks an eviction: it returns the
     total bytes of the chunks, or 0 if a chunk must not be evicted. `has`: a function that returns whether the tier has

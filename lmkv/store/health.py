@@ -111,8 +111,8 @@ class Stored:
     """The content of a lower tier's index.
 
     `sizes`: the bytes of each stored chunk. `writing`: chunks that are being written. `rewriting`: the chunks in
-    `writing` of which the medium may have an older copy. `tombstones`: deleted chunks, which are never served again.
-    `reclaiming`: chunks whose bytes are being deleted.
+    `writing` that may have an older copy on the medium. `tombstones`: deleted chunks with bytes that are still on the
+    medium. `reclaiming`: deleted chunks with bytes that are being removed from the medium now.
     """
 
     sizes: Mapping[ChunkKey, int]
@@ -147,9 +147,9 @@ class Breaker:
 
     The breaker opens after `threshold` failures in a row, and then refuses calls for `first_delay` seconds. Afterwards
     the breaker is half-open, and allows one call as a trial. If the trial fails, the breaker opens again for twice as
-    long, up to `longest_delay`. Any success closes the breaker. If failures come immediately, a trial costs little, so
-    the breaker opens for at most `quick_delay`. While a call runs for more than `patience` seconds, the breaker stays
-    open.
+    long, up to `longest_delay`. Any success closes the breaker. If the failed call returned quickly, a trial costs
+    little, so the breaker opens for at most `quick_delay`. While a call runs for more than `patience` seconds, the
+    breaker stays open.
     """
 
     clock: Clock
@@ -251,7 +251,7 @@ class FailureLog:
     _lock: threading.Lock = field(init=False, factory=threading.Lock)
 
     def failed(self, error: BackendError | None, *, then: str = "") -> None:
-        """Log a failed call. `then`: the consequence to log; by default the usual consequence of such a failure."""
+        """Log a failed call. `then`: a text about the consequence; by default the text for the kind of call."""
         if error is None:
             return
         # The same topic for any key and duration.
@@ -260,8 +260,8 @@ class FailureLog:
         self._say(topic, lambda: f"{_with_names(str(error), 1)}{then and f'; {then}'}")
 
     def wrote(self, result: Written, until_deleted: str) -> None:
-        """Log a failed or refused write. `until_deleted`: the consequence to log if the write failed because old bytes
-        could not be deleted first.
+        """Log a failed or refused write. `until_deleted`: a text about the consequence, if the write failed because old
+        bytes could not be deleted first.
         """
         if result.status is WriteStatus.REJECTED:
             reason = _with_names(result.reason, 1)

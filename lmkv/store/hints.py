@@ -68,9 +68,9 @@ class Hints:
     """Passes clients' hints on to the policies that accept hints. Thread-safe. `lock`: the store's lock.
 
     An `owner` is the root of a request's key chain. Sessions with the same name but different owners are different
-    sessions. At most `most` chunks have a priority. Each tenant may use its part of this number; `part_of` returns this
-    part, see `DividesTier`. Beyond these limits, the owner with the most chunks loses its oldest priorities. If a chunk
-    has several priorities, the highest one counts.
+    sessions. At most `most` chunks have a priority. `part_of`: a function that returns the fraction of this number for
+    a chunk's tenant; see `DividesTier`. Beyond these limits, the owner with the most chunks loses its oldest
+    priorities. If a chunk has several priorities, the highest one counts.
 
     Examples
     --------
@@ -272,8 +272,8 @@ class Hints:
             return {name: dict(policy.used_bytes()) for name, policy in tiers if isinstance(policy, LabelsKeys)}
 
     def session(self, owner: bytes, name: str, keys: Chain, *, ended: bool = False) -> None:
-        """Note that a request of the session `name` has ended. Policies then first evict chunks of its earlier requests
-        that the session no longer needs.
+        """Note that a request of the session `name` has ended. Policies then first evict chunks of earlier
+        requests that the session no longer needs.
 
         `ended`: whether the session ends as well. If so, all its chunks are evicted first, except chunks that another
         session or a priority needs.
@@ -348,16 +348,14 @@ class Hints:
         return counts
 
     def owned(self, tenant: str = "") -> Counter[bytes]:
-        """Return, for each owner, how many chunks of one tenant have a priority from this owner. A chunk with several
-        owners counts for the first.
+        """Return, for each owner, how many chunks of one tenant have a priority from this owner. If several owners gave
+        a chunk a priority, the chunk counts only for the first.
         """
         return self._tenants[tenant].owned
 
     @locked
     def recount(self) -> None:
-        """Count the known priorities again after an exception, and pass them to the policies, which have been made
-        anew.
-        """
+        """Count the known priorities again after an exception, and pass the priorities to the new policies."""
         self._priorities, self._sessions = self._priorities.rebuilt(), self._sessions.rebuilt()
         self._prioritized.clear()
         self._ending, self._tenants = {}, {}

@@ -25,7 +25,8 @@ from lmkv.store.health import Stored
 class Victims(dict[ChunkKey, int]):
     """Chunks to delete from the backend, and their sizes in bytes. Only one thread may delete these chunks.
 
-    `room`: the number of these bytes that still count as used until the chunks are deleted.
+    `room`: how many bytes larger the chunks are than the write that replaces them. Until the chunks are deleted, these
+    bytes count as used.
     """
 
     room = 0
@@ -145,8 +146,8 @@ class TierIndex:
         """Reserve capacity for a chunk. Returns the chunks that the caller must delete before it writes.
 
         After the deletion, the caller passes the returned chunks to `reclaimed`. Returns None if there is not enough
-        capacity, if the chunk is known, or while old bytes of this key are being deleted. `protect`: a function that
-        returns the keys that must not be evicted.
+        capacity, if the index `knows` the chunk, or while old bytes of this key are being deleted. `protect`: a
+        function that returns the keys that must not be evicted.
         """
         if self.clearing or self.knows(key) or key in self._reclaiming:
             return None
@@ -301,7 +302,8 @@ class TierIndex:
     def take_tombstones(self, replaced_by: int = 0) -> Victims:
         """Return all tombstones (deleted keys). The caller must delete their bytes.
 
-        `replaced_by`: the size in bytes of the following write, which already counts as used.
+        `replaced_by`: the size in bytes of the write that will follow, and that already counts as used. `room` of the
+        result does not count these bytes again.
         """
         victims, self._tombstones = Victims(self._tombstones), {}
         self._reclaiming.update(victims)

@@ -63,7 +63,7 @@ class Deferred:
         """Queue all jobs and run all callbacks, including those that are added meanwhile. The caller holds no lock.
 
         `submit`: `IOPool.submit`, which queues jobs and returns the refused jobs. If one callback raises, the others
-        still run; the exception is raised at the end. A callback that Ctrl-C interrupted runs again, which is harmless.
+        still run; the exception is raised at the end. If Ctrl-C interrupts a callback, the callback runs again.
         """
         raised: BaseException | None = None
         tries = _TRIES

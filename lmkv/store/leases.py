@@ -53,9 +53,8 @@ class Lease(AbstractContextManager["Lease"]):
 class Reservation(AbstractContextManager["Reservation"]):
     """Slots of host memory for chunks that a caller is about to store. Not thread-safe.
 
-    Fill `slots`, then call `commit`. The end of the `with` block frees slots that were not committed. `accepted`: the
-    number of wanted keys before the first key that got no slot. Accepted keys are reserved here, stored already, or
-    being stored by another caller.
+    Fill `slots`, then call `commit`. The end of the `with` block frees slots that were not committed. `accepted`: how
+    many of the wanted keys, from the first on, are reserved here, stored already, or being stored by another caller.
     """
 
     def __init__(self, entries: dict[ChunkKey, Entry], accepted: int, commit: _End, abort: _End) -> None:
@@ -115,8 +114,8 @@ _End: TypeAlias = Callable[[Reservation, Sequence[ChunkKey] | None], None]
 class Holders(StoreComponent):
     """Creates leases and reservations (together: holders), and knows all holders that have not ended.
 
-    After an exception, a holder may be garbage-collected without being ended. The store's next recount then frees the
-    slots that this holder has kept.
+    After an exception, a holder may be garbage-collected without being ended. The next change of the store then frees
+    the slots that this holder has kept.
     """
 
     _allocator: SlotAllocator

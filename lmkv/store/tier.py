@@ -113,8 +113,8 @@ class LowerTier:
 
     @property
     def hangs(self) -> Priority | None:
-        """The most urgent priority of jobs that must not be queued, because a call of the backend hangs. None if no
-        call hangs.
+        """None if no call of the backend hangs. Otherwise a priority: jobs with this priority, or a less urgent one,
+        must not be queued.
         """
         if self._reads.hangs or self._lookups.hangs:
             return Priority.LOAD
@@ -223,7 +223,7 @@ class LowerTier:
         return answer
 
     def probe(self) -> None:
-        """Test a failing tier, so that no request has to be the test. If the tier works, it is used again.
+        """Test a failing tier with a call for which no request waits. If the tier works, it is used again.
 
         If reads have failed, `probe` also reads one chunk, because a lookup does not prove that reads work.
         """
@@ -453,7 +453,7 @@ class LowerTier:
     # -- deleting -----------------------------------------------------------------------------------------
 
     def reclaim(self) -> None:
-        """Delete the bytes of tombstones (deleted keys). If a deletion fails, a later call or write tries again."""
+        """Delete the bytes of tombstones (deleted keys). After a failure, a later `reclaim` or `write` tries again."""
         # Repeated for tombstones added while a call hung.
         while self._unless_hanging(self._reclaim_once, False):
             pass

@@ -277,8 +277,8 @@ class TieredStore(StoreComponent):
 
         `prefetch`: whether to read after all other promotions, and only within the share of the slots for prefetches.
         `owner`: an id of the client who prefetches. If the share is full, the owner with the most prefetched chunks
-        loses its oldest prefetch. If that owner has at most one chunk more than `owner`, the new prefetch stops
-        instead. `look_up_shared`: whether shared tiers are first asked for chunks that no index has.
+        loses its oldest prefetch; if `owner` has almost as many chunks, the new prefetch stops instead.
+        `look_up_shared`: whether shared tiers are first asked for chunks that no index has.
         """
 
         def plan(after: Deferred) -> Promotion:

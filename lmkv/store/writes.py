@@ -84,8 +84,8 @@ class Writes(StoreComponent):
     """Copies chunks from host memory to lower tiers.
 
     `on_slots_freed`: a function that is called, without the lock, when copies have ended and may have freed slots.
-    `most`: largest number of queued and running copies to one tier. Further copies wait without keeping slots of host
-    memory, so that loads find slots.
+    `most`: largest number of queued and running copies to one tier. A chunk that waits beyond this number may be
+    evicted before its copy begins, so that loads find slots.
     """
 
     _on_slots_freed: Callable[[Deferred], None]
@@ -265,7 +265,7 @@ class Writes(StoreComponent):
 
     @locked
     def abandon(self, tier: LowerTier, after: Deferred) -> None:
-        """Drop the queued copies to a tier that hangs. Afterwards only running copies keep slots."""
+        """Drop the queued copies to a tier that hangs, so that they no longer keep slots of host memory."""
         after.callbacks.append(lambda after: self._ended.ring())
         for flush in [flush for flush in self._flushes if flush.tier is tier]:
             tier.count_dropped(len(flush.queued))
@@ -279,7 +279,7 @@ class Writes(StoreComponent):
 
     @locked
     def recount(self, refs: Counter[Entry], after: Deferred) -> None:
-        """Add the references of all copies to `refs`, and queue the copies again that no thread has begun."""
+        """Add the references of all copies to `refs`, and queue again the copies that no thread has begun."""
         for flush in list(self._flushes):
             # Some may have been refused, or ended, only in part.
             flush.queued = deque(entry for entry in flush.queued if entry in flush.copies)
@@ -308,7 +308,7 @@ class SlotAllocator:
 
     def allocate(self, key: ChunkKey, after: Deferred, protect: set[ChunkKey] | None = None) -> int | None:
         """Return a free slot, or None if no slot can be freed now. May evict another chunk, but no chunk in `protect`.
-        A new tail may replace any unused tail, and a new state any unused state.
+        Exception: a new tail may replace any unused tail, and a new state any unused state.
         """
         share = None if type(key) is bytes else self._primary.shares.get(type(key))
         if share is not None and share.full:
@@ -324,9 +324,9 @@ class SlotAllocator:
         return slot
 
     def free_up(self, count: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> None:
-        """Evict chunks until `count` slots are free. One call takes half the time of separate evictions.
+        """Evict chunks until `count` slots are free, in half the time of separate evictions.
 
-        With write-back, does nothing; `allocate` then evicts one chunk at a time.
+        With write-back, does nothing, because `allocate` then evicts one chunk at a time.
         """
         missing = count - self._primary.slab.free_slots
         if missing > 1 and not self._write_back:

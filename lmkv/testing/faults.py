@@ -160,7 +160,7 @@ class FaultyCopier:
     error_rate
         Probability that a call raises `OSError` after it has copied half of its chunks or some of its layers.
     late_rate
-        Probability that the event of a finished copy first reports, up to five times, that the copy is not finished.
+        Probability that the event of a copy reports "not finished", up to five times, after the copy has finished.
     verbs
         The calls that get faults: "store", "load" or both.
 

@@ -146,7 +146,7 @@ def closed_in_children(*names: str) -> Iterator[None]:
 
 @frozen
 class Folder:
-    """An open folder. Its entries are opened relative to it, so renames of parent folders do not matter.
+    """An open folder. Files are opened relative to the open folder, so renames of parent folders do not matter.
 
     `path`: the path for messages. `status`: the status of the folder when it was opened.
     """
@@ -220,7 +220,7 @@ def temporary(folder: Folder, flags: int) -> Iterator[tuple[int, str]]:
     """Provide a new file with a unique name for a `with` block. Yields `(descriptor, name)`.
 
     The file is locked during the block, and removed at the end. `is_abandoned` tests the lock, which the kernel
-    releases when the writer's process ends. A process id would be no test: ids are reused, and differ between
+    releases when the writer's process ends. A process id would not do, because ids are reused, and differ between
     containers.
     """
     name = f".{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"

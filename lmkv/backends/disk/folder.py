@@ -268,12 +268,12 @@ class Usage:
     """A file in a root folder that counts the bytes that all processes use below this folder.
 
     Any number of threads and processes may use the count: each change locks the file for about 10 us. If a process is
-    killed before it writes, the count is too high until the next listing of the root. If the file cannot be read or
-    changed, the count is 0, without an error.
+    killed before it writes its reserved bytes, the count is too high until the next listing of the root. If the file
+    cannot be read or changed, the count is 0, without an error.
 
-    A listing of the root misses a chunk that is written to an already listed folder. Therefore `set` later adds the
-    bytes that the listing may have missed. For this purpose, the counting file also has the total of all bytes that
-    were ever reserved. Each process keeps the number of its reserved but unwritten bytes in a small locked file.
+    A listing of the root misses a chunk that is written to an already listed folder. Therefore `set` adds the bytes
+    that may have been written during the listing. To know their number, the counting file also has the total of all
+    bytes that were ever reserved. Each process keeps its number of reserved but unwritten bytes in a small locked file.
     """
 
     root: Root
@@ -303,9 +303,9 @@ class Usage:
         self._change(0, -nbytes)
 
     def listed_from(self) -> tuple[int, int]:
-        """Return two numbers: all bytes reserved so far, and how many of these are not yet written.
+        """Return the argument `since` of `set`, for a listing that begins now.
 
-        A listing calls this before it begins, and `set` when it has ended, to count the bytes reserved meanwhile.
+        The two numbers are the total of all bytes ever reserved, and how many of these are not yet written.
         """
         # In this order: bytes that stop pending in between are in a file, which the listing finds.
         reserved = 0

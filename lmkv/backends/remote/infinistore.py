@@ -114,7 +114,7 @@ class Connection:
             self.value_ended_at = time.monotonic()
 
     def skip_value(self) -> None:
-        """Read the rest of an unwanted value, because the server crashes when a client disconnects within a value."""
+        """Read the rest of an unwanted value, because the server crashes if a client disconnects before the end."""
         try:
             if self.is_behind and not self._left:
                 self._length()

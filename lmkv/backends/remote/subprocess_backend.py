@@ -186,7 +186,7 @@ class ClientProcess:
         """Yield `(length, fill)` of a value for a `with` block, or None if there is no value.
 
         `length`: the length of the value in bytes. `fill`: a function that reads the next bytes of the value. If `into`
-        is registered memory, the payload is already in `into`.
+        is registered memory and `length` is as expected, `into` already has the payload; `fill` reads only the header.
         """
         nbytes = header_bytes + len(into)
         place = self._place(into, header_bytes)
