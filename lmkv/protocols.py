@@ -26,7 +26,7 @@ class Presence(Enum):
     PENDING = "pending"
     """The chunk is being stored in host memory, or promoted into host memory."""
     LOWER = "lower"
-    """The chunk is only in a lower tier. A request can promote the chunk: read the chunk into host memory."""
+    """The chunk is only in a lower tier. A request can promote the chunk, which means to read it into host memory."""
 
 
 def miss_in_words(reason: str, tier: str | None) -> str:

@@ -102,7 +102,7 @@ class KVLayout:
 
     @property
     def digest(self) -> str:
-        """Identifier of the layout: 16 hexadecimal digits, equal for equal layouts in every process."""
+        """Identifier of the layout, 16 hexadecimal digits. Equal layouts have equal identifiers in every process."""
         return hashlib.sha256(repr((self.chunk_size, self.layers, self.num_ranks)).encode()).hexdigest()[:16]
 
     @cached_property
@@ -138,13 +138,13 @@ class KVLayout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes in bytes, for all ranks together: of a chunk, and then of each state entry."""
+        """Sizes in bytes of a chunk, and then of each state entry, for all ranks together."""
         return tuple(nbytes * self.num_ranks for nbytes in self._rank_bytes)
 
     @property
     def slot_bytes(self) -> int:
-        """The size of a slot in bytes: the size of a chunk or of the largest state entry, rounded up to whole memory
-        pages.
+        """The size of a slot in bytes, which is that of a chunk or of the largest state entry, rounded up to whole
+        memory pages.
         """
         return align_up(max(self.sizes))
 

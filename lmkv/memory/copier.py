@@ -59,8 +59,8 @@ class Copier(Protocol):
     """Copies between one rank's paged memory and the rank's part of each slot. Not thread-safe.
 
     All calls come from the thread that launches the model's computation. A call of `store` copies the results of all
-    computation launched before the call. Computation launched after a call of `load` without `overlap` reads the loaded
-    blocks.
+    computation launched before the call. Computation launched after `load(overlap=False)` reads the loaded blocks.
+    After `load(overlap=True)`, the caller must first wait for the event that `load` returns.
     """
 
     @property

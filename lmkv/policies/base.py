@@ -332,9 +332,8 @@ class PolicyBase(ABC):
     def hint(self, keys: Sequence[ChunkKey], priority: int) -> None:
         """Set the eviction priority of a prompt's keys, given first to last. Unknown keys are ignored.
 
-        `priority`: above 0, the keys are evicted after others; 0 is the usual order. Below 0, keys at the end of the
-        prompt are evicted before all others, until their next use. Keys that other prompts share stay in the usual
-        order.
+        `priority`: above 0, the keys are evicted after others; 0 is the usual order. Below 0, the keys that
+        only this prompt has, which are its last ones, are evicted before all others until their next use.
         """
         if priority < 0:
             self._give_up(keys)

@@ -180,8 +180,8 @@ class Payloads:
         return slot if nbytes == len(slot) else slot[:nbytes]
 
     def scatter(self, key: ChunkKey, payload: memoryview, slot: memoryview) -> None:
-        """Copy a tail's payload from its `buffer` to the byte ranges in the slot. Other payloads are in the slot
-        already.
+        """Copy a tail's payload, which was read into `buffer`, to the byte ranges of the slot that the tail fills. The
+        payload of any other chunk was read into the slot itself.
         """
         if type(key) is TailKey:
             at = 0

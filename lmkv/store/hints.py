@@ -68,9 +68,10 @@ class Hints:
     """Passes clients' hints on to the policies that accept hints. Thread-safe. `lock`: the store's lock.
 
     An `owner` is the root of a request's key chain. Sessions with the same name but different owners are different
-    sessions. At most `most` chunks have a priority. `part_of`: a function that returns the fraction of this number for
-    a chunk's tenant; see `DividesTier`. Beyond these limits, the owner with the most chunks loses its oldest
-    priorities. If a chunk has several priorities, the highest one counts.
+    sessions. At most `most` chunks have a priority, and each tenant may have at most its part of them. `part_of`: a
+    function that returns the part of a chunk's tenant, as a fraction of `most`; see `DividesTier`. If a limit is
+    exceeded, the owner with the most prioritized chunks loses its oldest priorities. If a chunk has several priorities,
+    the highest one counts.
 
     Examples
     --------

@@ -136,8 +136,8 @@ def kept_blocks() -> Iterator[None]:
 @contextlib.contextmanager
 def kv_of_other_weights() -> Iterator[None]:
     """All weights look alike. For several `--weights`."""
-    from lmkv.vllm.loaded import Loaded
+    from lmkv.vllm.loaded import LoadedModel
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loaded, "__call__", lambda self: "the same")
+        patch.setattr(LoadedModel, "__call__", lambda self: "the same")
         yield

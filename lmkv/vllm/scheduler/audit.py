@@ -448,7 +448,9 @@ class LoadAudits(Planner):
             self._held = {job: load for job, load in self._held.items() if load.request is not request}
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """Process the second read of a load's blocks, after all ranks have read."""
+        """Process the result of the second read of a load's blocks, from a request that has released them. If the
+        blocks have changed since the load, the load or a copy was wrong.
+        """
         assert isinstance(job, _ReadAgain)
         if report.ok and report.differences and job.load is not None:
             self._telemetry.audited_load(wrong=True, again=True)

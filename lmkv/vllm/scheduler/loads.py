@@ -410,7 +410,7 @@ class Loads(Planner):
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
         """Process the result of a load. After a failure, load nothing more for the request, and delete the load's
-        chunks. Keep the chunks if an audit has found that only the copy was wrong.
+        chunks. Keep the chunks if an audit has found that host memory has the right bytes.
         """
         assert isinstance(job, _LoadJob)
         # The end of a stopped load is no separate failure.

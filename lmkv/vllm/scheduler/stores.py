@@ -1,7 +1,7 @@
 """Plans copies of chunks, and of recurrent layers' states, into host memory. A chunk or state is copied in the step
 that computes its last token.
 
-`FinishedRequests` applies the options of a request after the request and its last store have ended.
+`FinishedRequests` applies the pins and priorities that a request asks for, once its last store has ended.
 """
 
 from __future__ import annotations
