@@ -1,8 +1,8 @@
 """Computes chunk keys from tokens, with the standard library alone.
 
-The key of chunk i is the SHA-256 digest of the root, followed by tokens[0 : (i + 1) * chunk_size] as little-endian
-uint32. So a key depends on the tokens of its chunk and on all earlier tokens. One incremental hash computes all keys,
-so n tokens take O(n) time.
+The key of chunk i is the SHA-256 digest of these bytes: the root, and then tokens[0 : (i + 1) * chunk_size] as
+little-endian uint32. So a key depends on the tokens of its chunk and on all earlier tokens. The hash is incremental, so
+n tokens take O(n) time. Inputs other than tokens, such as images, change later keys (see `KeyChain`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StateKey(bytes):
 
     @classmethod
     def of(cls, chunk: bytes, number: int) -> Self:
-        """Return the key of state entry `number` at the end of a chunk. `chunk`: the key of the chunk."""
+        """Return the key of a chunk's state entry (recurrent layers' states) `number`. `chunk`: the chunk's key."""
         key = cls(hashlib.sha256(_STATE_TAG + chunk + number.to_bytes(2, "little")).digest())
         key.number = number
         return key
@@ -66,7 +66,7 @@ class StateKey(bytes):
 
 @lru_cache(1 << 16)
 def state_keys(chunk: bytes, count: int) -> tuple[StateKey, ...]:
-    """Return the keys of the `count` state entries at the end of a chunk. `chunk`: the key of the chunk."""
+    """Return the keys of the `count` state entries (recurrent layers' states) of a chunk. `chunk`: the chunk's key."""
     return tuple(StateKey.of(chunk, number) for number in range(1, count + 1))
 
 
@@ -172,8 +172,9 @@ def chunk_keys(tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int
 def hash_prompt(
     tokens: Tokens, root: bytes, chunk_size: int, extras: Mapping[int, bytes] | None = None, *, tail: bool
 ) -> tuple[KeyChain, TailKey | None]:
-    """Return `(chain, tail key)` of a prompt. The tail key, for the tokens after the last whole chunk, is None if
-    `tail` is false or there are no such tokens.
+    """Return a `KeyChain` with the keys of a prompt's whole chunks, and the key of the tokens after these chunks.
+
+    The second key is None if `tail` is false or there are no such tokens. `extras`: see `KeyChain`.
     """
     chain = KeyChain(root, chunk_size, extras)
     chain.extend(tokens)

@@ -108,7 +108,7 @@ class KVLayout:
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
         """Offset of each layer in bytes, inside a rank's part of the chunk. A recurrent layer's offset is inside the
-        rank's part of its state entry.
+        rank's part of the slot with the layer's states (the state entry).
         """
         ends: dict[int, int] = {}
         offsets = []
@@ -119,7 +119,7 @@ class KVLayout:
 
     @cached_property
     def states(self) -> int:
-        """Number of state entries at the end of a chunk; 0 if the model has no recurrent layers."""
+        """Number of state entries (slots with recurrent layers' states) per chunk; 0 without recurrent layers."""
         return max(layer.state for layer in self.layers)
 
     @cached_property
@@ -138,13 +138,13 @@ class KVLayout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes in bytes of a chunk, and then of each state entry, for all ranks together."""
+        """Sizes in bytes of a chunk, and then of each state entry (recurrent layers' states), for all ranks."""
         return tuple(nbytes * self.num_ranks for nbytes in self._rank_bytes)
 
     @property
     def slot_bytes(self) -> int:
-        """The size of a slot in bytes, which is that of a chunk or of the largest state entry, rounded up to whole
-        memory pages.
+        """The size of a slot in bytes, rounded up to whole memory pages. A slot has space for a chunk or for any state
+        entry (states of recurrent layers).
         """
         return align_up(max(self.sizes))
 
@@ -166,14 +166,14 @@ class KVLayout:
         return found
 
     def span(self, rank: int, layer: int) -> tuple[int, int]:
-        """Return `(offset, nbytes)` of one layer of one rank inside a chunk, or inside a state entry if the layer is
-        recurrent.
+        """Return `(offset, nbytes)` of one layer of one rank inside a chunk. For a recurrent layer, the offset is
+        inside the slot with the layer's states (the state entry).
         """
         segment = self._rank_bytes[self.layers[layer].state]
         return rank * segment + self.layer_offsets[layer], self.layers[layer].nbytes
 
     def segment(self, rank: int) -> tuple[int, int] | None:
         """Return `(offset, nbytes)` of a rank's part of each slot. Return None if there is only one rank, or if the
-        part differs between chunks and state entries.
+        model has recurrent layers, because slots with their states are divided differently.
         """
         return None if self.states or self.num_ranks == 1 else (rank * self.rank_bytes, self.rank_bytes)

@@ -167,8 +167,9 @@ class Comparison:
                 yield part.layer, (first + pages[0]) * size, (first + pages[-1] + 1) * size, float(found.max())
 
     def measure(self, part: Part, copy: ChunkCopy, stored: int) -> torch.Tensor | None:
-        """Return the `deviation` of each page of `part`, or None if all bytes are equal or the copy contains no page of
-        `part`.
+        """Return the `deviation` between the copy's slot and the slot `stored`, for each page with numbers of `part`.
+
+        Return None if all these numbers are equal or the copy contains no such page.
         """
         computed, known = (
             _pages(self._layout, self._slab, self._rank, part, copy, slot) for slot in (copy.slot, stored)
@@ -291,7 +292,7 @@ class ReadBack:
         return blocks.pin_memory() if self._memory.device.type == "cuda" else blocks
 
     def digests(self, reading: PendingDigests, copies: Sequence[ChunkCopy]) -> Digests:
-        """Split the digests that `begin` has computed: return a tensor for each part and each copy."""
+        """Split the digests that `begin` has computed: return, for each of `parts`, one tensor for each copy."""
         groups = [self._layout.layers[part.plane].group for part in self._parts]
         sizes = [len(copy.runs[group].blocks) for group in groups for copy in copies]
         found = list(reading.found.split(sizes))

@@ -27,8 +27,8 @@ _FILE_SYSTEM_SHARE = 0.9
 
 @frozen
 class ControlGroup:
-    """The folder of a control group (cgroup). `names`: the file with the limit, the file with the memory in use, and
-    two entries of `memory.stat` for the page cache.
+    """The folder of a control group (cgroup). `names`: the names of the file with the limit, of the file with the
+    used memory, and of the two entries of `memory.stat` that count the page cache.
 
     `V1`, `V2`: the `names` in cgroup version 1 and in version 2.
     """

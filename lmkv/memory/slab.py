@@ -219,8 +219,8 @@ class SlabMap:
             self._stop.wait(time.monotonic() - started)
 
     def spans(self, part: tuple[int, int], piece: int, turn: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int]]:
-        """Yield `(offset, size)` in bytes of the memory to map, piece by piece: `part` of each slot. If the part is the
-        whole slot, a piece contains several slots, up to `piece` bytes.
+        """Yield `(offset, size)` in bytes of each piece of memory to map. A piece is `part` of one slot. If `part` is
+        a whole slot, a piece is as many slots as fit into `piece` bytes, at least one.
 
         `part`: the offset and size in bytes of the part in each slot. `turn`: (index, count) of this process among the
         processes that map the part. Each process begins at another place, so that the processes share the work.

@@ -91,8 +91,8 @@ class LRU(QueuePolicy):
 
     Notes
     -----
-    `touch(keys)` makes the prompt's first key, `keys[0]`, the most recently used key. So, of a prompt, the last key is
-    evicted first. `release` counts as a use.
+    `touch(keys)` makes the prompt's first key, `keys[0]`, the most recently used key. So a prompt's last key is
+    evicted before its other keys. `release` counts as a use.
 
     Examples
     --------

@@ -151,9 +151,9 @@ def packages_of_plug_ins() -> frozenset[str]:
 def foreign_methods(kind: type) -> set[str]:
     """Return the packages that have replaced or added methods of the class `kind`.
 
-    Leave out the package that defines `kind`, `KNOWN` packages, vLLM plug-ins, and packages with an installed version
-    that identifies their code. Raises ValueError if a replaced or added method comes from `__main__`, or has bound
-    arguments or other values that its source code does not show.
+    Leave out the package that defines `kind`, vLLM plug-ins, vLLM, torch, lmkv and Python (`KNOWN`), and packages with
+    an installed version that identifies their code. Raises ValueError if a replaced or added method comes from
+    `__main__`, or has bound arguments or other values that its source code does not show.
     """
     package = package_of(kind)
     calls = [(package_of(call), call) for method in vars(kind).values() for call in _calls_of(method)]
@@ -168,10 +168,10 @@ def check_calls(place: str, layer: Any, parts: Sequence[object], places: Mapping
     """Check that a layer's hooks and attributes call only code that lmkv can identify. Return the calls of other
     layers' methods, as texts with method and layer.
 
-    Functions of `KNOWN` packages and of packages that define one of `parts` are allowed. A function that replaces no
-    method may also come from a package with an installed version that identifies the code. Raises ValueError for any
-    other function. Also raises ValueError if a function outside `KNOWN` packages has values that its source code does
-    not show, such as bound arguments.
+    Allowed are functions of vLLM, torch, lmkv and Python (`KNOWN`), and of packages that define one of `parts`. A
+    function that is no hook and replaces no method may also come from a package with an installed version that
+    identifies the code. Raises ValueError for any other function. Also raises ValueError if a function outside `KNOWN`
+    has values that its source code does not show, such as bound arguments.
 
     `place`: the layer's name in the model. `parts`: the layer, its backend and other objects that compute for the
     layer. `places`: the name of each layer in the model, by Python's `id(layer)`.

@@ -263,7 +263,7 @@ def yield_gil() -> None:
 
 
 def draft_lookahead(vllm_config: Any) -> int:
-    """Return the number of later tokens on which a draft layer's KV depends: 1 with EAGLE or one MTP module.
+    """Return on how many later tokens a draft layer's KV depends: at least 1 with EAGLE or MTP modules.
 
     Return 0 if the KV depends on no later token, or if `disable_eagle_block_drop` makes vLLM reuse this KV anyway.
     """

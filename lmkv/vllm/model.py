@@ -163,8 +163,9 @@ class ServedModel:
         return memory
 
     def parts(self, rows: Sequence[torch.Tensor]) -> list[Part]:
-        """Describe the content of the pages in `rows` for audits: numbers, or plain bytes if the types of the numbers
-        are unknown.
+        """Describe for audits which numbers the pages of each layer contain. Unknown types are described as bytes.
+
+        `rows`: the KV tensor of each layer, as for `paged_memory`.
         """
         import torch
 

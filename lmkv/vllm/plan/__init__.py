@@ -123,7 +123,9 @@ class StepPlanBuilder:
         self._plan.timed = step
 
     def read(self, load: int, copies: list[ChunkCopy]) -> ReadTask:
-        """Add a second read of the blocks of an audited load to the plan. `load`: the load's job number."""
+        """Make the workers read an audited load's blocks again, to compare them with the first read. `load`: the load's
+        job number.
+        """
         self._plan.reads.append(ReadTask(self._new_job(), load, copies))
         return self._plan.reads[-1]
 

@@ -153,8 +153,8 @@ class BlockMap:
         return runs
 
     def state_copy(self, slot: int, number: int, blocks: Mapping[int, int]) -> ChunkCopy | None:
-        """Return a `ChunkCopy` between `slot` and the blocks of state entry `number`, for a load or a store. Return
-        None if a block is missing.
+        """Return a `ChunkCopy` between `slot` and the blocks of recurrent layers with state number `number` (see
+        `Group.state`). Return None if a block is missing.
 
         `blocks`: block ids by the index of their group in `groups`, as `state_blocks` returns them.
         """

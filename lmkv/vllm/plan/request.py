@@ -131,7 +131,7 @@ class Audit:
 
     `next`: index of the chunk to compare next. `tiers`: for each chunk, the tier from which it would have been loaded.
     `computed`: number of tokens of vLLM's own hit, which precede the audited chunks and are not compared. `tail`: the
-    key of the prompt's tail, if the tail is compared as well.
+    key of the prompt's tail (the tokens after its last whole chunk) if the tail is compared as well, else None.
     """
 
     first: int
@@ -244,12 +244,11 @@ class Loading:
 class Storing:
     """The state of a request's stores. Only `ChunkStores` and `StateStores` change this state.
 
-    `stored`: how many of the first chunks are stored or being stored. `tail_due`: whether the prompt's tail must still
-    be stored. `copying`: number of running stores.
+    `stored`: how many of the first chunks are stored or being stored. `tail_due`: whether the prompt's tail (the tokens
+    after its last whole chunk) must still be stored. `copying`: number of running stores.
 
-    With recurrent layers, `last_states` is the number of chunks before the latest states of generated tokens, which
-    newer states replace; 0 without such states. `kept` is the number of chunks before the latest states that nothing
-    replaces.
+    `last_states`: number of chunks before the latest recurrent states of generated tokens; 0 if there are none. Newer
+    states replace these states. `kept`: number of chunks before the latest states that newer states do not replace.
     """
 
     stored: int = 0
@@ -260,7 +259,7 @@ class Storing:
     _at_end: list[Callable[[], None]] = field(init=False, factory=list, repr=False)
 
     def begin_again(self, chunk: int) -> None:
-        """Note that the tail, and the chunks from number `chunk` on, must be stored again."""
+        """Note that the chunks from index `chunk` on, and the prompt's tail, must be stored again."""
         self.stored, self.tail_due = min(self.stored, chunk), True
 
     def once_stored(self, call: Callable[[], None]) -> None:
@@ -321,8 +320,8 @@ class Report:
 class KeyMaker:
     """The data from which one engine makes the chunk keys of its requests.
 
-    `save_tails`: whether tails (the tokens after the last whole chunk of a prompt) have keys. `states`: number of state
-    entries after each chunk. `longest`: length of the longest prompt in tokens.
+    `save_tails`: whether tails (the tokens after the last whole chunk of a prompt) have keys. `states`: number of slots
+    for recurrent layers' states after each chunk. `longest`: length of the longest prompt in tokens.
     """
 
     namespace: Namespace
@@ -468,8 +467,8 @@ class Request:
         return self.chain.keys[:count]
 
     def keys_with_tail(self, count: int) -> list[ChunkKey]:
-        """Return the first `count` chunk keys, and the key of the prompt's tail if the tail comes right after these
-        chunks.
+        """Return the first `count` chunk keys. If these are all whole chunks of the prompt, also return the key of
+        the prompt's tail (the remaining tokens), if any.
         """
         keys = self.keys(count)
         return [*keys, self.tail] if self.tail is not None and count == self.tail_chunk else keys

@@ -104,7 +104,7 @@ class Scheduler:
 
     @property
     def observer(self) -> SchedulerObserver:
-        """The observer: metrics, reasons of misses, recent requests and KV events."""
+        """The object that makes metrics, reasons of misses, reports on recent requests, and KV events."""
         return self._observer
 
     @property

@@ -40,7 +40,7 @@ are missing.
 
 
 def named(names: Sequence[str]) -> str:
-    """Join the first three names to one text for a log line."""
+    """Join names to one text for a log line: at most three, followed by "..." if there are more."""
     return ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
 
 
@@ -223,7 +223,10 @@ class HitAudits(Planner):
             self.end(request)
 
     def compare_states(self, request: Request, chunks: int, blocks: Mapping[int, int]) -> None:
-        """Plan the comparison of the states after `chunks` chunks, if the audited hit ends there."""
+        """Plan the comparison of the recurrent layers' states after `chunks` chunks, if the audited hit ends there.
+
+        `blocks`: the blocks that have these states, as `BlockMap.state_blocks` returns them.
+        """
         audit = request.auditing.audit
         if audit is None or chunks != audit.end:
             return
@@ -315,7 +318,7 @@ class _ReadAgain(Job):
 class AuditedLoad:
     """A load whose blocks are read back, and compared with the stored chunks.
 
-    `copies`: the load's copies: of the chunks from index `first` on, and of states. `end`: number of the request's
+    `copies`: the load's copies, of the chunks from index `first` on and of states. `end`: number of the request's
     tokens up to the load's end. `tenure`: how many times the request had released its blocks when the load was planned.
     """
 
@@ -405,7 +408,8 @@ class LoadAudits(Planner):
             self._given_up[job] = self._held.pop(job)
 
     def plan(self, overwritten: Collection[int]) -> None:
-        """Plan a second read of the blocks that requests have released, before this step overwrites the blocks.
+        """Plan a second read of the blocks of audited loads that requests have just released. Workers make this read
+        before the step overwrites the blocks.
 
         `overwritten`: blocks that cannot be read, because they may have new content before the workers get the plan.
         """
@@ -448,8 +452,9 @@ class LoadAudits(Planner):
             self._held = {job: load for job, load in self._held.items() if load.request is not request}
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
-        """Process the result of the second read of a load's blocks, from a request that has released them. If the
-        blocks have changed since the load, the load or a copy was wrong.
+        """Process the result of a second read of a load's blocks, which was made after their request released them.
+
+        If the blocks have changed since the first read, log an error and delete the chunks that may be wrong.
         """
         assert isinstance(job, _ReadAgain)
         if report.ok and report.differences and job.load is not None:

@@ -124,7 +124,9 @@ class Jobs:
             job.distrusted = True
 
     def answered(self, reports: Mapping[int, JobReport]) -> Iterator[tuple[int, JobReport]]:
-        """Merge the reports of some ranks. Yield `(number, report)` for each job on which all ranks have reported."""
+        """Add `reports`, which come from some ranks, to the earlier reports on the same jobs. Yield `(number, report)`
+        for each job on which all ranks have now reported.
+        """
         for number, part in reports.items():
             known = self._reports.pop(number, None)
             merged = part if known is None else known.merge(part)

@@ -48,9 +48,9 @@ class LoadWindow:
 class AsyncLoad:
     """An asynchronous load: loads tokens `start` to `end - 1` of one request, while vLLM does not schedule the request.
 
-    `keys`: the keys of the chunks, beginning with the chunk that contains token `start`, and of the states after the
-    last chunk. The load copies windows of up to `window` chunks. While one window is copied, the next is promoted into
-    host memory, so a load uses at most 2 * `window` slots.
+    `keys`: the keys of the chunks, beginning with the chunk that contains token `start`, and of recurrent layers'
+    states after the last chunk. The load copies windows of up to `window` chunks. While one window is copied, the next
+    is promoted into host memory, so a load uses at most 2 * `window` slots.
 
     The load ends early, and reports the unfilled blocks, in three cases: a chunk is lost, no chunk of a window arrives
     within `timeout` seconds, or all waits together exceed `limit` seconds.
@@ -87,7 +87,7 @@ class AsyncLoad:
         return self.start // self.block_map.chunk_size
 
     def advance(self) -> LoadWindow | None:
-        """Return the next window if the workers can copy it now, else None. Never waits."""
+        """Return the next window (part of the load) if the workers can copy it now, else None. Never waits."""
         if self.stopped and not self.ended:
             # vLLM frees the blocks with the last window, so not while the one before it is being copied.
             return None if self.copying else self.give_up()
@@ -143,7 +143,7 @@ class AsyncLoad:
         return copies
 
     def give_up(self) -> LoadWindow:
-        """End the load now. Return a window without copies that reports the unfilled blocks."""
+        """End the load now. Return a `LoadWindow` that copies nothing and lists the unfilled blocks as failed."""
         self.ended = True
         self._drop_promotion()
         low = max(self.start, (self.first_chunk + self._copied) * self.block_map.chunk_size)
@@ -151,9 +151,9 @@ class AsyncLoad:
         return LoadWindow([], self.store.lease(()), unfilled, last=True)
 
     def copied(self, ok: bool) -> None:
-        """Note that the copy of a window has ended on every rank.
+        """Note that the copy of a window (part of the load) has ended on every rank.
 
-        `ok`: whether the copy succeeded. If not, the load stops.
+        `ok`: whether every rank succeeded. If not, the load stops.
         """
         if ok:
             self._copied += self.copying
@@ -162,9 +162,9 @@ class AsyncLoad:
         self.copying, self._waits_since = 0, self.clock()
 
     def stop(self) -> None:
-        """Stop the load after the current window, and then report the unfilled blocks.
+        """Make the load end after the window (part of the load) that is being copied, if any.
 
-        Until that report, vLLM keeps the request's blocks.
+        A later call of `advance` then reports the unfilled blocks. vLLM keeps the request's blocks until this report.
         """
         self.stopped = True
         self._drop_promotion()
@@ -264,8 +264,8 @@ class Loads(Planner):
     def is_unconfirmed(self, request: Request, num_computed_tokens: int) -> bool:
         """Return whether vLLM's own hit may include blocks of a load that has not succeeded yet.
 
-        `num_computed_tokens`: number of tokens of vLLM's own hit. The result is sometimes True without need, because
-        only the first block of each load is compared.
+        `num_computed_tokens`: number of tokens of vLLM's own hit. The result may be True without need: for each load,
+        only the tokens of the first block are compared with the request's tokens.
         """
         size = self._block_map.groups[0].block_size
         jobs = [job for job in self._jobs.of(_LoadJob) if job.unconfirmed and job.start < num_computed_tokens]
@@ -346,8 +346,9 @@ class Loads(Planner):
         self._async_loads[request.request_id] = (request, load)
 
     def end_step(self, scheduled_tokens: int, requests: int) -> None:
-        """Plan the windows of asynchronous loads that are ready. `scheduled_tokens`, `requests`: number of tokens and
-        of requests in the step that vLLM has just scheduled.
+        """Plan the next window (part) of each asynchronous load, if the workers can copy it now.
+
+        `scheduled_tokens`, `requests`: number of tokens and of requests in the step that vLLM has just scheduled.
         """
         if scheduled_tokens >= MIN_STEP_TOKENS:
             self._last_step += 1
@@ -410,7 +411,7 @@ class Loads(Planner):
 
     def ended(self, number: int, job: Job, report: JobReport) -> None:
         """Process the result of a load. After a failure, load nothing more for the request, and delete the load's
-        chunks. Keep the chunks if an audit has found that host memory has the right bytes.
+        chunks, unless an audit has found that only the loaded blocks are wrong.
         """
         assert isinstance(job, _LoadJob)
         # The end of a stopped load is no separate failure.

@@ -2,7 +2,7 @@
 
 Chunks in host memory are loaded synchronously (within a step) if vLLM can recompute a failed synchronous load. Chunks
 in lower tiers are promoted while the request waits in vLLM's queue, so that the batch does not wait. A hit that does
-not fit into host memory is loaded asynchronously, in windows, between steps.
+not fit into host memory is loaded asynchronously, part by part, between steps.
 """
 
 from __future__ import annotations

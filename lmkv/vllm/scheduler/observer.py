@@ -225,8 +225,9 @@ class RecentRequests:
                 self._reports[key] = known | _report(request) | {"running": False}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return `requests` (the last reports, newest first), their `ids`, and the sums `lookup_tokens` and
-        `hit_tokens`.
+        """Return a mapping. `requests`: the last reports, newest first. `ids`: the id of each report's request.
+
+        `lookup_tokens`, `hit_tokens`: total numbers of tokens that were looked up and that were found.
         """
         with self._lock:
             newest, ids = list(reversed(self._reports.values())), list(reversed(self._reports))
@@ -339,7 +340,7 @@ class SchedulerObserver:
 
     def looked_up(self, request: Request, miss: Miss | None, hit: int, need: int) -> None:
         """Note a lookup that found `hit` tokens, including vLLM's own hit. `need`: number of these tokens to load.
-        `miss`: the tokens that will not be loaded.
+        `miss`: the tokens that will not be loaded, with the reason; None if there are none.
         """
         report = request.report
         report.miss = miss
@@ -380,7 +381,7 @@ class SchedulerObserver:
             report.hit_tokens = tokens
 
     def loaded(self, request: Request, answer: JobReport) -> None:
-        """Note the end of a load or of one of its windows. A failed load does not count."""
+        """Note the end of a synchronous load, or of one part of an asynchronous load. Failures do not count."""
         if answer.ok:
             request.report.load_bytes += answer.nbytes
             request.report.load_seconds += answer.seconds
@@ -391,8 +392,8 @@ class SchedulerObserver:
     # -- steps and ends -------------------------------------------------------------------------------------
 
     def finished(self, request: Request, chain: Sequence[ChunkKey]) -> None:
-        """Note that a request has ended. `chain`: the keys of its chunks, and of its prompt's tail if the tail comes
-        right after them.
+        """Note that a request has ended. `chain`: the keys of the request's whole chunks, and of the tail (the
+        prompt's remaining tokens) if the tail comes right after them.
         """
         self.recent.finished(request)
         keys = request.chain.keys

@@ -91,7 +91,9 @@ class ChunkStores(Planner):
             request.storing.copying += 1
 
     def completes_tail(self, request: Request, computed: int) -> bool:
-        """Return whether the prompt's tail is complete after `computed` tokens and must still be stored."""
+        """Return whether the prompt's tail (the tokens after its last whole chunk) must still be stored, and is
+        complete after `computed` tokens.
+        """
         if request.tail is None or not request.storing.tail_due or request.options.skip_save:
             return False
         end = request.tail_chunk * self._chunk_size + request.tail.tokens
@@ -100,9 +102,10 @@ class ChunkStores(Planner):
         return end <= computed < (request.tail_chunk + 1) * self._chunk_size
 
     def store_tail(self, request: Request, tables: BlockTables) -> None:
-        """Plan the copy of the prompt's tail, unless a chunk in host memory begins with the tail's tokens.
+        """Plan the copy of the prompt's tail (the tokens after its last whole chunk).
 
-        A tail is useless without the chunks before it, so none of these chunks is evicted for the tail.
+        Nothing is planned if a chunk in host memory has the same prefix and begins with the tail's tokens. No chunk of
+        the prompt is evicted for the tail, because the tail is useless without these chunks.
         """
         tail, count, size = request.tail, request.tail_chunk, self._chunk_size
         assert tail is not None

@@ -240,8 +240,8 @@ class Telemetry:
             self._samples.add("lmkv_failed_loads")
 
     def stored(self, counts: Mapping[str, int], report: JobReport, *, kept: bool) -> None:
-        """Count a store. `counts`: numbers of stored tokens and chunks, or of states. `kept`: False if the store failed
-        or was discarded.
+        """Count a store. `counts`: the stored amounts by the names "tokens" and "chunks", or by the name "states".
+        `kept`: False if the store failed or was discarded.
         """
         if kept:
             for kind, count in counts.items():
@@ -266,8 +266,8 @@ class Telemetry:
             self._samples.add("lmkv_wrong_chunks", 1, tier)
 
     def audited_load(self, *, wrong: bool, again: bool = False) -> None:
-        """Count a load with blocks that were read back and compared. `again`: whether this is the second read of the
-        same load.
+        """Count a load with blocks that were read back and compared. `again`: True for a second comparison, which
+        follows when the request has released the blocks.
         """
         if not again:
             self._samples.add("lmkv_audited_loads")
