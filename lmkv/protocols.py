@@ -219,7 +219,7 @@ class SizesChunks(Protocol):
 
 @runtime_checkable
 class RegistersMemory(Protocol):
-    """A backend that transfers payloads between its store and registered memory without another copy."""
+    """A backend that reads and writes payloads directly in host memory, which lmkv registers with the backend."""
 
     def register_memory(self, descriptor: int, address: int, nbytes: int) -> None:
         """Register the memory that holds all payloads: one whole memory file.
@@ -326,8 +326,8 @@ class DividesTier(Protocol):
     def part_of(self, key: ChunkKey, parent: ChunkKey = b"") -> tuple[str, float]:
         """Return `(tenant, share)`: the name of a chunk's tenant, and the tenant's share of the tier, from 0 to 1.
 
-        A chunk without a tenant has the tenant of `parent`, the previous chunk of the prompt. If `parent` has no tenant
-        either, the tenant is "", and the share is the rest of the tier.
+        A chunk without a label belongs to the tenant of `parent`, the previous chunk of the prompt. If `parent` has no
+        tenant either, the name is "", and the share is the rest of the tier.
         """
         ...
 

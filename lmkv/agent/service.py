@@ -177,7 +177,7 @@ class CacheService:
     loads_off : callable, optional
         Returns whether an audit (a check of loaded KV) has switched loads off.
     states : int
-        Number of entries with states of recurrent layers at the end of each chunk; 0 for a model without such layers.
+        Number of slots for the states of recurrent layers after each chunk; 0 for a model without such layers.
 
     Raises
     ------

@@ -117,7 +117,7 @@ def check(right: bool) -> None:
 
 
 def copies(layers: int, chunks: int, rounds: int) -> Iterator[Row]:
-    """Measure `Engine.store` and `retrieve` of scattered blocks, compared with numpy copies of the same pages."""
+    """Measure `Engine.store` and `retrieve` of scattered blocks, compared with numpy copies of the same blocks."""
     blocks = chunks * CHUNK // BLOCK
     tensors = [torch.randn((2 * blocks, 8, BLOCK, 256)).to(torch.bfloat16) for _ in range(layers)]
     # One MiB per layer and chunk, and as much again so that nothing is evicted.
@@ -175,7 +175,7 @@ def pages(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> tuple[Calla
 
 
 def lookup(rounds: int) -> Iterator[Row]:
-    """Measure the time from the tokens of a long prompt to a lease on its chunks, compared with hashing the tokens."""
+    """Measure how long lmkv takes to find a long prompt's chunks in host memory, compared with hashing its tokens."""
     slot_bytes = 4096
     store = TieredStore(Tier(CPUPinnedBackend(1024 * slot_bytes, slot_bytes, populate=False), make_policy("LRU")))
     tokens = random.Random(0).choices(range(150_000), k=LONGEST)

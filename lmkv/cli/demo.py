@@ -134,9 +134,9 @@ class Plan:
 class Measurement:
     """The results of the demo. `speedup`: the time of new prompts divided by the time of their last repetition.
 
-    `hit_tier`: the tier that delivered most hit tokens. `warm_ttft_s`: seconds to the first token with chunks in host
-    memory. `disk_ttft_s`: the same after a restart, with chunks on disk. `direct_io`: whether the disk was read with
-    O_DIRECT. `remote_ttft_s`: the same in another engine, with chunks in a remote store.
+    `hit_tier`: the tier that delivered most hit tokens. `warm_ttft_s`, `disk_ttft_s`, `remote_ttft_s`: seconds to
+    the first token with chunks in host memory, on disk or in a remote store. `direct_io`: whether the disk was read
+    with O_DIRECT.
     """
 
     prompt_tokens: int
@@ -268,9 +268,9 @@ def summarize(
     tier: Medium,
     facts: FolderFacts | None = None,
 ) -> Measurement:
-    """Return the results of all runs. Times are the shortest ones, because disturbances only lengthen times.
+    """Return the results of the demo. Times are the shortest ones, because disturbances only lengthen times.
 
-    `hit_tokens` is the smallest number of any loaded prompt.
+    `cold`: the results of new prompts. `warm`: those of prompts in host memory. `loaded`: those of the last repetition.
     """
     below = tier is not Medium.RAM
     cold_ttft_s, loaded_ttft_s = fastest(cold), fastest(loaded)

@@ -230,7 +230,7 @@ class EngineProcess(ChildProcess):
     def send(self, seed: int, tokens: int, output_tokens: int = 1, *, prefetch: bool = False) -> Answer:
         """Send a random prompt, which depends only on `seed`, and return the result. No other request runs meanwhile.
 
-        `prefetch`: whether lmkv promotes the prompt's chunks first, and keeps them for a while.
+        `prefetch`: whether lmkv first loads the prompt's chunks into host memory and keeps them for `pin_ttl` seconds.
         """
         return Answer(
             **self.ask({"seed": seed, "tokens": tokens, "output_tokens": output_tokens, "prefetch": prefetch})

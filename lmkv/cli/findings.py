@@ -211,7 +211,7 @@ def examine_agent(config: Config) -> Iterator[Finding]:
 
 
 def examine_memory(config: Config) -> Iterator[Finding]:
-    """Report how much memory this machine has, and how large host memory will be."""
+    """Report the available memory of this machine, and the size of lmkv's tier of host memory."""
     yield Finding("memory", "available", gibibytes(machine.available_ram()))
     limit = machine.memory_limit()
     yield Finding("memory", "control group's limit", "none" if limit is None else gibibytes(limit))

@@ -367,7 +367,7 @@ def show(found: list[Content], totals: list[Totals]) -> None:
 
 
 def ages(uses: list[float]) -> str:
-    """Return a text with the ages of the latest use and the oldest use."""
+    """Return the ages of the latest and the oldest of `uses` (sorted times in seconds since 1970) as text."""
     if not uses:
         return ""
     now = time.time()

@@ -76,7 +76,7 @@ def _common(
 
 
 def about_a_prompt(command: Callable[..., tuple[Answer, Words]]) -> Callable[..., None]:
-    """Turn a function into a subcommand with the options of `_common`.
+    """Turn a function into a subcommand with options for the prompt and the server.
 
     `command(client, prompt, scope, **options)`: the function. Its `options` become options of the subcommand, too.
     """
@@ -273,7 +273,7 @@ def give(answer: object, show: Callable[[], object], *, as_json: bool) -> None:
 
 
 def show(answer: Answer, words: Words) -> None:
-    """Print one line for each engine in a response."""
+    """Print one line for each engine in a response. `words`: a function that returns an engine's line."""
     answer = clean(answer)
     if "engines" not in answer:
         typer.echo(words(answer))

@@ -157,7 +157,7 @@ def sizes(found: list[dict[str, Any]]) -> Table:
 
 
 def advice(value: dict[str, Any]) -> Iterator[str]:
-    """Yield sentences about the time that another size of each tier would save."""
+    """Yield sentences on how many tokens each tier would hit with another size. `value`: the server's estimates."""
     if value.get("sampled_requests", 0) < FEW:
         yield f"Only {value.get('sampled_requests', 0)} requests were sampled so far: ask again later."
         return

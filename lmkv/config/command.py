@@ -119,9 +119,10 @@ def use_rest(command: Command, given: str, tier: Mapping[str, Any]) -> None:
 
 
 def use_store(command: Command, given: str, described: Callable[[], tuple[str, Mapping[str, Any]]]) -> None:
-    """Translate a remote store. `given`: the option that describes the store, as the user wrote it.
+    """Add a remote store of LMCache to lmkv's setting `remote_url`, or record why lmkv refuses the store.
 
-    `described`: a function that returns the arguments of `addresses.translated`.
+    `given`: the option that describes the store, as the user wrote it. `described`: a function that returns the store's
+    URL and LMCache's `extra_config`.
     """
     try:
         found = addresses.translated(*described())

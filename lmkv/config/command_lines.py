@@ -83,7 +83,7 @@ _IMAGE: Final = re.compile(r"[\w./-]*/vllm-openai[\w.-]*([:@].*)?")
 def program(words: Sequence[str]) -> tuple[bool, int] | None:
     """Return `(is_server, start)` for a command of LMCache's server or of vLLM; None for another program.
 
-    `is_server`: whether it is LMCache's server. `start`: the index of the first option.
+    `is_server`: whether the program is LMCache's server. `start`: the index of the first option.
     """
     for at, (word, following) in enumerate(pairwise([*words, ""])):
         name = word.rpartition("/")[2]

@@ -197,7 +197,7 @@ kept and shown.
 
 @frozen
 class Quota:
-    """A tenant's quota, in percent of each tier. `tenant`: a tag as `name:value`, or the `salt_label` of a salt."""
+    """A tenant's quota, in percent of each tier. `tenant`: a tag `name:value`, or a `cache_salt`'s `salt_label`."""
 
     tenant: str
     percent: float

@@ -206,7 +206,8 @@ class SettingsResult:
 
     @classmethod
     def to_command(cls, words: Sequence[str], ranks: int | None = 1) -> tuple[Self, Command]:
-        """Read a command line of LMCache's server or of `vllm serve`. Returns the result, and a `Command` with lmkv.
+        """Read a command line of LMCache's server or of `vllm serve`. Returns the result of reading the
+        settings, and the `Command` that starts an engine with lmkv instead.
 
         `ranks`: the number of ranks of the engine, if the command's options do not set it. Raises ConfigError for any
         other command line.
@@ -294,7 +295,7 @@ class SettingsResult:
 
     @property
     def status(self) -> int:
-        """Exit status of a command: 2 if a setting is refused, 1 for a warning or an unknown setting, else 0."""
+        """Exit status of a command. It is 2 if a setting is refused, 1 for a warning or an unknown setting, else 0."""
         matters = any(level >= logging.WARNING for level, _ in self.notes)
         return 2 if self.problems else int(matters or any(each.kind == "unknown" for each in self.readings))
 

@@ -101,7 +101,11 @@ def given_settings(
     extra: Mapping[Any, object],
     read: Callable[[Path], Mapping[Any, object]],
 ) -> Iterator[tuple[Any, object, str]]:
-    """Yield `(key, value, source)` for each setting of the user. A later source overrides an earlier source."""
+    """Yield `(key, value, source)` for each setting of the user.
+
+    The settings come from `overrides`, `file`, `env` and `extra`, in this order. If several have a key, the last one
+    counts. `read`: a function that returns the content of `file`.
+    """
     for key, value in overrides.items():
         yield key, value, KEYWORD
     if file:

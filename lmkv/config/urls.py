@@ -33,7 +33,7 @@ this name.
 def split_urls(text: str) -> list[str]:
     """Split a text into URLs at blanks and commas.
 
-    The URL of a cluster or of Redis Sentinel may have commas between its hosts.
+    Commas between the hosts of one URL (of a cluster or of Redis Sentinel) do not split this URL.
     """
     found: list[str] = []
     for piece in filter(None, re.split(r"[\s,]+", text)):
@@ -64,7 +64,7 @@ class RemoteURL:
 
     @property
     def scheme(self) -> str:
-        """The part before `://`: a scheme in lower case, or `package.module:Class`."""
+        """The part before `://`. It is a scheme in lower case, or names a class as `package.module:Class`."""
         scheme = self.text.partition("://")[0]
         return scheme if plugins.is_place(scheme) else scheme.lower()
 
@@ -120,8 +120,9 @@ class RemoteURL:
 
     @property
     def place(self) -> str:
-        """The function or class that opens the URL, as `package.module:name`. Raises ConfigError for an unknown
-        scheme.
+        """The function or class that opens the URL. The form is `package.module:name`.
+
+        Raises ConfigError for an unknown scheme.
         """
         if self.scheme in SCHEMES:
             return f"lmkv.backends.remote.{self.store_kind}:open_url"

@@ -26,7 +26,8 @@ SIZE: Final = "--kv-offloading-size"
 def of_vllm(words: Sequence[str], env: Env, own: Env, ranks: int | None) -> Command:
     """Translate vLLM's options `words`, so that lmkv replaces LMCache and vLLM's own offloading.
 
-    `env`: LMCache's variables. `own`: lmkv's variables. `ranks`: see `command_lines.translated`.
+    `env`: LMCache's variables. `own`: lmkv's variables. `ranks`: the number of ranks of the engine, if
+    `words` does not set it.
     """
     command = Command(ranks=ranks, variables=dict(own))
     options, command.kept = _options(_with_file(command, words))

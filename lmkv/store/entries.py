@@ -134,8 +134,9 @@ class LimitedEntries:
 
 
 def shares(num_slots: int) -> dict[type, LimitedEntries]:
-    """Return, by key type, the `LimitedEntries` of tails and the `LimitedEntries` of recurrent states in a host memory
-    of `num_slots` slots.
+    """Return, by key type, `LimitedEntries` for the tails and the recurrent states in `num_slots` slots of host memory.
+
+    A tail has the tokens after a prompt's last whole chunk.
     """
     tails = max(num_slots // _SLOTS_PER_TAIL, min(num_slots // 8, _TAILS_IN_SMALL_MEMORY))
     return {TailKey: LimitedEntries(max(1, tails)), StateKey: LimitedEntries(max(1, int(num_slots * _STATE_SHARE)))}
@@ -143,11 +144,11 @@ def shares(num_slots: int) -> dict[type, LimitedEntries]:
 
 @frozen
 class Payloads:
-    """Finds the payload in a slot. A payload has the bytes that lower tiers store: a chunk, a state, or the filled byte
-    ranges of a tail.
+    """Finds the payload in a slot: the bytes of a chunk, state or tail that lower tiers store.
 
-    `spans(tokens)`: a function that returns the byte ranges which a tail of `tokens` tokens fills in a slot. `sizes`:
-    the bytes of a chunk, then of each state entry. An empty `sizes` means that chunks and states fill their slots.
+    A tail (the tokens after a prompt's last whole chunk) fills only some byte ranges of its slot. `spans(tokens)`: a
+    function that returns these ranges for a tail of `tokens` tokens. `sizes`: the bytes of a chunk, then of each state
+    entry. An empty `sizes` means that chunks and states fill their slots.
     """
 
     slot_bytes: int
@@ -162,16 +163,16 @@ class Payloads:
         return sum(span.stop - span.start for span in self.spans(key.tokens))
 
     def gather(self, key: ChunkKey, slot: memoryview) -> memoryview:
-        """Return the payload that `slot` holds, as a view of the slot. A tail fills only some byte ranges of its slot,
-        so its payload is a copy of these ranges, joined.
+        """Return the payload that `slot` holds: a view of the slot or, for an incomplete chunk, a joined copy of the
+        byte ranges that the chunk fills.
         """
         if type(key) is not TailKey:
             return self._filled(key, slot)
         return memoryview(b"".join(slot[span] for span in self.spans(key.tokens)))
 
     def buffer(self, key: ChunkKey, slot: memoryview) -> memoryview:
-        """Return the memory into which a payload is read before `scatter`: the slot itself, or for a tail a new
-        buffer.
+        """Return the memory into which the caller reads a payload: the slot itself, or for an incomplete chunk a new
+        buffer, which `scatter` then copies to the slot.
         """
         return memoryview(bytearray(self.nbytes(key))) if type(key) is TailKey else self._filled(key, slot)
 
@@ -180,8 +181,9 @@ class Payloads:
         return slot if nbytes == len(slot) else slot[:nbytes]
 
     def scatter(self, key: ChunkKey, payload: memoryview, slot: memoryview) -> None:
-        """Copy a tail's payload, which was read into `buffer`, to the byte ranges of the slot that the tail fills. The
-        payload of any other chunk was read into the slot itself.
+        """Copy the payload of an incomplete chunk to the byte ranges that the chunk fills in `slot`.
+
+        Does nothing for other chunks: their payloads were read into the slot itself.
         """
         if type(key) is TailKey:
             at = 0
@@ -192,8 +194,9 @@ class Payloads:
 
 @define(eq=False)
 class PrefixIndex:
-    """Finds chunks by their `KeyChain.origin` and their tokens. Tokens are bytes, four per token id. Not
-    thread-safe.
+    """Finds chunks by their tokens (four bytes per token id) and their origin. Not thread-safe.
+
+    The origin is a digest of everything before the chunk's tokens; see `KeyChain.origin`.
     """
 
     _chunks: dict[bytes, list[tuple[bytes, ChunkKey]]] = field(init=False, factory=dict, repr=False)
@@ -211,9 +214,10 @@ class PrefixIndex:
             del self._chunks[origin]
 
     def longest(self, origin: bytes, tokens: bytes) -> tuple[ChunkKey, int]:
-        """Return `(key, count)` for the chunk of `origin` whose tokens have the longest common prefix with `tokens`.
+        """Return `(key, count)` for the chunk with the longest common prefix with `tokens`.
 
-        `count`: the number of tokens in this prefix. Returns `(b"", 0)` if no chunk has a common prefix.
+        `origin`: the origin that the chunk must have. `count`: the number of tokens in this prefix. Returns
+        `(b"", 0)` if no chunk has a common prefix.
         """
         best, most = b"", 0
         chunks = self._chunks.get(origin, [])
@@ -225,8 +229,9 @@ class PrefixIndex:
         return best, most
 
     def shorter(self, origin: bytes, tokens: bytes) -> Iterator[ChunkKey]:
-        """Yield the keys of chunks of `origin` with tokens that are a shorter prefix of `tokens`, longest first. May
-        miss some of these chunks.
+        """Yield the keys of chunks with tokens that are a shorter prefix of `tokens`, longest first. May miss some.
+
+        `origin`: the origin that the chunks must have.
         """
         chunks = self._chunks.get(origin, [])
         for found, key in reversed(chunks[: bisect_left(chunks, (tokens, b""))]):

@@ -129,8 +129,8 @@ class Snapshot:
 
     `held`: the chunks in host memory. `tiers`: the index contents of the lower tiers. `prefetched`: the keys of the
     chunks that prefetches keep in slots, even after the chunks were removed. `prioritized`: the number of slots that
-    pins and prefetches keep, by the type of the keys (chunk, tail or state). `promotions`: the number of promotions
-    that are not released.
+    pins and prefetches keep, by the type of the keys (whole chunk, incomplete chunk or recurrent state). `promotions`:
+    the number of promotions that are not released.
     """
 
     held: Mapping[ChunkKey, Entry]

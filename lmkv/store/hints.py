@@ -117,9 +117,10 @@ class Hints:
     ) -> None:
         """Set the priority of a prompt's chunks; see `TakesHints.hint`.
 
-        A priority above 0 lasts for `seconds` seconds, or until its `session` ends. It replaces the session's earlier
-        priorities for this prompt, except those that are higher or last longer. A `priority` of 0 removes the session's
-        priorities for this prompt.
+        A priority above 0 lasts for `seconds` seconds, or until its `session` ends. The new priority replaces the
+        session's earlier priorities for this prompt, except those that are higher or last longer. With `priority` 0,
+        only these earlier priorities are removed. With a `priority` below 0, the chunks that no session or priority
+        needs are evicted first.
         """
         with self._lock, self._changes:
             if priority < 0:
@@ -356,7 +357,7 @@ class Hints:
 
     @locked
     def recount(self) -> None:
-        """Count the known priorities again after an exception, and pass the priorities to the new policies."""
+        """After an interrupted change, count the priorities again, and pass them to the tiers' rebuilt policies."""
         self._priorities, self._sessions = self._priorities.rebuilt(), self._sessions.rebuilt()
         self._prioritized.clear()
         self._ending, self._tenants = {}, {}

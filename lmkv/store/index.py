@@ -302,8 +302,7 @@ class TierIndex:
     def take_tombstones(self, replaced_by: int = 0) -> Victims:
         """Return all tombstones (deleted keys). The caller must delete their bytes.
 
-        `replaced_by`: the size in bytes of the write that will follow, and that already counts as used. `room` of the
-        result does not count these bytes again.
+        `replaced_by`: the size in bytes of the write that will follow, which is subtracted from the result's `room`.
         """
         victims, self._tombstones = Victims(self._tombstones), {}
         self._reclaiming.update(victims)

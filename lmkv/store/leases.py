@@ -54,7 +54,7 @@ class Reservation(AbstractContextManager["Reservation"]):
     """Slots of host memory for chunks that a caller is about to store. Not thread-safe.
 
     Fill `slots`, then call `commit`. The end of the `with` block frees slots that were not committed. `accepted`: how
-    many of the wanted keys, from the first on, are reserved here, stored already, or being stored by another caller.
+    many of the keys passed to `reserve`, from the first on, are reserved here, stored, or being stored by others.
     """
 
     def __init__(self, entries: dict[ChunkKey, Entry], accepted: int, commit: _End, abort: _End) -> None:
@@ -67,7 +67,7 @@ class Reservation(AbstractContextManager["Reservation"]):
 
     @property
     def slots(self) -> dict[ChunkKey, int]:
-        """The slot to fill for each key, in the order of the wanted keys."""
+        """The slot to fill for each reserved key, first chunk of the prompt first."""
         return {key: entry.slot for key, entry in self._open.items()}
 
     @property

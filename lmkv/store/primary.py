@@ -40,8 +40,8 @@ class PrimaryTier:
     """The chunks in host memory.
 
     `retain`: False if host memory is only a buffer, which drops a chunk as soon as nothing uses the chunk. `spans`,
-    `sizes`: see `Payloads`. `shares`: by key type, the `LimitedEntries` of tails and the `LimitedEntries` of recurrent
-    states.
+    `sizes`: see `Payloads`. `shares`: by key type, the limited entries of recurrent states and of tails (the tokens
+    after a prompt's last whole chunk).
     """
 
     def __init__(
@@ -84,7 +84,9 @@ class PrimaryTier:
         return self.order.policy
 
     def slots_for_claims(self, kind: type) -> int:
-        """Return how many more slots pins and prefetches may keep for keys of type `kind`: chunks, tails or states.
+        """Return how many more slots pins and prefetches may keep for keys of type `kind`.
+
+        The kinds are whole chunks, tails (the tokens after a prompt's last whole chunk) and recurrent states.
 
         An eighth of the slots for each kind of key is left to loads and stores.
         """
@@ -206,8 +208,8 @@ class PrimaryTier:
         return entry
 
     def mark_chain_ready(self, entries: Sequence[Entry]) -> None:
-        """Mark a prompt's entries as READY. Removes each unused tail with tokens that are a prefix of an entry's
-        tokens, because the entry replaces the tail.
+        """Mark a prompt's entries as READY. Removes unused tails (incomplete chunks) that these entries replace: the
+        tokens of such a tail are a prefix of an entry's tokens.
         """
         written = 0
         for entry in entries:
@@ -302,7 +304,7 @@ class PrimaryTier:
         self.slab.free(*free)
 
     def evict_from(self, share: LimitedEntries, key: ChunkKey) -> Entry | None:
-        """Return an entry of `share` to evict for a new chunk `key`, or None if all entries are in use.
+        """Choose an entry of `share` (all tails or all states) to evict for the new `key`. None if all are in use.
 
         The caller removes the entry, or flushes (writes) it to lower tiers.
         """
@@ -340,7 +342,7 @@ class PrimaryTier:
         return keys
 
     def recount(self, refs: Mapping[Entry, int], filled: Collection[Entry]) -> None:
-        """Recount references, shares and free slots after an interrupted change.
+        """Recount entries, references and free slots after an interrupted change.
 
         `refs`: the number of references to each entry. `filled`: entries that a writer or load is still filling. If an
         exception interrupts the recount, call `recount` again.

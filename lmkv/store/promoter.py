@@ -383,7 +383,10 @@ class Promoter(StoreComponent):
 
     @locked
     def recount(self, refs: Counter[Entry]) -> set[Entry]:
-        """Add the references of promotions and loads to `refs`. Returns the entries that loads are filling."""
+        """After an interrupted change, count in `refs` the references that promotions and loads have to entries.
+
+        Returns the entries that loads are filling.
+        """
         self._unreleased = {promotion: work for promotion, work in self._unreleased.items() if work.begun}
         self._prefetches, self._prefetched, self._tenants = Counter(), Counter(), {}
         self._kept = {}

@@ -66,8 +66,8 @@ class TieredStore(StoreComponent):
         If False, host memory is only a buffer for lower tiers: a chunk leaves host memory as soon as nothing uses the
         chunk.
     spans, sizes : optional
-        `KVLayout.spans` and `KVLayout.sizes`. With both arguments, lower tiers get only the filled parts of the slots
-        of tails and states.
+        `KVLayout.spans` and `KVLayout.sizes`. With both arguments, lower tiers get only the filled parts of slots
+        with recurrent states or tails (the tokens after a prompt's last whole chunk).
     clock : Clock
         A function that returns monotonic seconds.
 
@@ -202,8 +202,8 @@ class TieredStore(StoreComponent):
 
         `parent`: the key of the chunk before `keys[0]`. `tokens`: the token ids of the chunks `keys` as little-endian
         uint32, for backends that record token ids. `origins`: each chunk's `KeyChain.origin`, so that
-        `Catalog.longest_prefix` finds the chunk. `protect`: the keys of the whole prompt, first to last. An earlier
-        chunk of this prompt is evicted only if a lower tier stores the chunk.
+        `Catalog.longest_prefix` finds the chunk. `protect`: the keys of the whole prompt, first to last. A chunk
+        of this prompt before `keys[0]` is evicted only if a lower tier stores the chunk.
         """
 
         def plan(after: Deferred) -> Reservation:
@@ -278,7 +278,7 @@ class TieredStore(StoreComponent):
         `prefetch`: whether to read after all other promotions, and only within the share of the slots for prefetches.
         `owner`: an id of the client who prefetches. If the share is full, the owner with the most prefetched chunks
         loses its oldest prefetch; if `owner` has almost as many chunks, the new prefetch stops instead.
-        `look_up_shared`: whether shared tiers are first asked for chunks that no index has.
+        `look_up_shared`: whether the store first asks shared tiers for chunks that it does not know.
         """
 
         def plan(after: Deferred) -> Promotion:
@@ -296,10 +296,10 @@ class TieredStore(StoreComponent):
             self._promoter.resume(after)
 
     def look_up_shared(self, keys: Sequence[ChunkKey], states: int = 0) -> SharedLookup | None:
-        """Start a search in shared tiers for the chunks that no index has. Never waits.
+        """Start a search in shared tiers for the chunks that this store does not know. Never waits.
 
-        `states`: how many state entries to search for after each chunk. Returns None if no tier is shared, or if the
-        indexes have all chunks and states.
+        `states`: the number of entries with recurrent states after each chunk; the search includes them. Returns None
+        if no shared tier can be read now, or if the store knows all chunks and states.
         """
         if not self._shared or self._closed:
             return None

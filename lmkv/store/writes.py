@@ -84,8 +84,8 @@ class Writes(StoreComponent):
     """Copies chunks from host memory to lower tiers.
 
     `on_slots_freed`: a function that is called, without the lock, when copies have ended and may have freed slots.
-    `most`: largest number of queued and running copies to one tier. A chunk that waits beyond this number may be
-    evicted before its copy begins, so that loads find slots.
+    `most`: largest number of queued and running copies to one tier. Further chunks wait without a reference, so they
+    may be evicted before they are copied.
     """
 
     _on_slots_freed: Callable[[Deferred], None]
@@ -279,7 +279,10 @@ class Writes(StoreComponent):
 
     @locked
     def recount(self, refs: Counter[Entry], after: Deferred) -> None:
-        """Add the references of all copies to `refs`, and queue again the copies that no thread has begun."""
+        """After an interrupted change, count in `refs` the entries that are being copied to lower tiers.
+
+        Also queues again the copies that no thread has begun.
+        """
         for flush in list(self._flushes):
             # Some may have been refused, or ended, only in part.
             flush.queued = deque(entry for entry in flush.queued if entry in flush.copies)
@@ -308,7 +311,9 @@ class SlotAllocator:
 
     def allocate(self, key: ChunkKey, after: Deferred, protect: set[ChunkKey] | None = None) -> int | None:
         """Return a free slot, or None if no slot can be freed now. May evict another chunk, but no chunk in `protect`.
-        Exception: a new tail may replace any unused tail, and a new state any unused state.
+
+        If the limit of tails (tokens after a prompt's last whole chunk) or recurrent states is reached, a new one
+        replaces an unused one, even one in `protect`.
         """
         share = None if type(key) is bytes else self._primary.shares.get(type(key))
         if share is not None and share.full:
@@ -324,10 +329,7 @@ class SlotAllocator:
         return slot
 
     def free_up(self, count: int, protect: frozenset[ChunkKey] | set[ChunkKey] = frozenset()) -> None:
-        """Evict chunks until `count` slots are free, in half the time of separate evictions.
-
-        With write-back, does nothing, because `allocate` then evicts one chunk at a time.
-        """
+        """If `count` free slots need several evictions, evict these chunks together. Does nothing with write-back."""
         missing = count - self._primary.slab.free_slots
         if missing > 1 and not self._write_back:
             self._primary.evict(protect, missing)

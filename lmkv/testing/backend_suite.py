@@ -151,7 +151,7 @@ class BackendSuite:
             assert read_back(keeping, chunk) == chunk.payload
 
     def test_any_memory_will_do(self, keeping: Backend) -> None:
-        """Payloads may be writable or read-only, at odd addresses. Bytes outside the buffer stay unchanged."""
+        """Payloads and read buffers may have odd addresses. A read changes no byte outside its buffer."""
         for nbytes in self.sizes:
             memory = memoryview(bytearray(os.urandom(nbytes + 20)))
             chunk = Chunk(new_key(), memory[7 : 7 + nbytes])
@@ -277,7 +277,7 @@ def listed(backend: ListsKeys) -> dict[ChunkKey, int]:
 
 
 def sizes_of(backend: Backend, chunks: Sequence[Chunk]) -> dict[ChunkKey, int]:
-    """Return, for each chunk, how many bytes of the tier's capacity the chunk should use."""
+    """Return how many bytes the backend should need for each chunk: the payload, and any header or padding."""
     if isinstance(backend, SizesChunks):
         return {chunk.key: backend.stored_bytes(len(chunk.payload)) for chunk in chunks}
     return {chunk.key: len(chunk.payload) for chunk in chunks}

@@ -261,7 +261,7 @@ class OwnFile:
 
     @property
     def is_there(self) -> bool:
-        """Whether the file still exists: False after any process has removed the file. Raises `OSError`."""
+        """Whether the file still exists on disk. Raises `OSError`."""
         return os.fstat(self._fd).st_nlink > 0
 
     def write(self, data: bytes) -> None:

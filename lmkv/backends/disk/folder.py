@@ -290,7 +290,7 @@ class Usage:
         return self._change(os.O_CREAT, nbytes, nbytes)
 
     def release_bytes(self, nbytes: int) -> None:
-        """Subtract `nbytes` bytes that were reserved but not written."""
+        """Subtract `nbytes` bytes from the count: bytes that were reserved but not written."""
         self.subtract(nbytes)
         self._pend(-nbytes)
 
@@ -299,7 +299,7 @@ class Usage:
         self._pend(-nbytes)
 
     def subtract(self, nbytes: int) -> None:
-        """Subtract `nbytes` bytes that were deleted."""
+        """Subtract `nbytes` deleted bytes from the count."""
         self._change(0, -nbytes)
 
     def listed_from(self) -> tuple[int, int]:

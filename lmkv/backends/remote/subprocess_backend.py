@@ -1,8 +1,8 @@
 """`SubprocessBackend`: the base class for stores with a client in C++ or Rust, which may hang, crash or hold the GIL.
 
-The client runs in child processes (module `child`). Parent and child share memory: a buffer, and the slab of host
-memory if it is registered. If a call takes too long or a read fails, the parent kills the child, so that no late bytes
-reach the memory. The next call starts another child.
+The client runs in child processes (module `child`). Parent and child share a buffer and, after `register_memory`, the
+slots of host memory. If a call takes too long or a read fails, the parent kills the child, so that no late bytes reach
+the shared memory. The next call starts another child.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _MAX_ROOM_BYTES = 1 << 30
 
 
 class SubprocessBackend(RemoteBackend):
-    """Base class of backends whose client runs in child processes. The URL may have the options `clients` and
-    `zero_copy`.
+    """Base class of backends with a client that runs in child processes.
+
+    The URL may have the options `clients` (number of processes) and `zero_copy` (0: do not register host memory).
 
     All calls for one value go to the same process, one after the other. So no other call of this backend comes between
     the lookup and the write of a value.
@@ -183,10 +184,11 @@ class ClientProcess:
 
     @contextmanager
     def value(self, name: str, header_bytes: int, into: memoryview) -> Iterator[tuple[int, Fill] | None]:
-        """Yield `(length, fill)` of a value for a `with` block, or None if there is no value.
+        """Read a value for a `with` block. Yields `(length, fill)`, or None if there is no value.
 
         `length`: the length of the value in bytes. `fill`: a function that reads the next bytes of the value. If `into`
-        is registered memory and `length` is as expected, `into` already has the payload; `fill` reads only the header.
+        is registered memory and `length` is `header_bytes + len(into)`, `into` already has the payload. `fill` then
+        reads only the header.
         """
         nbytes = header_bytes + len(into)
         place = self._place(into, header_bytes)
