@@ -64,7 +64,7 @@ def make(place: str, wanted_by: str, kind: type[Any], *args: Any, **options: Any
         raise
     except Exception as error:  # noqa: BLE001
         # Its message and its traceback may have the password of a URL.
-        raise ConfigError(f"{wanted_by}: {place} cannot be made: {mask_secrets(safe_repr(error))}") from None
+        raise ConfigError(f"{wanted_by}: calling {place} failed: {mask_secrets(safe_repr(error))}") from None
     if not isinstance(made, kind):
         raise ConfigError(f"{wanted_by}: {place} lacks methods of lmkv.protocols.{kind.__name__}: add them")
     return made

@@ -231,7 +231,7 @@ class Guard:
         elif self._admits(scope):
             await self._answer(scope, _bounded(receive, self._most), send)
         elif scope["path"].startswith(PROTECTED):
-            refusal = as_json("the header Authorization: Bearer TOKEN is missing or wrong", 401)
+            refusal = as_json("the token is missing or wrong: send agent_token as Authorization: Bearer TOKEN", 401)
             await refusal(scope, receive, _closing(send))
         else:
             await self._answer(scope, _bounded(receive, self._most), _closing(send))
@@ -281,7 +281,7 @@ def _bounded(receive: Receive, most: int) -> Receive:
         message = await receive()
         read += len(message.get("body", b""))
         if read > most:
-            raise HTTPException(413, f"the body has more than {most} bytes, the most that a prompt needs")
+            raise HTTPException(413, f"the request's body is too large: the longest prompt needs at most {most} bytes")
         return message
 
     return receive_at_most
@@ -404,7 +404,7 @@ def application(
     async def authorized(given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> None:
         # The guard has checked already. This declares the token in the OpenAPI document.
         if token is not None and not hmac.compare_digest((given.credentials if given else "").encode(), token.encode()):
-            raise HTTPException(401, "the header Authorization: Bearer TOKEN is missing or wrong")
+            raise HTTPException(401, "the token is missing or wrong: send agent_token as Authorization: Bearer TOKEN")
 
     async def stats_of_all() -> dict[str, Any]:
         return merged_stats(await peers.ask(_at_once(service.stats), "GET", "/v1/stats"))
@@ -495,7 +495,7 @@ def application(
     async def clear(body: ClearBody) -> dict[str, Any]:
         """Delete a prompt's chunks or all chunks from every tier, or all chunks of another namespace in the folder."""
         if (body.everything or body.namespace) and len(body.model_fields_set - {"engine"}) > 1:
-            raise UsageError("chunks do not record salts and tags: give a prompt, or leave out salt and tags")
+            raise UsageError("salt and tags are only for a prompt, as chunks do not record salts: leave both out")
         return await each(lambda: cleared(body), "/v1/clear", body)
 
     def cleared(body: ClearBody) -> dict[str, Any]:

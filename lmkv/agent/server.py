@@ -199,14 +199,14 @@ def _private_folder() -> Path:
             refused = refused or error
         else:
             return folder
-    raise refused or FileNotFoundError("this user has no private folder for sockets")
+    raise refused or FileNotFoundError("this user has no private folder for sockets: set XDG_RUNTIME_DIR to one")
 
 
 def _check_private(folder: Path) -> None:
     """Raise PermissionError if other users may enter the folder, or could replace the folder or one of its parents."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise PermissionError(errno.EACCES, "remove this path: lmkv needs a 0700 folder of this user", str(folder))
+        raise PermissionError(errno.EACCES, "lmkv needs a 0700 folder of this user here: remove this path", str(folder))
     # In a user namespace root of outside has another number.
     trusted = {0, os.geteuid(), os.stat("/").st_uid}
     for above in folder.parents:

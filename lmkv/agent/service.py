@@ -327,7 +327,7 @@ class CacheService:
     def clear_namespace(self, beginning: str) -> dict[str, Any]:
         """Delete the chunks of one namespace. `beginning`: the first digits of its digest, see `lmkv inspect`."""
         if self._clear_namespace is None:
-            raise UsageError("this engine cannot clear other namespaces")
+            raise UsageError("this engine cannot clear other namespaces: leave out namespace")
         return {"deleted_chunks": self._clear_namespace(beginning)}
 
     def stats(self) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def _decode(data: memoryview, nbytes: int) -> Header:
     writer = _WRITER.unpack_from(data, end)[:3]
     if writer in REFUSED_WRITERS:
         version = ".".join(map(str, writer))
-        raise FormatError(f"lmkv {version} wrote the chunk, and such chunks may have another prompt's KV")
+        raise FormatError(f"lmkv {version} wrote the chunk, maybe with another prompt's KV, so the chunk is not used")
     return Header(
         namespace=namespace,
         key=key,
@@ -281,7 +281,7 @@ class ChunkFormat:
         """
         header = parse_header(data, self.authenticator)
         if (header.namespace, header.key) != (self.namespace, key):
-            raise FormatError(f"the stored bytes are chunk {header.key.hex()} of namespace {header.namespace.hex()}")
+            raise FormatError(f"another chunk is stored here: {header.key.hex()} of namespace {header.namespace.hex()}")
         return header
 
     def verify(self, header: Header, payload: memoryview, first: int = 0) -> None:

@@ -323,7 +323,8 @@ def hit_in(name: str, answer: Answer, tokens: int) -> None:
     mixed = below and answer.sources.get("cpu")
     if answer.hit_tokens <= tokens // 2 or (name == DISK) != bool(below) or mixed:
         raise RuntimeError(
-            f"{name}: a repeated prompt hit {answer.hit_tokens:,} tokens, not as expected: {dict(answer.sources)}"
+            f"{name}: a repeated prompt hit {answer.hit_tokens:,} tokens, but must hit more than half of {tokens:,}, "
+            f"all in this tier: {dict(answer.sources)}"
         )
 
 

@@ -73,7 +73,7 @@ def warnings(options: Options, given: Iterable[str]) -> Iterator[str]:
     if options.keeps_nothing:
         yield _KEEPS_NOTHING
     if 0 < sum(each.percent for each in options.quotas) <= 1:
-        told = "add up to 1 percent or less, because each is in percent: multiply shares by 100"
+        told = "add up to 1 percent or less: if these are shares of 1, multiply each by 100"
         yield f"{options.source('quotas')}: quotas {told}"
     for url in (url for url in options.remotes if url.warning):
         yield f"{options.source('remote_url')}: remote_url = {url} {url.warning}"
@@ -81,7 +81,7 @@ def warnings(options: Options, given: Iterable[str]) -> Iterator[str]:
         told = "works like through, because local_cpu is off and no chunk stays in host memory"
         yield options.about("disk_write", told)
     if options.audit_rate == 1:
-        told = "audits every hit, so that vLLM computes half of the hits: write 0.01 for one hit in 100"
+        told = "audits every hit, and vLLM computes half of these hits again: write 0.01 to audit one in 100"
         yield options.about("audit_rate", told)
     for name, most in _LONG.items():
         if getattr(options, name) > most:
@@ -105,7 +105,7 @@ def server_warnings(options: Options, role: str, longest: int | None) -> Iterato
         if role in idle:
             yield f"kv_role {role} {idle[role]}: write kv_both, or add shared_memory, local_disk or remote_url"
     if role == "kv_producer" and options.disk_write == "back" and options.local_disk and not options.remotes:
-        yield options.about("disk_write", "hides new chunks from other servers until eviction: write through")
+        yield options.about("disk_write", "hides chunks from other servers until eviction: set disk_write to through")
     if longest is None:
         return
     least = options.disk_admission.partition("min_tokens:")[2]
@@ -139,5 +139,5 @@ def command_warnings(options: Options, command: Command) -> Iterator[str]:
         yield f"agent_listen {options.agent_listen}: vLLM's server uses port {port}: name another port"
     stages = command.number("--pipeline-parallel-size", "-pp", default=1)
     if options.use_layerwise and (stages != 1 or command.options.keys() & {"--enable-dbo", "--ubatch-size"}):
-        told = "has no effect with --pipeline-parallel-size, --enable-dbo and --ubatch-size: leave out use_layerwise"
+        told = "has no effect with --pipeline-parallel-size, --enable-dbo or --ubatch-size: leave out use_layerwise"
         yield options.about("use_layerwise", told)

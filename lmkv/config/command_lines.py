@@ -57,7 +57,7 @@ def translated(words: Sequence[str], ranks: int | None = 1) -> Command:
         if name == "VLLM_PLUGINS" and "lmkv" not in chosen.split(","):
             command.warn(f"VLLM_PLUGINS={chosen} leaves lmkv out: add lmkv")
     if any(map(_IMAGE.fullmatch, words[:at])) or words[0] in _CONTAINERS:
-        command.inform("the image must contain lmkv: see Containerfile")
+        command.inform("the image must contain lmkv: see docs/deploy.md")
     return command
 
 

@@ -329,7 +329,7 @@ def _drop_memory_of_nothing(given: _Given, result: Translation) -> None:
     """Ignore a host memory size of 0 GiB if `local_cpu` is off, because lmkv needs some host memory as a buffer."""
     size, kept = given.get("max_local_cpu_size"), given.get("local_cpu")
     if size is not None and kept is not None and _word(size[0]) in ("0", "0.0") and _word(kept[0]) == "false":
-        why = "local_cpu is off, and chunks pass through lmkv's default of 5 GiB"
+        why = "local_cpu is off; lmkv still needs a buffer, and takes its default of 5 GiB"
         result.add("max_local_cpu_size", given.pop("max_local_cpu_size")[1], "without effect", why=why)
 
 
@@ -354,7 +354,7 @@ def _multiply_sizes(given: _Given, result: Translation, ranks: int | None) -> No
 
 def _say_segments(given: _Given, result: Translation, ranks: int | None) -> None:
     if (key := f"{_INNER}global_segment_size") in given and ranks != 1:
-        told = "each rank gives this much memory to Mooncake in LMCache; in lmkv the whole engine gives it once"
+        told = "in LMCache each rank gives Mooncake this much memory, in lmkv all ranks together: multiply by the ranks"
         result.inform(f"{key}: {told}")
 
 

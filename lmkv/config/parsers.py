@@ -218,7 +218,7 @@ def quotas(value: object) -> tuple[Quota, ...]:
     if isinstance(value, str):
         value = dict(part.rpartition("=")[::2] for part in re.split(r"[\s,]+", value.strip()) if part)
     if not isinstance(value, dict) or not all(isinstance(name, str) and name for name in value):
-        raise ValueError("must be name=percent, with blanks between several of them")
+        raise ValueError("must be NAME=PERCENT, or several of these with blanks between them")
     percent = number(0, 100)
     plain = {name: share.removesuffix("%") if isinstance(share, str) else share for name, share in value.items()}
     found = tuple(

@@ -268,7 +268,7 @@ class SettingsResult:
             values[key], sources[key] = parsed, source
             own.append(Reading(key, source, "used", f"{key} = {in_words(readable(parsed.value))}"))
         if theirs := lmcache.files_of(settings, OPTIONS):
-            told = f"name it in {lmcache.ENV_FILE}, or convert it with lmkv config migrate"
+            told = f"name the file in {lmcache.ENV_FILE}, or convert the file with lmkv config migrate"
             problems.insert(0, f"{theirs[0]} has settings of LMCache: {told}")
         if unknown > lmcache.MAX_NAMES:
             problems.append(f"{unknown - lmcache.MAX_NAMES} more keys are unknown")

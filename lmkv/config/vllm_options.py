@@ -33,12 +33,12 @@ def of_vllm(words: Sequence[str], env: Env, own: Env, ranks: int | None) -> Comm
     options, command.kept = _options(_with_file(command, words))
     given = command.options = dict(options)
     if given.get("--nnodes", "1") != "1":
-        told = "--nnodes: lmkv caches nothing if the ranks of an engine are on several machines: keep them on one"
+        told = "--nnodes: lmkv caches nothing if the ranks of an engine are on several machines: use one per engine"
         command.warn(told)
     counts = {kind: given[name] for name, kind in _RANKS.items() if name in given}
     if unclear := [count for count in counts.values() if not count.isdecimal()]:
-        told = f"a number of ranks is {short_repr(unclear[0])}: write the number instead"
-        command.warn(f"lmkv does not multiply each rank's sizes, because {told}")
+        told = f"a number of ranks is {short_repr(unclear[0])}: write digits instead"
+        command.warn(f"lmkv cannot multiply sizes per rank, because {told}")
     elif counts:
         command.ranks = math.prod(map(int, counts.values()))
     for name, value in options:
@@ -57,7 +57,7 @@ def of_vllm(words: Sequence[str], env: Env, own: Env, ranks: int | None) -> Comm
     bare = size is None and not any(name.startswith(TRANSFER) for name, _ in options)
     if bare and any(name in ("--is-prefill-worker", "--is-decode-worker", "--disaggregation-mode") for name in given):
         command.warn(
-            "Dynamo loads KV from the prefill worker with NixlConnector: put it and LMKVConnector in a MultiConnector"
+            "Dynamo workers share KV through NixlConnector: write a MultiConnector of NixlConnector and LMKVConnector"
         )
     elif bare:
         note = command.warn if command.variables else command.inform
@@ -69,7 +69,7 @@ def of_vllm(words: Sequence[str], env: Env, own: Env, ranks: int | None) -> Comm
         # Last, because it replaces the connector's own size in vLLM, too.
         command.use(SIZE, "max_local_cpu_size", size)
     if size is not None and given.get("--kv-offloading-backend") == "lmcache" and not env:
-        told = "this backend may mean LMCache's server: its command has the sizes and tiers, so translate that, too"
+        told = "LMCache's server may have the sizes and tiers: give the server's command to lmkv config migrate, too"
         command.warn(f"--kv-offloading-backend: {told}")
     return command
 
@@ -231,7 +231,7 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
     if policy not in ("recompute", "fail"):
         command.refuse(f"kv_load_failure_policy {short_repr(policy)}", "write recompute: vLLM knows recompute and fail")
     elif policy == "fail":
-        command.inform("kv_load_failure_policy: lmkv writes recompute: vLLM then computes KV that cannot be loaded")
+        command.inform("kv_load_failure_policy: lmkv writes recompute, so that vLLM computes KV that cannot be loaded")
     module = transfer.get("kv_connector_module_path")
     if module is not None and connector == "LMKVConnector" and not str(module).startswith("lmkv."):
         told = f"vLLM would look for LMKVConnector in {short_repr(module)}: delete this key"
@@ -289,7 +289,7 @@ def _use_several(command: Command, transfer: Mapping[str, Any], connectors: list
     given = [each for each in connectors if isinstance(each, Mapping)]
     ours = [each for each in given if each.get("kv_connector") in _CONNECTORS]
     if not ours:
-        command.refuse(f"{TRANSFER} MultiConnector", f"{_OTHER}; a MultiConnector may have it beside others")
+        command.refuse(f"{TRANSFER} MultiConnector", _NONE)
         return
     command.merged = len(ours) > 1
     if all(each["kv_connector"] in _VLLMS for each in ours):
@@ -311,7 +311,7 @@ def _agree_with_nixl(command: Command, given: Sequence[Mapping[Any, Any]], ours:
         else:
             command.inform("block_major: false is needed, because NixlConnector refuses the other layout")
         if not env and any(name.startswith("LMCache") for name in ours):
-            told = "beside a setting of lmkv, LMCACHE_ variables are not read: write them before the command as well"
+            told = "lmkv ignores LMCACHE_ variables beside block_major: write them before this command, to migrate them"
             command.warn(told)
 
 
@@ -328,6 +328,10 @@ _CONNECTORS: Final = (
 _OTHER: Final = (
     "lmkv cannot translate this connector: write LMKVConnector in its place, with max_local_cpu_size (GiB), or with "
     "local_disk and max_local_disk_size (GiB)"
+)
+_NONE: Final = (
+    "lmkv cannot translate any of its connectors: add LMKVConnector, with max_local_cpu_size (GiB), or with local_disk "
+    "and max_local_disk_size (GiB)"
 )
 
 

@@ -200,7 +200,7 @@ class Engine:
         settings that cannot work on this machine.
         """
         if model == "":
-            raise UsageError("the argument model is empty: engines with equal names share KV")
+            raise UsageError("the argument model is empty: name the model, as engines with equal names share KV")
         config = Config.load() if config is None else config
         store, namespace, layout, memory = open_store(
             kv_caches, config, block_size=block_size, block_axis=block_axis, model=model, revision=revision

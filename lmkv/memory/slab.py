@@ -109,13 +109,13 @@ def one_at_a_time() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             if not _in_this_process.acquire(timeout=_PATIENCE):
-                raise TimeoutError("another thread holds the lock")
+                raise TimeoutError("another thread of this process holds the lock")
             stack.callback(_in_this_process.release)
             fd = os.open(_lock_file(), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
             stack.callback(os.close, fd)
             _lock(fd, deadline)
         except OSError as error:
-            logger.warning("lmkv: without a lock, engines that start together may take too much memory: %s", error)
+            logger.warning("lmkv: the lock failed, so engines that start together may take too much memory: %s", error)
         yield
 
 
@@ -270,7 +270,9 @@ def attach(ref: SlabRef) -> SlabMap:
     fd = os.open(ref.path, os.O_RDWR)
     try:
         if name_of(f"/proc/self/fd/{fd}") != ref.name:
-            raise FileNotFoundError(f"{ref.path} is not host memory {ref.name}: the engine runs elsewhere or has ended")
+            raise FileNotFoundError(
+                f"{ref.path} is not host memory {ref.name}: the engine has ended, or is in another container"
+            )
         return SlabMap(fd, ref.nbytes, ref.slot_bytes)
     finally:
         os.close(fd)

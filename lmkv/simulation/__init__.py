@@ -169,7 +169,7 @@ class EndHints:
 
     def __init__(self, trace: Trace, policy: Policy, share: float) -> None:
         if not isinstance(policy, TakesHints):
-            raise UsageError(f"policy {policy!r} takes no hints")
+            raise UsageError(f"policy {policy!r} ignores the ends of sessions: leave out --told-ends")
         self._hints = Hints(threading.Lock(), {"": policy}, lambda: 0.0)
         self._requests = trace.requests
         self._sessions = sessions = sessions_of(trace)

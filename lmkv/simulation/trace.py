@@ -82,7 +82,7 @@ class MemoryLimit:
         if self.blocks * _BLOCK_BYTES + self.chunks * _CHUNK_BYTES > self.nbytes:
             raise ValueError(
                 f"{self.blocks:,} blocks of {_BLOCK_BYTES} bytes and {self.chunks:,} different chunks of "
-                f"{_CHUNK_BYTES:,} bytes need more memory than --memory, {self.nbytes / 2**30:.3g} GiB"
+                f"{_CHUNK_BYTES:,} bytes need more memory than --memory, {self.nbytes / 2**30:.3g} GiB: raise --memory"
             )
 
 

@@ -212,9 +212,9 @@ def warn(vllm_config: VllmConfig, config: Config, model: ServedModel) -> None:
     for doubt in server_warnings(config, str(transfer.kv_role), vllm_config.model_config.max_model_len):
         logger.warning("lmkv: %s", doubt)
     if config.audit_rate and compat.draft_lookahead(vllm_config):
-        logger.warning("lmkv: audit_rate has no effect on hits: draft layers compute different KV for equal tokens")
+        logger.warning("lmkv: audit_rate audits loads only: draft layers compute different KV for equal tokens")
     elif config.audit_rate and not all(model.numbers):
-        logger.warning("lmkv: audit_rate has no effect on hits: audits cannot compare a KV cache that has scales")
+        logger.warning("lmkv: audit_rate audits loads only: audits cannot compare a KV cache that has scales")
     if model.block_map.states:
         size = model.block_map.chunk_size
         logger.info(

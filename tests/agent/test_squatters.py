@@ -139,7 +139,7 @@ def test_a_folder_that_another_user_made_is_not_used(
     folder = memory_path / f"lmkv-{os.geteuid()}"
     monkeypatch.setattr("lmkv.agent.server._bases", lambda: [str(memory_path)])
     with Another(squat, str(folder), mode), one_of(service_of(store), free_ports()) as server:
-        assert "lmkv needs a 0700 folder of this user" in caplog.text
+        assert "lmkv needs a 0700 folder of this user here" in caplog.text
         with Client(server.url, TOKEN) as client:
             assert client.stats()["tiers"], "it goes on alone"
     assert list(folder.iterdir()) == []

@@ -247,7 +247,7 @@ COMMANDS: dict[str, tuple[str, Right]] = {
             """vllm serve m --kv-transfer-config '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", """
             """"kv_load_failure_policy": "fail"}'"""
         ),
-        Right(0, {}, ("kv_load_failure_policy: lmkv writes recompute: vLLM then computes",)),
+        Right(0, {}, ("kv_load_failure_policy: lmkv writes recompute, so that vLLM computes",)),
     ),
     "nothing in a shell's string": ("sh -c ''", Right(2, {}, ("give `lmcache server ...` or `vllm serve ...`",))),
     "a cluster of Valkey, and a bucket": (

@@ -71,7 +71,7 @@ FILES = {
     "audit_rate: 5%\n": "must be a number, as a share: 0.05",
     "pin_share: 50\n": "must be at most 1, as a share: 0.5",
     "chunk_size: 1k\n": "in tokens, without a unit: 1024",
-    "quotas: {alice: 0.4, bob: 0.6}\n": "multiply shares by 100",
+    "quotas: {alice: 0.4, bob: 0.6}\n": "multiply each by 100",
     "local_disk: [/a, /b]\nmax_local_disk_size: 1\n": "must be a single path",
     "local_disk: /a,/b\nmax_local_disk_size: 1\n": "must be a single path",
     "local_disk: 500\n": "not a switch or a number",
@@ -89,7 +89,7 @@ FILES = {
     "remote_timeout: 500ms\n": "in seconds, without a unit: 0.5",
     "remote_url: redis://a\nremote_timeout: 500\n": "is in seconds: divide milliseconds by 1000",
     "prefetch_deadline: 30000\n": "is in seconds: divide milliseconds by 1000",
-    "audit_rate: 1\n": "audits every hit, so that vLLM computes half of the hits: write 0.01",
+    "audit_rate: 1\n": "audits every hit, and vLLM computes half of these hits again: write 0.01",
     "pin_ttl: 300000\n": "is in seconds: divide milliseconds by 1000",
     "authentication_key: /run/secrets/lmkv/key\n": "is a path: name the file of the key in authentication_key_file",
     "agent_listen: 127.0.0.1:1\nagent_token: /run/secrets/token\n": "is a path: name the file of the token",
@@ -330,7 +330,7 @@ def test_servers_that_would_never_hit() -> None:
         (
             both | {"kv_role": "kv_producer", "kv_connector_extra_config": {**disk, "disk_write": "back"}},
             "",
-            "hides new chunks from other servers until eviction: write through",
+            "hides chunks from other servers until eviction: set disk_write to through",
         ),
         (both | {"kv_connector_extra_config": {"agent_listen": "127.0.0.1:8000", "agent_token": "t"}}, "", taken),
         (
@@ -491,4 +491,4 @@ def test_a_unit_of_systemd_is_read_as_systemd_reads_it(tmp_path: Path) -> None:
 def test_a_file_of_lmcache_in_the_variable_of_lmkv(tmp_path: Path) -> None:
     (tmp_path / "kv.yaml").write_text("chunk_size: 64\nremote_serde: naive\n")
     done = run("doctor", LMKV_CONFIG_FILE=str(tmp_path / "kv.yaml"))
-    assert (done.exit_code, "has settings of LMCache: name it in LMCACHE_CONFIG_FILE" in done.output) == (2, True)
+    assert (done.exit_code, "has settings of LMCache: name the file in LMCACHE_CONFIG_FILE" in done.output) == (2, True)

@@ -127,7 +127,7 @@ class ChunkFolder:
         for name in folders:
             with _absent_if_removed(), self.entered(name) as folder:
                 if to_evict and not os.access(".", os.W_OK | os.X_OK, dir_fd=folder.fd):
-                    raise PermissionError("this user may not delete files in this folder")
+                    raise PermissionError(f"this user may not delete files in {folder.path}: chown that folder")
                 yield from self._scan_folder(folder, name)
 
     def _scan_folder(self, folder: Folder, prefix: str) -> Iterator[Listed]:

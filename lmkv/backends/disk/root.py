@@ -157,7 +157,7 @@ class Root:
                 if self._found is None or not os.path.samestat(folder.status, self._found):
                     self._check_way(folder.status)
                 if folder.status.st_uid not in self.trusted:
-                    raise NotTrustedError(f"{self.path} now belongs to user {folder.status.st_uid}: chown the folder")
+                    raise NotTrustedError(f"{self.path} now belongs to user {folder.status.st_uid}: chown it back")
                 for name in names:
                     inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
                     os.close(fd)

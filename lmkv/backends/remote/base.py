@@ -426,7 +426,7 @@ class HostPortBackend(RemoteBackend):
             try:
                 options[key] = self.known[key](value)
             except ValueError:
-                told = f"{key} = {short_repr(value)} must be a whole number, in bytes if {key} is a size"
+                told = f"{key} = {short_repr(value)} must be a whole number{' of bytes' * key.endswith('size')}"
                 raise ConfigError(f"{self._safe_url}: {told}") from None
         if not (parts.hostname and parts.port):
             raise ConfigError(f"{self._safe_url} must have a host and a port: {parts.scheme}://host:port/")

@@ -242,7 +242,7 @@ def drop_inbound() -> None:
     deadline = time.monotonic() + _LIMIT
     while _drop_once():
         if time.monotonic() > deadline:
-            raise ConnectionError("lmkv stopped its Mooncake client: another program is connected to the client")
+            raise ConnectionError("lmkv stopped its Mooncake client, from which a connected program could read KV")
         time.sleep(0.001)
     # Filter connections that were accepted since.
     _drop_once()

@@ -65,13 +65,14 @@ def check_model(vllm_config: Any) -> None:
         raise ValueError("the KV of a generated token depends on where the prompt ended (rswa_window)")
     if returns_routed_experts(vllm_config):
         raise ValueError(
-            "--enable-return-routed-experts returns the experts of computed tokens, and loaded tokens have no experts"
+            "--enable-return-routed-experts must return experts, which loaded tokens do not have: leave out this option"
         )
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
     named = getattr(backend, "name", None)
     if envs.VLLM_BATCH_INVARIANT and (named in _NOT_BATCH_INVARIANT or (named is None and model.use_mla)):
         raise ValueError(
-            f"vLLM caches no prefix with VLLM_BATCH_INVARIANT and the attention backend {named or 'of MLA models'}"
+            f"vLLM caches no prefix with VLLM_BATCH_INVARIANT and the attention backend {named or 'of MLA models'}: "
+            "unset the variable, or choose another backend"
         )
     if getattr(envs, "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", ""):
         raise ValueError("VLLM_MOE_ROUTING_SIMULATION_STRATEGY routes tokens to experts at random: unset it")
@@ -170,7 +171,7 @@ def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool)
     if not any(recurrent):
         return
     if replayed:
-        raise ValueError("vLLM computes the last tokens of a hit again, and a recurrent layer's state cannot go back")
+        raise ValueError("for this model vLLM recomputes a hit's end, but a recurrent layer's state cannot go back")
     if all(recurrent):
         raise ValueError("lmkv does not support a model that has only recurrent layers")
     mode = getattr(vllm_config.cache_config, "mamba_cache_mode", "none")
@@ -186,7 +187,7 @@ def check_states(vllm_config: Any, recurrent: Sequence[bool], *, replayed: bool)
     if spread := [name for name in sizes if getattr(parallel, name, 1) > 1]:
         raise ValueError(f"recurrent layers with {' and '.join(spread)} > 1 are not supported yet")
     if getattr(vllm_config.cache_config, "use_replayssm", False):
-        raise ValueError("with --use-replayssm a block does not contain the whole state")
+        raise ValueError("with --use-replayssm a block does not contain the whole state: leave out --use-replayssm")
     drafted = getattr(vllm_config, "speculative_config", None) is not None
     if drafted and not (STATES_WITH_DRAFTS_ON_V1 or has_runner_v2(vllm_config)):
         raise ValueError(
