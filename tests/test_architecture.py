@@ -71,8 +71,8 @@ BUDGET = {
     "plugins": 34,
     "policies": 989,
     "simulation": 420,
-    "config": 2339,
-    "memory": 1315,
+    "config": 2343,
+    "memory": 1317,
     "store": 3619,
     "backends": 389,
     "backends.disk": 1065,
@@ -82,7 +82,7 @@ BUDGET = {
     "": 62,
     "agent": 1310,
     "vllm": 2243,
-    "vllm.plan": 854,
+    "vllm.plan": 855,
     "vllm.scheduler": 2549,
 }
 """Lines of code, without blanks, comments and docstrings, of a room that runs beside the model, at most."""
@@ -133,7 +133,7 @@ BEYOND = {
 }
 """Why a room has more lines than its aim."""
 
-WHOLE = 20550
+WHOLE = 20557
 
 FORBIDDEN: dict[str, frozenset[str]] = {
     "policies": frozenset({"torch", "numpy", "threading", "asyncio", "concurrent", "time", "random", "os"}),

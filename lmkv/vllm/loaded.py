@@ -448,7 +448,7 @@ class LoadedModel:
             logger.warning("lmkv: nothing is cached until the workers can identify their weights: %r", error)
             found = []
         if core is None or not found or not all(found):
-            logger.warning("lmkv: nothing is cached, because a worker could not identify its weights: see its warning")
+            logger.warning("lmkv: nothing is cached, because not all workers have identified their weights")
             return None
         if again and experts_are_scattered(core.vllm_config):
             found.append(secrets.token_hex(16))
