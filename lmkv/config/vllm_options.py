@@ -223,6 +223,34 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
         command.replaces = str(connector)
         if command.variables:
             command.warn(f"{connector} reads no LMKV_ variables: write LMKVConnector instead")
+    _check_keys(command, transfer)
+    if connector == "LMKVConnector" and (command.variables or not all(map(lmcache.owns, items))):
+        _keep_own(command, items, env)
+        return
+    own = {key: value for key, value in items.items() if key in lmcache.commands()["offloading"] or key in _OFFLOADING}
+    # In this order the bytes of a rank replace those of all, as in vLLM.
+    for key, value in sorted(own.items(), key=itemgetter(0)):
+        if key in _OFFLOADING:
+            _OFFLOADING[key](command, value)
+        else:
+            command.unused("offloading", str(key), value)
+    theirs = {key: value for key, value in items.items() if lmcache.owns(key)}
+    if connector in _VLLMS:
+        command.leave_variables(env, str(connector))
+        env = {}
+    command.take(lmcache.translate(env, theirs, read_yaml, command.ranks))
+    for key in sorted(map(str, items.keys() - own.keys() - theirs.keys())):
+        if key in lmcache.table() and connector not in _VLLMS:
+            command.unknown(key, f"write lmcache.{key}, the name that LMCache reads")
+        elif key.endswith("config_file"):
+            command.refuse(key, f"set the variable {lmcache.ENV_FILE} to this file, or write the file's settings here")
+        else:
+            command.unused("offloading", key)
+
+
+def _check_keys(command: Command, transfer: Mapping[str, Any]) -> None:
+    """Refuse the keys and values of a `kv_transfer_config` with which vLLM would not start lmkv."""
+    connector = transfer.get("kv_connector")
     if connector == "LMKVConnector" and "kv_role" not in transfer:
         command.refuse("kv_connector without kv_role", 'vLLM needs a role: add "kv_role": "kv_both"')
     if command.role not in _ROLES:
@@ -247,28 +275,6 @@ def _use_transfer(command: Command, transfer: Mapping[str, Any], env: Env) -> No
             command.refuse(str(key), f"did you mean {close}?" if close else told)
     if connector == "LMCacheMPConnector":
         command.refuse(f"{TRANSFER} {connector}", lmcache.table()["mp.host"].why)
-    if connector == "LMKVConnector" and (command.variables or not all(map(lmcache.owns, items))):
-        _keep_own(command, items, env)
-        return
-    own = {key: value for key, value in items.items() if key in lmcache.commands()["offloading"] or key in _OFFLOADING}
-    # In this order the bytes of a rank replace those of all, as in vLLM.
-    for key, value in sorted(own.items(), key=itemgetter(0)):
-        if key in _OFFLOADING:
-            _OFFLOADING[key](command, value)
-        else:
-            command.unused("offloading", str(key), value)
-    theirs = {key: value for key, value in items.items() if lmcache.owns(key)}
-    if connector in _VLLMS:
-        command.leave_variables(env, str(connector))
-        env = {}
-    command.take(lmcache.translate(env, theirs, read_yaml, command.ranks))
-    for key in sorted(map(str, items.keys() - own.keys() - theirs.keys())):
-        if key in lmcache.table() and connector not in _VLLMS:
-            command.unknown(key, f"write lmcache.{key}, the name that LMCache reads")
-        elif key.endswith("config_file"):
-            command.refuse(key, f"set the variable {lmcache.ENV_FILE} to this file, or write the file's settings here")
-        else:
-            command.unused("offloading", key)
 
 
 def _keep_own(command: Command, items: Mapping[Any, object], env: Env) -> None:
