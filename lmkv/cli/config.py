@@ -285,8 +285,8 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
         return SettingsResult.to_command(words, ranks if "kv_connector" in content else ranks or 1)
     keys, ours, theirs = set(content), own_keys(), {*lmcache.table(), "extra_config"}
     if migrate and (own := keys & (ours - lmcache.table().keys())):
-        told = f"already has lmkv's settings, so lmkv does not migrate the file: remove {', '.join(sorted(own))}"
-        raise ConfigError(f"file {file} {told}, or use the file as it is")
+        why = f"already has lmkv's settings, so lmkv does not migrate the file: remove {', '.join(sorted(own))}"
+        raise ConfigError(f"file {file} {why}, or use the file as it is")
     likely = ranks is not None or "lmc" in file.name.lower() or bool(migrate and keys & theirs)
     # The content is passed on, because a pipe can be read only once.
     env, read = {lmcache.ENV_FILE: str(file)}, lambda _: content
