@@ -195,9 +195,9 @@ class Engine:
 
         Each tensor has blocks of `block_size` tokens along its axis `block_axis` (0, or 1 for the shape `[2, block,
         ...]`). Any dtype is possible. Models that compute different KV need different values of `model` or `revision`.
-        Engines share KV only if the shapes, strides and dtypes of their blocks are equal. The names of tensors in a
-        mapping must be equal, too. Raises UsageError if a block of a tensor is not dense in memory, and ConfigError for
-        settings that cannot work on this machine.
+        Engines share KV only if the shapes, strides and dtypes of their blocks are equal. If `kv_caches`
+        is a mapping, the names of the tensors must be equal, too. Raises UsageError if a block of a tensor is not dense
+        in memory, and ConfigError for settings that cannot work on this machine.
         """
         if model == "":
             raise UsageError("the argument model is empty: name the model, as engines with equal names share KV")

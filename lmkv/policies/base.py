@@ -333,7 +333,7 @@ class PolicyBase(ABC):
         """Set the eviction priority of a prompt's keys, given first to last. Unknown keys are ignored.
 
         `priority`: above 0, the keys are evicted after others; 0 is the usual order. Below 0, the keys that
-        only this prompt has, which are its last ones, are evicted before all others until their next use.
+        no other prompt has move to the front of the eviction order. A key that is used again leaves the front.
         """
         if priority < 0:
             self._give_up(keys)

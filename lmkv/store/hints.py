@@ -118,9 +118,9 @@ class Hints:
         """Set the priority of a prompt's chunks; see `TakesHints.hint`.
 
         A priority above 0 lasts for `seconds` seconds, or until its `session` ends. The new priority replaces the
-        session's earlier priorities for this prompt, except those that are higher or last longer. With `priority` 0,
-        only these earlier priorities are removed. With a `priority` below 0, the chunks that no session or priority
-        needs are evicted first.
+        session's earlier priorities for this prompt, except those that are higher or last longer. A
+        `priority` of 0 removes all earlier priorities of the session for this prompt, and sets none. With a `priority`
+        below 0, the chunks that no session or priority needs are evicted first.
         """
         with self._lock, self._changes:
             if priority < 0:

@@ -29,8 +29,8 @@ _refs = attrgetter("refs")
 
 @runtime_checkable
 class HostMemory(Protocol):
-    """A backend of slots in host memory, which a store can take over. The first tier of a store must have such a
-    backend.
+    """A backend that keeps chunks in slots of host memory, and lets a store manage these slots. The first tier of a
+    store must have such a backend.
     """
 
     def take_slab(self) -> Slab: ...

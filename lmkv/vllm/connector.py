@@ -170,7 +170,7 @@ class LMKVConnector(KVConnectorBase_V1, SupportsHMA):
                 # its tasks.
                 one_table = len(kv_cache_config.kv_cache_groups) == 1
                 self._worker = Worker(0, None, block_level_failures=one_table)
-                self._worker.refuse(f"a worker cannot cache the model: {error}")
+                self._worker.refuse(f"a worker cannot cache the model's KV: {error}")
             return
         if role is KVConnectorRole.SCHEDULER:
             assemble.warn(vllm_config, config, self._model)

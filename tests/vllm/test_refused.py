@@ -260,7 +260,7 @@ def test_what_only_the_worker_refuses_is_answered_and_ends_the_orders(
         assert meta is not None
         scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
     assert (
-        "nothing is cached from now on: a worker cannot cache the model: the KV of SinkFullAttentionSpec layers"
+        "nothing is cached from now on: a worker cannot cache the model's KV: the KV of SinkFullAttentionSpec layers"
         in caplog.text
     )
     assert not planner.busy

@@ -149,8 +149,8 @@ class Scheduler:
     def on_new_request(self, vllm_request: VLLMRequest) -> None:
         """Hash the prompt of a new request, and begin to promote its chunks before vLLM schedules the request.
 
-        If the weights may have changed, lmkv must ask the workers first. The request is then hashed at its first
-        lookup, because a sleeping engine cannot ask its workers.
+        If the weights may have changed, lmkv asks the workers before it hashes the prompt. A sleeping engine cannot ask
+        its workers, so in this case the prompt is hashed only at the request's first lookup.
         """
         if self.changes.puts_off(vllm_request.request_id):
             return
