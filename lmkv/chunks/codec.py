@@ -195,7 +195,7 @@ def _decode(data: memoryview, nbytes: int) -> Header:
     writer = _WRITER.unpack_from(data, end)[:3]
     if writer in REFUSED_WRITERS:
         version = ".".join(map(str, writer))
-        raise FormatError(f"lmkv {version} wrote the chunk, and could store another prompt's KV, so the chunk is not used")
+        raise FormatError(f"lmkv {version} wrote the chunk, maybe with wrong KV, so the chunk is not used")
     return Header(
         namespace=namespace,
         key=key,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from lmkv.config import lmcache
 from lmkv.config.advice import unfit_key
 from lmkv.config.command import Command
 from lmkv.config.options import OPTIONS, Options
@@ -125,6 +126,9 @@ def name_warnings(env: Mapping[str, str]) -> Iterator[str]:
         big = name.upper()
         if name != big and (big == ENV_FILE or big.removeprefix(ENV_PREFIX).lower() in OPTIONS.keys() - {big.lower()}):
             yield f"environment {name} is not read: write {big}"
+        prefix, _, setting = big.partition("_")
+        if setting.lower() in OPTIONS and lmcache.nearest(prefix, ("LMKV",)) and not name.startswith(ENV_PREFIX):
+            yield f"environment {name} is not read: write {ENV_PREFIX}{setting}"
     if (level := env.get(ENV_LEVEL, "")) and level.upper() not in logging.getLevelNamesMapping():
         levels = "DEBUG, INFO, WARNING or ERROR"
         yield f"environment {ENV_LEVEL}: {short_repr(level)} is not a log level, and has no effect: write {levels}"

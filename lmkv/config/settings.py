@@ -222,7 +222,9 @@ class SettingsResult:
         given = [*own, *command.settings]
         answer = cls._of(given, [*readings, *command.readings], command.notes, of_lmcache=True, command=command)
         if (config := answer.config) is not None:
-            warnings = [*checks.command_warnings(config, command), *containers.warnings(command.start, config)]
+            named = {word.partition("=")[0].removeprefix("-e"): word for word in command.start if "=" in word}
+            warnings = [*checks.name_warnings(named), *checks.command_warnings(config, command)]
+            warnings += containers.warnings(command.start, config)
             answer = evolve(answer, notes=(*answer.notes, *_warnings(warnings)))
         return answer, command
 

@@ -165,7 +165,7 @@ def _not_json(value: str, error: Exception) -> str:
     if value.startswith(("$", "`")):
         return "lmkv runs no command of the shell: write the JSON itself"
     if '"' not in value:
-        return f"the shell has removed the quotes of {short_repr(value)}: put the whole JSON into single quotes"
+        return f"the quotes of {short_repr(value)} are lost, as in a shell: put the whole JSON into single quotes"
     return f"the value is not JSON: {error}"
 
 
@@ -258,6 +258,8 @@ def _check_keys(command: Command, transfer: Mapping[str, Any]) -> None:
     policy = transfer.get("kv_load_failure_policy", "recompute")
     if policy not in ("recompute", "fail"):
         command.refuse(f"kv_load_failure_policy {short_repr(policy)}", "write recompute: vLLM knows recompute and fail")
+    elif connector == "LMKVConnector" and transfer.get("kv_load_failure_policy") != "recompute":
+        command.warn('a request fails if its load fails: add "kv_load_failure_policy": "recompute"')
     elif policy == "fail":
         command.inform("kv_load_failure_policy: lmkv writes recompute, so that vLLM computes KV that cannot be loaded")
     module = transfer.get("kv_connector_module_path")

@@ -145,6 +145,7 @@ VARIABLES: list[tuple[dict[str, str], str]] = [
         {"LMKV_LOG_LEVEL": "verbose"},
         "'verbose' is not a log level, and has no effect: write DEBUG, INFO, WARNING or ERROR",
     ),
+    ({"LKMV_CHUNK_SIZE": "64"}, "environment LKMV_CHUNK_SIZE is not read: write LMKV_CHUNK_SIZE"),
     ({"LMKV_CHUNK_SIZE": ""}, "leave the setting out for its default"),
 ]
 
@@ -305,7 +306,7 @@ def test_folders_and_sizes_that_are_not_meant(tmp_path: Path) -> None:
 
 
 def test_servers_that_would_never_hit() -> None:
-    both = {"kv_connector": "LMKVConnector", "kv_role": "kv_both"}
+    both = {"kv_connector": "LMKVConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     large = {"chunk_size": 8192, "save_unfull_chunk": False}
     disk = {"local_disk": "/kv", "max_local_disk_size": 10}
     taken = "vLLM's server uses port 8000: name another port"
@@ -347,6 +348,8 @@ def test_servers_that_would_never_hit() -> None:
             "",
             "vLLM ignores local_disk, max_local_disk_size: in a MultiConnector, each setting belongs in",
         ),
+        (both | {"kv_load_failure_policy": "fail"}, "", 'add "kv_load_failure_policy": "recompute"'),
+        ({"kv_connector": "LMKVConnector", "kv_role": "kv_both"}, "", 'add "kv_load_failure_policy": "recompute"'),
         (both | {"kv_connector_extra_config": {"use_layerwise": True}}, "-pp 2", "use_layerwise = True has no effect"),
     ]
     for transfer, more, says in rows:
@@ -372,6 +375,7 @@ CONTAINERS: list[tuple[str, str, int]] = [
     ("LMKV_QUOTAS=alice=40 team:red=20 vllm serve", "team:red=20 is no part of the value of LMKV_QUOTAS: put the", 1),
     ("env LMKV_REMOTE_URL=redis://a redis://b vllm serve", "redis://b is no part of the value of LMKV_REMOTE_URL", 1),
     ("docker run -e LMKV_CHUNK_SIZE=64 host:5000/image:tag", "settings", 0),
+    ("LKMV_CHUNK_SIZE=64 vllm serve", "environment LKMV_CHUNK_SIZE is not read: write LMKV_CHUNK_SIZE", 1),
     ("LMKV_CHUNK_SIZE=64 docker run image", "LMKV_CHUNK_SIZE before docker does not reach the container: write -e", 1),
     ("LMKV_CHUNK_SIZE=64 docker run -e LMKV_CHUNK_SIZE image", "settings", 0),
     ("sudo -E docker run -e LMKV_REMOTE_URL=redis://localhost:6379 image", "means the container itself", 1),
@@ -398,7 +402,8 @@ CONTAINERS: list[tuple[str, str, int]] = [
 
 
 def test_variables_before_a_program_and_containers(tmp_path: Path) -> None:
-    transfer = ("--kv-transfer-config", json.dumps({"kv_connector": "LMKVConnector", "kv_role": "kv_both"}))
+    right = {"kv_connector": "LMKVConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    transfer = ("--kv-transfer-config", json.dumps(right))
     for words, said, status in CONTAINERS:
         done = run("config", "check", "--", *words.split(), "m", *transfer)
         assert (done.exit_code, said in done.output) == (status, True), done.output
@@ -460,7 +465,8 @@ def test_variables_that_are_only_exported_are_named() -> None:
 
 
 def test_a_command_may_be_one_text_or_a_script(tmp_path: Path) -> None:
-    command = """vllm serve m --kv-transfer-config '{"kv_connector": "LMKVConnector", "kv_role": "kv_both"}'"""
+    right = {"kv_connector": "LMKVConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    command = f"vllm serve m --kv-transfer-config '{json.dumps(right)}'"
     assert run("config", "check", command).exit_code == 0
     assert "chunk_size = 64" in run("config", "check", f"LMKV_CHUNK_SIZE=64 {command}").output
     script = f"#!/bin/sh\nset -e\nexport LMKV_LOCAL_DISK=$HOME/kv\nLMKV_MAX_LOCAL_DISK_SIZE=1x exec {command}\n"
