@@ -285,7 +285,8 @@ COMMANDS: dict[str, tuple[str, Right]] = {
     "lmkv's own": (
         (
             """vllm serve m --kv-transfer-config '{"kv_connector": "LMKVConnector", "kv_role": "kv_both", """
-            """"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"lmkv.chunk_size": 64, "max_local_cpu_size": 2}}'"""
+            """"kv_load_failure_policy": "recompute", """
+            """"kv_connector_extra_config": {"lmkv.chunk_size": 64, "max_local_cpu_size": 2}}'"""
         ),
         Right(0, {"chunk_size": 64, "max_local_cpu_size": 2.0}),
     ),

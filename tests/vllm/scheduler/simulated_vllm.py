@@ -1054,5 +1054,5 @@ def _broken(worker: Worker) -> set[int]:
     reading: Any = worker._reading
     if reading is None or reading._pipeline is not None:
         return set()
-    copies = [copy for order in reading.orders for copy in order.copies]
+    copies = [copy for task in reading.tasks for copy in task.copies]
     return {block for copy in copies for run in copy.runs for block in run.blocks}
