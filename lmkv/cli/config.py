@@ -25,11 +25,11 @@ from rich.text import Text
 
 from lmkv import plugins
 from lmkv.cli.server import fail, json_object
-from lmkv.config import Config, Setting, SettingsResult, command_lines, lmcache, read_named, read_yaml
+from lmkv.config import Config, Setting, SettingsResult, command_lines, lmcache, read_yaml
 from lmkv.config.command import TRANSFER, Command
 from lmkv.config.parsers import Secret
 from lmkv.config.shell import quoted, without_shell, words_of_unit
-from lmkv.config.sources import given_settings, variables_in
+from lmkv.config.sources import given_settings, read_text, variables_in
 from lmkv.config.urls import RemoteURL
 from lmkv.errors import ConfigError, mask_secrets
 
@@ -250,19 +250,17 @@ def read_file(file: Path, ranks: int | None, *, migrate: bool = False) -> tuple[
     `command`: replaces the command line that the file has; None for a file of settings.
     `ranks`: number of ranks of the engine. `migrate`: whether the settings must be LMCache's.
     """
-    if is_of_variables(file) or file.suffix == ".service":
+    if file.suffix == ".service":
+        return read_words(words_of_unit(read_text(file)), ranks, migrate=migrate)
+    if is_of_variables(file):
+        text = read_text(file)
         try:
-            text = read_named(file).decode()
-            if file.suffix == ".service":
-                return read_words(words_of_unit(text), ranks, migrate=migrate)
             env = variables_in(text)
         except ConfigError as error:
             if file.suffix != ".sh":
                 raise ConfigError(f"file {file}: {error}: {command_lines.GIVE_COMMAND}") from None
             script = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
             return read_words(["sh", "-c", script], ranks, migrate=migrate)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"file {file}: {error}") from None
         answer = SettingsResult.to(env=env, ranks=ranks)
         if not answer.readings:
             told = [*remarks(answer), f"file {file}: no variable in it is lmkv's (LMKV_...) or LMCache's (LMCACHE_...)"]

@@ -124,11 +124,11 @@ def name_warnings(env: Mapping[str, str]) -> Iterator[str]:
     """Yield a remark for each variable that looks like lmkv's but is not read, or that has an invalid value."""
     for name in sorted(env):
         big = name.upper()
-        if name != big and (big == ENV_FILE or big.removeprefix(ENV_PREFIX).lower() in OPTIONS.keys() - {big.lower()}):
-            yield f"environment {name} is not read: write {big}"
         prefix, _, setting = big.partition("_")
-        if setting.lower() in OPTIONS and lmcache.nearest(prefix, ("LMKV",)) and not name.startswith(ENV_PREFIX):
-            yield f"environment {name} is not read: write {ENV_PREFIX}{setting}"
+        is_option = setting.lower() in OPTIONS and lmcache.nearest(prefix, ("LMKV",))
+        right = f"{ENV_PREFIX}{setting}" if is_option else big if big == ENV_FILE else name
+        if name != right:
+            yield f"environment {name} is not read: write {right}"
     if (level := env.get(ENV_LEVEL, "")) and level.upper() not in logging.getLevelNamesMapping():
         levels = "DEBUG, INFO, WARNING or ERROR"
         yield f"environment {ENV_LEVEL}: {short_repr(level)} is not a log level, and has no effect: write {levels}"

@@ -10,7 +10,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from lmkv.config.options import Options
-from lmkv.config.sources import read_named, variables_in
+from lmkv.config.sources import read_text, variables_in
 
 PROGRAMS: Final = ("docker", "podman", "nerdctl")
 _LOCAL: Final = ("localhost", "127.0.0.1", "::1")
@@ -66,7 +66,7 @@ def with_files(words: Sequence[str]) -> list[str]:
     if docker_at(words) is None:
         return list(words)
     at = words.index("run") + 1
-    given = [variables_in(read_named(file).decode()) for file in _values(words, "--env-file") if os.path.exists(file)]
+    given = [variables_in(read_text(file)) for file in _values(words, "--env-file") if os.path.exists(file)]
     found = [f"-e{name}={value}" for each in given for name, value in each.items() if re.match("LM(KV|CACHE)_", name)]
     return [*words[:at], *found, *words[at:]]
 

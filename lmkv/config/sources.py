@@ -123,6 +123,14 @@ def given_settings(
         yield key, value, EXTRA
 
 
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a file of variables, of a script or of a unit. Raises ConfigError if it cannot be read."""
+    try:
+        return read_named(path).decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"file {path}: {error}") from None
+
+
 def variables_in(text: str) -> dict[str, str]:
     """Return the variables of an env file, without its comments. Raises ConfigError for a line that is not
     NAME=VALUE.

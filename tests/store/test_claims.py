@@ -1,4 +1,4 @@
-"""What clients claim for is bounded, ends, and belongs to somebody: pins, priorities, prefetches, sessions."""
+"""Pins, priorities, prefetches and sessions are bounded, end, and belong to a client."""
 
 from __future__ import annotations
 
@@ -442,7 +442,7 @@ def test_a_flood_of_states_or_tails_leaves_a_tenant_its_own(of: Callable[[str], 
 def test_a_hint_holds_in_a_tier_that_is_still_being_written(
     make: Callable[[], Policy], priority: int, there: list[int]
 ) -> None:
-    """What is given up on its way to a tier goes first there, what is prioritized for last."""
+    """A tier first evicts chunks that were given up before they arrived, and last those with a priority."""
     gated = Gated(memory(8, "low"))
     store = small_store(32, Tier(gated, make(), capacity_bytes=6 << 12))
     chains = many("a", 4, 2)

@@ -1,4 +1,4 @@
-"""What clients of a real vLLM may claim for costs others no more than it should, and is theirs alone."""
+"""Claims of clients of a real vLLM cost other clients no more than they may, and end with their owner."""
 
 from __future__ import annotations
 

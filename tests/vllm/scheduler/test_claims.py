@@ -1,4 +1,4 @@
-"""What a client may claim through vLLM's requests: what it costs others, whose it is, when it is carried out."""
+"""Claims through vLLM's requests: their cost for other clients, their owner, and the time of their effect."""
 
 from __future__ import annotations
 

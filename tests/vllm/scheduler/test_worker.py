@@ -68,7 +68,7 @@ def pinned(worker: Worker) -> bool:
 
 
 def refused(worker: Worker, ref: SlabRef) -> WorkerReport:
-    """What is reported of tasks that fail."""
+    """Reports of tasks that fail."""
     worker.begin(StepPlan([load(1)], [store(2)], ref))
     worker.load()
     worker.save()
