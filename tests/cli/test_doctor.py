@@ -334,7 +334,7 @@ class TestLevels:
         if find_spec("mooncake") is not None:
             pytest.skip("it is installed")
         _, [problem] = stores("mooncake://localhost:1/")
-        assert problem == f"mooncake://localhost:1/ needs mooncake: {how_to_install('mooncake')}"
+        assert problem == f"remote_url mooncake://localhost:1/ needs the package mooncake: {how_to_install('mooncake')}"
 
     def test_an_address_that_the_server_would_refuse(self) -> None:
         extra = {"agent_listen": "0.0.0.0:8377", "agent_token": "secret"}
